@@ -111,7 +111,7 @@ def _subject(path: Path, parsed: Parsed, parse: Parse) -> MismatchArgs:
         return _of_checkpoint(path, typed, run=beside if (beside / "metrics.jsonl").is_file() else None)
     if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
         candidates = Folder(path / "checkpoints").candidates()
-        newest = next((one for one in candidates if isinstance(one, Manifest)), None)
+        newest = next((candidate for candidate in candidates if isinstance(candidate, Manifest)), None)
         if newest is not None:
             return _of_checkpoint(newest.directory, typed, run=path)
         if not (path / "config.yaml").is_file():
@@ -224,8 +224,8 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
 
 
 def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]:
-    whole = {one.step: one for one in Folder(run / "checkpoints").candidates() if isinstance(one, Manifest)}
-    recorded = [number for number in sorted(whole) if (whole[number].directory / RECORDED).is_file()]
+    manifests = {candidate.step: candidate for candidate in Folder(run / "checkpoints").candidates() if isinstance(candidate, Manifest)}
+    recorded = [number for number in sorted(manifests) if (manifests[number].directory / RECORDED).is_file()]
     if not recorded:
         raise _refused(f"compare-losses: {run} has no checkpoint with recorded rows. Train with --record_rows true and --save_steps: the "
                        "rows that a checkpoint's first step trains are recorded beside it.")  # fmt: skip
@@ -234,17 +234,17 @@ def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]
             "compare-losses",
             f"compare-losses: step {step} has no recorded rows. Checkpoints that have them: {', '.join(map(str, recorded))}.",
         )
-    chosen = whole[recorded[-1] if step is None else int(step)]
+    chosen = manifests[recorded[-1] if step is None else int(step)]
     if faults := damage(chosen.directory, chosen.files):
         raise _refused(f"compare-losses: {chosen.directory} is damaged: {faults[0]}.")
-    return chosen, {number - chosen.step: whole[number].directory for number in whole if number > chosen.step}
+    return chosen, {number - chosen.step: manifests[number].directory for number in manifests if number > chosen.step}
 
 
 def _settings(typed: Config, manifest: Manifest) -> Config:
     of_run = {name: value for name, value in manifest.origin.settings.items() if name not in _OTHERS}
-    mine = {} if "micro_batch_size" in typed.typed else {"micro_batch_size": 1}
+    changes = {} if "micro_batch_size" in typed.typed else {"micro_batch_size": 1}
     beta = {} if "beta" in typed.typed else {"beta": of_run.get("beta", 0.0)}
-    return settings_over(typed, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | mine | beta)
+    return settings_over(typed, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | changes | beta)
 
 
 def _moving(cfg: Config, manifest: Manifest, variant_texts: Sequence[str]) -> list[Problem]:
@@ -261,23 +261,23 @@ def _variant(
     if not pairs or not all(equals and value for _, equals, value in pairs):
         example = '--variant "loss_type=dapo epsilon_high=0.28"'
         return None, [_said(f"variant ({text}) needs name=value, several in one pair of quotes: {example}.")]
-    given = {name.replace("-", "_"): value for name, _, value in pairs}
+    texts = {name.replace("-", "_"): value for name, _, value in pairs}
     num_rows, staleness, problems = len(samples), 0, list[Problem]()
     group = cfg.batch.num_generations
-    if "global_batch_size" in given:
-        word = given.pop("global_batch_size")
+    if "global_batch_size" in texts:
+        word = texts.pop("global_batch_size")
         num_rows = int(word) if word.isdecimal() else 0
         if not 0 < num_rows <= len(samples) or num_rows % group:
             near = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
             problems.append(_said(f"variant: global_batch_size ({word}) must be whole groups of {group} of the {len(samples)} rows that "
                                   f"the step trained, for example {' or '.join(map(str, near))}."))  # fmt: skip
-    if "staleness" in given:
-        word = given.pop("staleness")
+    if "staleness" in texts:
+        word = texts.pop("staleness")
         staleness = int(word) if word.isdecimal() else -1
         if staleness and staleness not in later:
             there = ", ".join(map(str, sorted(later))) or "none"
             problems.append(_said(f"variant: staleness ({word}) needs a checkpoint of the run that many steps later. Available: {there}."))
-    parsed = parse([part for name, value in given.items() for part in (f"--{name}", value)])
+    parsed = parse([part for name, value in texts.items() for part in (f"--{name}", value)])
     problems += parsed.problems
     typed = set(parsed.config.typed)
     if wrong := sorted(typed - TRIED):

@@ -76,8 +76,8 @@ def _attended(q, k, v, packed: PackedBatch, scale: float) -> torch.Tensor:
 def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_rows=None, group=None, chunk_size=1024, slope=None, **more):
     """Compute log-probs as vLLM does: gather the logits of all ranks, divide by the temperature, and apply torch's log_softmax."""
     rows = len(weight) if num_valid_rows is None else num_valid_rows
-    asked = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | more
-    own = real(hidden, weight, targets, **asked)  # without a slope, which would be that of other log-probs
+    options = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | more
+    own = real(hidden, weight, targets, **options)  # without a slope, which would be that of other log-probs
     counts = [rows] if group is None else torch.cat(collectives.of_each(torch.tensor([rows]), group)).tolist()
     value = torch.empty_like(own.logprobs)
     for start in range(0, len(targets), chunk_size):
@@ -105,16 +105,16 @@ def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
     x = hidden.detach().flatten(0, 1)
     if cuts_tokens:
         x = torch.cat(collectives.of_each(x, group))
-    inner, down = ([getattr(one, name).weight.detach() for one in module.experts.local_experts] for name in ("linear_fc1", "linear_fc2"))
+    inner, down = ([getattr(e, name).weight.detach() for e in module.experts.local_experts] for name in ("linear_fc1", "linear_fc2"))
     gate, up = torch.stack(inner).chunk(2, dim=1)
     slices = module.experts.local_experts[0].linear_fc1.tp_group
-    mine = []
+    outputs = []
     for part, cut in ((gate, 1), (up, 1), (torch.stack(down), 2)):
-        whole = torch.cat(collectives.of_each(part, slices), dim=cut)
-        whole = torch.cat(collectives.of_each(whole, module.ep_group))
-        mine.append(whole.chunk(group.size(), dim=cut)[group.rank()])
+        gathered = torch.cat(collectives.of_each(part, slices), dim=cut)
+        gathered = torch.cat(collectives.of_each(gathered, module.ep_group))
+        outputs.append(gathered.chunk(group.size(), dim=cut)[group.rank()])
     norm_topk = not module.config.moe_router_pre_softmax
-    out = kernels.experts(x, module.router.weight, *mine, k=module.config.moe_router_topk, norm_topk=norm_topk)
+    out = kernels.experts(x, module.router.weight, *outputs, k=module.config.moe_router_topk, norm_topk=norm_topk)
     out = in_rank_order(out, group)
     return (out.chunk(group.size())[group.rank()] if cuts_tokens else out).view_as(hidden)
 

@@ -97,27 +97,27 @@ def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], Par
     Raises:
         ConfigError: With all problems of the command line and the settings.
     """
-    asked = read_compare_losses_args(argv, parse)
-    if asked.cfg.plan.png and (wrong := why_not_drawn(Path(asked.cfg.plan.png))):
+    args = read_compare_losses_args(argv, parse)
+    if args.cfg.plan.png and (wrong := why_not_drawn(Path(args.cfg.plan.png))):
         raise config_error("png", f"png: {wrong}")
-    told = compare_losses(asked)
+    outcomes = compare_losses(args)
     if collectives.rank() == 0:
-        recorded = _recorded(asked)
-        found = {"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}
-        print_report(found, report_lines(asked, told, recorded), as_json=asked.cfg.plan.json)
-        line = draw_variants(told, Path(asked.cfg.plan.png or asked.run / "plots" / "compare_losses.png"), asked.step)
-        print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout contains only the object
+        recorded = _recorded(args)
+        result = {"step": args.step, "recorded": recorded, "variants": [asdict(outcome) for outcome in outcomes]}
+        print_report(result, report_lines(args, outcomes, recorded), as_json=args.cfg.plan.json)
+        line = draw_variants(outcomes, Path(args.cfg.plan.png or args.run / "plots" / "compare_losses.png"), args.step)
+        print(line, file=sys.stderr if args.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout contains only the object
     state.stop()
     return EXIT_DONE
 
 
-def compare_losses(asked: CompareLossesArgs) -> list[Outcome]:
+def compare_losses(args: CompareLossesArgs) -> list[Outcome]:
     """Repeat the recorded step with the run's own settings, then with each variant. Collective.
 
     Starts the parallel job.
 
     Args:
-        asked: Arguments of the command.
+        args: Arguments of the command.
 
     Returns:
         An outcome per variant, in the order of `asked.variants`.
@@ -125,33 +125,33 @@ def compare_losses(asked: CompareLossesArgs) -> list[Outcome]:
     Raises:
         ConfigError: If the model is a vision-language model, whose images are not recorded.
     """
-    cfg, model = asked.cfg, find_model(asked.cfg.model.model)
+    cfg, model = args.cfg, find_model(args.cfg.model.model)
     if ModelShape.from_pretrained(model).vision is not None:
         raise config_error("compare-losses", "compare-losses: rows are recorded without their images. Only text models are supported.")
-    beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # above 0 if any variant needs the reference
-    content = {"question": "; ".join(variant.name for variant in asked.variants)}
-    policy = open_policy(cfg.with_values({"beta": beta}), model, asked.checkpoint, content, num_steps=asked.step + 2,
+    beta = max(variant.cfg.grpo.beta for variant in args.variants)  # above 0 if any variant needs the reference
+    content = {"question": "; ".join(variant.name for variant in args.variants)}
+    policy = open_policy(cfg.with_values({"beta": beta}), model, args.checkpoint, content, num_steps=args.step + 2,
                          parts=PolicyParts(gradient_check=AllowsAll()))  # fmt: skip
     policy.optimizer.step = lambda: None  # keeps the weights unchanged
-    samples = read_samples(asked.checkpoint / RECORDED)
-    left_out = _left_out(cfg, samples, asked.step)
-    adaptive, entropy = policy.entropy, _entropy_of(policy, asked.checkpoint)
-    gradient, told = None, list[Outcome]()
-    stale = {variant.staleness for variant in asked.variants} - {0}
+    samples = read_samples(args.checkpoint / RECORDED)
+    left_out = _left_out(cfg, samples, args.step)
+    adaptive, entropy = policy.entropy, _entropy_of(policy, args.checkpoint)
+    gradient, outcomes = None, list[Outcome]()
+    stale = {variant.staleness for variant in args.variants} - {0}
     with_old_logprobs = _with_old_logprobs(policy, samples) if stale else []
     for staleness in sorted({0, *stale}):
         if staleness:
-            load_weights(policy.chunks, asked.later[staleness])
+            load_weights(policy.chunks, args.later[staleness])
         rows = with_old_logprobs if staleness else samples
-        for variant in asked.variants:
+        for variant in args.variants:
             if variant.staleness == staleness:
                 policy.entropy = (
                     entropy if adaptive and variant.cfg.grpo.entropy_coef == adaptive.coef else None
                 )  # else the variant's coefficient
-                found, gradient = _take(policy, variant, rows, asked.step + staleness, gradient, left_out)
-                told.append(found)
-    order = [variant.name for variant in asked.variants]
-    return sorted(told, key=lambda one: order.index(one.name))
+                outcome, gradient = _take(policy, variant, rows, args.step + staleness, gradient, left_out)
+                outcomes.append(outcome)
+    order = [variant.name for variant in args.variants]
+    return sorted(outcomes, key=lambda outcome: order.index(outcome.name))
 
 
 def _left_out(cfg: Config, samples: Sequence[Sample], step: int) -> frozenset[RowKind]:
@@ -181,14 +181,14 @@ def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample
     """Return all samples with old log-probs by the current weights, on rank 0; an empty list on other ranks. Collective."""
     pending = _pending(policy, samples)
     scored = score_rows(pending.placed(), score=policy.scorer.old_logprobs, cut=policy.cut, parallel=policy.parallel)
-    mine: dict[RowKey, Sample] = {}
+    local: dict[RowKey, Sample] = {}
     for key, sample in scored.rows.sequences.items():
         routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
-        mine[key] = sample if hasattr(sample, "old_logprobs") else routed.with_old_logprobs(scored.logprobs[key], "recompute")
-    found = {
-        key: one for part in collectives.exchange({0: mine if policy.parallel.is_model_parallel_src else {}}) for key, one in part.items()
+        local[key] = sample if hasattr(sample, "old_logprobs") else routed.with_old_logprobs(scored.logprobs[key], "recompute")
+    merged = {
+        key: row for part in collectives.exchange({0: local if policy.parallel.is_model_parallel_src else {}}) for key, row in part.items()
     }
-    return [found[sample.key] for sample in samples] if found else []
+    return [merged[sample.key] for sample in samples] if merged else []
 
 
 def _pending(policy: Policy, samples: Sequence[Sample], left_out: frozenset[RowKind] = frozenset()) -> SampleBuffer:
@@ -267,9 +267,9 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
     """Return (KL(sampler || current policy), effective sample size) over trained tokens that have a sampler log-prob."""
     sums = np.zeros(4)
     for micro in batch.micro_batches if policy.parallel.reports_its_rows else ():
-        for place, row in enumerate(micro.rows):
-            at = (micro.sequence == place) & (micro.token_weights > 0)
-            log_rho = np.asarray(logprobs[row], dtype=np.float64)[at[micro.sequence == place]] - micro.sampler_logprobs[at]
+        for index, row in enumerate(micro.rows):
+            at = (micro.sequence == index) & (micro.token_weights > 0)
+            log_rho = np.asarray(logprobs[row], dtype=np.float64)[at[micro.sequence == index]] - micro.sampler_logprobs[at]
             log_rho = log_rho[~np.isnan(log_rho)].clip(-20, 20)
             rho = np.exp(log_rho)
             sums += [len(rho), (rho - log_rho - 1).sum(), rho.sum(), (rho * rho).sum()]
@@ -277,30 +277,30 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
     return (float(kl / count), float(first**2 / (count * second))) if count else (0.0, 1.0)
 
 
-def _recorded(asked: CompareLossesArgs) -> dict[str, float] | None:
+def _recorded(args: CompareLossesArgs) -> dict[str, float] | None:
     """Return the run's own loss and gradient norm of the step, from metrics.jsonl; None if they were not logged."""
-    found = next((record for record in reversed(logged_by(asked.run)) if record.get("step") == asked.step + 1), None)
-    return {name: found[name] for name in ("loss", "grad_norm") if name in found} if found else None
+    logged = next((record for record in reversed(logged_by(args.run)) if record.get("step") == args.step + 1), None)
+    return {name: logged[name] for name in ("loss", "grad_norm") if name in logged} if logged else None
 
 
-def report_lines(asked: CompareLossesArgs, told: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
+def report_lines(args: CompareLossesArgs, outcomes: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
     """Format the outcomes as a table.
 
     Args:
-        asked: Arguments of the command.
-        told: Outcomes of the variants.
+        args: Arguments of the command.
+        outcomes: Outcomes of the variants.
         recorded: Loss and gradient norm that the run logged; None if unknown.
     """
-    lines = [f"Optimizer step {asked.step + 1} of {asked.run}, rows as recorded, weights of {asked.checkpoint.name}."]
+    lines = [f"Optimizer step {args.step + 1} of {args.run}, rows as recorded, weights of {args.checkpoint.name}."]
     if recorded:
         lines.append("The run logged: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")
     head = ("", "rows", "loss", "grad_norm", "cosine", "KL sampler", "ESS", "clip low", "clip high", "KL ref")
     rows = [head]
-    for one in told:
-        share = (f"{one.kl_sampler:.3g}", f"{one.ess:.4f}", f"{one.clip_low:.2%}", f"{one.clip_high:.2%}")
-        cosine = "-" if one.cosine is None else f"{one.cosine:.6f}"
-        of_reference = "-" if one.kl is None else f"{one.kl:.3g}"
-        rows.append((one.name, str(one.rows), f"{one.loss:.5g}", f"{one.grad_norm:.5g}", cosine, *share, of_reference))
+    for outcome in outcomes:
+        share = (f"{outcome.kl_sampler:.3g}", f"{outcome.ess:.4f}", f"{outcome.clip_low:.2%}", f"{outcome.clip_high:.2%}")
+        cosine = "-" if outcome.cosine is None else f"{outcome.cosine:.6f}"
+        of_reference = "-" if outcome.kl is None else f"{outcome.kl:.3g}"
+        rows.append((outcome.name, str(outcome.rows), f"{outcome.loss:.5g}", f"{outcome.grad_norm:.5g}", cosine, *share, of_reference))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     return [*lines, "", *("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
                           for row in rows)]  # fmt: skip

@@ -72,7 +72,7 @@ class Diagnosis:
         weights = self.weights
         held = f"{weights['same']} of {weights['tensors']} tensors are those of the run, bit for bit" if weights["recorded"] else (
             "not compared: none were recorded")  # fmt: skip
-        found = [
+        lines = [
             f"kept because {self.why}",
             f"replayed on {self.ranks}",
             f"weights: {held}",
@@ -81,9 +81,9 @@ class Diagnosis:
             f"{'':14}{'here':>14}{'in the run':>14}",
         ]
         for name in ("loss", "grad_norm"):
-            found.append(f"{name:14}{self.numbers[name]:>14.6g}{self.was.get(name, math.nan):>14.6g}")
+            lines.append(f"{name:14}{self.numbers[name]:>14.6g}{self.was.get(name, math.nan):>14.6g}")
         total = math.fsum(row.norm for row in self.rows if math.isfinite(row.norm))
-        found += [
+        lines += [
             "",
             f"{'rollout':>8}{'row':>6}{'prompt':>8}{'tokens':>8}{'norm alone':>13}{'share':>8}{'vs run':>10}{'vs sampler':>12}  not finite",
         ]
@@ -91,13 +91,13 @@ class Diagnosis:
         for row in worst[:SHOWN]:
             share = f"{row.norm / total:.0%}" if total and math.isfinite(row.norm) else "-"
             run = "-" if row.forward is None else f"{row.forward:.2g}"
-            found.append(f"{row.key[0]:>8}{row.key[1]:>6}{row.prompt_number:>8}{row.num_tokens:>8}{row.norm:>13.5g}{share:>8}{run:>10}"
+            lines.append(f"{row.key[0]:>8}{row.key[1]:>6}{row.prompt_number:>8}{row.num_tokens:>8}{row.norm:>13.5g}{share:>8}{run:>10}"
                          f"{row.gap:>12.3g}  {row.what}")  # fmt: skip
         if len(worst) > SHOWN:
-            found.append(f"    and {len(worst) - SHOWN} more rows (--json true lists all)")
+            lines.append(f"    and {len(worst) - SHOWN} more rows (--json true lists all)")
         for copy in self.copies:
-            found.append(f"with rank {copy['rank']}'s copy of {copy['name']}: loss {copy['loss']:.6g}, grad_norm {copy['grad_norm']:.6g}")
-        return [*found, "", *self.verdict]
+            lines.append(f"with rank {copy['rank']}'s copy of {copy['name']}: loss {copy['loss']:.6g}, grad_norm {copy['grad_norm']:.6g}")
+        return [*lines, "", *self.verdict]
 
 
 def diagnose(
@@ -131,70 +131,70 @@ def diagnose(
 
 
 def _weights(weights: Mapping[str, Any]) -> list[str]:
-    found = [f"POISON: the weight {name} is not finite ({how})." for name, how in list(weights["not_finite"].items())[:SHOWN]]
+    lines = [f"POISON: the weight {name} is not finite ({how})." for name, how in list(weights["not_finite"].items())[:SHOWN]]
     if more := len(weights["not_finite"]) - SHOWN:
-        found += [f"and {more} more weights."] if more > 0 else []
-    return found
+        lines += [f"and {more} more weights."] if more > 0 else []
+    return lines
 
 
 def _rows_not_finite(rows: Sequence[LoneRow], first: str | None, *, has_bad_weight: bool) -> list[str]:
     if has_bad_weight:
         return []
-    found = []
+    lines = []
     of_rows = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
     inside = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
     for row in of_rows[:SHOWN]:
-        found.append(f"POISON: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
+        lines.append(f"POISON: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
                      + ("finite." if len(of_rows) == 1 and not inside else "examined row by row above."))  # fmt: skip
     for row in inside[:SHOWN]:
         where = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
-        found.append(f"POISON: {_name(row)}: its values are finite and its gradient is not{where}.")
-    return found
+        lines.append(f"POISON: {_name(row)}: its values are finite and its gradient is not{where}.")
+    return lines
 
 
 def _finite_here(
     step_dump: StepDump, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[LoneRow]
 ) -> list[str]:  # fmt: skip
-    found = []
+    lines = []
     if not math.isfinite(was.get("grad_norm", 0.0)):
-        found.append("All values are finite here and were not in the run, with the same rows and weights: the cause is "
+        lines.append("All values are finite here and were not in the run, with the same rows and weights: the cause is "
                      "in the ranks of the run. Check the machine, its kernels and its dtype.")  # fmt: skip
     off = max((row.forward for row in rows if row.forward is not None), default=None)
     alike = USUAL[step_dump.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller
     if weights["recorded"] and weights["same"] < weights["tensors"]:
-        found.append(f"{weights['tensors'] - weights['same']} tensors differ from those of the run, so its values may not be reproduced.")
+        lines.append(f"{weights['tensors'] - weights['same']} tensors differ from those of the run, so its values may not be reproduced.")
     elif off is not None and off > alike:
-        found.append(f"The forward pass of the run is not reproduced with these weights: log-probs differ by up to {off:.3g} nats. "
+        lines.append(f"The forward pass of the run is not reproduced with these weights: log-probs differ by up to {off:.3g} nats. "
                      "Check the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
     if step_dump.facts["kind"] == "logp_gap":
         worst = max(rows, key=lambda row: row.gap)
         same = "the run's forward pass is reproduced, so" if off is not None and off <= alike else "if the forward pass is reproduced,"
-        found.append(f"The largest difference from the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
+        lines.append(f"The largest difference from the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
                      f"{same} check the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
     if step_dump.facts["kind"] == "spike" and rows:
         worst = max(rows, key=lambda row: row.norm)
         total = math.fsum(row.norm for row in rows)
-        found.append(f"The largest gradient is that of {_name(worst)}: norm {worst.norm:.4g} alone, {worst.norm / total:.0%} of "
+        lines.append(f"The largest gradient is that of {_name(worst)}: norm {worst.norm:.4g} alone, {worst.norm / total:.0%} of "
                      f"the sum over {len(rows)} rows.")  # fmt: skip
     if step_dump.facts["parted"] and not step_dump.parted():
-        one = step_dump.facts["parted"][0]
-        found.append(f"Replicas of {one['name']} ({one['kind']}) differed, and their values were not recorded.")
-    return found or ["The step is reproduced, and nothing in it is wrong: the cause is outside the step."]
+        first = step_dump.facts["parted"][0]
+        lines.append(f"Replicas of {first['name']} ({first['kind']}) differed, and their values were not recorded.")
+    return lines or ["The step is reproduced, and nothing in it is wrong: the cause is outside the step."]
 
 
 def _bits(step_dump: StepDump) -> list[str]:
     """Describe the elements at which copies of a tensor on several ranks differ."""
     copies = step_dump.parted()
     labels = list(dict.fromkeys(label for its in copies.values() for label in its))
-    found = []
+    lines = []
     for label in labels[:SHOWN]:
         what, dtype, shape = label.split("|")
         held = [(rank, its[label]) for rank, its in sorted(copies.items()) if label in its]
-        for (one, a), (other, b) in zip(held, held[1:]):
+        for (first, a), (second, b) in zip(held, held[1:]):
             if a.nbytes != b.nbytes or (a == b).all():
                 continue
-            found.append(f"POISON: {what} differs between ranks {one} and {other}: {_difference(a, b, dtype, shape)}.")
-    return found
+            lines.append(f"POISON: {what} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
+    return lines
 
 
 def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
@@ -209,7 +209,7 @@ def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
     bits = int.from_bytes(a[at * width : (at + 1) * width].tobytes(), "little") ^ int.from_bytes(
         b[at * width : (at + 1) * width].tobytes(), "little"
     )
-    flipped = [place for place in range(8 * width) if bits >> place & 1]
+    flipped = [bit for bit in range(8 * width) if bits >> bit & 1]
     how = f"bit {flipped[0]} of {8 * width}" if len(flipped) == 1 else f"{len(flipped)} of {8 * width} bits"
     values = f"{x[at].item():g} and {y[at].item():g}, which differ in {how}"
     return f"{int(differs.sum())} of {len(differs)} values, the first at {where}: {values}"

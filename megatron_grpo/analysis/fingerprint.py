@@ -25,23 +25,23 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: Tensor of any dtype and shape.
     """
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
-        return found
+        return total
     raw = tensor.detach().reshape(-1).view(torch.uint8)
     factors = _factors(raw.device)
     for number, chunk in enumerate(raw.split(8 * WORDS)):
         words = _words(chunk)
-        found += (words * factors[: len(words)]).sum() * _signed(2 * number * _GOLDEN + 1)
-    return found
+        total += (words * factors[: len(words)]).sum() * _signed(2 * number * _GOLDEN + 1)
+    return total
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:
     """Convert bytes, uint8 [n], to words, int64 [ceil(n / 8)]. They are copied only if they are not aligned to words."""
     if chunk.storage_offset() % 8 or len(chunk) % 8:
-        whole = chunk.new_zeros(-(-len(chunk) // 8) * 8)
-        whole[: len(chunk)] = chunk
-        chunk = whole
+        padded = chunk.new_zeros(-(-len(chunk) // 8) * 8)
+        padded[: len(chunk)] = chunk
+        chunk = padded
     return chunk.view(torch.int64)
 
 

@@ -55,14 +55,14 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     Raises:
         ConfigError: With all problems, before a model loads.
     """
-    asked = read_mismatch_args(argv, parse)
-    cfg = _as_looked_at(asked)
+    args = read_mismatch_args(argv, parse)
+    cfg = _as_looked_at(args)
     model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     shape = ModelShape.from_pretrained(model_path)
     layout, problems = layout_of(cfg, shape)
     if problems := [*problems, *_problems(layout, shape)]:
         raise ConfigError(problems)
-    picture = _folder(asked, cfg) / f"step_{asked.step:06d}.png"
+    picture = _folder(args, cfg) / f"step_{args.step:06d}.png"
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -70,23 +70,23 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     if "output_dir" in cfg.typed and (wrong := why_not_drawn(picture)):
         raise config_error("output_dir", f"output_dir: {wrong}")
     with CleanUp() as clean_up:
-        parallel = start_parallel(cfg, layout, content={"question": f"{asked.name} {asked.row} {asked.num_rows}"})
+        parallel = start_parallel(cfg, layout, content={"question": f"{args.name} {args.row} {args.num_rows}"})
         clean_up.add(state.stop)
-        found = look(asked, cfg, shape, model_path, parallel, clean_up)
-        verdict = found.verdict
+        report = look(args, cfg, shape, model_path, parallel, clean_up)
+        verdict = report.verdict
         if collectives.rank() == 0:
-            is_drawn = draw(picture, found)
-            print_report(as_json(found), report_lines(found, picture if is_drawn else None), as_json=cfg.plan.json)
+            is_drawn = draw(picture, report)
+            print_report(as_json(report), report_lines(report, picture if is_drawn else None), as_json=cfg.plan.json)
     return EXIT_CRASH if verdict else EXIT_DONE
 
 
 def look(
-    asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp
+    args: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp
 ) -> MismatchReport:
     """Score the rows with trainer and sampler, and compare their operations on one row. Collective.
 
     Args:
-        asked: Arguments of the command.
+        args: Arguments of the command.
         cfg: Settings that both sides are built with.
         shape: Shape of the model.
         model_path: Directory of the model.
@@ -101,14 +101,14 @@ def look(
     """
     dtype = cfg.model.torch_dtype
     tokenizer = load_tokenizer(str(model_path), trust_remote_code=cfg.model.trust_remote_code)
-    rows, prompts, source, notes = _rows_to_compare(asked, cfg, shape, tokenizer)
+    rows, prompts, source, notes = _rows_to_compare(args, cfg, shape, tokenizer)
     number = len(rows or prompts)
-    if asked.row is not None and asked.row >= number:
-        raise config_error("row", f"row ({asked.row}): {number} rows are compared, 0 to {number - 1}.")
+    if args.row is not None and args.row >= number:
+        raise config_error("row", f"row ({args.row}): {number} rows are compared, 0 to {number - 1}.")
     longest = max([*(len(row.tokens) for row in rows), *(len(prompt.token_ids) for prompt in prompts)])
     answer = min(cfg.rollout.max_completion_length, LONGEST_ANSWER)
     together = max(cfg.batch.micro_batch_size, TOGETHER)
-    model = build_loaded(cfg, shape, parallel, model_path=model_path, checkpoint=asked.checkpoint, micro_batch_size=together)
+    model = build_loaded(cfg, shape, parallel, model_path=model_path, checkpoint=args.checkpoint, micro_batch_size=together)
     engine = ColocatedEngine.build(
         cfg.rollout, model_path=model_path, dtype=dtype, max_model_len=min(longest + answer + 1, shape.max_position_embeddings),
         seed=cfg.run.seed, rank=parallel.rank, world_size=parallel.world_size, trust_remote_code=cfg.model.trust_remote_code,
@@ -118,11 +118,11 @@ def look(
     asked_for = prompts or [_prompt(number, row.prompt) for number, row in enumerate(rows)]
     # Fill the prefix cache before the sync, so that entries that survive the sync show up.
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)
-    WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).sync_weights(asked.step)
+    WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).sync_weights(args.step)
     rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
     scored = model.scorer.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
     compared = [replace(row, trainer=np.where(row.drawn, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)]
-    chosen = worst_row(compared) if asked.row is None else asked.row
+    chosen = worst_row(compared) if args.row is None else args.row
     operations: Sequence[Operation] = ()
     limit = max(LIMITS[dtype], LIMITS[engine.dtype])
     if why := traced.not_traced(model.chunks[0]) or vllm_traced.not_traced(engine):
@@ -131,7 +131,7 @@ def look(
         side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
         operations = look_at(side, compared[chosen])
     return MismatchReport(
-        asked=asked,
+        asked=args,
         dtype=dtype,
         limit=limit,
         bound=max(USUAL[dtype], USUAL[engine.dtype]),
@@ -141,9 +141,9 @@ def look(
         tokens=worst_tokens(compared, tokenizer, WORST),
         row=chosen,
         operations=operations,
-        drift=drift_of(asked.run),
+        drift=drift_of(args.run),
         notes=notes,
-        push=_push_problem(model, engine, asked.step, dtype),
+        push=_push_problem(model, engine, args.step, dtype),
     )
 
 
@@ -160,7 +160,7 @@ def _push_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dt
 
 
 def _rows_to_compare(
-    asked: MismatchArgs, cfg: Config, shape: ModelShape, tokenizer: Any
+    args: MismatchArgs, cfg: Config, shape: ModelShape, tokenizer: Any
 ) -> tuple[list[ComparedRow], list[Prompt], str, list[str]]:
     """Select the rows to compare.
 
@@ -174,18 +174,18 @@ def _rows_to_compare(
             f"The run samples with {sampling_mask.describe(cfg.rollout)}; here all tokens stay, because tables "
             "of completions do not contain the sampling mask."
         )
-    if asked.cfg.rollout.bitwise_parity:
+    if args.cfg.rollout.bitwise_parity:
         notes.append("The run trains with the sampler's arithmetic (bitwise_parity); the trainer's own arithmetic is compared here.")
-    is_as_run = asked.dtype is None and not sampling_mask.is_cut(cfg.rollout)
-    if asked.run is not None and is_as_run and (rows := recorded(asked.run, version=asked.step)):
-        return spread(rows, asked.num_rows), [], "recorded by the run with these weights", notes
-    if asked.run is not None and (rows := recorded(asked.run)):
+    is_as_run = args.dtype is None and not sampling_mask.is_cut(cfg.rollout)
+    if args.run is not None and is_as_run and (rows := recorded(args.run, version=args.step)):
+        return spread(rows, args.num_rows), [], "recorded by the run with these weights", notes
+    if args.run is not None and (rows := recorded(args.run)):
         of_run = list(dict.fromkeys(row.prompt for row in rows))
-        prompts = [of_run[number % len(of_run)] for number in range(asked.num_rows)]
+        prompts = [of_run[number % len(of_run)] for number in range(args.num_rows)]
         return [], [_prompt(number, prompt) for number, prompt in enumerate(prompts)], "sampled again from prompts of the run", notes
     probes = probe_sequences(tokenizer, vocab_size=shape.vocab_size, max_model_len=shape.max_position_embeddings)
     tokens = [probe.token_ids.tolist() for probe in probes]
-    cut = [tokens[i % len(tokens)][: len(tokens[0]) * (i // len(tokens) + 1) // 4 + 1] for i in range(asked.num_rows)]
+    cut = [tokens[i % len(tokens)][: len(tokens[0]) * (i // len(tokens) + 1) // 4 + 1] for i in range(args.num_rows)]
     source = "sampled again from random tokens, because no prompts are recorded"
     return [], [_prompt(number, prompt) for number, prompt in enumerate(cut)], source, notes
 
@@ -222,12 +222,12 @@ def _rows(path: Path) -> list[ComparedRow]:
     except (OSError, pyarrow.ArrowException):
         return []
     rows = zip(*(table[name].to_pylist() for name in TOKENS), strict=True)
-    found = [
+    compared = [
         ComparedRow.unscored(np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32))
         for tokens, logprobs in rows
         if tokens is not None
     ]
-    return [one for one in found if one.drawn.any() and one.prompt]
+    return [row for row in compared if row.drawn.any() and row.prompt]
 
 
 def spread(rows: list[ComparedRow], most: int) -> list[ComparedRow]:
@@ -248,19 +248,19 @@ def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: Samplin
     """Sample one completion per prompt. Collective; returns all rows on every rank, in the order of the prompts."""
     groups = [group for part in collectives.all_gather_object(engine.generate(prompts, sampling, seed=seed)) for group in part]
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
-    return [ComparedRow.unscored(one.sequence.token_ids, np.where(one.sequence.mask, one.logprobs, np.nan)) for one in completions]
+    return [ComparedRow.unscored(c.sequence.token_ids, np.where(c.sequence.mask, c.logprobs, np.nan)) for c in completions]
 
 
-def _as_looked_at(asked: MismatchArgs) -> Config:
+def _as_looked_at(args: MismatchArgs) -> Config:
     """Return the run's settings without those that only training needs or that make operations unobservable."""
-    cfg = asked.cfg
+    cfg = args.cfg
     values: dict[str, Any] = {
         "vllm_mode": "colocate", "vllm_tensor_parallel_size": cfg.parallel.tensor_model_parallel_size, "vllm_enforce_eager": True,
         "sleep_level": 0, "beta": 0.0, "router_replay_mode": "disabled", "share_prefix": "false", "bitwise_parity": False,
     }  # fmt: skip
     if "transformer_impl" not in cfg.typed:
         values["transformer_impl"] = "local"
-    if asked.dtype is not None:
+    if args.dtype is not None:
         values["vllm_dtype"] = None
     return cfg.with_values(values)
 
@@ -280,7 +280,7 @@ def _problems(layout: Layout, shape: ModelShape) -> list[Problem]:
     return wrong
 
 
-def _folder(asked: MismatchArgs, cfg: Config) -> Path:
+def _folder(args: MismatchArgs, cfg: Config) -> Path:
     if "output_dir" in cfg.typed:
         return Path(cfg.run.output_dir)
-    return asked.run / "mismatch" if asked.run is not None else Path(f"{asked.cfg.model.model}-mismatch")
+    return args.run / "mismatch" if args.run is not None else Path(f"{args.cfg.model.model}-mismatch")

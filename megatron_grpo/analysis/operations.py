@@ -203,24 +203,24 @@ def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Ope
         (operations, log-probs of the sampler without prefix cache, the root mean square of its logits or log-probs, whichever is larger).
     """
     model = side.model
-    theirs = vllm_traced.trace(side.engine, tokens, opening, temperature=side.temperature)
-    logits = theirs["logits"] = _logits_of_all(theirs.get("logits"), len(tokens) - opening)
-    size = max(float(told.double().square().mean().sqrt()) for told in (logits, theirs["log-prob"]))  # both are rounded; one may be near 0
-    fresh = theirs["log-prob"][:, 0].numpy()
+    sampler = vllm_traced.trace(side.engine, tokens, opening, temperature=side.temperature)
+    logits = sampler["logits"] = _logits_of_all(sampler.get("logits"), len(tokens) - opening)
+    size = max(float(x.double().square().mean().sqrt()) for x in (logits, sampler["log-prob"]))  # both are rounded; one may be near 0
+    fresh = sampler["log-prob"][:, 0].numpy()
     scored: list[np.ndarray] = []
-    forced = {name: rows for name, rows in theirs.items() if name not in ("logits", "log-prob")}
-    ours = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced)
-    ours["log-prob"] = traced.OwnRows(0, torch.from_numpy(scored[0][opening:])[:, None])
+    forced = {name: rows for name, rows in sampler.items() if name not in ("logits", "log-prob")}
+    trainer = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced)
+    trainer["log-prob"] = traced.OwnRows(0, torch.from_numpy(scored[0][opening:])[:, None])
     start = model.output_layer.vocab_start
-    theirs["logits"] = logits[:, start : start + ours["logits"].rows.shape[1]]
-    names = [name for name in order(len(model.decoder.layers)) if name in ours and name in theirs]
-    mine = {name: _part(ours[name], theirs[name], size if name == "log-prob" else None) for name in names}
-    everyone: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(mine)
+    sampler["logits"] = logits[:, start : start + trainer["logits"].rows.shape[1]]
+    names = [name for name in order(len(model.decoder.layers)) if name in trainer and name in sampler]
+    parts = {name: _part(trainer[name], sampler[name], size if name == "log-prob" else None) for name in names}
+    everyone: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(parts)
     operations = [_joined(name, [part[name] for part in everyone], side.limit) for name in names]
     if (first := first_over(operations)) is not None:
         causes = collectives.all_gather_object(cause_of(first.name, side.engine, model))
         cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
-        operations = [replace(one, cause=cause) if one is first else one for one in operations]
+        operations = [replace(op, cause=cause) if op is first else op for op in operations]
     return operations, fresh, size
 
 
@@ -241,10 +241,10 @@ def first_over(operations: Sequence[Operation]) -> Operation | None:
     Args:
         operations: Operations in the order of computation.
     """
-    return next((one for one in operations if one.is_over), None)
+    return next((op for op in operations if op.is_over), None)
 
 
-def _part(own: traced.OwnRows, theirs: torch.Tensor, size: float | None) -> np.ndarray:
+def _part(own: traced.OwnRows, sampler: torch.Tensor, size: float | None) -> np.ndarray:
     """Return the statistics of this rank's shard, float64 [5].
 
     They are the sum of squared differences, the sum of squares that they are relative to, the maximum difference, the count of equal
@@ -253,11 +253,11 @@ def _part(own: traced.OwnRows, theirs: torch.Tensor, size: float | None) -> np.n
     Args:
         size: Root mean square that the difference is relative to; None for that of the sampler's output.
     """
-    b = theirs[own.start : own.start + len(own.rows)]  # the sampler does not compute the last token
+    b = sampler[own.start : own.start + len(own.rows)]  # the sampler does not compute the last token
     a = own.rows[: len(b), : b.shape[1]].to(b.dtype)  # the trainer's head may have padding rows
     difference, num = (a.double() - b.double()).abs(), b.numel()
-    squares, whole = float(difference.square().sum()), float(b.double().square().sum()) if size is None else size**2 * num
-    return np.array([squares, whole, float(difference.max()) if num else 0.0, int((a == b).sum()), num])
+    squares, total = float(difference.square().sum()), float(b.double().square().sum()) if size is None else size**2 * num
+    return np.array([squares, total, float(difference.max()) if num else 0.0, int((a == b).sum()), num])
 
 
 def _joined(name: str, parts: Sequence[np.ndarray], limit: float) -> Operation:
@@ -277,10 +277,10 @@ def _relative(squares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.sqrt(squares / np.where(sizes == 0, 1.0, sizes))
 
 
-def _logits_of_all(mine: torch.Tensor | None, num: int) -> torch.Tensor:
+def _logits_of_all(logits: torch.Tensor | None, num: int) -> torch.Tensor:
     """Return the logits on every rank. vLLM may compute them on the first rank of an engine only."""
-    found: list[Any] = collectives.all_gather_object(None if mine is None else mine[-num:].numpy())
-    return torch.from_numpy(next(one for one in found if one is not None))
+    gathered: list[Any] = collectives.all_gather_object(None if logits is None else logits[-num:].numpy())
+    return torch.from_numpy(next(part for part in gathered if part is not None))
 
 
 # ---- why an operation differs: other weights, other settings, or another computation with the same ones --------------------------------
@@ -333,44 +333,44 @@ def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
     return ""
 
 
-def _weights(ours: torch.Tensor, theirs: torch.Tensor) -> str:
+def _weights(trainer: torch.Tensor, sampler: torch.Tensor) -> str:
     """Compare weights on the rows that both sides have. Padding rows are at the end."""
-    rows = min(len(ours), len(theirs))
-    a, b = ours[:rows].double(), theirs[:rows].double()
+    rows = min(len(trainer), len(sampler))
+    a, b = trainer[:rows].double(), sampler[:rows].double()
     difference, size = float((a - b).square().mean().sqrt()), float(b.square().mean().sqrt())
     return f"its weights differ, by {difference / max(size, 1e-30):.2g} of their size" if difference else ""
 
 
-def _biases(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> str:
-    if ours is None or theirs is None:
-        return "" if ours is theirs else f"only the {'trainer' if theirs is None else 'sampler'} has a bias"
-    return "its biases differ" if not torch.equal(ours, theirs.to(ours.dtype)) else ""
+def _biases(trainer: torch.Tensor | None, sampler: torch.Tensor | None) -> str:
+    if trainer is None or sampler is None:
+        return "" if trainer is sampler else f"only the {'trainer' if sampler is None else 'sampler'} has a bias"
+    return "its biases differ" if not torch.equal(trainer, sampler.to(trainer.dtype)) else ""
 
 
-def _norm(ours: Any, theirs: Any) -> str:
-    if found := _weights(ours.weight[None], theirs.weight[None]):
-        return found
-    mine, its = getattr(ours, "eps", None), getattr(theirs, "variance_epsilon", None)
-    return f"its epsilon is {mine:g} in the trainer and {its:g} in the sampler" if None not in (mine, its) and mine != its else SAME
+def _norm(trainer: Any, sampler: Any) -> str:
+    if difference := _weights(trainer.weight[None], sampler.weight[None]):
+        return difference
+    eps, its = getattr(trainer, "eps", None), getattr(sampler, "variance_epsilon", None)
+    return f"its epsilon is {eps:g} in the trainer and {its:g} in the sampler" if None not in (eps, its) and eps != its else SAME
 
 
-def _of_attention(ours: Any, theirs: Any) -> str:
-    window = getattr(theirs, "sliding_window", None)
+def _of_attention(trainer: Any, sampler: Any) -> str:
+    window = getattr(sampler, "sliding_window", None)
     if isinstance(window, tuple):
         window = window[0]
-    if window is not None and window >= 0 and ours.window is None:
+    if window is not None and window >= 0 and trainer.window is None:
         return f"the sampler's attends to the last {window} tokens only"
-    scale = ours.softmax_scale
-    if scale is not None and abs(scale - theirs.scale) > 1e-6 * theirs.scale:
-        return f"its scale is {scale:g} in the trainer and {theirs.scale:g} in the sampler"
+    scale = trainer.softmax_scale
+    if scale is not None and abs(scale - sampler.scale) > 1e-6 * sampler.scale:
+        return f"its scale is {scale:g} in the trainer and {sampler.scale:g} in the sampler"
     return ""
 
 
 def _of_logits(sampler: Any) -> str:
-    found = sampler.logits_processor
-    if found.soft_cap is not None:
-        return f"the sampler caps logits at {found.soft_cap:g}"
-    return f"the sampler multiplies logits by {found.scale:g}" if found.scale != 1 else SAME
+    processor = sampler.logits_processor
+    if processor.soft_cap is not None:
+        return f"the sampler caps logits at {processor.soft_cap:g}"
+    return f"the sampler multiplies logits by {processor.scale:g}" if processor.scale != 1 else SAME
 
 
 def _in_their_order(x: torch.Tensor | None, model: PolicyModel) -> torch.Tensor | None:
@@ -386,8 +386,8 @@ def _in_their_order(x: torch.Tensor | None, model: PolicyModel) -> torch.Tensor 
 def _read_by_kernel(linear: Any, channels: int) -> torch.Tensor:
     """Return the weight that vLLM's kernel multiplies with, [rows, channels]; it may be a packed copy of the module's parameter."""
     like = next(iter(linear.parameters()))
-    found = []
+    parts = []
     for first in range(0, channels, _ROWS):
         some = torch.eye(channels, dtype=like.dtype, device=like.device)[first : first + _ROWS]
-        found.append(linear.quant_method.apply(linear, some, bias=None))
-    return torch.cat(found).t()
+        parts.append(linear.quant_method.apply(linear, some, bias=None))
+    return torch.cat(parts).t()

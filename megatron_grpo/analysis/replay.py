@@ -66,9 +66,9 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
     if problems:
         raise ConfigError(problems)
     cfg, model, checkpoint = _settings(step_dump, parsed.config)
-    found = replay(step_dump, cfg, model, checkpoint)
+    report = replay(step_dump, cfg, model, checkpoint)
     if collectives.rank() == 0:
-        print_report(asdict(found), found.lines(), as_json=cfg.plan.json)
+        print_report(asdict(report), report.lines(), as_json=cfg.plan.json)
     state.stop()
     return EXIT_DONE
 
@@ -81,22 +81,22 @@ def _settings(step_dump: StepDump, typed: Config) -> tuple[Config, Path, Path | 
     facts, known = step_dump.facts, table()
     of_run = in_current_names(facts["settings"])
     values = {name: _read(known[name], value) for name, value in of_run.items() if name in known and name not in _OTHERS}
-    mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
+    flags = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
     weights, checkpoint = facts["weights"], None
     if facts["pictures"]:
         raise config_error("replay", "its rows have images, which a step dump does not contain: replay supports text only.")
-    if facts["settings"].get("beta") and "beta" not in mine and not step_dump.forward("references"):
+    if facts["settings"].get("beta") and "beta" not in flags and not step_dump.forward("references"):
         raise config_error("replay", "its loss has a KL term (beta), and no log-probs of the reference were recorded: ranks hung. "
                            "Use --beta 0 to replay the rest of its loss.")  # fmt: skip
-    model = mine.get("model") or (step_dump.path / "weights" if weights["folder"] == "weights" else facts["model"])
-    if "resume" in mine:
-        checkpoint = mine["resume"]
+    model = flags.get("model") or (step_dump.path / "weights" if weights["folder"] == "weights" else facts["model"])
+    if "resume" in flags:
+        checkpoint = flags["resume"]
     elif weights["folder"] == "adapter":
         values["adapters"] = str(step_dump.path / "adapter")
         if not (step_dump.path / "adapter" / "adapter_config.json").is_file():
             raise config_error("replay", f"{step_dump.path / 'adapter'}, the adapter before the step, does not exist. Copy the "
                                "complete step dump, or name a checkpoint with --resume.")  # fmt: skip
-    elif weights["folder"] is None and "model" not in mine:
+    elif weights["folder"] is None and "model" not in flags:
         checkpoint = weights.get("checkpoint")
         if checkpoint is not None and not Path(checkpoint).is_dir():
             raise config_error("resume", f"the step dump has no weights, and the checkpoint before it, {checkpoint}, does not "
@@ -104,7 +104,7 @@ def _settings(step_dump: StepDump, typed: Config) -> tuple[Config, Path, Path | 
     if checkpoint is not None:
         whole_checkpoint(Path(checkpoint))
     values |= {"offload_model": "false", "offload_optimizer": "false", "micro_batch_size": 1}
-    return typed.with_values(values | {"model": str(model)} | mine), find_model(str(model)), Path(checkpoint) if checkpoint else None
+    return typed.with_values(values | {"model": str(model)} | flags), find_model(str(model)), Path(checkpoint) if checkpoint else None
 
 
 def _read(setting: Setting, value: Any) -> Any:
@@ -202,14 +202,14 @@ class Recorded:
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Return the recorded log-probs of each micro-batch, float32 [C]."""
-        found = []
+        logprobs = []
         for micro in micro_batches:
             values = np.zeros(len(micro.targets), dtype=np.float32)
-            for place, row in enumerate(micro.rows):  # type: ignore[attr-defined]  # the reference is called for training rows only
+            for index, row in enumerate(micro.rows):  # type: ignore[attr-defined]  # the reference is called for training rows only
                 if row in self._logprobs:  # a row without a gradient that fills a micro-batch here, and did not in the run
-                    values[micro.sequence == place] = self._logprobs[row]
-            found.append(values)
-        return found
+                    values[micro.sequence == index] = self._logprobs[row]
+            logprobs.append(values)
+        return logprobs
 
     def last_stage_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Return the log-probs as `logprobs` does, on the last pipeline stage only; an empty list elsewhere."""
@@ -248,7 +248,7 @@ def _forward(policy: Policy, batch: GlobalBatch) -> tuple[SummedGradient, str | 
             gradient = enough.gradient
         else:
             raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
-    return gradient, next((found for found in collectives.all_gather_object(names[0] if names else None) if found), None)
+    return gradient, next((name for name in collectives.all_gather_object(names[0] if names else None) if name), None)
 
 
 @contextmanager
@@ -263,13 +263,13 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
     Yields:
         The list of names, which is filled while the context is active.
     """
-    found: list[str] = []
+    first: list[str] = []
 
     def watch(name: str) -> Any:
         def hook(module: Any, args: Any, output: Any) -> None:
             tensors = output if isinstance(output, tuple) else (output,)
-            if not found and any(isinstance(one, torch.Tensor) and not bool(torch.isfinite(one.detach()).all()) for one in tensors):
-                found.append(name)
+            if not first and any(isinstance(x, torch.Tensor) and not bool(torch.isfinite(x.detach()).all()) for x in tensors):
+                first.append(name)
 
         return hook
 
@@ -277,7 +277,7 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
         for name, module in (part for chunk in chunks for part in chunk.named_modules()):
             if name and not any(module.children()):
                 held.add(module.register_forward_hook(watch(name)).remove)
-        yield found
+        yield first
 
 
 def _weights(step_dump: StepDump, policy: Policy) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def _rows(
 ) -> list[LoneRow]:
     """Compute every row of the step alone, on all ranks. Collective."""
     recorded = step_dump.forward("logprobs")
-    mine: dict[RowKey, LoneRow] = {}
+    measured: dict[RowKey, LoneRow] = {}
     norms: dict[RowKey, float] = {}
     for micro, logprobs, norm in policy.each_alone(batch):
         [key] = micro.rows
@@ -314,19 +314,19 @@ def _rows(
             _, what = wrong_rows(micro, logprobs, gradient.references.get(key))
             run = recorded.get(key)
             gap = np.abs(gradient.logprobs[key] - micro.sampler_logprobs)
-            mine[key] = LoneRow(
+            measured[key] = LoneRow(
                 key=key, norm=norm, what=what, num_tokens=len(logprobs),
                 forward=None if run is None else _largest(np.abs(gradient.logprobs[key] - run))[0],
                 gap=_largest(gap)[0], token=_largest(gap)[1], prompt_number=prompts[key],
             )  # fmt: skip
-    found: dict[RowKey, LoneRow] = {}
-    for rows, its in collectives.all_gather_object((mine, norms)):
+    merged: dict[RowKey, LoneRow] = {}
+    for rows, its in collectives.all_gather_object((measured, norms)):
         for key, row in rows.items():
-            found.setdefault(key, row)
+            merged.setdefault(key, row)
         for key, norm in its.items():
-            if key in found and not norm <= found[key].norm:
-                found[key] = replace(found[key], norm=norm)
-    return [found[key] for key in sorted(found)]
+            if key in merged and not norm <= merged[key].norm:
+                merged[key] = replace(merged[key], norm=norm)
+    return [merged[key] for key in sorted(merged)]
 
 
 def _largest(values: np.ndarray) -> tuple[float, int]:
@@ -342,7 +342,7 @@ def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dic
 
     Copies are skipped if this layout does not hold the weight in the same shape.
     """
-    found = []
+    mismatches = []
     held = tensors_of(policy)
     for rank, copies in sorted(step_dump.parted().items()):
         for label, raw in copies.items():
@@ -358,5 +358,5 @@ def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dic
             gradient, _ = _forward(policy, batch)
             with torch.no_grad():
                 tensor.copy_(kept)
-            found.append({"rank": rank, "name": name, "loss": gradient.metrics["loss"], "grad_norm": gradient.metrics["grad_norm"]})
-    return found
+            mismatches.append({"rank": rank, "name": name, "loss": gradient.metrics["loss"], "grad_norm": gradient.metrics["grad_norm"]})
+    return mismatches

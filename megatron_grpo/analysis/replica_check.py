@@ -102,8 +102,8 @@ class Finding:
     def __str__(self) -> str:
         more = len(self.parted) - SHOWN
         since = "this is the first check" if self.equal_at is None else f"all replicas were equal at step {self.equal_at}"
-        found = "; ".join(map(str, self.parted[:SHOWN])) + (f"; and {more} more" if more > 0 else "")
-        return f"replica check before optimizer step {self.step} ({since}): {found}"
+        lines = "; ".join(map(str, self.parted[:SHOWN])) + (f"; and {more} more" if more > 0 else "")
+        return f"replica check before optimizer step {self.step} ({since}): {lines}"
 
 
 class ReplicaCheck:
@@ -142,16 +142,16 @@ class ReplicaCheck:
         """
         self._has_looked = True
         held = list(everything(policy, batch, metrics, logprobs))
-        mine = [*_strange_groups(policy), *_unmarked(policy), *_rounded(policy)]
+        mismatches = [*_strange_groups(policy), *_unmarked(policy), *_rounded(policy)]
         groups = groups_of(policy.parallel)
         for name, group in groups.items():
             if collectives.num_ranks(group) > 1:
-                mine += self._compared(name, group, [one for one in held if name in one[2]], policy.parallel)
-        if not collectives.all_reduce_max(len(mine)):
+                mismatches += self._compared(name, group, [one for one in held if name in one[2]], policy.parallel)
+        if not collectives.all_reduce_max(len(mismatches)):
             self._equal_at = batch.step + 1
             return None
-        found = dict.fromkeys(one for part in collectives.all_gather_object(mine) for one in part)
-        parted = tuple(sorted(found, key=lambda one: KINDS.index(one.kind)))
+        of_all_ranks = dict.fromkeys(one for part in collectives.all_gather_object(mismatches) for one in part)
+        parted = tuple(sorted(of_all_ranks, key=lambda one: KINDS.index(one.kind)))
         first = {f"{one.kind} {one.name}" for one in parted[:SHOWN]}
         tensors = {f"{kind} {name}": value for kind, name, _, value in held if isinstance(value, torch.Tensor)}
         return Finding(
@@ -162,11 +162,11 @@ class ReplicaCheck:
     def _compared(self, over: str, group: Any, held: Sequence[Held], parallel: ParallelState) -> list[ReplicaMismatch]:
         """Return the differences within one group. Ranks without a tensor are ignored for it. Collective over the group."""
         if over not in self._lists:
-            names = _number_of(json.dumps([one[:2] for one in held]))
-            told = collectives.all_gather_object((parallel.rank, names), group)
-            self._lists[over] = len({names for _, names in told}) == 1
+            names = _number_of(json.dumps([entry[:2] for entry in held]))
+            copies = collectives.all_gather_object((parallel.rank, names), group)
+            self._lists[over] = len({names for _, names in copies}) == 1
             if not self._lists[over]:
-                return [ReplicaMismatch(kind="list", name="the list of tensors", over=over, copies=tuple(told))]
+                return [ReplicaMismatch(kind="list", name="the list of tensors", over=over, copies=tuple(copies))]
         if not held or not self._lists[over]:
             return []
         absent = torch.tensor([value is _ABSENT for *_, value in held], device=parallel.device)
@@ -174,14 +174,14 @@ class ReplicaCheck:
         extremes = torch.cat([numbers, ~numbers]).masked_fill_(absent.repeat(2), _FEWEST)
         largest, smallest = collectives.max_(extremes, group).chunk(2)
         differs = torch.nonzero(largest != ~smallest).flatten().tolist()
-        differs = [place for place in differs if int(largest[place]) != _FEWEST or int(smallest[place]) != _FEWEST]
+        differs = [i for i in differs if int(largest[i]) != _FEWEST or int(smallest[i]) != _FEWEST]
         if not differs:
             return []
-        mine = [None if bool(absent[place]) else int(numbers[place]) for place in differs]
-        told = collectives.all_gather_object((parallel.rank, mine), group)
+        values = [None if bool(absent[i]) else int(numbers[i]) for i in differs]
+        copies = collectives.all_gather_object((parallel.rank, values), group)
         return [
             ReplicaMismatch(
-                kind=held[at][0], name=held[at][1], over=over, copies=tuple((rank, its[n]) for rank, its in told if its[n] is not None)
+                kind=held[at][0], name=held[at][1], over=over, copies=tuple((rank, its[n]) for rank, its in copies if its[n] is not None)
             )
             for n, at in enumerate(differs)
         ]
@@ -236,16 +236,16 @@ def tensors_of(policy: Any) -> dict[str, torch.Tensor]:
     Args:
         policy: Policy of this rank.
     """
-    found = dict(policy.exchange.tensors(policy.chunks))
-    return found | (policy.adapters.exchange.tensors(policy.chunks) if policy.adapters is not None else {})
+    tensors = dict(policy.exchange.tensors(policy.chunks))
+    return tensors | (policy.adapters.exchange.tensors(policy.chunks) if policy.adapters is not None else {})
 
 
 def _over(policy: Any, name: str) -> tuple[str, ...]:
     """Return the groups whose ranks hold the same shard of a tensor."""
     kind = _kind(policy, name)
     copies = ("EDP",) if kind.is_expert else ("DP",)
-    whole = ("ETP",) if kind.is_expert else ("TP",)
-    return copies + (whole if kind.cut is ShardCut.REPLICATED else ())
+    model_parallel = ("ETP",) if kind.is_expert else ("TP",)
+    return copies + (model_parallel if kind.cut is ShardCut.REPLICATED else ())
 
 
 def _kind(policy: Any, name: str) -> Any:
@@ -255,14 +255,14 @@ def _kind(policy: Any, name: str) -> Any:
 
 def _data(batch: GlobalBatch) -> Iterator[Held]:
     """Yield the training data of a data-parallel rank, before context parallelism splits it."""
-    for one in fields(batch.micro_batches[0]) if batch.micro_batches else ():
+    for entry in fields(batch.micro_batches[0]) if batch.micro_batches else ():
         digest = blake2b(digest_size=8)
         for micro in batch.micro_batches:
-            value = getattr(micro, one.name)
-            if one.name == "images":
+            value = getattr(micro, entry.name)
+            if entry.name == "images":
                 value = tuple(picture.key for picture in value)
             digest.update(np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
-        yield "data", one.name, ("TP", "CP", "PP"), int.from_bytes(digest.digest(), "little", signed=True)
+        yield "data", entry.name, ("TP", "CP", "PP"), int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def _tied(policy: Any) -> Iterator[Held]:
@@ -315,10 +315,10 @@ def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]
 
 def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> Iterator[Held]:
     """Yield the scalars that every rank uses or computes."""
-    for one in ("step", "num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
-        yield "number", f"{one} of the batch", ("all",), _number_of(repr(np.asarray(getattr(batch, one)).tolist()))
-    for one in ("loss", "grad_norm", "learning_rate"):
-        yield "number", one, ("all",), _number_of(repr(float(metrics.get(one, 0.0))))
+    for name in ("step", "num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
+        yield "number", f"{name} of the batch", ("all",), _number_of(repr(np.asarray(getattr(batch, name)).tolist()))
+    for name in ("loss", "grad_norm", "learning_rate"):
+        yield "number", name, ("all",), _number_of(repr(float(metrics.get(name, 0.0))))
     counted = {router.num_routed_tokens for router in routers(policy.chunks)}
     yield "number", "the token counts of routers", ("all",), _number_of(repr(counted)) if counted else _ABSENT
     yield "number", "the state of the gradient check", ("all",), _number_of(json.dumps(policy.gradient_check_state(), sort_keys=True))
@@ -334,35 +334,35 @@ def _strange_groups(policy: Any) -> list[ReplicaMismatch]:
 
     A collective over such a group would mix data of other replicas.
     """
-    p, found = policy.parallel, []
+    p, mismatches = policy.parallel, []
     groups = {"TP": p.tp_group, "CP": p.cp_group, "PP": p.pp_group, "EP": p.ep_group, "ETP": p.etp_group}
     ranks = {over: collectives.members(group) for over, group in groups.items()}
     seen: set[tuple[int, str]] = set()
     for chunk in policy.chunks:
         for name, module in chunk.named_modules():
-            held = [(f"{name}.{one}", over, getattr(module, one, None)) for one, over in _HELD.items()]
+            held = [(f"{name}.{attr}", over, getattr(module, attr, None)) for attr, over in _HELD.items()]
             collection = getattr(module, "pg_collection", None)
-            held += [(f"{name}.pg_collection.{one}", over, getattr(collection, one, None)) for one, over in _COLLECTED.items()]
+            held += [(f"{name}.pg_collection.{attr}", over, getattr(collection, attr, None)) for attr, over in _COLLECTED.items()]
             for label, over, group in held:
                 its = "ETP" if over == "TP" and ".experts" in name and ".pg_collection" not in label else over
                 if group is None or (id(group), its) in seen:
                     continue
                 seen.add((id(group), its))
                 if not isinstance(group, list) and collectives.members(group) != ranks[its]:
-                    found.append(ReplicaMismatch(kind="group", name=label, over=its, copies=((p.rank, 0),)))
-    return found
+                    mismatches.append(ReplicaMismatch(kind="group", name=label, over=its, copies=((p.rank, 0),)))
+    return mismatches
 
 
 def _unmarked(policy: Any) -> list[ReplicaMismatch]:
     """Find sharded weights without Megatron's mark for them. For adapters in experts, the mark has another meaning."""
     group = policy.parallel
-    found = []
+    mismatches = []
     for name, tensor in policy.exchange.tensors(policy.chunks).items():
         kind = _kind(policy, name)
         over, size = ("ETP", group.etp_size) if kind.is_expert else ("TP", group.tp_size)
         if size > 1 and kind.cut is not ShardCut.REPLICATED and not getattr(tensor, "tensor_model_parallel", False):
-            found.append(ReplicaMismatch(kind="mark", name=name, over=over, copies=()))
-    return found
+            mismatches.append(ReplicaMismatch(kind="mark", name=name, over=over, copies=()))
+    return mismatches
 
 
 def _rounded(policy: Any) -> list[ReplicaMismatch]:
@@ -377,8 +377,8 @@ def _rounded(policy: Any) -> list[ReplicaMismatch]:
     if not pairs:
         return []
     # NaN is ignored here: the guard checks for it.
-    rounded = [(mine, main.detach().to(mine.dtype).view_as(mine)) for _, mine, main in pairs]
-    wrong = torch.stack([((mine != its) & ~(mine.isnan() & its.isnan())).any() for mine, its in rounded]).tolist()
+    rounded = [(weight, main.detach().to(weight.dtype).view_as(weight)) for _, weight, main in pairs]
+    wrong = torch.stack([((weight != its) & ~(weight.isnan() & its.isnan())).any() for weight, its in rounded]).tolist()
     return [
         ReplicaMismatch(kind="weight", name=names[id(p)], over="", copies=((policy.parallel.rank, 0),))
         for (p, _, _), is_wrong in zip(pairs, wrong, strict=True)
@@ -390,8 +390,8 @@ def _rounded(policy: Any) -> list[ReplicaMismatch]:
 
 
 def _fingerprint(value: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    found = fingerprint(value) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int64)
-    return found.to(device)
+    number = fingerprint(value) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int64)
+    return number.to(device)
 
 
 def _number_of(text: str) -> int:

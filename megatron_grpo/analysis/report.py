@@ -65,10 +65,10 @@ class MismatchReport:
     def verdict(self) -> str:
         """Describe what differs by more than rounding; empty if nothing does."""
         sentences = []
-        if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
+        if (first := first_over([op for op in self.operations if op.name not in ASIDE])) is not None:
             shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
             sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
-        sentences += [ASIDE[one.name] for one in self.operations if one.name in ASIDE and one.is_over]
+        sentences += [ASIDE[op.name] for op in self.operations if op.name in ASIDE and op.is_over]
         if not sentences and self.push:
             sentences.append("No operation differs by more than rounding, but the verification of the weight sync fails.")
         if not sentences and not self.operations and self.numbers["beyond"]:
@@ -81,23 +81,23 @@ class MismatchReport:
         return quantiles(self.rows, self.bound)
 
 
-def print_report(found: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
+def print_report(result: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
     """Print the findings on standard output.
 
     Args:
-        found: Findings as one object.
+        result: Findings as one object.
         lines: Findings as lines of text.
         as_json: Print the object instead of the lines.
     """
-    print(json.dumps(_finite(found), indent=1) if as_json else "\n".join(lines), flush=True)
+    print(json.dumps(_finite(result), indent=1) if as_json else "\n".join(lines), flush=True)
 
 
 def _finite(value: Any) -> Any:
     """Replace numbers that are not finite by strings, because JSON has none."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -107,93 +107,93 @@ def logged_by(run: Path) -> list[dict[str, Any]]:
     Args:
         run: Output directory of the run.
     """
-    path, found = run / "metrics.jsonl", []
+    path, records = run / "metrics.jsonl", []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return [in_current_metrics(one) for one in found if isinstance(one, dict)]
+            records.append(json.loads(line))
+    return [in_current_metrics(record) for record in records if isinstance(record, dict)]
 
 
-def report_lines(found: MismatchReport, picture: Path | None) -> list[str]:
+def report_lines(report: MismatchReport, picture: Path | None) -> list[str]:
     """Format the findings as lines of text.
 
     Args:
-        found: Findings.
+        report: Findings.
         picture: Image that was written; None without one.
     """
-    numbers = found.numbers
-    ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
+    numbers = report.numbers
+    ranks = "one rank" if report.num_ranks == 1 else f"{report.num_ranks} tensor-parallel ranks"
     lines = [
-        f"{found.asked.name}, step {found.asked.step}, {found.dtype}, {ranks}",
-        f"{len(found.rows)} rows, {numbers['tokens']:,} tokens, {found.source}",
+        f"{report.asked.name}, step {report.asked.step}, {report.dtype}, {ranks}",
+        f"{len(report.rows)} rows, {numbers['tokens']:,} tokens, {report.source}",
         "",
         "|trainer - sampler| in nats: "
         + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
-        + f"; beyond {found.bound:g}: {numbers['beyond']:.1%}",
+        + f"; beyond {report.bound:g}: {numbers['beyond']:.1%}",
         "",
         f"{'row':>5} {'position':>8}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
-        *("{row:>5} {place:>8}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**one) for one in found.tokens),
+        *("{row:>5} {place:>8}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**one) for one in report.tokens),
     ]
-    if found.drift:
-        (first, mean, _), (last, late, _) = found.drift[0], found.drift[-1]
-        step, _, largest = max(found.drift, key=lambda one: one[2])
+    if report.drift:
+        (first, mean, _), (last, late, _) = report.drift[0], report.drift[-1]
+        step, _, largest = max(report.drift, key=lambda one: one[2])
         lines += [
             "",
             f"While the run trained: mean {mean:.2g} at step {first}, {late:.2g} at step {last}; largest {largest:.2g} at step {step}",
         ]
-    if found.operations:
-        row = found.rows[found.row]
+    if report.operations:
+        row = report.rows[report.row]
         lines += [
             "",
-            f"Row {found.row} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
-            f"sampler's inputs; over: more than {found.limit:g}",
+            f"Row {report.row} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
+            f"sampler's inputs; over: more than {report.limit:g}",
             f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
-            *(_line(one) for one in _shortened(found.operations)),
+            *(_line(one) for one in _shortened(report.operations)),
         ]
-    lines += ["", *found.notes, *([found.push] if found.push else [])]
-    lines.append(found.verdict or "Nothing differs by more than rounding.")
+    lines += ["", *report.notes, *([report.push] if report.push else [])]
+    lines.append(report.verdict or "Nothing differs by more than rounding.")
     return [*lines, *([f"Figure: {picture}"] if picture else [])]
 
 
-def _line(one: Operation) -> str:
-    return f"{one.describe:<24} {one.difference:>11.1e} {one.largest:>10.1e} {one.equal:>11.1%}{'  <- over' if one.is_over else ''}"
+def _line(op: Operation) -> str:
+    return f"{op.describe:<24} {op.difference:>11.1e} {op.largest:>10.1e} {op.equal:>11.1%}{'  <- over' if op.is_over else ''}"
 
 
 def _shortened(operations: Sequence[Operation]) -> list[Operation]:
     """Return the operations above the limit, and of all others the layer with the largest difference of each kind."""
     worst: dict[str, Operation] = {}
-    for one in operations:
-        kind = one.describe.partition(", ")[2] or one.name
-        if kind not in worst or one.difference > worst[kind].difference:
-            worst[kind] = one
-    kept = {one.name for one in worst.values()} | {one.name for one in operations if one.is_over}
-    return [one for one in operations if one.name in kept]
+    for op in operations:
+        kind = op.describe.partition(", ")[2] or op.name
+        if kind not in worst or op.difference > worst[kind].difference:
+            worst[kind] = op
+    kept = {op.name for op in worst.values()} | {op.name for op in operations if op.is_over}
+    return [op for op in operations if op.name in kept]
 
 
-def as_json(found: MismatchReport) -> dict[str, Any]:
+def as_json(report: MismatchReport) -> dict[str, Any]:
     """Return the findings as the object of `mismatch --json`.
 
     Args:
-        found: Findings.
+        report: Findings.
     """
     return {
-        "subject": found.asked.name,
-        "step": found.asked.step,
-        "dtype": found.dtype,
-        "ranks": found.num_ranks,
-        "source": found.source,
-        "rows": len(found.rows),
-        "difference": found.numbers,
-        "bound": found.bound,
-        "worst_tokens": list(found.tokens),
-        "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in found.drift],
-        "row": found.row,
-        "limit": found.limit,
-        "operations": [asdict(one) | {"over": one.is_over} for one in found.operations],
-        "notes": list(found.notes),
-        "push": found.push,
-        "named": [one.name for one in found.operations if one.is_over],
-        "verdict": found.verdict,
+        "subject": report.asked.name,
+        "step": report.asked.step,
+        "dtype": report.dtype,
+        "ranks": report.num_ranks,
+        "source": report.source,
+        "rows": len(report.rows),
+        "difference": report.numbers,
+        "bound": report.bound,
+        "worst_tokens": list(report.tokens),
+        "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in report.drift],
+        "row": report.row,
+        "limit": report.limit,
+        "operations": [asdict(op) | {"over": op.is_over} for op in report.operations],
+        "notes": list(report.notes),
+        "push": report.push,
+        "named": [op.name for op in report.operations if op.is_over],
+        "verdict": report.verdict,
     }
 
 
@@ -240,17 +240,17 @@ def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list
         {"row", "place", "text", "sampler", "trainer", "difference"} of each token. `place` counts the tokens of a row from the start of the
         prompt; log-probs are in nats.
     """
-    found: list[dict[str, Any]] = [
-        {"row": number, "place": int(place), "text": "", "sampler": float(row.sampler[place]), "trainer": float(row.trainer[place])}
+    tokens: list[dict[str, Any]] = [
+        {"row": number, "place": int(index), "text": "", "sampler": float(row.sampler[index]), "trainer": float(row.trainer[index])}
         for number, row in enumerate(rows)
-        for place in np.flatnonzero(row.drawn)
+        for index in np.flatnonzero(row.drawn)
     ]
-    for one in found:
-        one["difference"] = one["trainer"] - one["sampler"]
-    found.sort(key=lambda one: -np.nan_to_num(abs(one["difference"]), nan=np.inf))
-    for one in found[:most]:
-        one["text"] = tokenizer.decode([int(rows[one["row"]].tokens[one["place"]])])
-    return found[:most]
+    for token in tokens:
+        token["difference"] = token["trainer"] - token["sampler"]
+    tokens.sort(key=lambda token: -np.nan_to_num(abs(token["difference"]), nan=np.inf))
+    for token in tokens[:most]:
+        token["text"] = tokenizer.decode([int(rows[token["row"]].tokens[token["place"]])])
+    return tokens[:most]
 
 
 def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
@@ -269,33 +269,33 @@ def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
 # ---- images ----------------------------------------------------------------------------------------------------------------------------
 
 
-def draw(path: Path, found: MismatchReport) -> bool:
+def draw(path: Path, report: MismatchReport) -> bool:
     """Write the findings of `mismatch` as a PNG.
 
     Args:
         path: File to write.
-        found: Findings.
+        report: Findings.
 
     Returns:
         False if matplotlib is not installed, and no file was written.
     """
     if not can_draw():
         return False
-    panels = [_histogram, _tokens, *([_operations] if found.operations else []), *([_drift] if found.drift else [])]
+    panels = [_histogram, _tokens, *([_operations] if report.operations else []), *([_drift] if report.drift else [])]
     figure = new_figure(11, 4 * (len(panels) + 1) // 2, dpi=100)
-    for place, panel in enumerate(panels):
-        axes = figure.add_subplot((len(panels) + 1) // 2, 2, place + 1)
-        panel(axes, found)
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot((len(panels) + 1) // 2, 2, number + 1)
+        panel(axes, report)
         tidy(axes)
     write_png(figure, path)
     return True
 
 
-def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
+def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
     """Write the findings of `compare-losses` as a PNG with bar charts.
 
     Args:
-        told: Outcomes of the variants.
+        outcomes: Outcomes of the variants.
         path: File to write.
         step: Optimizer steps before the recorded one.
 
@@ -304,16 +304,16 @@ def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
     """
     if not can_draw():
         return "No figure: matplotlib is not installed (pip install megatron-grpo[plot])."
-    figure = new_figure(13, 1.2 + 0.42 * len(told))
+    figure = new_figure(13, 1.2 + 0.42 * len(outcomes))
     axes = figure.subplots(1, len(PANELS), sharey=True)
     for axis, (title, value) in zip(axes, PANELS, strict=True):
-        values = [value(one) for one in told]
-        bars = axis.barh(range(len(told)), values, color=["#5b6770", *["#2563a8"] * (len(told) - 1)])
+        values = [value(one) for one in outcomes]
+        bars = axis.barh(range(len(outcomes)), values, color=["#5b6770", *["#2563a8"] * (len(outcomes) - 1)])
         axis.bar_label(bars, labels=[f"{one:.3g}" for one in values], padding=3, fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.2)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(told)), [one.name for one in told])
+    axes[0].set_yticks(range(len(outcomes)), [one.name for one in outcomes])
     axes[0].invert_yaxis()
     figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
     return f"Figure: {write_png(figure, path)}"
@@ -322,8 +322,8 @@ def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
 BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"
 
 
-def _histogram(axes: Any, found: MismatchReport) -> None:
-    away = np.abs(np.concatenate([row.differences for row in found.rows]))
+def _histogram(axes: Any, report: MismatchReport) -> None:
+    away = np.abs(np.concatenate([row.differences for row in report.rows]))
     there = away[np.isfinite(away) & (away > 0)]
     if len(there):
         low, high = there.min(), max(there.max(), there.min() * 1.01)
@@ -334,23 +334,23 @@ def _histogram(axes: Any, found: MismatchReport) -> None:
     axes.set(title=f"{len(away):,} tokens, {same:,} of them equal", xlabel="|trainer - sampler|, nats", ylabel="tokens")
 
 
-def _tokens(axes: Any, found: MismatchReport) -> None:
-    sampler = np.concatenate([row.sampler[row.drawn] for row in found.rows])
-    trainer = np.concatenate([row.trainer[row.drawn] for row in found.rows])
+def _tokens(axes: Any, report: MismatchReport) -> None:
+    sampler = np.concatenate([row.sampler[row.drawn] for row in report.rows])
+    trainer = np.concatenate([row.trainer[row.drawn] for row in report.rows])
     low = float(min(np.nanmin(sampler), np.nanmin(trainer)))
     axes.plot([low, 0], [low, 0], color=GREY, linewidth=1.0)
     axes.plot(sampler, trainer, ".", color=BLUE, markersize=4, alpha=0.6)
     axes.set(title="log-prob of each token", xlabel="sampler, nats", ylabel="trainer, nats")
 
 
-def _operations(axes: Any, found: MismatchReport) -> None:
-    operations = found.operations
-    values = [max(one.difference, 1e-9) for one in operations]
-    colours = [RED if one.is_over else BLUE for one in operations]
+def _operations(axes: Any, report: MismatchReport) -> None:
+    operations = report.operations
+    values = [max(op.difference, 1e-9) for op in operations]
+    colours = [RED if op.is_over else BLUE for op in operations]
     axes.scatter(range(len(values)), values, c=colours, s=14)
-    axes.axhline(found.limit, color=GREY, linewidth=1.0, linestyle="--")
+    axes.axhline(report.limit, color=GREY, linewidth=1.0, linestyle="--")
     axes.set_yscale("log")
-    first = next((place for place, one in enumerate(operations) if one.is_over), None)
+    first = next((index for index, op in enumerate(operations) if op.is_over), None)
     if first is not None:
         side = "right" if first > len(values) / 2 else "left"
         axes.annotate(operations[first].describe, (first, values[first]), xytext=(-6 if side == "right" else 6, 6),
@@ -359,8 +359,8 @@ def _operations(axes: Any, found: MismatchReport) -> None:
     axes.set(title="each operation on the sampler's inputs", xlabel="operation, in order (equal bits: at the bottom)", ylabel="of its size")
 
 
-def _drift(axes: Any, found: MismatchReport) -> None:
-    steps, means, largest = zip(*found.drift, strict=True)
+def _drift(axes: Any, report: MismatchReport) -> None:
+    steps, means, largest = zip(*report.drift, strict=True)
     axes.plot(steps, means, "o-", color=BLUE, markersize=3, label="mean")
     axes.plot(steps, largest, "o-", color=RED, markersize=3, label="largest")
     if min(means) > 0:

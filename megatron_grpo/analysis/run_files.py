@@ -55,12 +55,12 @@ class RunFiles:
         if not (folder / EVENTS).exists():  # a run of an earlier version
             events = [
                 {
-                    "step": one["step"],
+                    "step": record["step"],
                     "time": "",
                     "kind": "skipped",
-                    "text": f"Optimizer step {one['step']:,} was skipped: {one.get('why')}.",
+                    "text": f"Optimizer step {record['step']:,} was skipped: {record.get('why')}.",
                 }
-                for one in Records(folder / "skipped.jsonl").all()
+                for record in Records(folder / "skipped.jsonl").all()
             ]
         return cls(
             folder=folder, name=name or folder.absolute().name, steps=steps, evaluations=evaluations, events=events,
@@ -88,17 +88,17 @@ class RunFiles:
 
     def series(self, metric: str) -> Points:
         """Return the points of a metric."""
-        return [(one["step"], one[metric]) for one in self.steps if is_number(one.get(metric))]
+        return [(record["step"], record[metric]) for record in self.steps if is_number(record.get(metric))]
 
     def held_out(self) -> dict[str, Points]:
         """Return the scores of each evaluation set, by its name."""
-        names = {curve_of(str(one.get("name", ""))): str(one.get("name", "")) for one in self.evaluations}
+        names = {curve_of(str(record.get("name", ""))): str(record.get("name", "")) for record in self.evaluations}
         return {names.get(curve, curve): points for curve, points in curves_in(self.evaluations).items()}
 
     def phases(self) -> dict[str, float]:
         """Return the seconds of each phase over all steps, the longest first."""
         beside = ("time/step", "time/rollout_overlapped")
-        names = dict.fromkeys(name for one in self.steps for name in one if name.startswith("time/") and name not in beside)
+        names = dict.fromkeys(name for record in self.steps for name in record if name.startswith("time/") and name not in beside)
         seconds = {name.removeprefix("time/"): sum(value for _, value in self.series(name)) for name in names}
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
@@ -108,7 +108,7 @@ class RunFiles:
         Returns:
             {"set", "prompt", "before", "after", "score_before", "score_after", "first", "last"} of each answer to the same prompt.
         """
-        found = []
+        changes = []
         folder = self.folder / "evaluations"
         for each in sorted(folder.iterdir()) if folder.is_dir() else ():
             files = sorted(each.glob("step_*.parquet"))
@@ -123,23 +123,23 @@ class RunFiles:
                     continue
                 scores = score(row), score(after)
                 if all(map(is_number, scores)):
-                    found.append({
+                    changes.append({
                         "set": each.name, "prompt": row["prompt"], "before": row["completion"], "after": after["completion"],
                         "score_before": scores[0], "score_after": scores[1], "first": first, "last": last,
                     })  # fmt: skip
-        return found
+        return changes
 
     def _score_of(self, name: str) -> Callable[[Row], float | None]:
         """Return the function that gives the score of a row of an evaluation set."""
-        score = next((str(one.get("score", "")) for one in reversed(self.evaluations) if one.get("name") == name), "")
+        score = next((str(record.get("score", "")) for record in reversed(self.evaluations) if record.get("name") == name), "")
         weights = self.settings.get("reward_weights")
 
         def of(row: Row) -> float | None:
             rewards = [value for key, value in row.items() if key.startswith("rewards/")]
             if score != SUM and (len(rewards) == 1 or f"rewards/{score}" in row):
                 return row.get(f"rewards/{score}", rewards[0])
-            given = [(value, weight) for value, weight in zip(rewards, weights or [1.0] * len(rewards), strict=False) if value is not None]
-            return sum(value * weight for value, weight in given) if given else None
+            scored = [(value, weight) for value, weight in zip(rewards, weights or [1.0] * len(rewards), strict=False) if value is not None]
+            return sum(value * weight for value, weight in scored) if scored else None
 
         return of
 
@@ -183,8 +183,8 @@ def settings_in(path: Path) -> dict[str, Any]:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    found = [section for section in sections.values() if isinstance(section, dict)] if isinstance(sections, dict) else []
-    return {name: value for section in found for name, value in section.items()}
+    groups = [section for section in sections.values() if isinstance(section, dict)] if isinstance(sections, dict) else []
+    return {name: value for section in groups for name, value in section.items()}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -223,8 +223,8 @@ def text_of(value: Any, *, most: int) -> str:
             messages = json.loads(text)
         except ValueError:
             messages = []
-        if messages and all(isinstance(one, dict) and "role" in one for one in messages):
-            text = "\n".join(f"{one['role']}: {one.get('content', '')}" for one in messages)
+        if messages and all(isinstance(message, dict) and "role" in message for message in messages):
+            text = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
     # A bell, or a character that reverses the direction of the page.
     shown = "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text[:most])
     return shown + (f" … ({len(text) - most:,} more characters)" if len(text) > most else "")

@@ -133,7 +133,7 @@ def page_of(runs: Sequence[RunFiles]) -> str:
     """
     import jinja2
 
-    figures = [found for figure in FIGURES if (found := drawn(figure, runs))]
+    figures = [curve for figure in FIGURES if (curve := drawn(figure, runs))]
     blob = json.dumps([figure["data"] for figure in figures], separators=(",", ":")).replace("<", "\\u003c")
     styles = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "page.css")]
     scripts = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "page.js")]
@@ -163,19 +163,19 @@ def drawn(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | No
     """Return what the template and the script need of a figure; None if no run has data that differs from 0."""
     curves, names = [], dict[str, None]()
     for number_of_run, run in enumerate(runs):
-        for place, (metric, label, points) in enumerate(curves_of(figure, run)):
+        for number, (metric, label, points) in enumerate(curves_of(figure, run)):
             if any(value for _, value in points):
                 names[metric] = None
                 label = label if len(runs) == 1 else f"{run.name}: {label}"
                 thin = thinned(points, MOST_POINTS)
-                curves.append(ReportCurve(label=label, run=number_of_run, place=place, points=thin, is_dotted=metric == HELD_OUT))
+                curves.append(ReportCurve(label=label, run=number_of_run, place=number, points=thin, is_dotted=metric == HELD_OUT))
     if not curves:
         return None
     values = [dict(curve.points) for curve in curves]
-    steps = sorted({step for found in values for step in found})
-    columns = [[significant(found.get(step)) for step in steps] for found in values]
+    steps = sorted({step for col in values for step in col})
+    columns = [[significant(col.get(step)) for step in steps] for col in values]
     is_log = figure.is_log and all(value > 0 for curve in curves for _, value in curve.points)
-    listed = {*steps[:: -(-len(steps) // MOST_ROWS)], steps[-1], *(s for found in values if len(found) <= MOST_ROWS for s in found)}
+    listed = {*steps[:: -(-len(steps) // MOST_ROWS)], steps[-1], *(s for col in values if len(col) <= MOST_ROWS for s in col)}
     series = [{"label": c.label, "run": c.run, "place": c.place, "dots": c.is_dotted} for c in curves]
     return {
         "figure": figure,
@@ -189,17 +189,17 @@ def drawn(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | No
 
 def curves_of(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
     """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty."""
-    found: list[tuple[str, str, Points]] = []
+    curves: list[tuple[str, str, Points]] = []
     for metric, label in figure.metrics.items():
         if metric == HELD_OUT:
             held_out = run.held_out()
-            found += [(metric, label if len(held_out) == 1 else f"{label} {name}", points) for name, points in held_out.items()]
+            curves += [(metric, label if len(held_out) == 1 else f"{label} {name}", points) for name, points in held_out.items()]
         elif metric == EACH_REWARD:
-            names = sorted({name for one in run.steps for name in one if re.fullmatch(r"rewards/.+/mean", name)})
-            found += [(name, name[8:-5], run.series(name)) for name in names if len(names) > 1]
+            names = sorted({name for record in run.steps for name in record if re.fullmatch(r"rewards/.+/mean", name)})
+            curves += [(name, name[8:-5], run.series(name)) for name in names if len(names) > 1]
         else:
-            found.append((metric, label, run.series(metric)))
-    return found
+            curves.append((metric, label, run.series(metric)))
+    return curves
 
 
 def significant(value: float | None) -> float | None:
@@ -257,14 +257,14 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
 def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the answers whose score changed most, at most a quarter of them worse than before."""
     better = sorted(
-        (one for one in changes if one["score_after"] > one["score_before"]), key=lambda one: one["score_before"] - one["score_after"]
+        (row for row in changes if row["score_after"] > row["score_before"]), key=lambda row: row["score_before"] - row["score_after"]
     )
     worse = sorted(
-        (one for one in changes if one["score_after"] < one["score_before"]), key=lambda one: one["score_after"] - one["score_before"]
+        (row for row in changes if row["score_after"] < row["score_before"]), key=lambda row: row["score_after"] - row["score_before"]
     )
     chosen = [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse]
     return [
-        {**one, **{name: text_of(one[name], most=MOST_TEXT) for name in ("prompt", "before", "after")}} for one in chosen[:MOST_ANSWERS]
+        {**row, **{name: text_of(row[name], most=MOST_TEXT) for name in ("prompt", "before", "after")}} for row in chosen[:MOST_ANSWERS]
     ]
 
 

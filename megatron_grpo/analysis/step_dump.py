@@ -95,8 +95,8 @@ class StepDumps:
                 weights = self._weights(partial, policy)
                 with errors_on_all_ranks(f"writing {partial / FACTS}"):
                     if collectives.rank() == 0:
-                        told = self._facts(moment, buffer) | _measured(policy, gradient) | {"weights": weights}
-                        (partial / FACTS).write_text(json.dumps(told, indent=1) + "\n")
+                        facts = self._facts(moment, buffer) | _measured(policy, gradient) | {"weights": weights}
+                        (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
         except CheckpointError as error:
             self.print_line(f"WARNING: the step dump {path} could not be written: {error}")
             return None
@@ -116,10 +116,10 @@ class StepDumps:
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         (path / "rows").mkdir(parents=True, exist_ok=True)
         keys = rows_of(moment.step)
-        mine = [sample for key, sample in buffer.samples.items() if key in keys]
-        if mine:
+        samples = [sample for key, sample in buffer.samples.items() if key in keys]
+        if samples:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
-                stream.write(file_of(mine))
+                stream.write(file_of(samples))
         facts = self._facts(moment, buffer) | {"weights": self._elsewhere(0)}
         own = path / f".{FACTS}.{collectives.rank():05d}"  # several ranks may write at the same time: the last complete file stays
         write_whole(own, json.dumps(facts, indent=1) + "\n")
@@ -141,7 +141,7 @@ class StepDumps:
                 if first:
                     shutil.rmtree(path, ignore_errors=True)
                     partial.rename(path)
-                    for old in sorted(self.folder.glob("step_*"), key=lambda one: one.stat().st_mtime)[: -self.cfg.run.debug_dump_steps]:
+                    for old in sorted(self.folder.glob("step_*"), key=lambda dump: dump.stat().st_mtime)[: -self.cfg.run.debug_dump_steps]:
                         shutil.rmtree(old, ignore_errors=True)
         finally:
             if first:
@@ -154,7 +154,7 @@ class StepDumps:
             "format": FORMAT, "written_by": f"megatron_grpo {__version__}", "torch": torch.__version__,
             "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
             "micro_steps": [_plain(micro) for micro in step.micro_steps],
-            "parted": [asdict(one) for one in moment.finding.parted] if moment.finding else [],
+            "parted": [asdict(part) for part in moment.finding.parted] if moment.finding else [],
             "pictures": any(sample.images for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
             "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
                       | {"sequence_parallel": buffer.parallel.sequence_parallel},
@@ -170,7 +170,7 @@ class StepDumps:
         size, bound = exchange.whole_bytes(tensors), int(self.cfg.run.debug_dump_weights_gb * GB)
         marks: dict[str, str] = {}
         stream = marked(exchange.stream(tensors, "weights"), marks)
-        found = self._elsewhere(size)
+        facts = self._elsewhere(size)
         if policy.adapters is None and size <= bound:
             dtype = next(iter(tensors.values())).dtype
             with errors_on_all_ranks(f"writing {partial / 'weights'}"), drained(stream) as rest:
@@ -178,7 +178,7 @@ class StepDumps:
                     with HfWriter(partial / "weights", self.model_path, dtype=dtype, expected=exchange.map.expected_hf_names()) as put:
                         for name, tensor in rest:
                             put(name, tensor)
-            found = {"folder": "weights", "bytes": size}
+            facts = {"folder": "weights", "bytes": size}
         else:
             deque(stream, maxlen=0)
         if policy.adapters is not None:
@@ -187,8 +187,8 @@ class StepDumps:
                 if first:
                     put_in = ((peft_name(name, exchange.map.shape), tensor) for name, tensor in rest)
                     write_adapter(partial / "adapter", put_in, policy.adapters.config, {})
-            marks, found = marks | named, {"folder": "adapter", "bytes": 0, "base": str(self.model_path)}
-        return found | {"fingerprints": marks}
+            marks, facts = marks | named, {"folder": "adapter", "bytes": 0, "base": str(self.model_path)}
+        return facts | {"fingerprints": marks}
 
     def _elsewhere(self, size: int) -> dict[str, Any]:
         last = self.last_checkpoint()
@@ -239,15 +239,15 @@ class StepDump:
     @property
     def step(self) -> ScheduledStep:
         """The step from the training schedule, with its micro-steps only."""
-        micro_steps = tuple(MicroStep(**{**one, "rows": tuple(one["rows"])}) for one in self.facts["micro_steps"])
+        micro_steps = tuple(MicroStep(**{**fields, "rows": tuple(fields["rows"])}) for fields in self.facts["micro_steps"])
         nothing = range(0)
         return ScheduledStep(index=self.facts["version"], arriving=nothing, immediate=nothing, launches=nothing, evaluates=nothing,
                     micro_steps=micro_steps, old_logprob_slices=(), keeps=(), last_use=())  # fmt: skip
 
     def samples(self) -> list[Sample]:
         """Return the samples of the step in order, without duplicates."""
-        found = {sample.key: sample for path in sorted((self.path / "rows").glob("*.npz")) for sample in read_samples(path)}
-        return [found[key] for key in sorted(found)]
+        by_key = {sample.key: sample for path in sorted((self.path / "rows").glob("*.npz")) for sample in read_samples(path)}
+        return [by_key[key] for key in sorted(by_key)]
 
     def forward(self, what: str) -> dict[RowKey, np.ndarray]:
         """Return recorded log-probs by row, float32 [masked].
@@ -255,14 +255,14 @@ class StepDump:
         Args:
             what: "logprobs" for the run's forward, "references" for its reference.
         """
-        found: dict[RowKey, np.ndarray] = {}
+        values: dict[RowKey, np.ndarray] = {}
         for path in sorted((self.path / "forward").glob("*.npz")):
             with np.load(path, allow_pickle=False) as file:
                 for name in file.files:
                     kind, rollout, row = name.split("/")
                     if kind == what:
-                        found[int(rollout), int(row)] = file[name]
-        return found
+                        values[int(rollout), int(row)] = file[name]
+        return values
 
     def lacks(self) -> list[str]:
         """Return the missing parts that a replay would compare with or restore. Step dumps of a hang contain fewer parts."""
@@ -272,11 +272,11 @@ class StepDump:
 
     def parted(self) -> dict[int, dict[str, np.ndarray]]:
         """Return the copies that differ: by rank, raw bytes by "kind name|dtype|shape"."""
-        found = {}
+        copies = {}
         for path in sorted((self.path / "parted").glob("rank_*.npz")):
             with np.load(path, allow_pickle=False) as file:
-                found[int(path.stem.removeprefix("rank_"))] = {name: file[name] for name in file.files}
-        return found
+                copies[int(path.stem.removeprefix("rank_"))] = {name: file[name] for name in file.files}
+        return copies
 
 
 def rows_of(step: Any) -> set[RowKey]:
@@ -303,13 +303,13 @@ def marked(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) ->
 def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: Policy, gradient: SummedGradient) -> None:
     """Write the files of this rank."""
     name, keys = f"rank_{collectives.rank():05d}.npz", rows_of(moment.step)
-    if mine := [sample for sample in buffer.to_save() if sample.key in keys]:
-        (partial / "rows" / name).write_bytes(file_of(mine))
+    if samples := [sample for sample in buffer.to_save() if sample.key in keys]:
+        (partial / "rows" / name).write_bytes(file_of(samples))
     if policy.parallel.reports_its_rows:
         arrays = {f"logprobs/{r}/{i}": values for (r, i), values in gradient.logprobs.items()}
         arrays |= {f"references/{r}/{i}": values for (r, i), values in gradient.references.items()}
         (partial / "forward" / name).write_bytes(_npz(arrays))
-    if moment.finding is not None and policy.parallel.rank in {rank for one in moment.finding.parted[:1] for rank, _ in one.copies}:
+    if moment.finding is not None and policy.parallel.rank in {rank for part in moment.finding.parted[:1] for rank, _ in part.copies}:
         kept: dict[str, np.ndarray] = {}
         for what, tensor in moment.finding.mine.items():
             if sum(array.nbytes for array in kept.values()) + tensor.nbytes <= MOST_PARTED:

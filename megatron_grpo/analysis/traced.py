@@ -68,13 +68,13 @@ def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, 
     tracer = _Tracer(model, forced)
     with tracer.watching():
         score()
-    return tracer.found
+    return tracer.recorded
 
 
 class _Tracer:
     def __init__(self, model: PolicyModel, forced: Mapping[str, torch.Tensor]):
         self.model, self.forced = model, forced
-        self.found: dict[str, OwnRows] = {}
+        self.recorded: dict[str, OwnRows] = {}
         self.rank = model.pg_collection.tp.rank()
         cfg, tp = model.config, model.pg_collection.tp.size()
         self.groups, self.heads, self.channels = cfg.num_query_groups // tp, cfg.num_attention_heads // tp, cfg.kv_channels
@@ -84,12 +84,12 @@ class _Tracer:
         rows = own.detach().reshape(len(own), -1).clone()  # a replacement is often written over it
         cut = self.model.config.sequence_parallel and name.split(" ", name.startswith("L"))[-1] in BY_TOKENS
         start = self.rank * len(rows) if cut else 0
-        self.found[name] = OwnRows(start, rows.cpu())
+        self.recorded[name] = OwnRows(start, rows.cpu())
         if name not in self.forced:
             return None
-        theirs = self.forced[name][start : start + len(rows)]
+        sampler_rows = self.forced[name][start : start + len(rows)]
         kept = rows.clone()
-        kept[: len(theirs)] = theirs.to(kept)
+        kept[: len(sampler_rows)] = sampler_rows.to(kept)
         return kept.view_as(own)
 
     @contextmanager
@@ -204,4 +204,4 @@ class _Tracer:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=head.tp_group)
         words = (head.weight if weight is None else weight)[: head.num_valid_rows]
         hidden, words = (x.float() if head.in_float32 else x for x in (hidden.squeeze(1)[batch.logit_positions], words))
-        self.found["logits"] = OwnRows(0, (hidden @ words.t()).float().cpu())
+        self.recorded["logits"] = OwnRows(0, (hidden @ words.t()).float().cpu())

@@ -93,15 +93,15 @@ def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
     Returns:
         The output by operation. With tensor parallelism, each rank has its shard of sharded outputs, and all logits.
     """
-    found: dict[str, list[torch.Tensor]] = {}
+    recorded: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str, rows: torch.Tensor) -> None:
-        found.setdefault(name, []).append(rows.detach().flatten(1).to("cpu", copy=True))
+        recorded.setdefault(name, []).append(rows.detach().flatten(1).to("cpu", copy=True))
 
     engine._llm.reset_prefix_cache()
     with _watched(model_runner(engine).get_model(), keep):
         logprobs = force(engine, tokens, opening, temperature=temperature)
-    rows = {name: torch.cat(parts) for name, parts in found.items()}
+    rows = {name: torch.cat(parts) for name, parts in recorded.items()}
     return rows | {"log-prob": torch.tensor(logprobs)[:, None]}
 
 

@@ -78,7 +78,7 @@ def view(folder: Path) -> Group:
     for name, points in run.held_out().items():
         scores.add_row(Text(name), f"step {points[-1][0]}", f"{points[-1][1]:.3f}", Text(spark(points), style="cyan"))
     panels = [Panel(metrics, title="metrics")] * bool(metrics.rows) + [Panel(scores, title="held out")] * bool(scores.rows)
-    events = [Text(f"step {one['step']}: {one['text']}", style="yellow") for one in run.events[-3:]]
+    events = [Text(f"step {event['step']}: {event['text']}", style="yellow") for event in run.events[-3:]]
     return Group(*head(run), Columns(panels), *events, *completions(run))
 
 

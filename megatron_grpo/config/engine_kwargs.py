@@ -66,14 +66,14 @@ def options(flag: str) -> Options:
     """Return the facts about a setting of `FLAGS`."""
     import yaml
 
-    told = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[flag]
+    entry = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[flag]
     return Options(
-        what=told["what"],
-        here={**{name: name for name in told["same"].split()}, **told["here"]},
-        refused={name: group["why"] for group in told.get("refused", ()) for name in group["names"].split()},
-        may=told["may"].split() if "may" in told else None,
-        otherwise=told.get("otherwise", ""),
-        fields={name: annotation for place in told["fields"] for name, annotation in fields_of(*place).items()},
+        what=entry["what"],
+        here={**{name: name for name in entry["same"].split()}, **entry["here"]},
+        refused={name: group["why"] for group in entry.get("refused", ()) for name in group["names"].split()},
+        may=entry["may"].split() if "may" in entry else None,
+        otherwise=entry.get("otherwise", ""),
+        fields={name: annotation for source in entry["fields"] for name, annotation in fields_of(*source).items()},
     )
 
 
@@ -86,8 +86,8 @@ def fields_of(package: str, file: str, name: str) -> Mapping[str, str]:
         file: Path of a file inside it.
         name: Name of the class.
     """
-    found = find_spec(package)
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / file
         if path.is_file():
             source = ast.parse(path.read_text(encoding="utf-8"))

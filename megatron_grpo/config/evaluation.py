@@ -96,31 +96,31 @@ def how_evaluated(cfg: Config) -> HowEvaluated:
     With `eval_dataset` alone and one completion per prompt they are greedy. Everything else, episodes included, is sampled at the training
     temperature.
     """
-    said = cfg.eval
+    cfg_eval = cfg.eval
     is_plain = (
-        bool(said.eval_dataset or cfg.data.split_dataset_ratio)
-        and not said.eval_datasets
-        and said.num_generations_eval in (None, 1)
+        bool(cfg_eval.eval_dataset or cfg.data.split_dataset_ratio)
+        and not cfg_eval.eval_datasets
+        and cfg_eval.num_generations_eval in (None, 1)
         and not cfg.turns.plays
     )
-    temperature = said.eval_temperature
+    temperature = cfg_eval.eval_temperature
     if temperature is None:
         temperature = 0.0 if is_plain else cfg.rollout.temperature
     return HowEvaluated(
-        n=said.num_generations_eval or (COMPLETIONS if temperature else 1),
+        n=cfg_eval.num_generations_eval or (COMPLETIONS if temperature else 1),
         temperature=temperature,
-        top_p=said.eval_top_p,
-        top_k=said.eval_top_k,
-        min_p=said.eval_min_p,
-        max_completion_length=said.eval_max_completion_length,
-        more=said.eval_generation_kwargs or None,
+        top_p=cfg_eval.eval_top_p,
+        top_k=cfg_eval.eval_top_k,
+        min_p=cfg_eval.eval_min_p,
+        max_completion_length=cfg_eval.eval_max_completion_length,
+        more=cfg_eval.eval_generation_kwargs or None,
     )
 
 
 def longest_completion(cfg: Config) -> int:
     """Return the maximum completion length of training and evaluations in tokens, which the sampler must support."""
-    asked = cfg.eval.eval_max_completion_length if sets_of(cfg) else None
-    return max(cfg.rollout.max_completion_length, asked or 0)
+    limit = cfg.eval.eval_max_completion_length if sets_of(cfg) else None
+    return max(cfg.rollout.max_completion_length, limit or 0)
 
 
 def most_of(cfg: Config) -> list[float]:
@@ -141,8 +141,8 @@ def score_of(cfg: Config, names: Sequence[str]) -> str:
     """
     weights = cfg.rewards.reward_weights or [1.0] * len(names)
     train = [name for name, weight in zip(names, weights) if weight] or list(names[:1])
-    asked = cfg.eval.eval_reward or (SUM if len(train) > 1 else next(iter(train), ""))
-    return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked)
+    score = cfg.eval.eval_reward or (SUM if len(train) > 1 else next(iter(train), ""))
+    return dict(zip(cfg.rewards.reward_funcs, names)).get(score, score)
 
 
 def describe_rules(cfg: Config) -> str:
@@ -161,8 +161,8 @@ def describe_rules(cfg: Config) -> str:
 
 def metric_of(cfg: Config) -> str | None:
     """Return the full name of `metric_for_best_model`: `eval` and `eval/NAME` stand for the score of a set."""
-    asked = cfg.run.metric_for_best_model
-    return f"{asked}/mean@{how_evaluated(cfg).n}" if asked in [curve_of(name) for name in sets_of(cfg)] else asked
+    metric = cfg.run.metric_for_best_model
+    return f"{metric}/mean@{how_evaluated(cfg).n}" if metric in [curve_of(name) for name in sets_of(cfg)] else metric
 
 
 def in_current_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def in_current_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_greater_better(cfg: Config) -> bool:
     """Return whether a larger metric is better. As in transformers, this is false by default for names that end in "loss"."""
-    said, metric = cfg.run.greater_is_better, cfg.run.metric_for_best_model or ""
-    return not metric.endswith("loss") if said is None else said
+    setting, metric = cfg.run.greater_is_better, cfg.run.metric_for_best_model or ""
+    return not metric.endswith("loss") if setting is None else setting
 
 
 def _rewards(cfg: Config) -> list[str]:

@@ -93,10 +93,10 @@ def _init(self: GRPOConfig, **settings: Any) -> None:
     if "explicit" in settings:  # dataclasses.replace, which passes every field
         settings = _replaced(settings.pop("explicit"), settings)
     known = {name: _all_names(name) & _FIELDS for name in settings}
-    unknown = [] if settings.get("dialect") else [name for name, found in known.items() if not found]
+    unknown = [] if settings.get("dialect") else [name for name, fields_named in known.items() if not fields_named]
     if unknown:
         raise ConfigError([_unknown(name) for name in unknown])
-    values = {field: settings[name] for name, found in known.items() for field in found}
+    values = {field: settings[name] for name, fields_named in known.items() for field in fields_named}
     _set_fields(self, **values, explicit=settings)
 
 

@@ -98,11 +98,11 @@ class ForeignNames(Protocol):
             entries: Settings as typed.
         """
 
-    def unknown(self, found: Mapping[str, Sequence[str]], translation: Any | None) -> Sequence[Problem]:
+    def unknown(self, names: Mapping[str, Sequence[str]], translation: Any | None) -> Sequence[Problem]:
         """Return problems that suggest replacements for unknown names.
 
         Args:
-            found: Unknown names, by source.
+            names: Unknown names, by source.
             translation: The translation that did not know them; None without one.
         """
 
@@ -143,7 +143,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
         entries += file_entries
         problems += file_problems
     entries += [entry for entry in typed_entries if entry.name not in own]
-    entries = [one for entry in entries for one in spread(entry)]
+    entries = [part for entry in entries for part in spread(entry)]
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
     translation = dialects.translation(entries) if dialects else None
@@ -155,8 +155,8 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     return builder.finish(launcher_world_size)
 
 
-def _unknown(found: Mapping[str, Sequence[str]]) -> list[Problem]:
-    return [Problem(flags=(name,), message=f"{name} is not a setting.") for names_of_one in found.values() for name in names_of_one]
+def _unknown(names: Mapping[str, Sequence[str]]) -> list[Problem]:
+    return [Problem(flags=(name,), message=f"{name} is not a setting.") for names_of_one in names.values() for name in names_of_one]
 
 
 class _Builder:
@@ -242,12 +242,12 @@ class _Builder:
 
     def finish(self, launcher_world_size: int | None) -> Parsed:
         """Build the configuration, once, from everything that was taken."""
-        told, tasks = self.translation, set[str]()
-        if told:
-            self.parsed.problems.extend([*told.lacking(), *told.settle(self.values, self.sources, self.typed)])
-            self.parsed = replace(self.parsed, notes=told.notes, aside=told.aside, defaults=told.defaults, system=told.system())
-            self.parsed.repeated[:0] = told.repeated
-            tasks = told.tasks
+        foreign, tasks = self.translation, set[str]()
+        if foreign:
+            self.parsed.problems.extend([*foreign.lacking(), *foreign.settle(self.values, self.sources, self.typed)])
+            self.parsed = replace(self.parsed, notes=foreign.notes, aside=foreign.aside, defaults=foreign.defaults, system=foreign.system())
+            self.parsed.repeated[:0] = foreign.repeated
+            tasks = foreign.tasks
         self._world_size(launcher_world_size)
         self._another_way("bf16", "torch_dtype", "bfloat16", "float32")
         self._another_way("async_generate", "async_rollout_depth", 1, 0)
@@ -260,43 +260,43 @@ class _Builder:
             self.parsed.renamed[f"metric_for_best_model {metric}"] = f"metric_for_best_model {FORMER_METRICS[metric]}"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
-        config = replace(config, typed=self.typed, origins=told.origins if told else {})
+        config = replace(config, typed=self.typed, origins=foreign.origins if foreign else {})
         problems = [one for one in self.parsed.problems if not tasks or any(task in one.message for task in tasks)]
         return replace(self.parsed, config=config, problems=problems, is_other_task=bool(tasks))
 
     def _world_size(self, launcher: int | None) -> None:
         """Set the number of ranks: from the launcher, else as typed, else as a script passes it to its own launcher, else 1."""
-        asked = self.values.get("world_size")
-        if asked is None and self.translation and self.translation.world_size:
-            asked, self.sources["world_size"] = self.translation.world_size
+        world_size = self.values.get("world_size")
+        if world_size is None and self.translation and self.translation.world_size:
+            world_size, self.sources["world_size"] = self.translation.world_size
         if launcher is not None:
-            if asked not in (None, launcher) and not self.sources.get("world_size", "").endswith("default"):  # a dialect's default
+            if world_size not in (None, launcher) and not self.sources.get("world_size", "").endswith("default"):  # a dialect's default
                 name = self.typed.get("world_size", "world_size")
                 self.parsed.problems.append(
                     Problem(
                         flags=(name,),
                         nearest={name: [launcher]},
-                        message=f"{name} ({asked}) differs from the number of ranks started by the launcher ({launcher}). Omit {name}.",
+                        message=f"{name} ({world_size}) differs from the launcher's number of ranks ({launcher}). Omit {name}.",
                     )
                 )
                 self.parsed.unreadable.add("world_size")
-            asked = launcher
+            world_size = launcher
             self.sources["world_size"] = "launcher"
-        self.values["world_size"] = 1 if asked is None else asked
+        self.values["world_size"] = 1 if world_size is None else world_size
 
     def _another_way(self, word: str, name: str, if_true: Any, if_false: Any) -> None:
         """Set `name` by `word`, which is true or false and another way to set it."""
-        said = self.values.get(word)
-        if said is None:
+        typed_value = self.values.get(word)
+        if typed_value is None:
             return
-        value = if_true if said else if_false
+        value = if_true if typed_value else if_false
         other = self.values.get(name, value)
         if other != value:
             typed, way = self.typed[name], self.typed.get(word, word)
             self.parsed.problems.append(
                 Problem(
                     flags=(way, typed),
-                    message=f"{way} ({str(said).lower()}) means {typed} {value}, but {typed} is {other}. Use one of them.",
+                    message=f"{way} ({str(typed_value).lower()}) means {typed} {value}, but {typed} is {other}. Use one of them.",
                     nearest={typed: [value]},
                 )
             )

@@ -61,8 +61,8 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
             if equals:
                 current = None
         elif _REMOVED.fullmatch(word):
-            said = f"{word} removes a name from a configuration file of that system, which is not read here. Omit it"
-            problems.append(Problem(flags=(word,), message=f"{said}, and set the resulting values."))
+            message = f"{word} removes a name from a configuration file of that system, which is not read here. Omit it"
+            problems.append(Problem(flags=(word,), message=f"{message}, and set the resulting values."))
         elif "." in word.partition("=")[0] and _ASSIGNMENT.match(word) and not (current is not None and not current):
             name, _, value = word.lstrip("+").partition("=")
             entries.append(TypedSetting(name=canonical(name), raw=[value], source=source))
@@ -118,8 +118,8 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
-        place = f" line {where.line + 1}" if where else ""
-        return [], [Problem(flags=("config",), message=f"{source}{place} is not valid YAML: {getattr(error, 'problem', error)}.")]
+        line = f" line {where.line + 1}" if where else ""
+        return [], [Problem(flags=("config",), message=f"{source}{line} is not valid YAML: {getattr(error, 'problem', error)}.")]
     if data is None:
         return [], []
     if not isinstance(data, dict):
@@ -162,11 +162,11 @@ def spread(entry: TypedSetting) -> list[TypedSetting]:
         return [replace(entry, name=key)]
     try:
         values = read_value(Setting(name=name, kind="Any", is_map=True), entry.raw)
-        if unknown := [one for one in values if not _is_key(one, name)]:
+        if unknown := [k for k in values if not _is_key(k, name)]:
             raise InvalidValueError(f"has no key {unknown[0]}. Supported: {', '.join(keys()[name])}")
     except InvalidValueError as bad:
         return [replace(entry, raw=bad)]
-    return [replace(entry, name=one, raw=value) for one, value in values.items()]
+    return [replace(entry, name=k, raw=value) for k, value in values.items()]
 
 
 def _is_key(key: str, name: str) -> bool:
@@ -181,7 +181,7 @@ def _repeated(root: Any) -> list[str]:
     """
     import yaml
 
-    found, stack, looked_at = [], [root], set()
+    repeated, stack, looked_at = [], [root], set()
     while stack:
         node = stack.pop()
         if id(node) in looked_at:
@@ -194,10 +194,10 @@ def _repeated(root: Any) -> list[str]:
             for key, value in node.value:
                 if isinstance(key, yaml.ScalarNode):
                     if key.value in seen and key.value != "<<":
-                        found.append(canonical(key.value))
+                        repeated.append(canonical(key.value))
                     seen.add(key.value)
                 stack.append(value)
-    return found
+    return repeated
 
 
 def words_of(raw: Any) -> list[str]:

@@ -31,12 +31,12 @@ _RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w-]+)\s+import|import\s+\.([\w-]+)\s
 
 def files_that_run(folder: Path) -> list[str]:
     """Return the names of a model's files whose code runs with `trust_remote_code true`, including those that they import."""
-    return _with_imported(folder, [found for file in _RUN for found in _classes(folder, file).values()])
+    return _with_imported(folder, [name for file in _RUN for name in _classes(folder, file).values()])
 
 
 def files_named(folder: Path) -> list[str]:
     """Return the names of all code files that the model refers to, including those that never run here. Copies of the model need them."""
-    return _with_imported(folder, [found for file in _RUN for found in _auto_map(folder, file).values()])
+    return _with_imported(folder, [name for file in _RUN for name in _auto_map(folder, file).values()])
 
 
 def problem_of(folder: Path, *, is_trusted: bool, flag: str = "model") -> Problem | None:
@@ -60,12 +60,12 @@ def warning_of(folder: Path) -> str | None:
 
 def _not_trusted(folder: Path, flag: str) -> Problem | None:
     lacking = {"the tokenizer": _tokenizer_alone_here(folder), "the configuration": _configuration_alone_here(folder)}
-    found = {what: name for what, name in lacking.items() if name}
-    if not found:
+    names = {what: name for what, name in lacking.items() if name}
+    if not names:
         return None
-    files = files_that_run(folder) or sorted(set(found.values()))
+    files = files_that_run(folder) or sorted(set(names.values()))
     message = (
-        f"{flag}: {' and '.join(found)} of {folder} {'is' if len(found) == 1 else 'are'} custom code ({_listed(files)}), which is not run. "
+        f"{flag}: {' and '.join(names)} of {folder} {'is' if len(names) == 1 else 'are'} custom code ({_listed(files)}), which is not run. "
         f"Read {_it(files)}; if you trust {_it(files)}, give {FLAG} true."
     )
     return Problem(flags=(flag, FLAG), message=message)
@@ -90,14 +90,14 @@ def _tokenizer_alone_here(folder: Path) -> str | None:
     name = _classes(folder, TOKENIZER).get("AutoTokenizer")
     known = read_object(folder / TOKENIZER).get("tokenizer_class")
     places = (("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py"))
-    return None if isinstance(known, str) and any(_is_named(known, *place) for place in places) else name
+    return None if isinstance(known, str) and any(_is_named(known, *entry) for entry in places) else name
 
 
 def _configuration_alone_here(folder: Path) -> str | None:
     """Return the class of a configuration that neither transformers nor vLLM provides, so that vLLM would not start; else None."""
     name, kind = _classes(folder, CONFIG).get("AutoConfig"), read_object(folder / CONFIG).get("model_type")
     places = (("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py"))
-    return None if isinstance(kind, str) and any(_is_named(kind, *place) for place in places) else name
+    return None if isinstance(kind, str) and any(_is_named(kind, *entry) for entry in places) else name
 
 
 def _is_named(word: str, package: str, file: str) -> bool:
@@ -108,8 +108,8 @@ def _is_named(word: str, package: str, file: str) -> bool:
 
 @cache
 def _source(package: str, file: str) -> str | None:
-    found = find_spec(package)
-    paths = [Path(folder) / file for folder in (found.submodule_search_locations or ())] if found else []
+    spec = find_spec(package)
+    paths = [Path(folder) / file for folder in (spec.submodule_search_locations or ())] if spec else []
     return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), None)
 
 
@@ -124,22 +124,22 @@ def _auto_map(folder: Path, file: str) -> dict[str, str]:
 
     Of a slow and a fast tokenizer it contains the one that transformers loads.
     """
-    found: Any = read_object(folder / file).get("auto_map")
-    named = {"AutoTokenizer": found} if isinstance(found, list) else found if isinstance(found, dict) else {}
-    chosen = {what: next((x for x in reversed(one) if x), None) if isinstance(one, list) else one for what, one in named.items()}
-    return {what: one for what, one in chosen.items() if isinstance(one, str)}
+    entries: Any = read_object(folder / file).get("auto_map")
+    named = {"AutoTokenizer": entries} if isinstance(entries, list) else entries if isinstance(entries, dict) else {}
+    chosen = {what: next((x for x in reversed(value) if x), None) if isinstance(value, list) else value for what, value in named.items()}
+    return {what: value for what, value in chosen.items() if isinstance(value, str)}
 
 
 def _with_imported(folder: Path, classes: list[str]) -> list[str]:
     """Return the files of classes, and the files of the folder that they import, as far as they exist."""
     waiting = [parts[1] for name in classes if (parts := _CLASS.fullmatch(name))]
-    found: dict[str, None] = {}
+    files: dict[str, None] = {}
     while waiting:
         path = folder / f"{waiting.pop(0)}.py"
-        if path.name not in found and path.is_file():
-            found[path.name] = None
+        if path.name not in files and path.is_file():
+            files[path.name] = None
             waiting += _imported(path)
-    return list(found)
+    return list(files)
 
 
 def _imported(path: Path) -> Iterator[str]:

@@ -103,10 +103,10 @@ def broken(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
     """
     for rule in rules:
         if isinstance(rule, tuple):
-            yield from next(filter(None, (list(broken([one], c)) for one in rule)), ())
+            yield from next(filter(None, (list(broken([alternative], c)) for alternative in rule)), ())
             continue
-        found = rule.when(c)
-        for more in found if isinstance(found, list) else [found] if found else []:
+        broken_by = rule.when(c)
+        for more in broken_by if isinstance(broken_by, list) else [broken_by] if broken_by else []:
             words = SimpleNamespace(**vars(c) | (more if isinstance(more, dict) else {}))
             use = rule.use(words) if callable(rule.use) else rule.use
             yield Problem(

@@ -70,14 +70,14 @@ def fault(bound: Any) -> str | None:
         return f"has {engine[0]}, which vLLM does not read there. Use vllm_engine_kwargs structured_outputs_config"
     if unknown := [name for name in bound if name not in KINDS]:
         return f"has no key {unknown[0]}. Supported: {', '.join(KINDS)}"
-    given = [name for name in KINDS if bound.get(name) is not None]
-    if len(given) != 1:
-        return f"requires exactly one of {', '.join(KINDS)}; it has {' and '.join(given) or 'none'}"
-    value = bound[given[0]]
-    is_right = type(value) in KINDS[given[0]] and bool(value)
+    kinds = [name for name in KINDS if bound.get(name) is not None]
+    if len(kinds) != 1:
+        return f"requires exactly one of {', '.join(KINDS)}; it has {' and '.join(kinds) or 'none'}"
+    value = bound[kinds[0]]
+    is_right = type(value) in KINDS[kinds[0]] and bool(value)
     if isinstance(value, list):
-        is_right = is_right and all(isinstance(one, str) and one for one in value)
-    return None if is_right else f"has {value!r} as {given[0]}. Use {' or '.join(_FORMS[form] for form in KINDS[given[0]])}, not empty"
+        is_right = is_right and all(isinstance(item, str) and item for item in value)
+    return None if is_right else f"has {value!r} as {kinds[0]}. Use {' or '.join(_FORMS[form] for form in KINDS[kinds[0]])}, not empty"
 
 
 def is_cut(rollout: RolloutConfig) -> bool:
@@ -93,8 +93,8 @@ def max_mask_tokens(rollout: RolloutConfig) -> int:
 def describe(rollout: RolloutConfig) -> str:
     """Return the restrictions in words, such as `top_k 5 and top_p 0.9`."""
     cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
-    said = [f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off]
-    return " and ".join([*said, *(["structured outputs"] if of_training(rollout) is not None else [])])
+    parts = [f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off]
+    return " and ".join([*parts, *(["structured outputs"] if of_training(rollout) is not None else [])])
 
 
 # ---- rules
@@ -151,13 +151,13 @@ def unreadable(cfg: Config) -> list[Problem]:
     Args:
         cfg: The configuration.
     """
-    found = []
+    problems = []
     for flag, bound in asked(cfg):
         if fault(bound) is None and (why := why_unreadable(bound)) is not None:
             name = next(name for name in ("regex", "json", "grammar", "structural_tag") if bound.get(name) is not None)
             what = REGEX if flag == REGEX else f"{flag}: {FIELD} {name}"
-            found.append(Problem(flags=(flag,), message=f"{what} ({bound[name]}) cannot be used for sampling: {why}."))
-    return found
+            problems.append(Problem(flags=(flag,), message=f"{what} ({bound[name]}) cannot be used for sampling: {why}."))
+    return problems
 
 
 def why_unreadable(bound: Mapping[str, Any]) -> str | None:
@@ -197,7 +197,7 @@ def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
             yield lambda: of.from_lark(grammar)
         elif tag is not None:
             yield lambda: of.from_structural_tag(tag)
-            yield lambda: [(one["begin"], one["schema"], one["end"]) for one in json.loads(tag)["structures"]]  # the older form
+            yield lambda: [(item["begin"], item["schema"], item["end"]) for item in json.loads(tag)["structures"]]  # the older form
     if find_spec("llguidance") is not None:
         if regex is not None:
             yield partial(_guidance, "regex", regex)

@@ -79,16 +79,16 @@ def addresses_of(cfg: RolloutConfig) -> list[Address]:
     Raises:
         ValueError: If a file contains anything but addresses.
     """
-    found = [Address.of_url(url) for url in cfg.vllm_server_base_url]
+    addresses = [Address.of_url(url) for url in cfg.vllm_server_base_url]
     hosts = [host for host in cfg.vllm_server_host if not host.startswith(FROM_FILE)]
     ports = cfg.vllm_server_port
     if hosts:
         hosts, ports = (hosts * len(ports) if len(hosts) == 1 else hosts), (ports * len(hosts) if len(ports) == 1 else ports)
-        found += [Address(host, port, cfg.vllm_server_ca is not None) for host, port in zip(hosts, ports, strict=True)]
+        addresses += [Address(host, port, cfg.vllm_server_ca is not None) for host, port in zip(hosts, ports, strict=True)]
     for host in cfg.vllm_server_host:
         if host.startswith(FROM_FILE):
-            found += _in_files(Path(host.removeprefix(FROM_FILE)))
-    return list(dict.fromkeys(found))
+            addresses += _in_files(Path(host.removeprefix(FROM_FILE)))
+    return list(dict.fromkeys(addresses))
 
 
 def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
@@ -100,16 +100,16 @@ def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
     Raises:
         ValueError: If a word or a file is not an address.
     """
-    found: list[Address] = []
+    addresses: list[Address] = []
     for word in cfg.teacher_model_server:
         if word.startswith(FROM_FILE):
-            found += _in_files(Path(word.removeprefix(FROM_FILE)))
+            addresses += _in_files(Path(word.removeprefix(FROM_FILE)))
             continue
         try:
-            found.append(Address.of_url(word))
+            addresses.append(Address.of_url(word))
         except ValueError as error:
             raise ValueError(f"{word[:80]!r} {error}") from error
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(addresses))
 
 
 def _in_files(path: Path) -> Iterator[Address]:
@@ -199,11 +199,11 @@ def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int)
 
 def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the words of a problem for typed engine settings if the engine belongs to a server."""
-    found = changed(c, *(name for name in OF_THE_ENGINE if name in c.cfg.typed)) if c.vllm_mode == "server" else []
-    if not found:
+    settings = changed(c, *(name for name in OF_THE_ENGINE if name in c.cfg.typed)) if c.vllm_mode == "server" else []
+    if not settings:
         return None
-    said, near = ", ".join(f"{one['name']} ({one['value']})" for one in found), {one["name"]: [one["off"]] for one in found}
-    return {"flags": " ".join(near), "said": said, "near": near, "them": "it" if len(found) == 1 else "them"}
+    names, near = ", ".join(f"{s['name']} ({s['value']})" for s in settings), {s["name"]: [s["off"]] for s in settings}
+    return {"flags": " ".join(near), "said": names, "near": near, "them": "it" if len(settings) == 1 else "them"}
 
 
 def _idle(c: SimpleNamespace) -> dict[str, Any] | None:

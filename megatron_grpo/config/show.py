@@ -44,18 +44,18 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
     print("  --help-search WORD    find settings by a word, such as `train --help-search lr`")
 
 
-def print_help(command: str, function: Callable, asked: Sequence[str] = ()) -> None:
+def print_help(command: str, function: Callable, topics: Sequence[str] = ()) -> None:
     """Print every setting by section with type, unit, default and one line of help; of a map its keys.
 
     Args:
         command: Name of the command.
         function: Its function, whose docstring is shown.
-        asked: Settings, maps and sections to explain alone, or "all".
+        topics: Settings, maps and sections to explain alone, or "all".
 
     Raises:
-        ConfigError: No setting, map or section has a name of `asked`.
+        ConfigError: No setting, map or section has a name of `topics`.
     """
-    if wanted := [canonical(word) for word in asked]:
+    if wanted := [canonical(word) for word in topics]:
         known = {name for setting in table().values() for name in _names_of(setting)}
         if unknown := [name for name in wanted if name not in known]:
             raise ConfigError([_unknown(name, known) for name in unknown])
@@ -107,15 +107,15 @@ def print_matching(searched: Sequence[str]) -> None:
     """
     if not searched:
         raise ConfigError("--help-search needs a word, such as `--help-search lr`.")
-    found = [setting for setting in table().values() if not setting.is_hidden and all(_contains(setting, word) for word in searched)]
-    if not found:
+    matching = [setting for setting in table().values() if not setting.is_hidden and all(_contains(setting, word) for word in searched)]
+    if not matching:
         raise ConfigError(f"No setting has {' and '.join(map(repr, searched))} in its name, aliases or help.")
-    print("\n".join(_by_section(found)))
+    print("\n".join(_by_section(matching)))
 
 
 def _contains(setting: Setting, word: str) -> bool:
     name = canonical(word).lower()
-    in_names = any(name in one for one in (setting.name, *setting.aliases, *setting.formerly))
+    in_names = any(name in alias for alias in (setting.name, *setting.aliases, *setting.formerly))
     return in_names or re.search(rf"\b{re.escape(word.lstrip('-'))}", setting.help, re.IGNORECASE) is not None
 
 

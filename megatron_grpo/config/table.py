@@ -136,8 +136,8 @@ def read_value(setting: Setting, raw: Any) -> Any:
     if not words and setting.kind == "bool" and raw != ():
         return True
     if len(words) != 1:
-        given = " ".join(map(str, words))
-        raise InvalidValueError(f"takes one value, but got {len(words)} ({given})" if words else "requires a value")
+        text = " ".join(map(str, words))
+        raise InvalidValueError(f"takes one value, but got {len(words)} ({text})" if words else "requires a value")
     word = words[0]
     if word is None or (isinstance(word, str) and word.lower() in NONE and word not in setting.choices):
         if setting.optional:
@@ -151,7 +151,7 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
     """Return the {"name": value} of a YAML mapping, of JSON in one word, or of words `name=value`."""
     if words in ([None], ["none"], ["null"]):
         return {}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         if isinstance(word, str) and word.lstrip().startswith("{"):
             try:
@@ -164,10 +164,10 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
             if not equals or not name:
                 raise InvalidValueError(f"requires name=value, or a JSON object, not {word!r}")
             word = {name: _as_json(value) if setting.kind == "Any" else value}
-        if twice := found.keys() & word.keys():
+        if twice := values.keys() & word.keys():
             raise InvalidValueError(f"sets {', '.join(sorted(map(str, twice)))} more than once")
-        found.update({str(name): value if setting.kind == "Any" else _scalar(setting, value) for name, value in word.items()})
-    return found
+        values.update({str(name): value if setting.kind == "Any" else _scalar(setting, value) for name, value in word.items()})
+    return values
 
 
 def _as_json(word: str) -> Any:
@@ -246,9 +246,9 @@ _UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**k for k, letter in enumerate("km
 
 def bytes_of(size: str) -> int | None:
     """Return a size in bytes: `5GB` is 5 * 1000**3, `5GiB` is 5 * 1024**3. None if it is not a size above 0."""
-    found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", size.strip())
+    match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", size.strip())
     try:
-        return int(float(found[1]) * _UNITS[found[2].lower()]) or None if found else None
+        return int(float(match[1]) * _UNITS[match[2].lower()]) or None if match else None
     except (KeyError, ValueError):
         return None
 

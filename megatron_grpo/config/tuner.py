@@ -42,19 +42,19 @@ def _unreadable(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
 def _listed(c: SimpleNamespace, names: Iterable[str]) -> dict[str, Any] | None:
     """Return the words of one problem about several settings."""
     names = list(names)
-    told = ", ".join(f"{name} ({format_value(getattr(c, name))})" for name in names)
+    listed = ", ".join(f"{name} ({format_value(getattr(c, name))})" for name in names)
     words = ("these are", "them") if len(names) > 1 else ("this is", "it")
-    return {"names": " ".join(names), "told": told, "these": words[0], "them": words[1]} if names else None
+    return {"names": " ".join(names), "told": listed, "these": words[0], "them": words[1]} if names else None
 
 
 def _changed(c: SimpleNamespace, *names: str) -> list[str]:
-    return [one["name"] for one in changed(c, *names)]
+    return [setting["name"] for setting in changed(c, *names)]
 
 
 def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the words of a problem for settings of LoRA that are changed, or typed with a value other than off."""
     names = [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_TOWER, *_OF_FULL)]
-    by_hand = names if c.dialect else [one["name"] for one in given(c, *names)]
+    by_hand = names if c.dialect else [setting["name"] for setting in given(c, *names)]
     typed = [name for name in by_hand if name in c.cfg.typed and getattr(c, name)]
     return _listed(c, dict.fromkeys([*_changed(c, *names), *typed]))
 
@@ -72,8 +72,8 @@ def _thawed(c: SimpleNamespace) -> dict[str, Any] | None:
 
 def _moved_tower(c: SimpleNamespace) -> dict[str, Any] | None:
     names = _changed(c, *_TOWER)
-    told, use = (" and ".join(f"{name} {value}" for name in names) for value in ("false", "true"))
-    return {"names": " ".join(names), "told": told, "use": use, "near": {name: [True] for name in names}} if names else None
+    flags, use = (" and ".join(f"{name} {value}" for name in names) for value in ("false", "true"))
+    return {"names": " ".join(names), "told": flags, "use": use, "near": {name: [True] for name in names}} if names else None
 
 
 def _of_rate(rate: str, freeze: str) -> tuple[Rule, Rule]:

@@ -37,8 +37,8 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
     of_sampling = (*SERVERS, *SAMPLING, *PASSED_ON, *GRAMMAR)
     of_a_run = (*LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
     rules: Rules = (RANGE, SECRET, *TRAINING, *tuner_rules(cfg), *of_sampling, *of_a_run)
-    found = broken(rules, settings_of(cfg, among=table(), longest=_longest(cfg)))
-    return [in_typed_names(cfg, problem) for problem in found if not set(problem.flags) & set(unreadable)]
+    problems = broken(rules, settings_of(cfg, among=table(), longest=_longest(cfg)))
+    return [in_typed_names(cfg, problem) for problem in problems if not set(problem.flags) & set(unreadable)]
 
 
 # ---- conditions and words of rules
@@ -53,7 +53,7 @@ def _out_of_range(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
         if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
             must = f"at most {LARGEST_WEIGHT:g} each"
         elif isinstance(each, list):
-            must = "" if all(isinstance(one, str) or allowed.admits(one) for one in each) else f"{allowed} each"
+            must = "" if all(isinstance(v, str) or allowed.admits(v) for v in each) else f"{allowed} each"
         elif value is not None and not isinstance(value, (str, bool)) and not allowed.admits(value):
             must, near = str(allowed), [type(value)(edge) for edge in allowed.nearest(value)]
         if must:
@@ -73,8 +73,8 @@ def _longest(cfg: Config) -> int:
 def _narrow(c: SimpleNamespace, names: Iterable[str] = DTYPES) -> dict[str, Any] | None:
     """Return the words of a problem for dtypes that are not float32."""
     other = {name: getattr(c, name) for name in names if getattr(c, name) != "fp32"}
-    told = " and ".join(f"{name} {value}" for name, value in other.items())
-    return {"told": told, "other": " ".join(other), "fp32": dict.fromkeys(other, ["fp32"])} if other else None
+    settings = " and ".join(f"{name} {value}" for name, value in other.items())
+    return {"told": settings, "other": " ".join(other), "fp32": dict.fromkeys(other, ["fp32"])} if other else None
 
 
 def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -83,16 +83,16 @@ def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
         return None
     completion = longest_completion(c.cfg)
     prompt = f"max_prompt_length ({c.max_prompt_length})" if c.max_prompt_length else "a prompt (at least 1 token)"
-    said = "eval_max_completion_length" if completion > c.max_completion_length else "max_completion_length"
-    return {"completion": completion, "prompt": prompt, "said": said}
+    limit = "eval_max_completion_length" if completion > c.max_completion_length else "max_completion_length"
+    return {"completion": completion, "prompt": prompt, "said": limit}
 
 
 def _answered_once(c: SimpleNamespace) -> dict[str, Any] | None:
     names = ("max_turns", "turn_history", "turn_discount", "environment_timeout", "max_environment_concurrency", "max_failed_episodes",
              "tool_call_parser")  # fmt: skip
-    found = [] if c.plays else changed(c, *names)
-    told = ", ".join(f"{c.cfg.typed.get(one['name'], one['name'])} ({one['value']})" for one in found)
-    return {"told": told, "names": " ".join(one["name"] for one in found)} if found else None
+    settings = [] if c.plays else changed(c, *names)
+    listed = ", ".join(f"{c.cfg.typed.get(s['name'], s['name'])} ({s['value']})" for s in settings)
+    return {"told": listed, "names": " ".join(s["name"] for s in settings)} if settings else None
 
 
 def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -103,9 +103,9 @@ def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
     if not c.streaming or c.max_steps is not None:
         return None
     epochs, rows, group = c.num_train_epochs, c.global_batch_size, c.num_generations
-    told = f": each step trains {rows} / {group} = {rows / group:g} prompts, so max_steps 1000 trains {1000 * rows / group:,.0f} prompts" \
+    text = f": each step trains {rows} / {group} = {rows / group:g} prompts, so max_steps 1000 trains {1000 * rows / group:,.0f} prompts" \
         if rows and group else ""  # fmt: skip
-    return {"epochs": "an epoch" if epochs is None else f"num_train_epochs ({epochs:g})", "told": told}
+    return {"epochs": "an epoch" if epochs is None else f"num_train_epochs ({epochs:g})", "told": text}
 
 
 def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -119,7 +119,7 @@ def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
 
 def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
     """Return the words of a problem for settings of a server typed on the command line. A file may describe both a run and its servers."""
-    return [{**one, "typed": c.cfg.typed[one["name"]]} for one in given(c, *vars(c.cfg.serve)) if one["name"] in c.cfg.typed]
+    return [{**s, "typed": c.cfg.typed[s["name"]]} for s in given(c, *vars(c.cfg.serve)) if s["name"] in c.cfg.typed]
 
 
 # fmt: off

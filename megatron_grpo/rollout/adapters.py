@@ -55,12 +55,12 @@ def lora_sync(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
     if settings is None:
         return None
     modules = frozenset(module.name for module in linear_modules(shape) if settings.rank_of(module.name))
-    asked, obstacle = cfg.tuner.vllm_enable_lora, obstacle_to_adapter(settings, shape, on_gpu=on_gpu) or sampler_obstacle
-    if asked and obstacle:
+    setting, obstacle = cfg.tuner.vllm_enable_lora, obstacle_to_adapter(settings, shape, on_gpu=on_gpu) or sampler_obstacle
+    if setting and obstacle:
         raise ConfigError([Problem(flags=("vllm_enable_lora",), nearest={"vllm_enable_lora": [False]}, message=(
             f"vllm_enable_lora true: the adapter cannot be synced separately: {obstacle}. Leave vllm_enable_lora out to sync merged "
             "weights."))])  # fmt: skip
-    if asked or (asked is None and not obstacle):
+    if setting or (setting is None and not obstacle):
         return LoraSync(kind="adapter", modules=modules, slot_rank=slot_rank(_named_rank(settings)) or 0)
     notes = []
     if obstacle:
@@ -120,8 +120,8 @@ def _uneven_experts(settings: LoraSettings, shape: ModelShape) -> str | None:
         if module.is_expert:
             layer, name = module.name.split(".experts.")
             ranks[layer, name.rsplit(".", 1)[1]].add(settings.rank_of(module.name))
-    layers = {layer for layer, _ in ranks if any(found != {0} for (other, _), found in ranks.items() if other == layer)}
-    uneven = [f"{layer}.experts" for (layer, _), found in ranks.items() if layer in layers and (len(found) > 1 or found == {0})]
+    layers = {layer for layer, _ in ranks if any(sizes != {0} for (other, _), sizes in ranks.items() if other == layer)}
+    uneven = [f"{layer}.experts" for (layer, _), sizes in ranks.items() if layer in layers and (len(sizes) > 1 or sizes == {0})]
     if not uneven:
         return None
     return f"vLLM needs adapters on all three matrices of all experts of a layer, with one rank per matrix, unlike {uneven[0]}"

@@ -145,17 +145,17 @@ class ColocatedEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         self._require_weights()
         self._check_lengths(prompts, sampling)
-        mine = prompts[self._replica :: self._num_replicas]
+        local = prompts[self._replica :: self._num_replicas]
         params = partial(vllm_requests.sampling_params, sampling, vocab_size=self._vocab_size)
-        requests = [(prompt.token_ids, prompt.images, params(self._request_seed(seed, prompt, sampling))) for prompt in mine]
+        requests = [(prompt.token_ids, prompt.images, params(self._request_seed(seed, prompt, sampling))) for prompt in local]
         answers: list[list[Completion]] | None
         fault = None
         try:
-            phase = activity.phase("sampling", total=len(mine) * sampling.n, unit="completions")
+            phase = activity.phase("sampling", total=len(local) * sampling.n, unit="completions")
             with phase, vllm_patches.cancelled_where(self._llm.llm_engine, self._all_cancelled()):
                 outputs = self._run(requests)
-            fault = _fault(mine, outputs)
-            answers = [self._completions(prompt, answer.outputs, sampling) for prompt, answer in zip(mine, outputs, strict=True)]
+            fault = _fault(local, outputs)
+            answers = [self._completions(prompt, answer.outputs, sampling) for prompt, answer in zip(local, outputs, strict=True)]
         except CancelledError:
             answers = None
         except ConfigError as error:  # a changed image, or a grammar that allows no further token: all ranks must raise
@@ -164,16 +164,16 @@ class ColocatedEngine:
         answers = self._agreed((prompts, sampling, seed), answers, fault)
         # The ranks of one engine hold the same groups; each computes the rewards of every tp-th group.
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
-        return [Group(prompt=prompt, completions=tuple(found)) for prompt, found in list(zip(mine, answers, strict=True))[share]]
+        return [Group(prompt=prompt, completions=tuple(row)) for prompt, row in list(zip(local, answers, strict=True))[share]]
 
     def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
         """Run the episodes of the prompts; see `rollout.turns.TurnEngine`. The first rank of each engine runs them."""
         self._require_weights()
         self._check_lengths(prompts, sampling)
         _refuse_different(collectives.all_gather_object(_question(prompts, sampling)), "play")
-        mine = prompts[self._replica :: self._num_replicas]
+        local = prompts[self._replica :: self._num_replicas]
         adapter = self._adapter.request if self._adapter is not None else None
-        player = begin(mine) if self._rank_in_engine == 0 else None
+        player = begin(local) if self._rank_in_engine == 0 else None
         turns, digest = self._turns(sampling, adapter), b""
         with CleanUp(turns.abort), activity.phase("running episodes"), vllm_patches.trainer_untouched():
             while True:
@@ -191,7 +191,7 @@ class ColocatedEngine:
         tp, parts = self._tensor_parallel_size, dict[int, list[Group]]()
         if player is not None:
             groups = player.groups()
-            parts = {self._rank + place: groups[place::tp] for place in range(tp)}
+            parts = {self._rank + index: groups[index::tp] for index in range(tp)}
         return [group for part in collectives.exchange(parts) for group in part]
 
     def _turns(self, sampling: SamplingSettings, adapter: Any) -> EngineTurns:
@@ -259,9 +259,9 @@ class ColocatedEngine:
     def score(self, sequences: Sequence[Scored]) -> list[list[float]]:
         """Return the log-probs of `scores` for this rank's engine."""
         self._wake("weights", "kv_cache")
-        asked = [(one.token_ids.tolist(), one.images) for one in sequences]
-        answers = iter(self._run([(ids, images, params) for long, images in asked for ids, params in vllm_requests.scoring_requests(long)]))
-        return [vllm_requests.scores(ids, next(answers), next(answers)) for ids, _ in asked]
+        rows = [(row.token_ids.tolist(), row.images) for row in sequences]
+        answers = iter(self._run([(ids, images, params) for long, images in rows for ids, params in vllm_requests.scoring_requests(long)]))
+        return [vllm_requests.scores(ids, next(answers), next(answers)) for ids, _ in rows]
 
     @contextlib.contextmanager
     def wake_up(self) -> Iterator[None]:
@@ -328,7 +328,7 @@ class ColocatedEngine:
         if self._experts is not None:
             opening = len(prompt.token_ids)
             experts = of_group(
-                [completion_routes(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening
+                [completion_routes(self._experts.read(o.routed_experts), opening, i) for i, o in enumerate(outputs)], opening
             )
         draws = [vllm_requests.sampled(output, sampling, self._vocab_size) for output in outputs]
         return [
@@ -373,7 +373,7 @@ class ColocatedEngine:
         return asked
 
     def _agreed(
-        self, asked: tuple[Sequence[Prompt], SamplingSettings, int], answers: list[list[Completion]] | None, fault: str | None
+        self, request: tuple[Sequence[Prompt], SamplingSettings, int], answers: list[list[Completion]] | None, fault: str | None
     ) -> list[list[Completion]]:
         """Return the answers once all ranks have confirmed that they are consistent. Collective.
 
@@ -385,8 +385,8 @@ class ColocatedEngine:
             RunError: A rank has a fault.
             RuntimeError: The arguments or the sampled tokens differ.
         """
-        question = _question(*asked)
-        sampled = "" if answers is None else _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
+        question = _question(*request)
+        sampled = "" if answers is None else _digest(*(c.sequence.token_ids.tobytes() for row in answers for c in row))
         everyone, faults = zip(
             *(
                 (completion_routes[:2], completion_routes[2])
@@ -394,8 +394,8 @@ class ColocatedEngine:
             ),
             strict=True,
         )
-        if found := next((one for one in faults if one), None):
-            raise RunError(found)
+        if first_fault := next(filter(None, faults), None):
+            raise RunError(first_fault)
         _refuse_different((question for question, _ in everyone), "generate")
         if answers is None or not all(sampled for _, sampled in everyone):
             raise CancelledError
@@ -407,9 +407,9 @@ class ColocatedEngine:
         return answers
 
 
-def _question(prompts: Sequence[Prompt], *asked: Any) -> str:
+def _question(prompts: Sequence[Prompt], *settings: Any) -> str:
     """Return a digest of a request, equal on every rank that makes the same request."""
-    return _digest(repr((asked, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
+    return _digest(repr((settings, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
 
 
 def _refuse_different(questions: Iterable[str], what: str) -> None:

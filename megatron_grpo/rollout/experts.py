@@ -74,9 +74,9 @@ class ExpertLayers:
         """
         experts, form = sequence.experts, (len(sequence.token_ids), len(self.layers), self.topk)
         if experts is None or experts.shape != form:
-            found = "no routed experts" if experts is None else f"routed experts of shape {experts.shape}"
+            got = "no routed experts" if experts is None else f"routed experts of shape {experts.shape}"
             raise InvalidRoutingError(
-                f"The sampler returned {found} for {form[0]} tokens; expected {form[1]} layers with {form[2]} experts per token."
+                f"The sampler returned {got} for {form[0]} tokens; expected {form[1]} layers with {form[2]} experts per token."
             )
         ids = np.sort(experts, axis=-1)
         is_wrong = (ids[..., 0] < 0) | (ids[..., -1] >= self.num_experts) | (ids[..., 1:] == ids[..., :-1]).any(axis=-1)
@@ -89,7 +89,7 @@ class ExpertLayers:
             )
 
 
-def completion_routes(routes: np.ndarray, opening: int, place: int) -> np.ndarray:
+def completion_routes(routes: np.ndarray, opening: int, index: int) -> np.ndarray:
     """Return the part of a completion's routing that is transferred.
 
     That is all tokens for the first completion of its group, and the tokens after the prompt for the others.
@@ -97,9 +97,9 @@ def completion_routes(routes: np.ndarray, opening: int, place: int) -> np.ndarra
     Args:
         routes: Routing from the prompt's first token on, [tokens, MoE layers, k].
         opening: Tokens of the prompt.
-        place: Index of the completion in its group.
+        index: Index of the completion in its group.
     """
-    return routes if place == 0 else routes[opening:]
+    return routes if index == 0 else routes[opening:]
 
 
 def of_group(completion_routes: Sequence[np.ndarray], opening: int) -> list[np.ndarray]:
@@ -115,7 +115,7 @@ def of_group(completion_routes: Sequence[np.ndarray], opening: int) -> list[np.n
         int16 [tokens, MoE layers, k] for each completion.
     """
     prompt, last = completion_routes[0][:opening], np.broadcast_to(FREE, (1, *completion_routes[0].shape[1:]))
-    return [np.concatenate([prompt, routes if place else routes[opening:], last]) for place, routes in enumerate(completion_routes)]
+    return [np.concatenate([prompt, routes if index else routes[opening:], last]) for index, routes in enumerate(completion_routes)]
 
 
 # ---- patches that make vLLM return experts in our ranks and on a CPU, which a release does not ------------------------------------------

@@ -83,14 +83,14 @@ def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, imag
     if image_spec is None:
         return [make_sequence(row) for row in sampled]
     images = [ProbeImage(image_spec=image_spec, height=2 * image_spec.side, width=width * image_spec.side) for width in (3, 2)]
-    fitting = [(one, room) for one in images if (room := max_model_len - 1 - one.num_tokens - 2) >= FEWEST_WORDS]
-    seen = [_showing(row[:room], one) for row, (one, room) in zip(sampled, fitting, strict=False)]
+    fitting = [(image, room) for image in images if (room := max_model_len - 1 - image.num_tokens - 2) >= FEWEST_WORDS]
+    seen = [_showing(row[:room], image) for row, (image, room) in zip(sampled, fitting, strict=False)]
     return [*seen, *(make_sequence(row) for row in sampled[len(seen) :])]
 
 
 def _showing(tokens: list[int], image: ProbeImage) -> Sequence:
     """Insert the image in the middle, so that tokens after it attend to it."""
     begin, end = image.image_spec.around
-    place = len(tokens) // 3
+    start = len(tokens) // 3
     there = [begin, *[image.image_spec.image_token] * image.num_tokens, end]
-    return make_sequence([*tokens[:place], *there, *tokens[place:]], images=((place + 1, image),))
+    return make_sequence([*tokens[:start], *there, *tokens[start:]], images=((start + 1, image),))

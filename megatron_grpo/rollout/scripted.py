@@ -38,12 +38,12 @@ class _Flight:
     def _run(self, work: Callable[[Event], list[Group]]) -> None:
         began = time.perf_counter()
         try:
-            found = work(self._dropped)
+            result = work(self._dropped)
         except BaseException as error:  # noqa: BLE001 - raised again in `groups`
             self._future.set_exception(error)
         else:
             self.seconds = time.perf_counter() - began
-            self._future.set_result(found)
+            self._future.set_result(result)
 
     def wait(self, seconds: float | None = None) -> bool:
         return wait_together(
@@ -93,16 +93,16 @@ class ScriptedEngine:
     def _answered(
         self, prompts: Sequence[Prompt], sampling: SamplingSettings, version: int, should_cancel: Callable[[], bool]
     ) -> list[Group]:
-        mine = prompts[collectives.rank() :: collectives.num_ranks()]
+        local = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
-            Group(prompt=prompt, completions=tuple(self._completion(prompt, place, version) for place in range(sampling.n)))
-            for prompt in mine
+            Group(prompt=prompt, completions=tuple(self._completion(prompt, index, version) for index in range(sampling.n)))
+            for prompt in local
             if not should_cancel()
         ]
 
-    def _completion(self, prompt: Prompt, place: int, version: int) -> Completion:
+    def _completion(self, prompt: Prompt, index: int, version: int) -> Completion:
         activity.advance(0)
-        return self._answer(prompt, place, version)
+        return self._answer(prompt, index, version)
 
     def prepare(self) -> bool:
         return False
@@ -123,8 +123,8 @@ class ScriptedEngine:
         return [make_sequence((4, 5, 6, 7)), make_sequence((7, 6, 5, 4))]
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
-        asked = [tuple(one.token_ids.tolist()) for one in sequences]
-        return {f"rank {collectives.rank()}": [self._score(ids) if self._score else [0.0] * (len(ids) - 1) for ids in asked]}
+        rows = [tuple(sequence.token_ids.tolist()) for sequence in sequences]
+        return {f"rank {collectives.rank()}": [self._score(ids) if self._score else [0.0] * (len(ids) - 1) for ids in rows]}
 
     @contextmanager
     def wake_up(self) -> Iterator[None]:

@@ -96,7 +96,7 @@ class TurnEngine(Sampler, Protocol):
         """
 
 
-def request_seed(run_seed: int, prompt_number: int, place: int, turn: int, *, n: int) -> int:
+def request_seed(run_seed: int, prompt_number: int, index: int, turn: int, *, n: int) -> int:
     """Return the seed of one turn, a function of the arguments alone. The seed of the first turn is that of a single-turn completion.
 
     With one seed for all turns, each turn would repeat the random numbers of the first.
@@ -104,13 +104,13 @@ def request_seed(run_seed: int, prompt_number: int, place: int, turn: int, *, n:
     Args:
         run_seed: Seed of the run.
         prompt_number: Position of the prompt in the run's stream of prompts, from 0.
-        place: Index of the episode in its group.
+        index: Index of the episode in its group.
         turn: Index of the turn in its episode, from 0.
         n: Completions per prompt.
     """
     if turn == 0:
-        return prompt_seed(run_seed, prompt_number, n) + place
-    digest = hashlib.blake2b(f"{run_seed} {prompt_number} {place} {turn}".encode(), digest_size=4).digest()
+        return prompt_seed(run_seed, prompt_number, n) + index
+    digest = hashlib.blake2b(f"{run_seed} {prompt_number} {index} {turn}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
 
@@ -204,9 +204,9 @@ class LeadingTurns(EngineTurns):
         self._broadcast((joining, self._digest))
         for key, token_ids, seed, max_tokens in joining:
             super().submit(key, token_ids, seed=seed, max_tokens=max_tokens)
-        found = super().poll()
-        self._digest = _digest(found)
-        return found
+        turns = super().poll()
+        self._digest = _digest(turns)
+        return turns
 
     @property
     def num_running(self) -> int:
@@ -240,10 +240,10 @@ def follow(turns: EngineTurns, receive: Callable[[], Any], digest: bytes) -> tup
     return heard, digest
 
 
-def _digest(found: Sequence[tuple[Key, SampledTurn]]) -> bytes:
-    if not found:
+def _digest(turns: Sequence[tuple[Key, SampledTurn]]) -> bytes:
+    if not turns:
         return b""
-    return hashlib.blake2b(repr([(key, sampled.token_ids) for key, sampled in found]).encode(), digest_size=8).digest()
+    return hashlib.blake2b(repr([(key, sampled.token_ids) for key, sampled in turns]).encode(), digest_size=8).digest()
 
 
 def lead(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], *, version: int) -> float:

@@ -259,7 +259,7 @@ def report_steps(llm: Any) -> None:
 
     def reported_step() -> list[Any]:
         outputs = step()
-        activity.advance(sum(len(one.outputs) for one in outputs if one.finished))
+        activity.advance(sum(len(output.outputs) for output in outputs if output.finished))
         return outputs
 
     engine.step = reported_step

@@ -84,18 +84,18 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    asked = dict(sampling.more)
-    if isinstance(asked.get("structured_outputs"), Mapping):
-        asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
-    if bias := asked.get("logit_bias"):
-        asked["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # JSON's keys are strings
+    options = dict(sampling.more)
+    if isinstance(options.get("structured_outputs"), Mapping):
+        options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+    if bias := options.get("logit_bias"):
+        options["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # JSON's keys are strings
 
     return SamplingParams(
         n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, seed=seed,
         max_tokens=sampling.max_completion_length, stop=list(sampling.stop), stop_token_ids=list(sampling.stop_token_ids),
         # The sampled token's; and those of the sampling mask, where it is returned. Flat: see `take_logprobs_as_they_come`.
         logprobs=num_asked(sampling.top_k, vocab_size) if sampling.returns_sampling_mask else 0, flat_logprobs=True,
-        **asked, **more,
+        **options, **more,
     )  # fmt: skip
 
 
@@ -169,8 +169,8 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
         return logprobs, None
     form = len(logprobs), 1 + num_asked(sampling.top_k, vocab_size)
     ids, top_logprobs = np.zeros(form, dtype=np.int32), np.full(form, -np.inf, dtype=np.float32)
-    for place, (left, values) in enumerate(output.logprobs):
-        ids[place, : len(left)], top_logprobs[place, : len(left)] = left, values
+    for index, (left, values) in enumerate(output.logprobs):
+        ids[index, : len(left)], top_logprobs[index, : len(left)] = left, values
     normalized, sampling_mask = whole_or_cut(ids, top_logprobs, vocab_size)
     return normalized.tolist(), sampling_mask
 
@@ -186,9 +186,9 @@ def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
     """
     from vllm import SamplingParams
 
-    whole = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     last = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=[ids[-1]], detokenize=False)
-    return [(ids, whole), (ids[:-1], last)]
+    return [(ids, params), (ids[:-1], last)]
 
 
 def scores(ids: Sequence[int], fresh: Any, cached: Any) -> list[float]:
@@ -263,15 +263,15 @@ def take_pillow() -> None:
     get = processor.get_processor
 
     def with_pillow(*args: Any, **kwargs: Any) -> Any:
-        found = get(*args, **kwargs)
-        theirs: Any = getattr(found, "image_processor", None)
-        if type(theirs).__name__.startswith("Qwen2VLImageProcessor"):
+        loaded = get(*args, **kwargs)
+        image_processor: Any = getattr(loaded, "image_processor", None)
+        if type(image_processor).__name__.startswith("Qwen2VLImageProcessor"):
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-            settings = theirs.to_dict()
+            settings = image_processor.to_dict()
             known = {*Qwen2VLImageProcessorPil.valid_kwargs.__annotations__, *_SHARED}
-            found.image_processor = Qwen2VLImageProcessorPil(**{name: settings[name] for name in known if settings.get(name) is not None})
-        return found
+            loaded.image_processor = Qwen2VLImageProcessorPil(**{name: settings[name] for name in known if settings.get(name) is not None})
+        return loaded
 
     cached: Any = lru_cache(with_pillow)
     cached.takes_pillow = True
@@ -295,7 +295,7 @@ def prompt_of(token_ids: Sequence[int], images: PlacedImages) -> dict[str, Any]:
     """
     if not images:
         return {"prompt_token_ids": [int(token) for token in token_ids]}
-    spans = [(place, num_tokens(image)) for place, image in images]
+    spans = [(start, num_tokens(image)) for start, image in images]
     return prompt_with(token_ids, spans, [decoded(image.data()) for _, image in images])
 
 
@@ -319,11 +319,11 @@ def difference(output: Any, token_ids: Sequence[int]) -> str | None:
         output: vLLM's RequestOutput.
         token_ids: Token IDs of the prompt.
     """
-    theirs = list(output.prompt_token_ids)
-    if theirs == [int(token) for token in token_ids]:
+    got = list(output.prompt_token_ids)
+    if got == [int(token) for token in token_ids]:
         return None
     return (
-        f"vLLM has {len(theirs)} tokens for a prompt with images, but the trainer has {len(token_ids)}: they process images "
+        f"vLLM has {len(got)} tokens for a prompt with images, but the trainer has {len(token_ids)}: they process images "
         "differently (max_pixels, min_pixels or the image processor differs)"
     )
 
@@ -425,9 +425,9 @@ def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str)
         error: Message of the error.
     """
     if "less than desired GPU memory utilization" in error:
-        found = re.search(r"\(([\d.]+)/([\d.]+) GiB\)", error)
-        free = f"{found[1]} of {found[2]} GiB are free" if found else "less memory is free"
-        share = int(100 * float(found[1]) / float(found[2])) / 100 if found else None
+        match = re.search(r"\(([\d.]+)/([\d.]+) GiB\)", error)
+        free = f"{match[1]} of {match[2]} GiB are free" if match else "less memory is free"
+        share = int(100 * float(match[1]) / float(match[2])) / 100 if match else None
         return Problem(
             flags=["vllm_gpu_memory_utilization"], nearest={} if share is None else {"vllm_gpu_memory_utilization": [share]},
             message=f"vllm_gpu_memory_utilization ({cfg.vllm_gpu_memory_utilization}): {free} on the GPU when vLLM starts after the "
@@ -448,8 +448,8 @@ def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str)
             f"{flag} ({getattr(cfg, flag)}) leaves a KV cache that cannot hold one sequence of {max_model_len} tokens. Raise it, or lower "
             f"max_completion_length or vllm_max_model_len. Error of vLLM: {error}"))  # fmt: skip
     if "derived max_model_len" in error:
-        found = re.search(r"max_position_embeddings=(\d+)", error)
-        positions = found[1] if found else "fewer"
+        match = re.search(r"max_position_embeddings=(\d+)", error)
+        positions = match[1] if match else "fewer"
         return Problem(flags=["vllm_max_model_len", "max_completion_length"], message=(
             f"Prompt plus completion may have {max_model_len} tokens, but the model supports {positions} positions. "
             "Lower max_completion_length, max_prompt_length or vllm_max_model_len."))  # fmt: skip

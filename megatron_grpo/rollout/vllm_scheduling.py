@@ -55,11 +55,11 @@ class _Patches:
         if not group or request.mm_features or request.num_tokens > last + 1:
             return blocks, num_computed, boundary
         first, rest = self._first.setdefault(group, request), last % self._block_size
-        theirs = self._blocks_of.get(first.request_id)
-        if not theirs:  # not computed yet, or freed
+        shared = self._blocks_of.get(first.request_id)
+        if not shared:  # not computed yet, or freed
             self._first[group] = request
         elif 0 < rest == last - num_computed and self._manager.prefix_cache_lookup_enabled(request) and _same_prompt(first, request):
-            tail = theirs[last // self._block_size]
+            tail = shared[last // self._block_size]
             return self._manager.create_kv_cache_blocks(([*blocks.blocks[0], tail],)), last, boundary
         return blocks, num_computed, boundary
 
@@ -91,6 +91,6 @@ class _Patches:
         return metadata, *others
 
 
-def _same_prompt(one: Any, other: Any) -> bool:
-    facts = ((x.prompt_token_ids, x.lora_request, x.cache_salt) for x in (one, other))
+def _same_prompt(first: Any, second: Any) -> bool:
+    facts = ((x.prompt_token_ids, x.lora_request, x.cache_salt) for x in (first, second))
     return next(facts) == next(facts)

@@ -75,14 +75,14 @@ class Unit:
 
     def targets(self) -> dict[str, torch.Tensor]:
         """Return the destinations of copies: the engine's memory; for packed weights, temporary memory."""
-        found = {}
+        targets = {}
         for name, form in self.loaded.items():
             live = getattr(self.module, name).data
             fresh = name in self.packed
-            found[name] = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=live.device) if fresh else live
+            targets[name] = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=live.device) if fresh else live
         for name, place, value in self.padding:
-            place.within(found[name]).fill_(value)
-        return found
+            place.within(targets[name]).fill_(value)
+        return targets
 
     def finish(self, targets: dict[str, torch.Tensor], pack: Pack) -> None:
         """Install and pack the packed weights, once all copies of the unit are done.
@@ -269,21 +269,21 @@ class WeightLayoutRecorder(TorchDispatchMode):
         path, method = self._paths[module], getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in PLAIN:
             return f"{path} is loaded by vLLM's {type(method).__name__}"
-        found = {weight: seen for weight in sorted(weights) if (seen := self._seen.pop((module, weight), None)) is not None}
+        seen_here = {weight: seen for weight in sorted(weights) if (seen := self._seen.pop((module, weight), None)) is not None}
         for weight in sorted(weights):
-            if weight not in found or not found[weight].covers_all_once():
+            if weight not in seen_here or not seen_here[weight].covers_all_once():
                 return f"the source of each part of {path}.{weight} is unknown"
-        names = {name for seen in found.values() for name, _, _ in seen.copies}
+        names = {name for seen in seen_here.values() for name, _, _ in seen.copies}
         if lost := names - self._clones.keys():
             return f"{min(lost)} is copied to {path} and to another layer"
-        live = {weight: TensorForm.of(getattr(module, weight)) for weight in found}
+        live = {weight: TensorForm.of(getattr(module, weight)) for weight in seen_here}
         unit = Unit(
-            module=module, loaded={weight: seen.form for weight, seen in found.items()}, live=live,
-            packed=frozenset(weight for weight, seen in found.items() if self._is_packed(module, weight) or live[weight] != seen.form),
-            padding=[(weight, to, value) for weight, seen in found.items() for to, value in seen.padding],
-            num_copies=sum(len(seen.copies) for seen in found.values()),
+            module=module, loaded={weight: seen.form for weight, seen in seen_here.items()}, live=live,
+            packed=frozenset(weight for weight, seen in seen_here.items() if self._is_packed(module, weight) or live[weight] != seen.form),
+            padding=[(weight, to, value) for weight, seen in seen_here.items() for to, value in seen.padding],
+            num_copies=sum(len(seen.copies) for seen in seen_here.values()),
         )  # fmt: skip
-        for weight, seen in found.items():
+        for weight, seen in seen_here.items():
             for name, to, part in seen.copies:
                 self._table.copies[name].append(Copy(len(self._table.units), weight, to, part))
         self._table.units.append(unit)
@@ -353,10 +353,10 @@ def _address(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
-def is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have equal shape, dtype and bits."""
     return (
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and torch.equal(first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8))
     )

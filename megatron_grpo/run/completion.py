@@ -129,10 +129,8 @@ def run_completion(words: Sequence[str], commands: Mapping[str, Callable]) -> in
     """
     scripts = {"bash": bash_script, "zsh": zsh_script}
     if len(words) != 1 or words[0] not in scripts:
-        given = f", not {' '.join(words)!r}" if words else ""
-        raise ConfigError(
-            f"completion needs the name of a shell{given}: `megatron-grpo completion bash` or `megatron-grpo completion zsh`."
-        )
+        got = f", not {' '.join(words)!r}" if words else ""
+        raise ConfigError(f"completion needs the name of a shell{got}: `megatron-grpo completion bash` or `megatron-grpo completion zsh`.")
     print(scripts[words[0]](commands), end="")
     return EXIT_DONE
 
@@ -197,13 +195,13 @@ def _arguments(command: str) -> tuple[list[str], bool, str]:
 
 def _offered() -> dict[str, str]:
     """Return the flags of settings, with their help."""
-    found = dict(GENERAL)
+    options = dict(GENERAL)
     for name, (topic, _) in MAPS.items():
-        found[name] = topic
+        options[name] = topic
     for setting in table().values():
         if not setting.is_hidden:
-            found |= {name: setting.help for name in (setting.name, *setting.aliases)}
-    return found
+            options |= {name: setting.help for name in (setting.name, *setting.aliases)}
+    return options
 
 
 def _values() -> list[tuple[tuple[str, ...], list[str]]]:
@@ -244,4 +242,4 @@ def _lines(texts: Iterable[str]) -> str:
 
 
 def _filled(script: str, **parts: str) -> str:
-    return re.sub(r"@([A-Z_]+)@", lambda found: parts[found[1]], script)
+    return re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], script)

@@ -90,16 +90,16 @@ def run_doctor(argv: list[str]) -> int:
     """
     if unknown := [word for word in argv if word != "--json"]:
         raise ConfigError(f"doctor takes --json and nothing else, not {unknown[0]}.")
-    as_json, found = "--json" in argv, list[Check]()
+    as_json, checks = "--json" in argv, list[Check]()
     for check in check_all():
-        found.append(check)
+        checks.append(check)
         if not as_json:
             _tell(check)
-    failed = [check.name for check in found if check.status == "fails"]
+    failed = [check.name for check in checks if check.status == "fails"]
     if as_json:
-        print(json.dumps({"passed": not failed, "checks": [asdict(check) for check in found]}, indent=1))
+        print(json.dumps({"passed": not failed, "checks": [asdict(check) for check in checks]}, indent=1))
     else:
-        print(f"\n{len(failed)} of {len(found)} fail: {', '.join(failed)}." if failed else "\nAll that a run needs works.")
+        print(f"\n{len(failed)} of {len(checks)} fail: {', '.join(failed)}." if failed else "\nAll that a run needs works.")
     return EXIT_CRASH if failed else EXIT_DONE
 
 
@@ -198,10 +198,10 @@ def _wanted() -> dict[str, str]:
     try:
         from packaging.requirements import Requirement
 
-        asked = [Requirement(line) for line in metadata.requires(OURS) or []]
+        requirements = [Requirement(line) for line in metadata.requires(OURS) or []]
     except (ImportError, metadata.PackageNotFoundError):
         return {}
-    return {one.name: str(one.specifier) for one in reversed(asked)}  # the first requirement, which has no extra, wins
+    return {r.name: str(r.specifier) for r in reversed(requirements)}  # the first requirement, which has no extra, wins
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------------------------
@@ -222,11 +222,11 @@ def look_at_machine() -> Iterator[Check]:
 
 
 def _devices() -> Check:
-    why, said = run([sys.executable, "-c", _DEVICES])
+    why, output = run([sys.executable, "-c", _DEVICES])
     if why:
         remedy = "Mend torch first; then the driver (nvidia-smi tells its version, and what holds the GPUs)."
         return _checked("devices", "", f"cannot be used: {why}", remedy)
-    facts = json.loads(said.splitlines()[-1])
+    facts = json.loads(output.splitlines()[-1])
     if devices := facts["devices"]:
         return _checked("devices", f"{len(devices)} GPUs ({'; '.join(dict.fromkeys(devices))}), torch for CUDA {facts['built']}")
     blind = "there is an NVIDIA driver, and torch sees no GPU" if Path("/dev/nvidiactl").exists() else None
@@ -239,18 +239,18 @@ def _shared_memory(folder: Path) -> Check:
     if not folder.is_dir():
         return _checked(name, "", f"{folder} is not there", f"Mount a tmpfs there. {remedy}")
     usage = shutil.disk_usage(folder)
-    found = f"{usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} of them free"
-    small = found if usage.free < LEAST_SHARED else None
-    return _checked(name, found, _not_writable(folder, 2**20) or small, remedy)
+    size = f"{usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} of them free"
+    small = size if usage.free < LEAST_SHARED else None
+    return _checked(name, size, _not_writable(folder, 2**20) or small, remedy)
 
 
 def _disk(name: str, folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
-    found = f"{folder}: {free / 1e9:,.1f} GB free"
+    free_space = f"{folder}: {free / 1e9:,.1f} GB free"
     if wrong := _not_writable(folder, 1):
         return _checked(name, "", wrong, "Work in a folder of your own, or set TMPDIR.")
     remedy = "Free some, or name an --output_dir on another disk: checkpoints are several times as large as the model."
-    return _checked(name, found, found if free < LEAST_DISK else None, remedy)
+    return _checked(name, free_space, free_space if free < LEAST_DISK else None, remedy)
 
 
 def _not_writable(folder: Path, size: int) -> str | None:
@@ -326,6 +326,6 @@ def _reason(err: str, code: int) -> str:
     """Return the most informative line of standard error: a message of this package, else the last error, else the last line."""
     lines = [line.strip() for line in err.splitlines() if not re.match(r"^(\s|~|\^)*$", line)]
     for looked_for in (r"1\. ", r"megatron-grpo: ", r"[\w.]*(Error|Exception|Exit)\b.*:"):
-        if found := next((line for line in reversed(lines) if re.match(looked_for, line)), ""):
-            return found[:300]
+        if line_found := next((line for line in reversed(lines) if re.match(looked_for, line)), ""):
+            return line_found[:300]
     return (lines[-1] if lines else f"exit code {code}")[:300]

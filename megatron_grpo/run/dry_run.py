@@ -105,9 +105,9 @@ def run_dry_run(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -
         raise ConfigError(parsed.problems)
     cfg = parsed.config
     with redirect_stdout(sys.stderr):  # a reward function may print, and stdout is for the report
-        found = dry_run(cfg, num_rows)
-    print(json.dumps({"passed": not found.wrong, **asdict(found)}, indent=1) if cfg.plan.json else report_lines(found, cfg))
-    return EXIT_CRASH if found.wrong else EXIT_DONE
+        result = dry_run(cfg, num_rows)
+    print(json.dumps({"passed": not result.wrong, **asdict(result)}, indent=1) if cfg.plan.json else report_lines(result, cfg))
+    return EXIT_CRASH if result.wrong else EXIT_DONE
 
 
 def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
@@ -115,23 +115,23 @@ def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--rows=") else [word])]
     if "--rows" not in words:
         return ROWS, words
-    place = words.index("--rows")
-    text = words[place + 1] if place + 1 < len(words) else ""
+    index = words.index("--rows")
+    text = words[index + 1] if index + 1 < len(words) else ""
     if not text.isdecimal() or int(text) < 1:
         raise config_error("rows", f"rows ({text or 'nothing'}) is a number of rows, 1 or more.")
-    return int(text), [*words[:place], *words[place + 2 :]]
+    return int(text), [*words[:index], *words[index + 2 :]]
 
 
-def rows_alone(cfg: Config, found: ValidatedInputs) -> None:
+def rows_alone(cfg: Config, inputs: ValidatedInputs) -> None:
     """Read rows without tokenizing them. They are tokenized one by one later, so that each failure can be reported."""
-    found.rows = rows_to_look_at(cfg.data, image_spec=found.image_spec, is_blind=found.is_blind, seed=cfg.run.seed)
-    check_images(found.rows, at_most=MOST_LENGTHS)
+    inputs.rows = rows_to_look_at(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
+    check_images(inputs.rows, at_most=MOST_LENGTHS)
 
 
 PARTS = (
     InputPart("model", inputs.model),
     InputPart("tokenizer", inputs.tokenizer, needs="model_path"),
-    InputPart("eyes", inputs.image_spec, needs="tokenizer"),
+    InputPart("image processor", inputs.image_spec, needs="tokenizer"),
     InputPart("dataset", rows_alone),
     InputPart("environment", inputs.environment, "environment tools"),
     InputPart("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
@@ -152,19 +152,19 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
     rows = opened.rows
     assert rows is not None  # otherwise `read_inputs` has raised
     try:
-        found = DryRun(num_rows=len(rows))
+        result = DryRun(num_rows=len(rows))
         if rows.is_beginning:
-            found.notes.append(f"streaming: the first {len(rows):,} rows were looked at; a run looks at the others when it comes to them.")
+            result.notes.append(f"streaming: only the first {len(rows):,} rows were checked; a run checks the others when it reads them.")
         tools = opened.environment.tools if opened.environment is not None else ()
         encode = PromptEncoder(
             opened.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, image_spec=opened.image_spec
         )
-        _look_at_prompts(found, cfg, rows, encode)
-        batches = _batches(found, cfg, opened, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
+        _look_at_prompts(result, cfg, rows, encode)
+        batches = _batches(result, cfg, opened, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
         for function in opened.rewards:
-            _look_at_reward(found, cfg, rows, batches, function)
-        _look_at_all(found, cfg, batches)
-        return found
+            _look_at_reward(result, cfg, rows, batches, function)
+        _look_at_all(result, cfg, batches)
+        return result
     finally:
         close_rewards(opened.rewards)
 
@@ -172,7 +172,7 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
 # -- prompts ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _look_at_prompts(found: DryRun, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
+def _look_at_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
     tokens: list[int] = []  # of each image
     lengths, refused = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
@@ -183,39 +183,39 @@ def _look_at_prompts(found: DryRun, cfg: Config, rows: PromptRows, encode: Promp
             refused[f"{type(error).__name__}: {printable(error)}"] += 1
             continue
         lengths.append(len(token_ids))
-        tokens += [num_tokens(one) for one in images]
-        found.prompt = found.prompt or encode.tokenizer.decode(token_ids)
-    found.num_tokenised = len(lengths) + refused.total()
+        tokens += [num_tokens(image) for image in images]
+        result.prompt = result.prompt or encode.tokenizer.decode(token_ids)
+    result.num_tokenised = len(lengths) + refused.total()
     if tokens:
-        found.images = (
-            f"Pictures: {len(tokens):,} with {sum(tokens) / len(tokens):,.0f} tokens on average, at most {max(tokens):,}: "
-            f"{sum(tokens) / max(1, sum(lengths)):.0%} of all tokens of prompts. None is damaged."
+        result.images = (
+            f"Images: {len(tokens):,} with {sum(tokens) / len(tokens):,.0f} tokens on average, at most {max(tokens):,}: "
+            f"{sum(tokens) / max(1, sum(lengths)):.0%} of all prompt tokens. None is damaged."
         )
     for why, count in refused.most_common(3):
-        found.wrong.append(f"The tokenizer or its chat template refuses {count} of {found.num_tokenised} prompts: {why}")
+        result.wrong.append(f"The tokenizer or its chat template rejects {count} of {result.num_tokenised} prompts: {why}")
     if any(length == 0 for length in lengths):
-        found.wrong.append(f"{lengths.count(0)} prompts have no tokens.")
+        result.wrong.append(f"{lengths.count(0)} prompts have no tokens.")
     if lengths:
-        found.lengths = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in QUANTILES.items()}
-    _look_at_limit(found, cfg, lengths)
+        result.lengths = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in QUANTILES.items()}
+    _look_at_limit(result, cfg, lengths)
     same = Counter(json.dumps([rows.raw(index), rows.shown(index)], sort_keys=True, default=str) for index in range(len(rows)))
     if twice := len(rows) - len(same):
-        found.notes.append(f"{twice} of {len(rows)} prompts stand in the data set before; the most frequent {max(same.values())} times.")
+        result.notes.append(f"{twice} of {len(rows)} prompts are duplicates; the most frequent prompt occurs {max(same.values())} times.")
 
 
-def _look_at_limit(found: DryRun, cfg: Config, lengths: Sequence[int]) -> None:
+def _look_at_limit(result: DryRun, cfg: Config, lengths: Sequence[int]) -> None:
     limit = cfg.data.max_prompt_length
-    found.num_too_long = sum(length > limit for length in lengths) if limit else 0
-    if not found.num_too_long:
+    result.num_too_long = sum(length > limit for length in lengths) if limit else 0
+    if not result.num_too_long:
         return
-    told = f"{found.num_too_long} of {found.num_tokenised} prompts are longer than max_prompt_length ({limit})"
+    text = f"{result.num_too_long} of {result.num_tokenised} prompts are longer than max_prompt_length ({limit})"
     if cfg.data.truncation_strategy == "raise":
-        found.wrong.append(f"{told}, and truncation_strategy raise refuses them. Use max_prompt_length {max(lengths)}, delete or left.")
+        result.wrong.append(f"{text}, and truncation_strategy raise rejects them. Use max_prompt_length {max(lengths)}, delete or left.")
     else:
-        found.notes.append(f"{told}: truncation_strategy {cfg.data.truncation_strategy} {_TRUNCATED[cfg.data.truncation_strategy]}.")
+        result.notes.append(f"{text}: truncation_strategy {cfg.data.truncation_strategy} {_TRUNCATED[cfg.data.truncation_strategy]}.")
 
 
-_TRUNCATED = {"delete": "leaves them out", "left": "cuts their beginnings, the chat template's opening with them"}
+_TRUNCATED = {"delete": "skips them", "left": "removes their first tokens, and with them the start of the chat template"}
 
 
 def _spread(size: int, most: int) -> Iterator[int]:
@@ -226,7 +226,7 @@ def _spread(size: int, most: int) -> Iterator[int]:
 
 
 def _batches(
-    found: DryRun, cfg: Config, opened: ValidatedInputs, rows: PromptRows, picked: Sequence[int], encode: PromptEncoder
+    result: DryRun, cfg: Config, opened: ValidatedInputs, rows: PromptRows, picked: Sequence[int], encode: PromptEncoder
 ) -> dict[str, RewardBatch]:
     """Return the batches to score, by kind of completion.
 
@@ -239,70 +239,70 @@ def _batches(
     if opened.environment is None:
         return {kind: _batch(rows, picked, texts, opened.tokenizer) for kind, texts in kinds.items()}
     try:
-        found.notes += plug_ins.notes_of_template(cfg, opened.environment, opened.tokenizer, opened.model_path)
+        result.notes += plug_ins.notes_of_template(cfg, opened.environment, opened.tokenizer, opened.model_path)
     except ConfigError as error:
-        found.wrong += [problem.message for problem in error.problems]
+        result.wrong += [problem.message for problem in error.problems]
         return {}
     prompts = [
-        Prompt(number=place, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
-        for place, index in enumerate(picked)
+        Prompt(number=i, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
+        for i, index in enumerate(picked)
     ]
-    said = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
-    played = plug_ins.dry_run_environment(cfg, opened.environment, prompts, said, opened.tokenizer, opened.model_path)
-    for kind, one in played.items():
-        found.episodes[kind] = one.summary
-        found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults]
-    batches = {kind: as_batch(one.groups) for kind, one in played.items()}
+    outputs = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
+    played = plug_ins.dry_run_environment(cfg, opened.environment, prompts, outputs, opened.tokenizer, opened.model_path)
+    for kind, episodes in played.items():
+        result.episodes[kind] = episodes.summary
+        result.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in episodes.faults]
+    batches = {kind: as_batch(episodes.groups) for kind, episodes in played.items()}
     return {kind: batch for kind, batch in batches.items() if len(batch)}
 
 
-def _look_at_reward(found: DryRun, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
+def _look_at_reward(result: DryRun, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
     try:
         find_columns(cfg, [function], rows, "dataset")
     except ConfigError as error:
-        found.wrong += [problem.message for problem in error.problems]
+        result.wrong += [problem.message for problem in error.problems]
         return
     strict = replace(function, on_error="raise")
     judged = {kind: _judge(strict, batch) for kind, batch in batches.items()}
-    found.rewards[function.name] = judged
-    for kind, one in judged.items():
-        if one.error:
-            ends = "and would end the run" if cfg.rewards.reward_on_error == "raise" else "and those completions would have no score"
-            found.wrong.append(f"On {kind}: {one.error} ({ends}: reward_on_error {cfg.rewards.reward_on_error})")
-    given = [value for one in judged.values() for value in one.scores]
-    scored = [value for value in given if value is not None]
-    if given and not scored:
-        told = found.wrong if "its answer" in judged else found.notes  # without an answer no good completion was tried
-        told.append(f"Reward `{function.name}` gives None for everything that was tried: so it would take no part in the run.")
+    result.rewards[function.name] = judged
+    for kind, row in judged.items():
+        if row.error:
+            ends = "and ends the run" if cfg.rewards.reward_on_error == "raise" else "and those completions have no score"
+            result.wrong.append(f"On {kind}: {row.error} ({ends}: reward_on_error {cfg.rewards.reward_on_error})")
+    scores = [value for row in judged.values() for value in row.scores]
+    scored = [value for value in scores if value is not None]
+    if scores and not scored:
+        messages = result.wrong if "its answer" in judged else result.notes  # without an answer no good completion was tried
+        messages.append(f"Reward `{function.name}` returns None for all tested completions, so it has no effect on the run.")
     elif _says_nothing(judged):  # normal for rewards of a format or a length
-        found.notes.append(f"Reward `{function.name}` gives {scored[0]:g} to everything that was tried.")
+        result.notes.append(f"Reward `{function.name}` returns {scored[0]:g} for all tested completions.")
     elif {"its answer", "garbage"} <= judged.keys():
         best, worst = _mean(judged["its answer"]), _mean(judged["garbage"])
         if best is not None and worst is not None and best <= worst:
-            found.notes.append(f"Reward `{function.name}` gives the data set's own answers no more than garbage.")
+            result.notes.append(f"Reward `{function.name}` does not score the data set's answers higher than garbage.")
     if judged:
         slowest = max(judged, key=lambda kind: judged[kind].seconds)
-        _look_at_speed(found, cfg, function, judged[slowest], len(batches[slowest]))
+        _look_at_speed(result, cfg, function, judged[slowest], len(batches[slowest]))
 
 
-def _look_at_all(found: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
+def _look_at_all(result: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
     """Add the findings that concern all reward functions together."""
     if batches and "its answer" not in batches:
         names = cfg.rewards.answer_column or " or ".join(ANSWERS)
-        found.notes.append(f"No row has {names}, so no good completion could be tried: answer_column names the column that holds one.")
-    elif found.rewards and all(map(_says_nothing, found.rewards.values())):
-        found.wrong.append(
-            "No reward tells the data set's answers from garbage: nothing can be learnt, if good completions look like them."
+        result.notes.append(f"No row has {names}, so no correct completion was tested. Name the column of answers with answer_column.")
+    elif result.rewards and all(map(_says_nothing, result.rewards.values())):
+        result.wrong.append(
+            "No reward scores the data set's answers differently from garbage. If good completions look like them, training learns nothing."
         )
 
 
 def _says_nothing(judged: Mapping[str, Judged]) -> bool:
     """Return whether several kinds of completions all received the same score."""
-    scored = {value for one in judged.values() for value in one.scores if value is not None}
-    return len(judged) > 1 and len(scored) == 1 and not any(one.error for one in judged.values())
+    scored = {value for row in judged.values() for value in row.scores if value is not None}
+    return len(judged) > 1 and len(scored) == 1 and not any(row.error for row in judged.values())
 
 
-def _look_at_speed(found: DryRun, cfg: Config, function: RewardFunction, slowest: Judged, num_rows: int) -> None:
+def _look_at_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest: Judged, num_rows: int) -> None:
     """Add a problem if scoring would exceed `reward_timeout`.
 
     A function is called once with all completions of a rollout that its rank scores.
@@ -314,9 +314,9 @@ def _look_at_speed(found: DryRun, cfg: Config, function: RewardFunction, slowest
     count = -(-sizes.generation_batch_size // sizes.layout.world_size)
     seconds = slowest.seconds / num_rows * count
     if seconds > cfg.rewards.reward_timeout:
-        found.wrong.append(
-            f"Reward `{function.name}` took {slowest.seconds:.3g} s for {num_rows} completions. A rank judges {count} at a time: "
-            f"{seconds:,.0f} s, if time grows with their number, and reward_timeout is {cfg.rewards.reward_timeout:g}."
+        result.wrong.append(
+            f"Reward `{function.name}` took {slowest.seconds:.3g} s for {num_rows} completions. A rank scores {count} at a time: "
+            f"{seconds:,.0f} s if the time is proportional to their number, and reward_timeout is {cfg.rewards.reward_timeout:g}."
         )
 
 
@@ -329,15 +329,15 @@ def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
 
 def _batch(rows: PromptRows, picked: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> RewardBatch:
     """Build a batch from the rows that have a text."""
-    said = [(index, text) for index, text in zip(picked, texts, strict=True) if text is not None]
-    columns = [rows.columns(index) for index, _ in said]
+    answered = [(index, text) for index, text in zip(picked, texts, strict=True) if text is not None]
+    columns = [rows.columns(index) for index, _ in answered]
     names = list(dict.fromkeys(name for row in columns for name in row))
     return RewardBatch(
-        prompts=[rows.raw(index) for index, _ in said],
-        completions=[as_completion(rows.raw(index), text) for index, text in said],
-        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in said],
+        prompts=[rows.raw(index) for index, _ in answered],
+        completions=[as_completion(rows.raw(index), text) for index, text in answered],
+        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in answered],
         columns={name: [row.get(name) for row in columns] for name in names},
-        labels=[f"data-set row {int(rows.keep[index])}" for index, _ in said],
+        labels=[f"data-set row {int(rows.keep[index])}" for index, _ in answered],
     )
 
 
@@ -350,37 +350,37 @@ def _judge(function: RewardFunction, batch: RewardBatch) -> Judged:
     return Judged(scores=scores, seconds=time.perf_counter() - began)
 
 
-def _mean(one: Judged) -> float | None:
-    scored = [value for value in one.scores if value is not None]
+def _mean(row: Judged) -> float | None:
+    scored = [value for value in row.scores if value is not None]
     return sum(scored) / len(scored) if scored else None
 
 
 # -- report -------------------------------------------------------------------------------------------------------------------------------
 
 
-def report_lines(found: DryRun, cfg: Config) -> str:
+def report_lines(result: DryRun, cfg: Config) -> str:
     """Return the report as text."""
-    shown = found.prompt if len(found.prompt) <= WIDTH else found.prompt[:WIDTH] + " ..."
-    of_all = "" if found.num_tokenised == found.num_rows else f", {found.num_tokenised:,} of them tokenised"
-    lines = [f"{cfg.data.dataset}: {found.num_rows:,} prompts{of_all}", "", "The first prompt, as the model will see it:", shown, ""]
-    if found.lengths:
-        lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in found.lengths.items()))
-    lines += [found.images] if found.images else []
-    if found.episodes:
-        lines += ["", "Episodes in which the model says, at every turn,", *(f"  {kind}: {told}" for kind, told in found.episodes.items())]
-    lines += ["", *_table(found)] if found.rewards else []
-    for title, told in (("Wrong", found.wrong), ("Worth knowing", found.notes)):
-        lines += ["", f"{title}:", *(f"  {number}. {sentence}" for number, sentence in enumerate(told, 1))] if told else []
-    count = len(found.wrong)
-    return "\n".join([*lines, "", f"{count} thing{'s are' if count > 1 else ' is'} wrong." if count else "Nothing is wrong."])
+    shown = result.prompt if len(result.prompt) <= WIDTH else result.prompt[:WIDTH] + " ..."
+    of_all = "" if result.num_tokenised == result.num_rows else f", {result.num_tokenised:,} of them tokenised"
+    lines = [f"{cfg.data.dataset}: {result.num_rows:,} prompts{of_all}", "", "The first prompt, as the model receives it:", shown, ""]
+    if result.lengths:
+        lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in result.lengths.items()))
+    lines += [result.images] if result.images else []
+    if result.episodes:
+        lines += ["", "Episodes in which the model answers at every turn with", *(f"  {kind}: {s}" for kind, s in result.episodes.items())]
+    lines += ["", *_table(result)] if result.rewards else []
+    for title, texts in (("Problems", result.wrong), ("Notes", result.notes)):
+        lines += ["", f"{title}:", *(f"  {number}. {text}" for number, text in enumerate(texts, 1))] if texts else []
+    count = len(result.wrong)
+    return "\n".join([*lines, "", f"{count} problem{'s' * (count > 1)}." if count else "No problems."])
 
 
-def _table(found: DryRun) -> Iterator[str]:
+def _table(result: DryRun) -> Iterator[str]:
     """Yield a line for each function and kind of completion: lowest, mean and highest score, and seconds."""
     yield f"{'reward':<24}{'on':<12}{'lowest':>10}{'mean':>10}{'highest':>10}{'seconds':>10}"
-    for name, kinds in found.rewards.items():
-        for kind, one in kinds.items():
-            scored = [value for value in one.scores if value is not None]
+    for name, kinds in result.rewards.items():
+        for kind, row in kinds.items():
+            scored = [value for value in row.scores if value is not None]
             values = (f"{min(scored):.4g}", f"{sum(scored) / len(scored):.4g}", f"{max(scored):.4g}") if scored else ("", "None", "")
-            values = ("", "fails", "") if one.error else values
-            yield f"{name[:23]:<24}{kind:<12}" + "".join(f"{value:>10}" for value in values) + f"{one.seconds:>10.3f}"
+            values = ("", "fails", "") if row.error else values
+            yield f"{name[:23]:<24}{kind:<12}" + "".join(f"{value:>10}" for value in values) + f"{row.seconds:>10.3f}"

@@ -164,7 +164,7 @@ def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[Evaluate
     evaluations = Evaluations(out, replaces=False, writes_completions=bool(cfg.run.log_completions_steps))
     evaluations.start()
     what = _what(cfg)
-    how, heads, rows = describe([evaluations.add(step, one, model=what) for one in evaluated])
+    how, heads, rows = describe([evaluations.add(step, result, model=what) for result in evaluated])
     display.table(f"{what} ({how})", heads, rows)
     display.print_line(f"Done: {out}")
 
@@ -183,5 +183,5 @@ def _is_of_checkpoint(cfg: Config) -> bool:
 def _without_other_sets(cfg: Config, *, typed: Config) -> Config:
     """Drop the held-out sets of the checkpoint's run if any set was typed."""
     nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}, "split_dataset_ratio": 0.0}
-    said = {name for name in nothing if name in typed.typed}
-    return cfg.with_values({name: value for name, value in nothing.items() if name not in said}) if said else cfg
+    named = {name for name in nothing if name in typed.typed}
+    return cfg.with_values({name: value for name, value in nothing.items() if name not in named}) if named else cfg

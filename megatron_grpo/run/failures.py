@@ -186,7 +186,7 @@ def _gpu_sentence(error: BaseException) -> str | None:
     if type(error).__name__ != "OutOfMemoryError" and not _NO_ROOM_ON_GPU.search(str(error)):
         return None
     where = _where(error)
-    doing, remedy = next((doing, remedy) for place, doing, remedy in _ON_GPU if re.search(place, where))
+    doing, remedy = next((doing, remedy) for pattern, doing, remedy in _ON_GPU if re.search(pattern, where))
     wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     free = re.search(r"of which ([\d.]+ \w+) is free", str(error))
     facts = f" ({wanted[1]} requested{f', {free[1]} free' if free else ''})" if wanted else ""
@@ -208,8 +208,8 @@ def machine_sentence(error: BaseException) -> str | None:
     if number is None:
         number = next((number for text, number in _BY_TEXT.items() if text in str(error)), None)
     path = error.filename if isinstance(error, OSError) else None
-    if path is None and (found := re.search(r"(/[\w./+-]+)", str(error))) and not isinstance(error, OSError):
-        path = found[1].rstrip(".")
+    if path is None and (match := re.search(r"(/[\w./+-]+)", str(error))) and not isinstance(error, OSError):
+        path = match[1].rstrip(".")
     what = f"{path}" if path else "a file"
     where = _where(error)
     if "/dev/shm" in str(path) or (number == errno.ENOSPC and "shared memory" in str(error)):
@@ -237,13 +237,13 @@ def machine_sentence(error: BaseException) -> str | None:
 def _where(error: BaseException) -> str:
     """Return the last place in this package that the error passed, in parentheses."""
     trace: TracebackType | None = error.__traceback__
-    place = ""
+    location = ""
     while trace is not None:
         code = trace.tb_frame.f_code
         if "/megatron_grpo/" in code.co_filename and not code.co_filename.endswith(("run/failures.py", "cli.py")):
-            place = f" (megatron_grpo/{code.co_filename.rpartition('/megatron_grpo/')[2]}:{trace.tb_lineno}, {code.co_name})"
+            location = f" (megatron_grpo/{code.co_filename.rpartition('/megatron_grpo/')[2]}:{trace.tb_lineno}, {code.co_name})"
         trace = trace.tb_next
-    return place
+    return location
 
 
 def _memory() -> str:

@@ -62,12 +62,12 @@ def culprits(accounts: Mapping[int, RankReport]) -> list[int]:
     Args:
         accounts: Report of each rank.
     """
-    for is_one in (lambda one: one.is_silent, lambda one: one.is_stuck, lambda one: not one.waits):
-        if found := [rank for rank, account in accounts.items() if is_one(account)]:
-            first = min(accounts[rank].step for rank in found)
-            return [rank for rank in found if accounts[rank].is_silent or accounts[rank].step == first]
-    first, last = min(one.step for one in accounts.values()), max(one.step for one in accounts.values())
-    return [rank for rank, one in accounts.items() if one.step == first] if first < last else []
+    for is_one in (lambda report: report.is_silent, lambda report: report.is_stuck, lambda report: not report.waits):
+        if ranks := [rank for rank, account in accounts.items() if is_one(account)]:
+            first = min(accounts[rank].step for rank in ranks)
+            return [rank for rank in ranks if accounts[rank].is_silent or accounts[rank].step == first]
+    first, last = min(report.step for report in accounts.values()), max(report.step for report in accounts.values())
+    return [rank for rank, report in accounts.items() if report.step == first] if first < last else []
 
 
 def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeout: float) -> str:
@@ -92,15 +92,15 @@ def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeou
     return "\n  ".join([*lines, f"That has lasted for rank_heartbeat_timeout ({timeout:g} s), so the run ends."])
 
 
-def _of_culprit(rank: int, host: str, one: RankReport) -> str:
-    doing = f", {one.words}" if one.words else ""
-    place = f", at {one.where}" if one.where else ""
-    how = one.state or f"it has made no progress for {one.age:.0f} s"
-    return f"rank {rank} on {host} hangs in optimizer step {one.step + 1}{doing}{place}: {how}."
+def _of_culprit(rank: int, host: str, report: RankReport) -> str:
+    doing = f", {report.words}" if report.words else ""
+    where = f", at {report.where}" if report.where else ""
+    how = report.state or f"it has made no progress for {report.age:.0f} s"
+    return f"rank {rank} on {host} hangs in optimizer step {report.step + 1}{doing}{where}: {how}."
 
 
-def _of_other(one: RankReport) -> str:
-    return f"{one.words}, in {one.waits}" if one.waits else one.words
+def _of_other(report: RankReport) -> str:
+    return f"{report.words}, in {report.waits}" if report.waits else report.words
 
 
 def where_to_look(output_dir: Path) -> str:
@@ -190,8 +190,8 @@ def write_down(**facts: Any) -> None:
 def note_of(pid: int) -> dict[str, Any]:
     """Return the note of a process; {} if it has none."""
     try:
-        place = _place(pid, _NOTE)
-        return json.loads(place.read_bytes().split(b"\n")[0]) if place is not None else {}
+        path = _place(pid, _NOTE)
+        return json.loads(path.read_bytes().split(b"\n")[0]) if path is not None else {}
     except (OSError, ValueError):  # it has exited, or is just writing
         return {}
 
@@ -228,33 +228,33 @@ def collect(pid: int) -> str:
     A stopped process is continued for this and stopped again; otherwise it would keep running.
     """
     try:
-        if (place := _place(pid, _NAME)) is None:
+        if (path := _place(pid, _NAME)) is None:
             return ""
-        before, was_stopped = place.stat().st_size, state_of(pid) == STATES["T"]
+        before, was_stopped = path.stat().st_size, state_of(pid) == STATES["T"]
         # Sent to its main thread, which then writes before it does anything else.
         if ctypes.CDLL(None).tgkill(pid, pid, SIGNAL) != 0:
             return ""
         os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + SECONDS
-        while time.monotonic() < end and (place.stat().st_size == before or _grows(place)):
+        while time.monotonic() < end and (path.stat().st_size == before or _grows(path)):
             time.sleep(0.002)  # it writes to memory and does not signal the end
         if was_stopped:
             os.kill(pid, signal.SIGSTOP)
-        return place.read_bytes()[before:].decode(errors="replace")
+        return path.read_bytes()[before:].decode(errors="replace")
     except OSError:  # it has exited
         return ""
 
 
-def _grows(place: Path) -> bool:
-    before = place.stat().st_size
+def _grows(path: Path) -> bool:
+    before = path.stat().st_size
     time.sleep(0.02)  # threads are written one after the other
-    return place.stat().st_size > before
+    return path.stat().st_size > before
 
 
 def innermost(text: str) -> str:
     """Return the frame of the main thread from a `faulthandler` dump, as `reward.py line 3, f`; "" if it cannot be parsed."""
     threads = [part for part in re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.M) if "Thread" in part or "thread" in part]
     for part in reversed(threads):  # the main thread is the oldest, and comes last
-        if found := re.search(r'File "([^"]+)", line (\d+) in (.+)', part):
-            return f"{Path(found[1]).name} line {found[2]}, {found[3]}"
+        if match := re.search(r'File "([^"]+)", line (\d+) in (.+)', part):
+            return f"{Path(match[1]).name} line {match[2]}, {match[3]}"
     return ""

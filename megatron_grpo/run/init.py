@@ -165,8 +165,8 @@ def _defaults() -> InitAnswers:
     """Return and print the default answers."""
     gpus, memory = _gpus_here()
     answers = InitAnswers(gpus=gpus, memory=memory)
-    told = f"model {answers.model}, data {answers.data}, reward {answers.reward}, {gpus} GPU(s) of {memory:g} GB"
-    print(f"No terminal to ask in, so these are the defaults: {told}.")
+    summary = f"model {answers.model}, data {answers.data}, reward {answers.reward}, {gpus} GPU(s) of {memory:g} GB"
+    print(f"No terminal to ask in, so these are the defaults: {summary}.")
     return answers
 
 

@@ -115,14 +115,14 @@ class Problems(list[Problem]):
             self.add(error.problems)
             return None
 
-    def add(self, found: Iterable[Problem]) -> None:
+    def add(self, inputs: Iterable[Problem]) -> None:
         """Append problems whose message is not in the list yet.
 
         Args:
-            found: The problems. Those that an iterator yields before it raises are kept.
+            problems: The problems. Those that an iterator yields before it raises are kept.
         """
         known = {problem.message for problem in self}
-        for problem in found:
+        for problem in inputs:
             if problem.message not in known:
                 self.append(problem)
 
@@ -130,61 +130,61 @@ class Problems(list[Problem]):
 # -- the model, and others beside it ------------------------------------------------------------------------------------------------------
 
 
-def model(cfg: Config, found: ValidatedInputs) -> None:
+def model(cfg: Config, inputs: ValidatedInputs) -> None:
     """Find the model's directory, downloading it from the Hub if needed."""
-    found.model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
+    inputs.model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
 
 
-def architecture(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
+def architecture(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
     """Check the model's own code and read its shape."""
-    yield from filter(None, [remote_code.problem_of(found.model_path, is_trusted=cfg.model.trust_remote_code)])
-    found.shape = ModelShape.from_pretrained(found.model_path)
+    yield from filter(None, [remote_code.problem_of(inputs.model_path, is_trusted=cfg.model.trust_remote_code)])
+    inputs.shape = ModelShape.from_pretrained(inputs.model_path)
 
 
-def weights_to_begin_with(cfg: Config, found: ValidatedInputs) -> list[Problem]:
+def weights_to_begin_with(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     """Return problems with the checkpoint that `mcore_model` names."""
     from megatron_grpo.checkpoint.resume import initial_weights_problems
 
-    return initial_weights_problems(cfg, found.model_path)
+    return initial_weights_problems(cfg, inputs.model_path)
 
 
-def weights(cfg: Config, found: ValidatedInputs) -> None:
+def weights(cfg: Config, inputs: ValidatedInputs) -> None:
     """Check that the model's weight files are complete, undamaged and in a supported format."""
-    stored_names(found.model_path)
+    stored_names(inputs.model_path)
 
 
-def grammar(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+def grammar(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """Return problems with regular expressions, JSON schemas and grammars that bound completions."""
     return unreadable(cfg)
 
 
-def bases_of_adapters(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
+def bases_of_adapters(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
     """Yield a problem for each adapter that was trained on another base model."""
     from megatron_grpo.checkpoint.fingerprints import base_problems
 
     for flag in ADAPTERS if cfg.tuner.tuner_type == "lora" else ():
         if directory := getattr(cfg.tuner, flag):
-            yield from base_problems(directory, found.model_path, flag=flag)
+            yield from base_problems(directory, inputs.model_path, flag=flag)
 
 
-def tokenizer(cfg: Config, found: ValidatedInputs) -> None:
+def tokenizer(cfg: Config, inputs: ValidatedInputs) -> None:
     """Load the model's tokenizer."""
-    found.tokenizer = load_tokenizer(str(found.model_path), trust_remote_code=cfg.model.trust_remote_code)
+    inputs.tokenizer = load_tokenizer(str(inputs.model_path), trust_remote_code=cfg.model.trust_remote_code)
 
 
-def template_options(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """Return problems with `chat_template_kwargs` that the chat template does not read."""
-    return unread_options(found.tokenizer, cfg.data.chat_template_kwargs)
+    return unread_options(inputs.tokenizer, cfg.data.chat_template_kwargs)
 
 
-def image_spec(cfg: Config, found: ValidatedInputs) -> None:
+def image_spec(cfg: Config, inputs: ValidatedInputs) -> None:
     """Load the image processor of a vision-language model."""
     from megatron_grpo.data.image_processing import image_spec_of, is_multimodal
 
-    found.is_blind = not is_multimodal(read_config(found.model_path))
-    is_config_alone = "weights" in found.left_out and not (found.model_path / "preprocessor_config.json").exists()
-    if not found.is_blind and not is_config_alone:
-        found.image_spec = image_spec_of(cfg.data, found.model_path)
+    inputs.is_blind = not is_multimodal(read_config(inputs.model_path))
+    is_config_alone = "weights" in inputs.left_out and not (inputs.model_path / "preprocessor_config.json").exists()
+    if not inputs.is_blind and not is_config_alone:
+        inputs.image_spec = image_spec_of(cfg.data, inputs.model_path)
 
 
 def _refuse_word(name: str, flags: Sequence[str]) -> None:
@@ -193,7 +193,7 @@ def _refuse_word(name: str, flags: Sequence[str]) -> None:
         raise config_error(flags, f"{flags[0]} ({name}) is neither a local directory nor a Hub name (owner/name).")
 
 
-def reference(cfg: Config, found: ValidatedInputs) -> None:
+def reference(cfg: Config, inputs: ValidatedInputs) -> None:
     """Find the reference model and check that it has the shape and the vocabulary of the model.
 
     Raises:
@@ -201,22 +201,22 @@ def reference(cfg: Config, found: ValidatedInputs) -> None:
     """
     from megatron_grpo.checkpoint.fingerprints import vocabulary_fingerprint
 
-    name, shape, flags = cfg.grpo.ref_model or "", found.shape, ("ref_model", "model")
+    name, shape, flags = cfg.grpo.ref_model or "", inputs.shape, ("ref_model", "model")
     _refuse_word(name, flags)
     path = find_model(name, flag="ref_model")
-    theirs = ModelShape.from_pretrained(path)
+    ref_shape = ModelShape.from_pretrained(path)
     stored_names(path)
-    if shape is not None and theirs != shape:
-        other = [f.name for f in fields(ModelShape) if getattr(theirs, f.name) != getattr(shape, f.name)]
-        told = ", ".join(f"{name} {getattr(theirs, name)} (model: {getattr(shape, name)})" for name in other)
-        message = f"ref_model ({name}) does not have the model's architecture: {told}. The reference uses the model's layout."
+    if shape is not None and ref_shape != shape:
+        other = [f.name for f in fields(ModelShape) if getattr(ref_shape, f.name) != getattr(shape, f.name)]
+        sizes = ", ".join(f"{name} {getattr(ref_shape, name)} (model: {getattr(shape, name)})" for name in other)
+        message = f"ref_model ({name}) does not have the model's architecture: {sizes}. The reference uses the model's layout."
         raise config_error(flags, message)
-    if found.model_path is not None and vocabulary_fingerprint(path) not in (None, vocabulary_fingerprint(found.model_path)):
+    if inputs.model_path is not None and vocabulary_fingerprint(path) not in (None, vocabulary_fingerprint(inputs.model_path)):
         raise config_error(flags, f"ref_model ({name}) has a different vocabulary from the model. Use a reference with the same token IDs.")
-    found.ref_model_path = path
+    inputs.ref_model_path = path
 
 
-def teacher_model(cfg: Config, found: ValidatedInputs) -> None:
+def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
     """Find the teacher, a model of any size, and check that its tokenizer has the policy's vocabulary.
 
     Raises:
@@ -232,95 +232,95 @@ def teacher_model(cfg: Config, found: ValidatedInputs) -> None:
         stored_names(path)
     except ConfigError as error:
         raise ConfigError([of_teacher(problem) for problem in error.problems]) from error
-    own = found.tokenizer
+    own = inputs.tokenizer
     if own is not None and vocabulary_of(load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)) != vocabulary_of(own):
         message = (
             f"teacher_model ({name}) has a tokenizer that differs from the policy's: the same token IDs would be different text. Use a "
             "teacher with the policy's vocabulary."
         )
         raise config_error((flag, "model"), message)
-    found.teacher_path = path
+    inputs.teacher_path = path
 
 
 # -- environment, data, rewards -----------------------------------------------------------------------------------------------------------
 
 
-def environment(cfg: Config, found: ValidatedInputs) -> None:
+def environment(cfg: Config, inputs: ValidatedInputs) -> None:
     """Load the class of the run's episodes."""
-    found.environment = plug_ins.environment(cfg, found.tokenizer)
+    inputs.environment = plug_ins.environment(cfg, inputs.tokenizer)
 
 
-def template(cfg: Config, found: ValidatedInputs) -> None:
+def template(cfg: Config, inputs: ValidatedInputs) -> None:
     """Check how the chat template renders the turns of episodes.
 
     Raises:
         ConfigError: If there is no template, or if it drops turns.
     """
-    assert found.environment is not None
+    assert inputs.environment is not None
     flag = "environment" if cfg.turns.environment else "tools"
-    if not getattr(found.tokenizer, "chat_template", None):
+    if not getattr(inputs.tokenizer, "chat_template", None):
         message = f"{flag}: the model's tokenizer has no chat template (a base model?), which turns require. Use a chat model."
         raise config_error((flag, "model"), message)
-    found.notes = plug_ins.notes_of_template(cfg, found.environment, found.tokenizer, found.model_path)
+    inputs.notes = plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
 
 
-def training_set(cfg: Config, found: ValidatedInputs) -> None:
+def training_set(cfg: Config, inputs: ValidatedInputs) -> None:
     """Read the training set: tokenized prompts, or rows alone if there is no tokenizer."""
     from megatron_grpo.data.streamed import open_prompts, rows_to_look_at
 
-    if found.tokenizer:
-        tools = found.environment.tools if found.environment is not None else None
-        found.prompts = open_prompts(cfg.data, found.tokenizer, seed=cfg.run.seed, image_spec=found.image_spec, tools=tools)
-        found.rows = found.prompts.rows
+    if inputs.tokenizer:
+        tools = inputs.environment.tools if inputs.environment is not None else None
+        inputs.prompts = open_prompts(cfg.data, inputs.tokenizer, seed=cfg.run.seed, image_spec=inputs.image_spec, tools=tools)
+        inputs.rows = inputs.prompts.rows
     else:
-        found.rows = rows_to_look_at(cfg.data, image_spec=found.image_spec, is_blind=found.is_blind, seed=cfg.run.seed)
-        _check_rows_alone(found, found.rows, "dataset")
-    found.looked.append(("dataset", found.rows))
+        inputs.rows = rows_to_look_at(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
+        _check_rows_alone(inputs, inputs.rows, "dataset")
+    inputs.looked.append(("dataset", inputs.rows))
 
 
-def held_out_sets(cfg: Config, found: ValidatedInputs) -> Problems:
+def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
     """Read all held-out sets and return their problems.
 
     Evaluations use every row, so every row is read; rows of the training set may be read during the run.
     """
     problems = Problems()
     for name, where in sets_of(cfg).items():
-        if part_of(name) not in found.left_out:
-            problems.attempt(partial(_held_out_set, cfg, found, name, where))
+        if part_of(name) not in inputs.left_out:
+            problems.attempt(partial(_held_out_set, cfg, inputs, name, where))
     return problems
 
 
-def _held_out_set(cfg: Config, found: ValidatedInputs, name: str, where: str) -> None:
+def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, where: str) -> None:
     from megatron_grpo.data.prompts import load_rows, open_stream
 
     flag = flag_of(name, cfg)
-    if found.tokenizer:
-        tools = found.environment.tools if found.environment is not None else None
+    if inputs.tokenizer:
+        tools = inputs.environment.tools if inputs.environment is not None else None
         stream = open_stream(
             cfg.data,
-            found.tokenizer,
+            inputs.tokenizer,
             seed=0,
             dataset=where,
             shuffle=False,
             flag=flag,
-            image_spec=found.image_spec,
+            image_spec=inputs.image_spec,
             tools=tools,
             data_seed=cfg.run.seed,
         )
-        found.held_out[name], rows = stream, stream.rows
+        inputs.held_out[name], rows = stream, stream.rows
     else:
-        rows = load_rows(cfg.data, dataset=where, flag=flag, image_spec=found.image_spec, is_blind=found.is_blind, seed=cfg.run.seed)
-        _check_rows_alone(found, rows, flag)
-    found.looked.append((flag, rows))
+        rows = load_rows(cfg.data, dataset=where, flag=flag, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
+        _check_rows_alone(inputs, rows, flag)
+    inputs.looked.append((flag, rows))
 
 
-def _check_rows_alone(found: ValidatedInputs, rows: PromptRows, flag: str) -> None:
+def _check_rows_alone(inputs: ValidatedInputs, rows: PromptRows, flag: str) -> None:
     """Check rows that are not tokenized."""
     from megatron_grpo.data.checks import check_for_episodes, check_images
     from megatron_grpo.data.tokens import FEW
 
     check_images(rows, at_most=FEW)
-    if found.environment is not None:
+    if inputs.environment is not None:
         check_for_episodes(rows, flag)
 
 
@@ -329,31 +329,31 @@ def part_of(name: str) -> str:
     return f"held-out set {name}"
 
 
-def rewards(cfg: Config, found: ValidatedInputs) -> None:
+def rewards(cfg: Config, inputs: ValidatedInputs) -> None:
     """Load the reward functions."""
-    found.rewards = load_rewards(cfg, left_out=found.left_out)
+    inputs.rewards = load_rewards(cfg, left_out=inputs.left_out)
 
 
-def rollout_function(cfg: Config, found: ValidatedInputs) -> None:
+def rollout_function(cfg: Config, inputs: ValidatedInputs) -> None:
     """Load the function that `rollout_func` names."""
-    found.rollout_func = plug_ins.rollout_function(cfg)
+    inputs.rollout_func = plug_ins.rollout_function(cfg)
 
 
 # -- combinations -------------------------------------------------------------------------------------------------------------------------
 
 
-def rows_for_model_and_rewards(cfg: Config, found: ValidatedInputs) -> Problems:
+def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems:
     """Return problems with the columns that rewards need, and with prompts that do not fit the model, for every set."""
     problems = Problems()
-    for flag, rows in found.looked:
+    for flag, rows in inputs.looked:
         for why in _blind(cfg) if rows.image_store is not None else ():
             from megatron_grpo.data.checks import check_without_images
 
             problems.attempt(partial(check_without_images, rows, flag, why))
-        if found.rewards:
-            problems.attempt(partial(find_columns, cfg, found.rewards, rows, flag))
-        if found.tokenizer is not None:
-            problems.add(_lengths_of_data(cfg, found.shape, rows, flag))
+        if inputs.rewards:
+            problems.attempt(partial(find_columns, cfg, inputs.rewards, rows, flag))
+        if inputs.tokenizer is not None:
+            problems.add(_lengths_of_data(cfg, inputs.shape, rows, flag))
     return problems
 
 
@@ -403,27 +403,27 @@ def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str
     return length_problems(shape, rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
 
 
-def servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """Return problems with the rollout servers that already answer.
 
     Only rank 0, which will talk to them, checks: other ranks may have no route to them.
     """
     if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
         return ()
-    most = max((rows.max_images for _, rows in found.looked), default=0)
-    return plug_ins.problems_of_servers(cfg, found.shape, _longest(found), found.image_spec, most)
+    most = max((rows.max_images for _, rows in inputs.looked), default=0)
+    return plug_ins.problems_of_servers(cfg, inputs.shape, _longest(inputs), inputs.image_spec, most)
 
 
-def teacher_servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+def teacher_servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """Return problems with the teacher's servers that already answer. Only rank 0 checks."""
-    return plug_ins.problems_of_teacher(cfg, found.shape, found.tokenizer, _longest(found)) if launcher.read().rank == 0 else ()
+    return plug_ins.problems_of_teacher(cfg, inputs.shape, inputs.tokenizer, _longest(inputs)) if launcher.read().rank == 0 else ()
 
 
-def _longest(found: ValidatedInputs) -> int:
-    return max((rows.longest_prompt or 0 for _, rows in found.looked), default=0)
+def _longest(inputs: ValidatedInputs) -> int:
+    return max((rows.longest_prompt or 0 for _, rows in inputs.looked), default=0)
 
 
-def services(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """Return problems with tracking services that are unknown or not installed."""
     if set(cfg.run.report_to) <= {"none"}:
         return ()
@@ -465,7 +465,7 @@ PARTS = (
     InputPart("the options of the template", template_options, needs="tokenizer"),
     InputPart("ref_model", reference, "ref_model"),
     InputPart("teacher_model", teacher_model, "teacher_model"),
-    InputPart("the eyes", image_spec, needs="shape"),
+    InputPart("image processor", image_spec, needs="shape"),
     InputPart("environment", environment, "environment tools"),
     InputPart("the template", template, needs="environment tokenizer"),
     InputPart("dataset", training_set),
@@ -489,16 +489,16 @@ def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[Inp
     Raises:
         ConfigError: With the problems of all parts.
     """
-    problems, found = Problems(), ValidatedInputs(left_out=left_out)
+    problems, inputs = Problems(), ValidatedInputs(left_out=left_out)
     values = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
     for part in parts:
         is_named = not part.settings or any(values[name] for name in part.settings.split())
-        if part.name not in left_out and is_named and all(getattr(found, name) is not None for name in part.needs.split()):
+        if part.name not in left_out and is_named and all(getattr(inputs, name) is not None for name in part.needs.split()):
             try:
-                problems.add(part.look(cfg, found) or ())
+                problems.add(part.look(cfg, inputs) or ())
             except ConfigError as error:
                 problems.add(error.problems)
     if problems:
-        close_rewards(found.rewards)
+        close_rewards(inputs.rewards)
         raise ConfigError(problems)
-    return found
+    return inputs

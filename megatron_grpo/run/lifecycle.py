@@ -216,11 +216,11 @@ def train_and_export(
 
 def best_of(run: train.Run) -> Path | None:
     """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective."""
-    best, found = run.checkpoints.best, None
+    best, path = run.checkpoints.best, None
     if best is not None and collectives.rank() == 0:
         run.logger.metrics.print_line(best.describe() or "No checkpoint has a value of metric_for_best_model.")
-        found = best.folder.directory(best.step) if best.step is not None else None
-    return collectives.broadcast_object(found)
+        path = best.folder.directory(best.step) if best.step is not None else None
+    return collectives.broadcast_object(path)
 
 
 def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanUp) -> Watchdog | None:

@@ -55,16 +55,16 @@ def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.envir
         launched_at: When the job was launched, in seconds of time.monotonic.
         env: Environment variables.
     """
-    found = []
+    limits = []
     if cfg.run.stop_after_minutes is not None:
-        found.append(Limit(launched_at + 60 * cfg.run.stop_after_minutes, f"stop_after_minutes ({cfg.run.stop_after_minutes:g})"))
+        limits.append(Limit(launched_at + 60 * cfg.run.stop_after_minutes, f"stop_after_minutes ({cfg.run.stop_after_minutes:g})"))
     job = launcher.slurm_job(env)
     if job is not None and job.end is not None:
         lead = lead_of(cfg, job)
         if lead:
             at = time.monotonic() + job.end - time.time() - lead
-            found.append(Limit(at, f"the end of Slurm's job {job.number}, {lead:.0f} s from it (stop_before_end_seconds)"))
-    return found
+            limits.append(Limit(at, f"the end of Slurm's job {job.number}, {lead:.0f} s from it (stop_before_end_seconds)"))
+    return limits
 
 
 def lead_of(cfg: Config, job: launcher.SlurmJob) -> float:
@@ -119,11 +119,11 @@ def requeue(env: Mapping[str, str] = os.environ) -> str:
     job = launcher.slurm_job(env)
     assert job is not None  # checked by `problems_with_limits`
     try:
-        asked = subprocess.run(["scontrol", "requeue", job.number], capture_output=True, text=True, timeout=REQUEUE_SECONDS)
+        result = subprocess.run(["scontrol", "requeue", job.number], capture_output=True, text=True, timeout=REQUEUE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"job {job.number} could not be requeued: {error}"
-    if asked.returncode:
-        reason = " ".join(asked.stderr.split()) or f"scontrol requeue ended with {asked.returncode}"
+    if result.returncode:
+        reason = " ".join(result.stderr.split()) or f"scontrol requeue ended with {result.returncode}"
         return f"job {job.number} could not be requeued: {reason}"
     return f"job {job.number} is requeued"
 

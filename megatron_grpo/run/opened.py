@@ -143,8 +143,8 @@ def copy_weights(chunks: Sequence[Any], of: Sequence[Any]) -> None:
         of: Model chunks to read.
     """
     with torch.no_grad():
-        for mine, theirs in zip(chunks, of, strict=True):
+        for target, source in zip(chunks, of, strict=True):
             for kind in ("named_parameters", "named_buffers"):
-                found = dict(getattr(theirs, kind)())
-                for name, tensor in getattr(mine, kind)():
-                    tensor.copy_(found[name])
+                named = dict(getattr(source, kind)())
+                for name, tensor in getattr(target, kind)():
+                    tensor.copy_(named[name])

@@ -83,21 +83,21 @@ class Peers:
         self._store, self._rank, self.processes = store, rank, processes
         self.seconds_between_looks = max(1.0, len(processes) / LOOKS_PER_SECOND)
 
-    def pass_on(self, asked: StopReason) -> None:
+    def pass_on(self, reason: StopReason) -> None:
         """Notify the other ranks that this one was asked to stop.
 
         Args:
-            asked: The reason.
+            reason: The reason.
         """
         with suppress(RuntimeError):  # the store is closed, and the others have exited
-            self._store.set("stop", f"{int(asked.is_time)}{asked.why}")
+            self._store.set("stop", f"{int(reason.is_time)}{reason.why}")
 
     def asked(self) -> StopReason | None:
         """Return why another rank was asked to stop; None if none was."""
         with suppress(RuntimeError):
             if self._store.check(["stop"]):
-                told = self._store.get("stop").decode()
-                return StopReason(told[1:], is_time=told[0] == "1")
+                text = self._store.get("stop").decode()
+                return StopReason(text[1:], is_time=text[0] == "1")
         return None
 
     def report_failure(self, rank: int | None = None) -> None:
@@ -150,8 +150,8 @@ class Peers:
             return why
         if why == "":
             return f"rank {self._rank} leaves: another rank has failed and says why."
-        if found := who_is_silent():
-            silent = ", ".join(f"rank {rank} (process {self.processes[rank].pid} on {self.processes[rank].host})" for rank in found)
+        if reason := who_is_silent():
+            silent = ", ".join(f"rank {rank} (process {self.processes[rank].pid} on {self.processes[rank].host})" for rank in reason)
             return f"{silent} does not answer, and a collective waited longer than it may (distributed_timeout_minutes): it is stopped, or \
 its machine is out of reach. The same command resumes from the last checkpoint."
         others = sorted({process.host for process in self.processes} - {self.processes[self._rank].host})
@@ -160,14 +160,14 @@ its machine is out of reach. The same command resumes from the last checkpoint."
         return None
 
     def _deaths(self, has_spoken: Any) -> str:
-        mine = self.processes[self._rank]
-        found = []
+        own = self.processes[self._rank]
+        deaths = []
         for rank, process in enumerate(self.processes):
-            if rank != self._rank and process.machine == mine.machine and (how := process.death()) and not has_spoken(rank):
-                found.append(f"rank {rank} {how} without a word (process {process.pid} on {process.host})")
-        if not found:
+            if rank != self._rank and process.machine == own.machine and (how := process.death()) and not has_spoken(rank):
+                deaths.append(f"rank {rank} {how} without a word (process {process.pid} on {process.host})")
+        if not deaths:
             return ""
-        return f"{'; '.join(found)}, and the run cannot go on. {_likely_cause()} The same command resumes from the last checkpoint."
+        return f"{'; '.join(deaths)}, and the run cannot go on. {_likely_cause()} The same command resumes from the last checkpoint."
 
 
 def _likely_cause() -> str:

@@ -126,7 +126,7 @@ class StopSignal:
         Args:
             all_gather: Gathers an object from all ranks.
         """
-        self.asked = next(asked for asked in all_gather(self.asked) if asked is not None)
+        self.asked = next(reason for reason in all_gather(self.asked) if reason is not None)
         return self.asked.why
 
     def request(self, why: str) -> None:
@@ -201,11 +201,11 @@ class StopSignal:
         elif time.monotonic() - self._since >= ECHO_SECONDS and number not in _NOTICES:
             os._exit(128 + number)
 
-    def _take(self, asked: StopReason, *, is_final: bool) -> None:
+    def _take(self, reason: StopReason, *, is_final: bool) -> None:
         is_first, self.is_final = self.asked is None, self.is_final or is_final
-        self.asked = self.asked or asked
+        self.asked = self.asked or reason
         if is_first and self._others is not None:
-            self._others.pass_on(asked)
+            self._others.pass_on(reason)
 
     def _in_child(self) -> None:
         """Restore default handlers in a forked child, for example of a reward function.

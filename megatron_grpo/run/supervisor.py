@@ -129,8 +129,8 @@ def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
 
     rank = launcher.read().rank
     account = hung.look_from_outside(child, rank, output_dir, age=seconds)
-    said = hung.verdict({rank: account}, {rank: os.uname().nodename}, seconds)
-    _print_error(f"{hung.keep(output_dir, 'report.txt', said)}\n{hung.where_to_look(output_dir)}")
+    verdict = hung.verdict({rank: account}, {rank: os.uname().nodename}, seconds)
+    _print_error(f"{hung.keep(output_dir, 'report.txt', verdict)}\n{hung.where_to_look(output_dir)}")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 

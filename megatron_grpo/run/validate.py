@@ -165,11 +165,11 @@ def validate_run(parsed: Parsed) -> Plan:
     if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:
         print(f"plan imports {', '.join(imports)}, and so runs what stands at the top of these files.", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # the file of a reward function may print when it is loaded, and stdout is for the plan
-        made, found = _look_at(parsed, left_out, is_asked_to_train=False)
-    close_rewards(found.rewards)
+        made, inputs = _look_at(parsed, left_out, is_asked_to_train=False)
+    close_rewards(inputs.rewards)
     if made.checked.shape is None and (model := parsed.config.model.model):
-        said = f"{model} is not on this machine, so that nobody looked at it: train says whether its architecture can be trained here."
-        made = replace(made, warnings=[said, *made.warnings])
+        note = f"{model} is not on this machine, so that nobody looked at it: train says whether its architecture can be trained here."
+        made = replace(made, warnings=[note, *made.warnings])
     return replace(made, not_checked=tuple(left_out.values()))
 
 
@@ -182,14 +182,14 @@ def _look_at(parsed: Parsed, left_out: Collection[str], *, is_asked_to_train: bo
 
         run = parsed.config.run
         problems.attempt(partial(find_checkpoints, run.output_dir, run.resume, overwrites=run.overwrite_output_dir))
-    found = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
+    inputs = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
     made = None
-    if checked is not None and found is not None and not problems:
-        made = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train=is_asked_to_train))
-    if found is None or made is None:
-        close_rewards(found.rewards if found is not None else [])
+    if checked is not None and inputs is not None and not problems:
+        made = problems.attempt(lambda: _plan_of(parsed, checked, inputs, paths, is_asked_to_train=is_asked_to_train))
+    if inputs is None or made is None:
+        close_rewards(inputs.rewards if inputs is not None else [])
         raise ConfigError(problems)
-    return made, found
+    return made, inputs
 
 
 def _unreadable(parsed: Parsed) -> set[str]:
@@ -198,36 +198,36 @@ def _unreadable(parsed: Parsed) -> set[str]:
     return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
 
 
-def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Mapping[str, str], *, is_asked_to_train: bool) -> Plan:
+def _plan_of(parsed: Parsed, checked: Checked, inputs: ValidatedInputs, paths: Mapping[str, str], *, is_asked_to_train: bool) -> Plan:
     """Return the plan of a run with these inputs, and set how the run begins in them."""
     fetched: dict[str, str] = {}  # Hub names whose config.json has been downloaded by now
-    if checked.shape is None and found.model_path is not None:
-        fetched["model"] = str(found.model_path)
-    if checked.teacher is None and found.teacher_path is not None:
-        fetched["teacher_model"] = str(found.teacher_path)
+    if checked.shape is None and inputs.model_path is not None:
+        fetched["model"] = str(inputs.model_path)
+    if checked.teacher is None and inputs.teacher_path is not None:
+        fetched["teacher_model"] = str(inputs.teacher_path)
     if fetched:
         here = check_parsed(replace(parsed, config=parsed.config.with_values(fetched)))
         typed = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
         checked = replace(here, config=here.config.with_values(typed))
-    checked, rows = replace(checked, config=checked.config.with_values(paths)), found.rows
+    checked, rows = replace(checked, config=checked.config.with_values(paths)), inputs.rows
     images = ImageFacts.of(rows, checked.sizes) if rows is not None else None
     made = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
     cfg = made.checked.config
     if problems := length_problems(cfg.optimizer, made.schedule.num_steps):
         raise ConfigError(problems)
-    if rows is not None and found.image_spec is not None and not rows.max_images and made.checked.shape is not None:
+    if rows is not None and inputs.image_spec is not None and not rows.max_images and made.checked.shape is not None:
         made = replace(made, warnings=[*made.warnings, *learns_nothing(cfg, made.checked.shape)])
-    if not is_asked_to_train and found.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
-        made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(found.model_path)])])
+    if not is_asked_to_train and inputs.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
+        made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(inputs.model_path)])])
     if not is_asked_to_train and _begins_anew(cfg):
         return made
     from megatron_grpo.checkpoint.fingerprints import content_of
     from megatron_grpo.checkpoint.resume import plan_resume
 
-    if found.prompts is not None and cfg.data.dataset_drop_last:
-        found.prompts.whole = made.checked.sizes.num_rollout_prompts
-    content = content_of(cfg, model_path=found.model_path, rows=rows, teacher_path=found.teacher_path)
-    found.resume = plan_resume(cfg, made.schedule, content, found.prompts)
+    if inputs.prompts is not None and cfg.data.dataset_drop_last:
+        inputs.prompts.whole = made.checked.sizes.num_rollout_prompts
+    content = content_of(cfg, model_path=inputs.model_path, rows=rows, teacher_path=inputs.teacher_path)
+    inputs.resume = plan_resume(cfg, made.schedule, content, inputs.prompts)
     return made
 
 

@@ -144,12 +144,12 @@ def waits_in(thread: int) -> str:
     Args:
         thread: Identifier of the thread (`threading.Thread.ident`).
     """
-    frame, depth, found = sys._current_frames().get(thread), 0, ""
+    frame, depth, name = sys._current_frames().get(thread), 0, ""
     while frame is not None and depth < _DEPTH:
         if frame.f_globals.get("__name__", "").startswith(_WAITING):
-            found = frame.f_code.co_name  # the outermost frame: the collective that was called
+            name = frame.f_code.co_name  # the outermost frame: the collective that was called
         frame, depth = frame.f_back, depth + 1
-    return found
+    return name
 
 
 class Watchdog:
@@ -244,13 +244,13 @@ class Watchdog:
 
     def _speak_once(self) -> None:
         phases = activity.current()
-        vouches = self._alarms.is_moving(activity.moves, sum(one.pause for one in phases))
+        vouches = self._alarms.is_moving(activity.moves, sum(phase.pause for phase in phases))
         self._pulse = Pulse(
             beat=self._pulse.beat + 1,
             step=activity.step,
             words=activity.describe(phases),
             age=self._alarms.mine.seconds,
-            pause=sum(one.pause for one in phases if one.is_alone),
+            pause=sum(phase.pause for phase in phases if phase.is_alone),
         )
         # For the parent of this process. In a job with several ranks the others must notice first, because they know more.
         seconds = (self.timeout + self._pulse.pause) * (1.0 if len(self.processes) == 1 else 2.0)
@@ -273,7 +273,7 @@ class Watchdog:
             seen = self._rounds
             phases, (moving, neighbour, has_alarm) = activity.current(), self._found
             reason = self._alarms.reason(
-                moving=moving, is_alone=any(one.is_alone for one in phases), pause=sum(one.pause for one in phases), neighbour=neighbour
+                moving=moving, is_alone=any(p.is_alone for p in phases), pause=sum(p.pause for p in phases), neighbour=neighbour
             )
             if (has_alarm or reason) and not self._ended.is_set():
                 self._alarm.set()
@@ -281,17 +281,17 @@ class Watchdog:
                 self._end(reason or "")
                 return
 
-    def _write(self, key: str, found: Pulse | RankReport) -> None:
-        self._store.set(key, json.dumps(asdict(found)))
+    def _write(self, key: str, report: Pulse | RankReport) -> None:
+        self._store.set(key, json.dumps(asdict(report)))
 
     def _has(self, key: str) -> bool:
         return self._store.check([key])
 
     def _has_in_time(self, key: str) -> bool:
         end = time.monotonic() + self._patience
-        while not (found := self._has(key)) and time.monotonic() < end:
+        while not (value := self._has(key)) and time.monotonic() < end:
             time.sleep(0.1)
-        return found
+        return value
 
     def _pulse_of(self, rank: int) -> Pulse:
         return Pulse(**json.loads(self._store.get(f"pulse/{rank}")))
@@ -304,7 +304,7 @@ class Watchdog:
 
     def _end(self, reason: str) -> None:
         """Report where this rank is, look at the silent ranks of its machine, wait for the verdict, and exit. Every live rank does this."""
-        text, silent, mine = _NO_VERDICT, [], []
+        text, silent, own_ranks = _NO_VERDICT, [], []
         try:
             leads = self._store.compare_set("alarm", "", str(self.rank)).decode() == str(self.rank)
             self._write(f"account/{self.rank}", self._my_account())
@@ -314,31 +314,31 @@ class Watchdog:
                 self._store.set("silent", json.dumps(silent))
             elif self._has_in_time("silent"):
                 silent = json.loads(self._store.get("silent"))
-            mine = self._look_after(silent)
+            own_ranks = self._look_after(silent)
             if leads:
                 text = self._verdict(silent)
                 self._store.set("verdict", text)
             elif self._has_in_time("verdict"):
                 text = self._store.get("verdict").decode()
-            for rank in (self.rank, *mine):
+            for rank in (self.rank, *own_ranks):
                 self._leaves(rank)
         except RuntimeError:  # the store is closed: the process that held it has exited and reported why
             pass
         finally:
-            self._leave(text, silent, mine)
+            self._leave(text, silent, own_ranks)
 
     def _give_up(self) -> None:
         """Exit after a time limit, because the store may stop answering during `_end`."""
         time.sleep(2 * self._patience)
         self._leave(_NO_VERDICT, [], [])
 
-    def _leave(self, text: str, silent: Sequence[int], mine: Sequence[int]) -> None:
+    def _leave(self, text: str, silent: Sequence[int], own_ranks: Sequence[int]) -> None:
         try:
             if launcher.read().report_file is not None:
                 print_error(text)
             elif self._is_first_here(silent):
                 print(text, file=sys.stderr, flush=True)
-            self._kill(mine)
+            self._kill(own_ranks)
             if self.rank == 0:  # it may hold the store from which the others read the verdict
                 time.sleep(2 * self.period + 1.0)
         finally:
@@ -358,7 +358,7 @@ class Watchdog:
 
     def _my_account(self) -> RankReport:
         phases = activity.current()
-        stuck = any(one.is_alone for one in phases) and self._alarms.mine.seconds > self.timeout + sum(one.pause for one in phases)
+        stuck = any(phase.is_alone for phase in phases) and self._alarms.mine.seconds > self.timeout + sum(phase.pause for phase in phases)
         text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
         return RankReport(
             words=activity.describe(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
@@ -395,10 +395,10 @@ class Watchdog:
         """
         if not self._is_first_here(silent):
             return []
-        mine = [rank for rank in self._here() if rank in silent]
-        for rank in mine:
+        own_ranks = [rank for rank in self._here() if rank in silent]
+        for rank in own_ranks:
             self._write(f"found/{rank}", self._look_at(rank, age=self._pulse_of(rank).age))
-        return mine
+        return own_ranks
 
     def _look_at(self, rank: int, *, age: float) -> RankReport:
         """Report on a silent rank of this machine."""
@@ -438,11 +438,11 @@ class Watchdog:
         """End the run because the store, which rank 0 or its launcher holds, does not answer. A rank on its machine reports on rank 0."""
         self._alarm.set()
         keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
-        host, mine = self.processes[0].host, []
+        host, own_ranks = self.processes[0].host, []
         text = f"{PREFIX}the job's store on {host} has not answered for {self.timeout:g} s (rank_heartbeat_timeout), so the run ends."
         if self.rank != 0 and 0 in self._here() and self._is_first_here([0]) and not launcher.read().launcher_holds_store:
-            mine, first = [0], self._look_at(0, age=self.timeout)
+            own_ranks, first = [0], self._look_at(0, age=self.timeout)
             text = self._told(
                 {0: first, self.rank: RankReport(words=self._pulse.words, step=activity.step, age=0.0, waits=waits_in(self._main))}
             )
-        self._leave(text, [0], mine)
+        self._leave(text, [0], own_ranks)

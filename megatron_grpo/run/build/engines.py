@@ -224,13 +224,13 @@ def how_adapters_travel(
         from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 
         obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
-    found = lora_sync(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
-    if found and found.notes:
-        told = lora_sync(cfg, inputs.shape, on_gpu=None)  # as the plan decides, without knowledge of machine and sampler
-        for note in found.notes:
-            if told is None or note not in told.notes:
+    sync = lora_sync(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    if sync and sync.notes:
+        planned = lora_sync(cfg, inputs.shape, on_gpu=None)  # as the plan decides, without knowledge of machine and sampler
+        for note in sync.notes:
+            if planned is None or note not in planned.notes:
                 logger.metrics.print_line(note)
-    return found
+    return sync
 
 
 def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
@@ -266,8 +266,8 @@ def build_served_teacher(
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     needs = teachers.TeacherRequirements.of(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
     servers = teachers.TeacherServerGroup.build(cfg, needs, stop.should_cancel) if parallel.is_rank_zero else None
-    told = (servers.fingerprint, servers.logprobs) if servers else ()
-    teacher = ServedTeacher(parallel, *told)
+    facts = (servers.fingerprint, servers.logprobs) if servers else ()
+    teacher = ServedTeacher(parallel, *facts)
     checkpoints.record_fingerprint(TEACHER, teacher.fingerprint)
     return teacher
 

@@ -123,9 +123,9 @@ def _lock(handle: int, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        owner, mine = _owner(handle), Process.mine()
-        alive = Process(mine.host, mine.machine, owner.get("pid", 0), owner.get("started_ticks", "")).death() is None
-        if owner.get("machine") == mine.machine and alive:
+        owner, process = _owner(handle), Process.mine()
+        alive = Process(process.host, process.machine, owner.get("pid", 0), owner.get("started_ticks", "")).death() is None
+        if owner.get("machine") == process.machine and alive:
             raise _held(path, owner) from None
         logger.warning("%s: this file system has no locks (%s), so a second run in this directory cannot be detected", path, error.strerror)
 
@@ -142,18 +142,18 @@ def _refusal(message: str) -> ConfigError:
 
 
 def _note_of_this_process() -> dict[str, Any]:
-    mine = Process.mine()
+    process = Process.mine()
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return {"host": mine.host, "pid": mine.pid, "started": now, "machine": mine.machine, "started_ticks": mine.started}
+    return {"host": process.host, "pid": process.pid, "started": now, "machine": process.machine, "started_ticks": process.started}
 
 
 def _owner(handle: int) -> dict[str, Any]:
     """Return the note of the lock's owner; {} if it is missing or incomplete."""
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
+        owner = json.loads(os.pread(handle, 4096, 0))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) and {"host", "pid", "started"} <= found.keys() else {}
+    return owner if isinstance(owner, dict) and {"host", "pid", "started"} <= owner.keys() else {}
 
 
 def _write(handle: int, facts: dict[str, Any]) -> None:
@@ -212,9 +212,9 @@ def versions_on(device: torch.device) -> dict[str, str]:
     """
     if device.type != "cuda":
         return {**card.versions(), "device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
-    found = {**card.versions(), "device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+    versions = {**card.versions(), "device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
     driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", read_if_there(Path("/proc/driver/nvidia/version")))
-    return {**found, "driver": driver[1]} if driver else found
+    return {**versions, "driver": driver[1]} if driver else versions
 
 
 def read_if_there(path: Path) -> str:
@@ -266,7 +266,7 @@ def build_metrics_logger(
         timers=timers,
         reward_weights=reward_manager.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
-        watches=[lambda progress, found: gap(found), *([lambda *_: check_output_dir(out)] if parallel.is_rank_zero else [])],
+        watches=[lambda progress, values: gap(values), *([lambda *_: check_output_dir(out)] if parallel.is_rank_zero else [])],
     )
 
 

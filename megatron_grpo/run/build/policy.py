@@ -144,13 +144,13 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, pus
         return None
     sizes = own_sizes(settings, shape)
     read = from_file(tuner.adapters, settings, shape) if tuner.adapters else initial_adapter(sizes, cfg.run.seed)
-    found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
+    adapters = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
     start = tuner.ref_adapters or tuner.adapters
     if cfg.grpo.beta and start and not cfg.grpo.ref_model:
         flag = "ref_adapters" if tuner.ref_adapters else "adapters"
-        theirs = LoraSettings.from_peft(start, flag=flag)
-        found.keep_reference(theirs, from_file(start, theirs, shape, flag=flag))
-    return found
+        saved = LoraSettings.from_peft(start, flag=flag)
+        adapters.keep_reference(saved, from_file(start, saved, shape, flag=flag))
+    return adapters
 
 
 def model_of(
