@@ -19,6 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {  # arguments of `write_tiny`
     "biases": dict(family="qwen2", layers=3, vocab=125, std=0.1),
     "flat": dict(family="llama", layers=1, vocab=125, hidden=32, std=0.003),  # logits are almost 0, and every log-prob is near -5
     "llama": dict(family="llama", layers=3, vocab=125, hidden=128, std=0.1),
+    "hybrid": dict(family="qwen3_5_text", layers=4, vocab=125, hidden=128, std=0.1),
     "MoE": dict(family="qwen3_moe", layers=3, vocab=125, std=0.1),
     "mixtral": dict(family="mixtral", layers=3, vocab=125, std=0.1),
 }
@@ -244,6 +245,10 @@ FAULTS = (
         lambda b: _stale(b.layers[2].mlp.experts.local_experts[0].linear_fc2.weight, 0.02),
         model="mixtral",
     ),
+    # the gated delta rule
+    fault("decay of layer 1, 1 %", "L1 delta rule", lambda b: b.layers[1].self_attention.A_log.data.mul_(1.01), model="hybrid"),
+    fault("out of layer 2 stale by 1 %", "L2 o proj", lambda b: _stale(b.layers[2].self_attention.out_proj.weight, 0.01), model="hybrid"),
+    fault("gates of layer 3", "L3 qkv", lambda b: _swap_halves(b.layers[3].self_attention.linear_qkv.weight), model="hybrid"),
     # tensor parallelism
     fault(
         "TP2: o of layer 1 stale on rank 1",

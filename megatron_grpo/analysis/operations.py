@@ -26,7 +26,7 @@ from megatron_grpo.types import Sequence as Scored
 # of summation, 5e-3 by other bfloat16 roundings (docs/mismatch.md).
 LIMITS = {"float32": 2e-6, "bfloat16": 8e-3}
 
-ATTENTION = ("norm 1", "qkv", "q norm", "k norm", "rope q", "rope k", "attention", "o proj", "residual 1", "norm 2")
+ATTENTION = ("norm 1", "qkv", "q norm", "k norm", "rope q", "rope k", "attention", "delta rule", "o proj", "residual 1", "norm 2")
 BLOCK = ("router", "experts", "gate up", "act", "down", "residual 2")
 
 
@@ -321,8 +321,11 @@ def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
         return _norm(getattr(ours.self_attention if inside else ours, mine), getattr(theirs.self_attn if inside else theirs, its))
     if kind in _LINEAR:
         (mine, its_name), of_attention = _LINEAR[kind], kind in ("qkv", "o proj")
-        linear = getattr(ours.self_attention if of_attention else ours.mlp, mine)
-        its = getattr(theirs.self_attn if of_attention else vllm_traced.block_of(theirs), its_name)
+        if hasattr(theirs, "linear_attn") and of_attention:
+            linear, its = ours.self_attention.out_proj, theirs.linear_attn.out_proj
+        else:
+            linear = getattr(ours.self_attention if of_attention else ours.mlp, mine)
+            its = getattr(theirs.self_attn if of_attention else vllm_traced.block_of(theirs), its_name)
         weight = linear.merged() if hasattr(linear, "lora_a") else linear.weight
         bias = getattr(linear, "bias", None)
         if kind == "qkv":
@@ -377,10 +380,8 @@ def _in_their_order(x: torch.Tensor | None, model: PolicyModel) -> torch.Tensor 
     """Reorder the rows of the fused projection from Megatron's groups to vLLM's order: all queries, all keys, all values."""
     if x is None:
         return None
-    cfg, tp = model.config, model.pg_collection.tp.size()
-    groups, each = cfg.num_query_groups // tp, cfg.num_attention_heads // cfg.num_query_groups
-    q, k, v = x.view(groups, each + 2, cfg.kv_channels, *x.shape[1:]).split([each, 1, 1], dim=1)
-    return torch.cat([part.flatten(0, 2) for part in (q, k, v)])
+    groups = model.config.num_query_groups // model.pg_collection.tp.size()
+    return torch.cat([part.flatten(0, -x.dim()) for part in traced.by_kind(x.unflatten(0, (groups, -1)), model.config, dim=1)])
 
 
 def _read_by_kernel(linear: Any, channels: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.policy.gated_delta_net import PackedGatedDeltaNet
 from megatron_grpo.policy.kernels import Norm, rotate
 from megatron_grpo.policy.layers import AddNormed, PackedAttention, WholeNorm
 from megatron_grpo.policy.model import PolicyModel
@@ -47,9 +48,27 @@ def not_traced(model: PolicyModel) -> str | None:
         return "is a vision-language model, whose text layers cannot be compared yet"
     if model.embedding_scale != 1 or any(isinstance(module, AddNormed) for module in model.modules()):
         return "normalises the outputs of its layers or scales its embeddings, which cannot be compared yet"
-    if not all(isinstance(layer.self_attention.core_attention, PackedAttention) for layer in model.decoder.layers):
+    mixers = [layer.self_attention for layer in model.decoder.layers if not isinstance(layer.self_attention, PackedGatedDeltaNet)]
+    if not all(isinstance(attention.core_attention, PackedAttention) for attention in mixers):
         return "uses Transformer Engine's layers, which fuse several operations: use --transformer_impl local"
     return None
+
+
+def by_kind(x: torch.Tensor, config: Any, *, dim: int) -> list[torch.Tensor]:
+    """Split the fused projection of query groups into queries, keys and values.
+
+    Args:
+        x: Projection whose dimension `dim` has the channels of a group, as Megatron orders them.
+        config: Megatron-Core's configuration of the model.
+        dim: The dimension.
+
+    Returns:
+        Queries [..., heads of a group, channels, ...], or with an output gate [..., heads of a group, 2, channels, ...], where vLLM has
+        the gate of a head behind its query; then keys and values [..., 1, channels, ...].
+    """
+    each, kinds = config.num_attention_heads // config.num_query_groups, 1 + bool(config.attention_output_gate)
+    queries, key, value = x.unflatten(dim, (-1, config.kv_channels)).split([kinds * each, 1, 1], dim=dim)
+    return [queries.unflatten(dim, (kinds, each)).transpose(dim, dim + 1) if kinds > 1 else queries, key, value]
 
 
 @torch.no_grad()
@@ -108,13 +127,17 @@ class _Tracer:
             for i, layer in enumerate(model.decoder.layers):
                 attention, block = layer.self_attention, layer.mlp
                 on(layer.input_layernorm, self.output(f"L{i} norm 1"))
-                on(attention.linear_qkv, self.mixed(f"L{i} qkv"))
-                if isinstance(attention.q_layernorm, (Norm, WholeNorm)):
-                    on(attention.q_layernorm, self.output(f"L{i} q norm"))
-                    on(attention.k_layernorm, self.output(f"L{i} k norm"))
-                before(attention.core_attention, self.rotated(f"L{i}"))
-                on(attention.core_attention, self.output(f"L{i} attention"))
-                on(attention.linear_proj, self.output(f"L{i} o proj"))
+                if isinstance(attention, PackedGatedDeltaNet):
+                    before(attention.out_proj, self.in_place(f"L{i} delta rule"))
+                    on(attention.out_proj, self.output(f"L{i} o proj"))
+                else:
+                    on(attention.linear_qkv, self.mixed(f"L{i} qkv"))
+                    if isinstance(attention.q_layernorm, (Norm, WholeNorm)):
+                        on(attention.q_layernorm, self.output(f"L{i} q norm"))
+                        on(attention.k_layernorm, self.output(f"L{i} k norm"))
+                    before(attention.core_attention, self.rotated(f"L{i}"))
+                    on(attention.core_attention, self.output(f"L{i} attention"))
+                    on(attention.linear_proj, self.output(f"L{i} o proj"))
                 before(layer.pre_mlp_layernorm, self.in_place(f"L{i} residual 1"))
                 on(layer.pre_mlp_layernorm, self.output(f"L{i} norm 2"))
                 if hasattr(block, "router"):
@@ -147,17 +170,18 @@ class _Tracer:
 
         Megatron orders queries, keys and values by group; vLLM has all queries, then all keys, then all values.
         """
-        groups, each, channels = self.groups, self.heads // self.groups, self.channels
 
         def hook(module: Any, inputs: Any, output: Any) -> Any:
             x, bias = output
-            q, k, v = x.view(len(x), groups, each + 2, channels).split([each, 1, 1], dim=2)
-            new = self.instead(name, torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1))
+            parts = by_kind(x.view(len(x), self.groups, -1), self.model.config, dim=2)
+            new = self.instead(name, torch.cat([part.flatten(1) for part in parts], dim=1))
             if new is None:
                 return None
-            q, k, v = new.split([groups * each * channels, groups * channels, groups * channels], dim=1)
-            apart = [part.view(len(x), groups, -1, channels) for part in (q, k, v)]
-            return torch.cat(apart, dim=2).view_as(x), bias
+            new = new.split([part[0].numel() for part in parts], dim=1)
+            q, k, v = (one.reshape(part.shape) for one, part in zip(new, parts, strict=True))
+            if q.dim() == 5:  # a gate beside each query
+                q = q.transpose(2, 3)
+            return torch.cat([part.flatten(2) for part in (q, k, v)], dim=2).view_as(x), bias
 
         return hook
 

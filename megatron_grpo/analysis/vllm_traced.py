@@ -19,7 +19,7 @@ from megatron_grpo.rollout.vllm_requests import sampled_logprobs
 Rows = dict[str, torch.Tensor]  # by operation: [tokens, channels of this rank]
 
 _ATTENTION = ("qkv_proj", "attn", "o_proj")
-_LAYER = ("input_layernorm", "post_attention_layernorm", "self_attn")
+_LAYER = ("input_layernorm", "post_attention_layernorm")
 _DENSE, _SPARSE = ("gate_up_proj", "act_fn", "down_proj"), ("gate", "experts")
 
 
@@ -46,7 +46,8 @@ def not_traced(engine: ColocatedEngine) -> str | None:
         return f"({name}) differs in vLLM from Llama and Qwen, which have: embed_tokens, layers, norm"
     for number, layer in enumerate(inner.layers):
         lacking = [part for part in _LAYER if not hasattr(layer, part)]
-        lacking += [part for part in _ATTENTION if not hasattr(getattr(layer, "self_attn", None), part)]
+        if not hasattr(layer, "linear_attn"):
+            lacking += [part for part in _ATTENTION if not hasattr(getattr(layer, "self_attn", None), part)]
         block = block_of(layer)
         if lacking := lacking or ([] if block is not None else [" or ".join(map(", ".join, (_DENSE, _SPARSE)))]):
             return f"({name}) has other layers in vLLM than Llama and Qwen: layer {number} has no {lacking[0]}"
@@ -145,16 +146,24 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
 
             return hook
 
-        on(model.model.embed_tokens, first("embedding"))
-        for i, layer in enumerate(model.model.layers):
-            attention, block = layer.self_attn, block_of(layer)
-            on(layer.input_layernorm, norm(f"L{i} norm 1", f"L{i - 1} residual 2"))
+        def watch_attention(i: int, attention: Any) -> None:
             on(attention.qkv_proj, first(f"L{i} qkv"))
             for letter in "qk" if hasattr(attention, "q_norm") else "":
                 on(getattr(attention, f"{letter}_norm"), first(f"L{i} {letter} norm"))
             held.add(attention.attn.register_forward_pre_hook(_rotated(f"L{i}", keep)).remove)
             on(attention.attn, first(f"L{i} attention"))
             on(attention.o_proj, first(f"L{i} o proj"))
+
+        on(model.model.embed_tokens, first("embedding"))
+        for i, layer in enumerate(model.model.layers):
+            attention, block = getattr(layer, "self_attn", None), block_of(layer)
+            on(layer.input_layernorm, norm(f"L{i} norm 1", f"L{i - 1} residual 2"))
+            if attention is None:
+                out_proj = layer.linear_attn.out_proj
+                held.add(out_proj.register_forward_pre_hook(lambda _, inputs, i=i: keep(f"L{i} delta rule", inputs[0])).remove)
+                on(out_proj, first(f"L{i} o proj"))
+            else:
+                watch_attention(i, attention)
             on(layer.post_attention_layernorm, norm(f"L{i} norm 2", f"L{i} residual 1"))
             if hasattr(block, "experts"):
                 on(block.gate, first(f"L{i} router"))

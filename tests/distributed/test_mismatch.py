@@ -20,6 +20,7 @@ TAKEN = {
         "nothing",
     ),
     ("MoE", "1"): ("two experts", "nothing"),
+    ("hybrid", "1"): ("decay of layer 1", "out of layer 2", "gates of layer 3", "nothing"),
     ("flat", "1"): ("nothing",),
     ("dense", "TP2 SP"): ("qkv of layer 2 stale on rank 1", "nothing"),
 }
