@@ -253,10 +253,15 @@ class PushPlan:
             size, sharing = bucket.sizes[part], self.ranks.sharing(part)
             if not size or not self.ranks.travels(part):
                 continue
-            found = rows[part] = own.memory.take(sharing * size).view(sharing, size)
-            mine = found[self._place.get(part, 0)]
-            if p.pp_rank == bucket.stage:
-                self._pack(bucket, part, mine, own)
+            is_mine, slots = p.pp_rank == bucket.stage, [slot for slot in bucket.slots if slot.part is part]
+            if is_mine and sharing == 1 and len(slots) == 1 and slots[0].num_bytes == size:
+                # A single tensor, as the embedding often is, is sent from its own memory.
+                found = own.tensor(slots[0].names[0], slots[0]).contiguous().view(1, -1).view(torch.uint8)
+            else:
+                found = own.memory.take(sharing * size).view(sharing, size)
+                if is_mine:
+                    self._pack(bucket, part, found[self._place.get(part, 0)], own)
+            rows[part], mine = found, found[self._place.get(part, 0)]
             # Shards cross the stages, not full tensors: over the slow links a rank receives only its own shard.
             collectives.from_member_(mine, bucket.stage, p.pp_group)
             if sharing > 1:
