@@ -223,7 +223,7 @@ def _ends(template: ChatTemplate) -> Iterator[str]:
     """Yield a note if sampling does not stop at the token with which the template ends a turn."""
     messages = [_QUESTION, {"role": "assistant", "content": "I say so."}, {"role": "user", "content": _ANSWER}]
     behind = template.render(messages).partition("I say so.")[2].lstrip()
-    marks = template.encode(behind, template.gradient_checks())
+    marks = template.encode(behind, template.guards())
     if marks and marks[0] not in template.end_ids:
         mark = marks[0]
         yield (

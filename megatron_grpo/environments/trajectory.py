@@ -94,7 +94,7 @@ class ChatTemplate:
         # A private-use character in a message is guarded as well, so that it is not taken for a guard.
         self._special = re.compile(f"{words}{'|' * bool(words)}[{chr(_GUARDS[0])}-{MARK}]")
 
-    def gradient_checks(self) -> Guards:
+    def guards(self) -> Guards:
         """Return new guards for an episode."""
         return Guards(self._special)
 
@@ -139,18 +139,18 @@ class ChatTemplate:
         head, whole = self.decode(before), self.decode([*before, *token_ids])
         return whole[len(head) :] if whole.startswith(head) else self.decode(token_ids)
 
-    def encode(self, text: str, gradient_checks: Guards) -> list[int]:
+    def encode(self, text: str, guards: Guards) -> list[int]:
         """Encode a rendering. Guarded texts are encoded as plain text, not as special tokens.
 
         Args:
             text: The rendering.
-            gradient_checks: Guards of its messages.
+            guards: Guards of its messages.
         """
-        if not gradient_checks:
+        if not guards:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [
             token
-            for piece, is_plain in gradient_checks.pieces(text)
+            for piece, is_plain in guards.pieces(text)
             for token in self.tokenizer(piece, add_special_tokens=False, split_special_tokens=is_plain)["input_ids"]
         ]
 
@@ -213,16 +213,16 @@ class Trajectory:
         self, template: ChatTemplate, opening: Sequence[Message], token_ids: Sequence[int] | None = None, *, history: History = "template"
     ):
         self.template, self.history = template, history
-        self.gradient_checks = template.gradient_checks()
+        self.guards = template.guards()
         known = token_ids is not None
-        self.messages: list[Message] = [dict(message) for message in opening] if known else list(self.gradient_checks.over(opening))
+        self.messages: list[Message] = [dict(message) for message in opening] if known else list(self.guards.over(opening))
         continues = bool(self.messages) and self.messages[-1]["role"] == "assistant"
         self._shown = template.render(self.messages, continues=continues)  # the text that the tokens encode
         begun = self.messages.pop()["content"] if continues else None
         self._of_turns = template.prefill(self.messages, template.render(self.messages) if continues else self._shown)
         self._prefill = self._of_turns if begun is None else begun  # of the next turn
         self._end, self._turn_text = "", ""  # of the last turn
-        self._contexts = [_Context(template.encode(self._shown, self.gradient_checks) if token_ids is None else token_ids)]
+        self._contexts = [_Context(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
         self.opening = tuple(self.ids)
         self.num_heard = 0  # tokens, each counted once
 
@@ -267,7 +267,7 @@ class Trajectory:
         Args:
             messages: The messages, without guards.
         """
-        heard = self.gradient_checks.over(messages)
+        heard = self.guards.over(messages)
         self.messages += heard
         full = self.template.render(self.messages)
         before = self._shown + self._turn_text + self._end
@@ -278,13 +278,13 @@ class Trajectory:
             if self.history == "sampled":
                 self._go_on(tail.removeprefix(self._end))
             else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
-                self.num_heard += len(self.template.encode(tail, self.gradient_checks))
-                self._contexts.append(_Context(self.template.encode(full, self.gradient_checks)))
+                self.num_heard += len(self.template.encode(tail, self.guards))
+                self._contexts.append(_Context(self.template.encode(full, self.guards)))
         self._shown = full
         self._prefill = self._of_turns
 
     def _go_on(self, tail: str) -> None:
-        token_ids = self.template.encode(tail, self.gradient_checks)
+        token_ids = self.template.encode(tail, self.guards)
         self.num_heard += len(token_ids)
         self.ids.extend(token_ids)
 

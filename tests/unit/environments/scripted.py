@@ -71,7 +71,7 @@ def played(
     """The completions of one prompt, and who said what."""
     where = stage(environment, template=template, **rules)
     says = Says(where.template.tokenizer, (lambda key, turn: text) if isinstance(text, str) else text, ends=ends)
-    ids = where.template.encode(where.template.render(QUESTION), where.template.gradient_checks())
+    ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     asked = Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns=columns or {})
     play = EpisodeRunner(where, [asked], n=n, seed_of=lambda number, place, turn: 1000 * place + turn)
     while not play.advance(says, 1.0, version=4):

@@ -124,7 +124,7 @@ def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
     from tests.unit.environments.scripted import Says, stage
 
     where = stage(More)
-    ids = where.template.encode(where.template.render(QUESTION), where.template.gradient_checks())
+    ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     play = EpisodeRunner(
         where, [Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, seed_of=lambda *key: hash(key) % 99
     )
