@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -46,10 +46,19 @@ class Guards:
         Args:
             messages: The messages. All their string values are treated, including names, which templates render too.
         """
-        return [
-            {key: self._special.sub(self._character, text) if isinstance(text, str) else text for key, text in message.items()}
-            for message in messages
-        ]
+        return [{key: self.guarded(value) for key, value in message.items()} for message in messages]
+
+    def guarded(self, value: Any) -> Any:
+        """Return a copy of a JSON value with the text of special tokens replaced by guards, also in nested values.
+
+        Args:
+            value: The value.
+        """
+        if isinstance(value, str):
+            return self._special.sub(self._character, value)
+        if isinstance(value, Mapping):
+            return {self.guarded(key): self.guarded(inner) for key, inner in value.items()}
+        return [self.guarded(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
     def _character(self, hit: re.Match[str]) -> str:
         return self._characters.setdefault(hit[0], chr(_GUARDS[len(self._characters)]))
@@ -169,26 +178,42 @@ class TokenizedTrajectory:
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each sampled span
 
 
-class _Context:
-    """Tokens of one context, with the turns that were sampled in it."""
+class SampledSpan(NamedTuple):
+    """Tokens of a context that were sampled in one turn."""
+
+    begin: int
+    end: int
+    logprobs: Sequence[float]
+    version: int  # of the weights
+    sampling_mask: SamplingMask | None
+
+
+class Context:
+    """Tokens of one context, with the spans that were sampled in it.
+
+    Args:
+        opening: Token IDs before the first turn.
+    """
 
     def __init__(self, opening: Sequence[int]):
         self.ids = list(opening)
-        self.turns: list[tuple[int, int, int]] = []  # (weights version, begin, end)
-        self.logprobs: list[float] = []  # of the sampled tokens
-        self.sampling_mask: list[SamplingMask] = []  # sampling mask of each turn, if requested
+        self.spans: list[SampledSpan] = []
 
-    def draw(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, sampling_mask: SamplingMask | None) -> None:
+    def add_span(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, sampling_mask: SamplingMask | None
+    ) -> SampledSpan:
+        """Append sampled tokens.
+
+        Args:
+            token_ids: Sampled token IDs.
+            logprobs: Their log-probs.
+            version: Version of the weights that sampled them.
+            sampling_mask: Their sampling mask, if requested.
+        """
         begin = len(self.ids)
-        self.sampling_mask += [] if sampling_mask is None else [sampling_mask]
         self.ids += token_ids
-        self.logprobs += logprobs
-        self.turns.append((version, begin, len(self.ids)))
-
-    @property
-    def length(self) -> int:
-        """Number of tokens up to the last sampled one; later messages of the environment were never answered. 0 if none was sampled."""
-        return max((end for _, begin, end in self.turns if end > begin), default=0)
+        self.spans.append(SampledSpan(begin, len(self.ids), logprobs, version, sampling_mask))
+        return self.spans[-1]
 
 
 class Trajectory:
@@ -222,7 +247,7 @@ class Trajectory:
         self._of_turns = template.prefill(self.messages, template.render(self.messages) if continues else self._shown)
         self._prefill = self._of_turns if begun is None else begun  # of the next turn
         self._end, self._turn_text = "", ""  # of the last turn
-        self._contexts = [_Context(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
+        self._contexts = [Context(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
         self.opening = tuple(self.ids)
         self.num_heard = 0  # tokens, each counted once
 
@@ -239,7 +264,7 @@ class Trajectory:
     @property
     def num_sampled(self) -> int:
         """Number of sampled tokens in all contexts."""
-        return sum(len(context.logprobs) for context in self._contexts)
+        return sum(span.end - span.begin for context in self._contexts for span in context.spans)
 
     def add_turn(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, sampling_mask: SamplingMask | None = None) -> str:
         """Append a turn of the model.
@@ -257,7 +282,7 @@ class Trajectory:
         is_finished = bool(token_ids) and token_ids[-1] in self.template.end_ids
         self._end = self.template.decode(token_ids[-1:]) if is_finished else ""
         self._turn_text = self.template.decode_behind(before, token_ids[:-1] if is_finished else token_ids)
-        self._contexts[-1].draw(token_ids, logprobs, version, sampling_mask)
+        self._contexts[-1].add_span(token_ids, logprobs, version, sampling_mask)
         self.messages.append({"role": "assistant", "content": self._prefill + self._turn_text})
         return self._turn_text
 
@@ -279,7 +304,7 @@ class Trajectory:
                 self._go_on(tail.removeprefix(self._end))
             else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
                 self.num_heard += len(self.template.encode(tail, self.guards))
-                self._contexts.append(_Context(self.template.encode(full, self.guards)))
+                self._contexts.append(Context(self.template.encode(full, self.guards)))
         self._shown = full
         self._prefill = self._of_turns
 
@@ -296,31 +321,45 @@ class Trajectory:
 
     def finished(self) -> TokenizedTrajectory:
         """Return the concatenated contexts that have sampled tokens, or the opening if there are none."""
-        parts = [(context, context.length) for context in self._contexts if context.length]
-        if not parts:
-            return without_turns(self.opening)
-        ids, mask, logprobs = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-        versions, starts = list[tuple[int, int, int]](), list[int]()
-        for context, length in parts:
-            first = sum(len(part) for part in ids)
-            sampled = np.zeros(length, dtype=bool)
-            for version, begin, end in context.turns:
-                sampled[begin:end] = True
-                if end > begin:
-                    versions.append((version, first + begin, first + end))
-            values = np.zeros(length, dtype=np.float32)
-            values[sampled] = context.logprobs
-            starts.append(first)
-            ids.append(np.array(context.ids[:length], dtype=np.int64))
-            mask.append(sampled)
-            logprobs.append(values)
-        masks = [sampling_mask for context, _ in parts for sampling_mask in context.sampling_mask]
-        sampling_mask = SamplingMask.joined(masks) if masks else None
-        sequence = Scored(
-            token_ids=np.concatenate(ids), mask=np.concatenate(mask), starts=tuple(starts),
-            mask_offsets=None if sampling_mask is None else sampling_mask.at, mask_ids=None if sampling_mask is None else sampling_mask.ids,
-        )  # fmt: skip
-        return TokenizedTrajectory(sequence=sequence, logprobs=np.concatenate(logprobs), versions=tuple(versions))
+        return joined([(context.ids, context.spans) for context in self._contexts]) or without_turns(self.opening)
+
+
+def joined(contexts: Sequence[tuple[Sequence[int], Sequence[SampledSpan]]]) -> TokenizedTrajectory | None:
+    """Concatenate contexts. Each ends with its last sampled token, since what follows was never answered.
+
+    Args:
+        contexts: Token IDs of each context, and the spans of it that are trained, in order.
+
+    Returns:
+        The trajectory, or None if there are no sampled tokens. Contexts without sampled tokens are left out.
+    """
+    ids, mask, logprobs = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    versions, starts, masks = list[tuple[int, int, int]](), list[int](), list[SamplingMask]()
+    first = 0
+    for tokens, all_spans in contexts:
+        spans = [span for span in all_spans if span.end > span.begin]
+        if not spans:
+            continue
+        length = spans[-1].end
+        sampled, values = np.zeros(length, dtype=bool), np.zeros(length, dtype=np.float32)
+        for span in spans:
+            sampled[span.begin : span.end] = True
+            values[span.begin : span.end] = span.logprobs
+            versions.append((span.version, first + span.begin, first + span.end))
+            masks += [] if span.sampling_mask is None else [span.sampling_mask]
+        starts.append(first)
+        ids.append(np.array(tokens[:length], dtype=np.int64))
+        mask.append(sampled)
+        logprobs.append(values)
+        first += length
+    if not ids:
+        return None
+    sampling_mask = SamplingMask.joined(masks) if masks else None
+    sequence = Scored(
+        token_ids=np.concatenate(ids), mask=np.concatenate(mask), starts=tuple(starts),
+        mask_offsets=None if sampling_mask is None else sampling_mask.at, mask_ids=None if sampling_mask is None else sampling_mask.ids,
+    )  # fmt: skip
+    return TokenizedTrajectory(sequence=sequence, logprobs=np.concatenate(logprobs), versions=tuple(versions))
 
 
 def without_turns(opening: Sequence[int]) -> TokenizedTrajectory:
