@@ -243,7 +243,7 @@ FAULTS = ("error", "timeout", "nonsense")  # finish reasons of an episode whose 
 class EpisodeNumbers:
     """Numbers of an episode that every rank knows, besides those of any completion."""
 
-    finish_reason: str  # finish reason: "done", "max_turns", "length", or one of FAULTS
+    finish_reason: str  # finish reason: "done", "max_turns", "length", "max_seconds" (agents alone), or one of FAULTS
     num_turns: int
     seconds: float  # spent in its environment
     metrics: Mapping[str, float]  # metrics of the environment, summed over its turns

@@ -87,6 +87,7 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
     if rows is not None:
         found["data set"] = rows.described(SHOWN)
     sources = {f"reward {spec}": spec for spec in cfg.rewards.reward_funcs} | {"rollout_func": cfg.rollout.rollout_func or ""}
+    sources |= {name: getattr(cfg.turns, name) or "" for name in ("agent", "agent_verdict")}
     for name, spec in sources.items():
         if given.is_given(spec):
             found |= {name: of_object} if (of_object := given.fingerprint(spec)) else {}

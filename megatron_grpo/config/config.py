@@ -273,7 +273,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnsConfig:
-    """Turns (environments and tools)"""
+    """Turns (environments, tools and agents)"""
 
     environment: str | None = setting(None,
         "environment of multi-turn episodes: path/to/file.py:Class, or package.module:Class (docs/turns.md)")
@@ -288,11 +288,33 @@ class TurnsConfig:
     max_failed_episodes: float = setting(0.5,
         "share of the episodes of a rollout that fail because of their environment, above which the run ends", at_least=0, at_most=1)
     tool_call_parser: str = setting("hermes", "parser of tool calls in the model's text: hermes (Qwen2.5, Qwen3), or a parser of vLLM")
+    agent: str | None = setting(None,
+        "agent that sends requests to an endpoint of the policy: path/to/file.py:function (docs/agents.md)")
+    agent_command: str | None = setting(None,
+        "program that is started as the agent of each episode, for example \"python my_agent.py\" (docs/agents.md)")
+    agent_verdict: str | None = setting(None,
+        "function that returns the reward of a program's episode: path/to/file.py:function; used by the reward environment")
+    agent_columns: list[str] = setting([], "columns of the data set that a program gets besides the prompt")
+    agent_env: list[str] = setting([], "environment variables of the run that a program gets, besides PATH and LANG")
+    agent_timeout: float = setting(900.0, "time of an agent's episode", unit="seconds", above=0)
+    agent_memory_mb: int = free(0, "limit for the address space of a program's process; 0: none", unit="MiB", at_least=0)
+    max_agents: int = free(16, "agents of a rank that run at a time", unit="agents", at_least=1)
+    max_agent_contexts: int = setting(16, "limit of contexts of an agent's episode: edits, sub-agents, parallel requests", at_least=1)
+
+    @property
+    def has_agent(self) -> bool:
+        """Return whether an episode is played by an agent."""
+        return self.agent is not None or self.agent_command is not None
 
     @property
     def plays(self) -> bool:
         """Return whether a completion is an episode."""
-        return self.environment is not None or bool(self.tools)
+        return self.environment is not None or bool(self.tools) or self.has_agent
+
+    @property
+    def player(self) -> str:
+        """Return the setting that names what plays the episodes."""
+        return next((name for name in ("agent", "agent_command", "environment") if getattr(self, name) is not None), "tools")
 
 
 @dataclass(frozen=True, kw_only=True)

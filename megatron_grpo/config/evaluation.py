@@ -123,6 +123,19 @@ def longest_completion(cfg: Config) -> int:
     return max(cfg.rollout.max_completion_length, limit or 0)
 
 
+def longest_context(cfg: Config, prompt: int) -> int:
+    """Return the maximum length of prompt and completion together in tokens.
+
+    With agents it is `vllm_max_model_len`, since they write prompts of their own and an episode may have several contexts.
+
+    Args:
+        cfg: Settings of the run.
+        prompt: Length of the longest prompt of the data.
+    """
+    given = cfg.rollout.vllm_max_model_len if cfg.turns.has_agent else None
+    return given or prompt + longest_completion(cfg)
+
+
 def most_of(cfg: Config) -> list[float]:
     """Return the maximum that each reward contributes to the sum of a correct completion: its weight if positive, 0 for penalties."""
     weights = cfg.rewards.reward_weights or [1.0] * len(cfg.rewards.reward_funcs)
@@ -153,7 +166,8 @@ def describe_rules(cfg: Config) -> str:
     turns = cfg.turns
     if not turns.plays:
         return cfg.rollout.rollout_func or ""
-    return f"{turns.environment} {' '.join(turns.tools)} max_turns {turns.max_turns} turn_history {turns.turn_history}"
+    who = turns.agent or turns.agent_command or f"{turns.environment} {' '.join(turns.tools)}"
+    return f"{who} max_turns {turns.max_turns} turn_history {turns.turn_history}"
 
 
 # ---- the best checkpoint

@@ -44,12 +44,16 @@ def settings_of(cfg: Config, **more: Any) -> SimpleNamespace:
 
     Args:
         cfg: The configuration.
-        **more: Further names for the rules. Always added are `plays`; `player`, the setting that names the environment or tools; and
-            `teacher`, the setting that names a teacher, or None.
+        **more: Further names for the rules. Always added are `plays`; `player`, the setting that names the environment, tools or agent;
+            `players`, the word for them; and `teacher`, the setting that names a teacher, or None.
     """
     known = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
-    player = "environment" if cfg.turns.environment else "tools"
-    return SimpleNamespace(**known, cfg=cfg, **{"plays": cfg.turns.plays, "player": player, "teacher": cfg.grpo.teacher_flag, **more})
+    players = "agents" if cfg.turns.has_agent else "environments and tools"
+    return SimpleNamespace(
+        **known,
+        cfg=cfg,
+        **{"plays": cfg.turns.plays, "player": cfg.turns.player, "players": players, "teacher": cfg.grpo.teacher_flag, **more},
+    )
 
 
 @cache

@@ -199,7 +199,8 @@ def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int)
 
 def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the words of a problem for typed engine settings if the engine belongs to a server."""
-    settings = changed(c, *(name for name in OF_THE_ENGINE if name in c.cfg.typed)) if c.vllm_mode == "server" else []
+    engine = [name for name in OF_THE_ENGINE if name in c.cfg.typed and not (name == "vllm_max_model_len" and c.cfg.turns.has_agent)]
+    settings = changed(c, *engine) if c.vllm_mode == "server" else []
     if not settings:
         return None
     names, near = ", ".join(f"{s['name']} ({s['value']})" for s in settings), {s["name"]: [s["off"]] for s in settings}

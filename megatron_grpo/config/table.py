@@ -29,6 +29,8 @@ MAPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "image_kwargs": ("pictures", ("data_root", "max_pixels", "min_pixels", "limit_images")),
     "server_kwargs": ("connection to servers", ("vllm_server_port", "vllm_server_timeout", "vllm_server_ca", "vllm_server_token_")),
     "turn_kwargs": ("episodes beyond max_turns", ("turn_", "environment_timeout", "max_environment_", "max_failed_", "tool_call_")),
+    "agent_kwargs": ("agents beyond their function or program", ("agent_verdict", "agent_columns", "agent_env", "agent_timeout",
+                                                                 "agent_memory_", "max_agent")),
     "reward_kwargs": ("options of built-in rewards", ("accuracy_", "length_target", "cosine_", "repetition_", "code_", "reward_model",
                                                             "llm_judge_", "reward_concurrency")),
     "loss_kwargs": ("options of one loss_type", ("sapo_", "vespo_", "fipo_", "real_")),

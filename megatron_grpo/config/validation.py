@@ -14,7 +14,7 @@ from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import why_not_drawn
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.engine_kwargs import PASSED_ON
-from megatron_grpo.config.evaluation import BEST, EVALUATION, longest_completion
+from megatron_grpo.config.evaluation import BEST, EVALUATION, longest_completion, longest_context
 from megatron_grpo.config.optimizer import DTYPES
 from megatron_grpo.config.rules import Rule, Rules, broken, changed, given, in_typed_names, settings_of
 from megatron_grpo.config.sampling_mask import GRAMMAR
@@ -24,6 +24,7 @@ from megatron_grpo.config.tuner import tuner_rules
 from megatron_grpo.config.write import secrets_in
 
 REWARD = "environment"  # the built-in reward that an environment gives
+AGENTS = ("agent_verdict", "agent_columns", "agent_env", "agent_memory_mb", "agent_timeout", "max_agents", "max_agent_contexts")
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), its square is still finite
 
 
@@ -67,7 +68,7 @@ def _typed(c: SimpleNamespace, name: str) -> dict[str, Any]:
 
 def _longest(cfg: Config) -> int:
     """Return the tokens of the longest prompt and completion together."""
-    return (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
+    return longest_context(cfg, cfg.data.max_prompt_length or 1)
 
 
 def _narrow(c: SimpleNamespace, names: Iterable[str] = DTYPES) -> dict[str, Any] | None:
@@ -210,22 +211,46 @@ SAMPLING = (
     # environments and tools
     Rule("{names}", _answered_once, "{told}: only used with an environment or tools; without them an episode has one turn. Set "
                                     "--environment or --tools, or omit it."),
+    Rule("agent agent_command", lambda c: c.agent is not None and c.agent_command is not None,
+         "agent ({agent}) and agent_command ({agent_command}) both define the agent of an episode. Use one of them.",
+         {"agent": ["none"], "agent_command": ["none"]}),
+    Rule("{player} {other}", lambda c: c.cfg.turns.has_agent and [{"other": name} for name in ("environment", "tools") if getattr(c, name)],
+         "{player} and {other} cannot be combined: both define who answers the policy's turns. Use one of them."),
+    Rule("{name} agent", lambda c: not c.cfg.turns.has_agent and changed(c, *AGENTS),
+         "{name} ({value}) requires agent or agent_command. Set one of them, or omit {name}."),
+    Rule("{name} agent", lambda c: c.agent is not None and changed(c, *AGENTS[:4]),
+         "{name} ({value}) requires agent_command; the function of agent does this itself. Omit {name}."),
+    Rule("{name} {player}", lambda c: c.cfg.turns.has_agent
+         and changed(c, "turn_history", "turn_discount", "environment_timeout", "max_environment_concurrency"),
+         "{name} ({value}) is not supported with {player}. Use {off}.", lambda c: {c.name: [c.off]}),
+    Rule("{player} vllm_max_model_len", lambda c: c.cfg.turns.has_agent and c.vllm_max_model_len is None,
+         "{player} requires vllm_max_model_len: the length of an agent's prompts is not known before it sends them. Set it to the length "
+         "of the longest conversation in tokens, which servers must support too."),
+    Rule("reward_funcs agent_verdict", lambda c: c.agent_command is not None and c.agent_verdict is None and REWARD in c.reward_funcs,
+         "reward_funcs environment with agent_command requires agent_verdict, which returns the reward of an episode. Set it, or use "
+         "reward functions that read the conversation."),
+    Rule("agent_verdict reward_funcs", lambda c: c.agent_command is not None and c.agent_verdict is not None
+         and bool(c.reward_funcs) and REWARD not in c.reward_funcs,
+         "agent_verdict ({agent_verdict}) returns the reward environment, which reward_funcs does not name. Use --reward_funcs environment "
+         "with it, or omit it."),
     Rule("reward_funcs environment", lambda c: not c.plays and REWARD in c.reward_funcs,
          "reward_funcs environment requires an environment that returns rewards. Set --environment."),
-    Rule("tool_call_parser tools", lambda c: c.plays and c.tool_call_parser != "hermes" and not c.tools,
+    Rule("tool_call_parser tools", lambda c: c.plays and c.tool_call_parser != "hermes" and not c.tools
+         and not c.cfg.turns.has_agent,
          "tool_call_parser ({tool_call_parser}) parses calls of --tools, which is not set; an environment parses the model's text itself. "
          "Omit it, or set --tools.", {"tool_call_parser": ["hermes"]}),
-    Rule("reward_funcs environment", lambda c: c.plays and REWARD in c.reward_funcs and c.environment is None,
+    Rule("reward_funcs environment", lambda c: c.plays and REWARD in c.reward_funcs and c.environment is None
+         and not c.cfg.turns.has_agent,
          "reward_funcs environment uses the rewards that an environment returns per turn, and --tools alone returns none. Use a reward "
          "function that scores the episode."),
     Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth,
-         "async_rollout_depth {async_rollout_depth} is not supported with environments and tools: they would run in the trainer's process "
+         "async_rollout_depth {async_rollout_depth} is not supported with {players}: they would run in the trainer's process "
          "during training and slow it down. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
     Rule("router_replay_mode {player}", lambda c: c.plays and c.router_replay_mode == "R3",
-         "router_replay_mode R3 is not supported with environments and tools: the expert choices of an episode come from several requests, "
+         "router_replay_mode R3 is not supported with {players}: the expert choices of an episode come from several requests, "
          "which are not merged. Use R2, or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
     Rule("truncation_strategy {player}", lambda c: c.plays and c.truncation_strategy == "left" and c.max_prompt_length is not None,
-         "truncation_strategy left is not supported with environments and tools: it removes the beginning of a prompt, which the chat "
+         "truncation_strategy left is not supported with {players}: it removes the beginning of a prompt, which the chat "
          "template renders again when it rewrites earlier turns. Use delete, or raise.", {"truncation_strategy": ["delete", "raise"]}),
     # the user's rollout function
     Rule("rollout_func_timeout rollout_func", lambda c: c.rollout_func is None and "rollout_func_timeout" in c.cfg.typed

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.config import Config
+from megatron_grpo.environments.agent_programs import AgentEnvironment
+from megatron_grpo.environments.agents import AgentPlayer, AgentRunnerFactory
 from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.tools import ToolEnvironment
+from megatron_grpo.environments.trajectory import ChatTemplate
+from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import Key, SampledTurn
 from megatron_grpo.types import FAULTS, Group, Prompt
 
@@ -55,8 +59,8 @@ class _Scripted:
 
     num_running = 0
 
-    def __init__(self, stage: EpisodeRunnerFactory, texts: Mapping[int, str]):
-        self._stage, self._texts = stage, texts
+    def __init__(self, template: ChatTemplate, texts: Mapping[int, str]):
+        self._template, self._texts = template, texts
         self._asked: list[tuple[Key, int]] = []
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
@@ -67,7 +71,7 @@ class _Scripted:
         return [(key, self._sampled_turn(self._texts[key[0]], most)) for key, most in asked]
 
     def _sampled_turn(self, text: str, most: int) -> SampledTurn:
-        template = self._stage.template
+        template = self._template
         tokens = [*template.tokenizer(text, add_special_tokens=False)["input_ids"], min(template.end_ids)]
         if template.tokenizer.eos_token_id is not None:
             tokens[-1] = template.tokenizer.eos_token_id
@@ -95,16 +99,30 @@ def play_rows(
     Returns:
         Name of a kind -> its episodes.
     """
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    stage = EpisodeRunnerFactory.of(
-        cfg, environment, tokenizer, model_path=model_path, max_model_len=longest + cfg.rollout.max_completion_length
-    )
+    longest = max(len(prompt.token_ids) for prompt in prompts) + cfg.rollout.max_completion_length
+    if issubclass(environment, AgentEnvironment):
+        return _play_agents(
+            AgentRunnerFactory.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest), prompts, kinds
+        )
+    stage = EpisodeRunnerFactory.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest)
     played = {}
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
-        play, turns = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *place: 0), _Scripted(stage, dict(enumerate(texts)))
+        play, turns = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *place: 0), _Scripted(stage.template, dict(enumerate(texts)))
         while not play.advance(turns, 1.0, version=0):
             pass
         played[kind] = PlayedEpisodes.of(play.groups())
+    return played
+
+
+def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]) -> dict[str, PlayedEpisodes]:
+    """Run the agent of the first row alone, once for each kind: an agent may take minutes."""
+    played = {}
+    for kind, texts in kinds.items():
+        sampling = SamplingSettings(n=1, max_completion_length=stage.limits.max_completion_length)
+        player, turns = AgentPlayer(stage, prompts[:1], sampling, seed=0), _Scripted(stage.template, {prompts[0].number: texts[0]})
+        while not player.advance(turns, 1.0, version=0):
+            pass
+        played[kind] = PlayedEpisodes.of(player.groups())
     return played
 
 

@@ -312,15 +312,15 @@ def _completion(episode: _Episode) -> Completion:
     return Completion(
         sequence=trajectory.sequence,
         logprobs=trajectory.logprobs,
-        text=_turns(episode.messages[episode.num_opening :]),
+        text=turns_as_text(episode.messages[episode.num_opening :]),
         finish_reason=episode.finish_reason,
         versions=trajectory.versions or ((episode.version, length, length),),
         record=record,
     )
 
 
-def _turns(messages: Sequence[Message], most: int = 20_000) -> str:
-    """Format messages as text, each after its role in brackets.
+def turns_as_text(messages: Sequence[Message], most: int = 20_000) -> str:
+    """Format messages as text, each after its role in brackets, with its tool calls.
 
     Args:
         messages: The messages.
@@ -331,6 +331,7 @@ def _turns(messages: Sequence[Message], most: int = 20_000) -> str:
         name, text = message.get("name"), message["content"]
         who = f"{message['role']} {name}" if name else message["role"]
         lines.append(f"[{who}] {text if len(text) <= most else f'{text[:most]} ... ({len(text):,} characters)'}")
+        lines += [f"-> {call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
     return "\n".join(lines)
 
 

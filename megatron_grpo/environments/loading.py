@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, printable, problem_with
 from megatron_grpo.config.config import Config
+from megatron_grpo.environments.agent_programs import AgentEnvironment, load_agent
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, Message
 from megatron_grpo.environments.tools import InvalidToolError, ToolEnvironment, reader, schema_of, tool_set
@@ -41,6 +42,8 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
     turns = cfg.turns
     if not turns.plays:
         return None
+    if turns.has_agent:
+        return load_agent(cfg)
     problems: list[Problem] = []
     inner, functions = None, dict[str, Callable[..., Any]]()
     try:
@@ -164,6 +167,8 @@ def roles_of(environment: type[Environment]) -> list[str]:
     """
     if environment.role:
         return [environment.role]
+    if issubclass(environment, AgentEnvironment):
+        return ["user", "tool"]
     if not issubclass(environment, ToolEnvironment):
         return ["tool"] if environment.tools else ["user"]
     inner = environment.inner
@@ -186,6 +191,7 @@ def look_at(template: ChatTemplate, environment: type[Environment], *, history: 
         ConfigError: The template rejects or drops messages of the environment's role.
     """
     notes = []
+    keep = "" if flag.startswith("agent") else " --turn_history sampled keeps one context, as it was sampled."
     for role in dict.fromkeys(roles_of(environment)):
         turns = {"": _CALL if role == "tool" else "I say so.", " that thinks": _THOUGHT}
         if "think" not in str(template.tokenizer.chat_template):
@@ -195,7 +201,7 @@ def look_at(template: ChatTemplate, environment: type[Environment], *, history: 
             which = "a turn" if "" in rewritten else f"a turn{rewritten[0]}"
             notes.append(
                 f"The chat template rewrites {which} when a message of role {role} follows it: an episode of T such turns has T contexts, "
-                "and each is computed. --turn_history sampled keeps one context, as it was sampled."
+                f"and each is computed.{keep}"
             )
     return [*notes, *_ends(template)]
 

@@ -142,7 +142,7 @@ def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Rea
 
 
 # Marks that begin a tool call in the formats of vLLM's parsers.
-_MARKS = (
+MARKS = (
     *("<tool_call", "<|tool_call", "<|python_tag|>", "[TOOL_CALLS]", "<\uff5ctool", "<function=", "<function_call", "functools["),
     *("<TOOLCALL>", "<|action_start|>", "<start_function_call>", "<minimax:tool_call", "<invoke "),
 )
@@ -166,7 +166,7 @@ class _Parser:
             calls = [self._read(call.function) for call in found.tool_calls] if found.tools_called else []
         except Exception as error:  # noqa: BLE001 - a parser may raise anything on a model's text
             return [ToolCall(error=f"the call cannot be read: {type(error).__name__}")]
-        if not calls and (any(mark in text for mark in _MARKS) or self._begun.search(text)):
+        if not calls and (any(mark in text for mark in MARKS) or self._begun.search(text)):
             return [ToolCall(error="the call cannot be read")]
         return calls
 

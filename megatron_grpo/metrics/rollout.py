@@ -78,14 +78,14 @@ def episode_stats(metas: Sequence[GroupMetadata]) -> dict[str, float]:
     for how in ENDS:
         stats[f"episodes/ended/{how}"] = sum(one.finish_reason == how for one in episodes) / count
     for name in sorted({name for one in episodes for name in one.metrics}):
-        stats[f"environment/{name}"] = sum(one.metrics.get(name, 0.0) for one in episodes) / count
+        stats[name if name.startswith("agent/") else f"environment/{name}"] = sum(one.metrics.get(name, 0.0) for one in episodes) / count
     if "environment/tool_calls" in stats:
         calls, errors = stats["environment/tool_calls"], stats["environment/tool_errors"]
         stats |= {"tools/call_frequency": calls, "tools/failure_frequency": errors / calls if calls else 0.0}
     return stats
 
 
-ENDS = ("done", "max_turns", "length", *FAULTS)
+ENDS = ("done", "max_turns", "length", "max_seconds", *FAULTS)
 
 
 def selection_stats(rollouts: Sequence[ScoredRollout], reward_weights: Sequence[float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes, size_problems, with_d
 from megatron_grpo.batching.sizes import Model
 from megatron_grpo.config import names
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import longest_completion
+from megatron_grpo.config.evaluation import longest_context
 from megatron_grpo.config.parse import ForeignDefault, Parsed
 from megatron_grpo.config.read import format_value
 from megatron_grpo.config.rules import in_typed_names
@@ -235,7 +235,7 @@ Shapes = tuple[ModelShape | None, ModelShape | None]
 def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
     """Return all problems except those of parsing and of batch sizes."""
     cfg, (shape, teacher) = parsed.config, shapes
-    longest = (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
+    longest = longest_context(cfg, cfg.data.max_prompt_length or 1)
     of_stages = list(stages.problems(cfg, shape.num_layers if shape else None))
     of_model: list[Problem] = []
     if shape and not of_stages:

@@ -133,7 +133,7 @@ PARTS = (
     InputPart("tokenizer", inputs.tokenizer, needs="model_path"),
     InputPart("image processor", inputs.image_spec, needs="tokenizer"),
     InputPart("dataset", rows_alone),
-    InputPart("environment", inputs.environment, "environment tools"),
+    InputPart("environment", inputs.environment, "environment tools agent agent_command"),
     InputPart("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
 )
 

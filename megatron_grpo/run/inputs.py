@@ -257,7 +257,7 @@ def template(cfg: Config, inputs: ValidatedInputs) -> None:
         ConfigError: If there is no template, or if it drops turns.
     """
     assert inputs.environment is not None
-    flag = "environment" if cfg.turns.environment else "tools"
+    flag = cfg.turns.player
     if not getattr(inputs.tokenizer, "chat_template", None):
         message = f"{flag}: the model's tokenizer has no chat template (a base model?), which turns require. Use a chat model."
         raise config_error((flag, "model"), message)
@@ -368,7 +368,7 @@ def _blind(cfg: Config) -> Iterator[str]:
 def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
     """Check that the reward functions find their columns in the data set or in episodes.
 
-    Rollout functions may add columns, so with `rollout_func` nothing is checked.
+    Rollout functions and agents may add columns, so their rewards are not checked.
 
     Args:
         cfg: Settings of the run.
@@ -381,10 +381,13 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
     """
     if cfg.rollout.rollout_func is not None:  # it may add columns
         return
-    names, of_episodes = rows.column_names(), _EPISODE_COLUMNS if cfg.turns.plays else ()
+    names = rows.column_names()
+    of_episodes = (*_EPISODE_COLUMNS, *(("contexts", "agent_output") if cfg.turns.has_agent else ())) if cfg.turns.plays else ()
     if both := [name for name in names if name in of_episodes]:
         message = f"{flag} has the column {', '.join(both)}, a name that is reserved for values of episodes in rewards. Rename the column."
         raise config_error(flag, message)
+    if cfg.turns.has_agent:  # its verdict may add columns
+        return
 
     def without(wanted: Sequence[str]) -> str:
         return "" if set(wanted).intersection(of_episodes) else rows.without(wanted)
@@ -398,7 +401,8 @@ def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str
     `planning.check` checks lengths that the settings determine.
     """
     longest = longest_completion(cfg)
-    if cfg.data.max_prompt_length is not None or rows.longest_prompt is None or length_problems(shape, 1 + longest):
+    is_known = cfg.data.max_prompt_length is not None or cfg.turns.has_agent
+    if is_known or rows.longest_prompt is None or length_problems(shape, 1 + longest):
         return []
     return length_problems(shape, rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
 
@@ -466,7 +470,7 @@ PARTS = (
     InputPart("ref_model", reference, "ref_model"),
     InputPart("teacher_model", teacher_model, "teacher_model"),
     InputPart("image processor", image_spec, needs="shape"),
-    InputPart("environment", environment, "environment tools"),
+    InputPart("environment", environment, "environment tools agent agent_command"),
     InputPart("the template", template, needs="environment tokenizer"),
     InputPart("dataset", training_set),
     InputPart("the held-out sets", held_out_sets),

@@ -106,6 +106,7 @@ def _elsewhere(cfg: Config) -> Absent:
 def user_code(cfg: Config) -> list[tuple[str, str, str]]:
     """Return (part, setting, file:name) for all user code that validation imports."""
     turns = [("environment", "environment", cfg.turns.environment), *(("environment", "tools", spec) for spec in cfg.turns.tools)]
+    turns += [("environment", flag, getattr(cfg.turns, flag)) for flag in ("agent", "agent_verdict")]
     code = [*(("reward", "reward_funcs", spec) for spec in cfg.rewards.reward_funcs), *turns]
     return [
         (part, flag, spec) for part, flag, spec in (*code, ("rollout_func",) * 2 + (cfg.rollout.rollout_func,)) if spec and _is_file(spec)

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, printable, problem_with
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import longest_completion
+from megatron_grpo.config.evaluation import longest_context
 from megatron_grpo.config.sampling_mask import max_mask_tokens
 from megatron_grpo.config.servers import Address, addresses_of, read_token
 from megatron_grpo.data.image_processing import ImageProcessorSpec
@@ -144,7 +144,7 @@ def needs_of(
         max_images: Largest number of images in a prompt.
     """
     return ServerRequirements(
-        max_model_len=longest_prompt + longest_completion(cfg),
+        max_model_len=longest_context(cfg, longest_prompt),
         shape=flat(shape),
         adapter_rank=lora.slot_rank if lora else 0,
         returns_experts=cfg.grpo.router_replay_mode == "R3",

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import ConfigError, NoRolloutServerError, Problem, RunError, config_error, problem_with
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import longest_completion
+from megatron_grpo.config.evaluation import longest_context
 from megatron_grpo.config.servers import read_token, teacher_addresses
 from megatron_grpo.data.chat import vocabulary_of
 from megatron_grpo.servers import wire
@@ -50,9 +50,10 @@ class TeacherRequirements:
             longest_prompt: Length of the longest prompt in tokens.
         """
         longest = longest_prompt + cfg.rollout.max_completion_length
-        if cfg.turns.environment or cfg.rollout.rollout_func:  # these may extend the prompt, up to the context length of the sampler
+        if cfg.turns.environment or cfg.turns.has_agent or cfg.rollout.rollout_func:
+            # These may extend the prompt, up to the context length of the sampler.
             given = cfg.rollout.vllm_max_model_len if cfg.rollout.rollout_func else None
-            longest = given or longest_prompt + longest_completion(cfg)
+            longest = given or longest_context(cfg, longest_prompt)
         return cls(max_model_len=longest + 1, vocabulary=vocabulary_of(tokenizer), vocab_size=shape.vocab_size)
 
     def problem(self, state: wire.State) -> str | None:

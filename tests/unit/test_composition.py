@@ -32,6 +32,7 @@ TOOL = '''def f(x: int) -> int:
     """
     return 2 * x
 '''
+AGENT = "def solve(row, endpoint): pass\n\n\ndef verdict(row, folder, output, messages): pass\n"
 ENVIRONMENT = """
 from megatron_grpo.environments.protocol import Environment
 class E(Environment):
@@ -58,7 +59,7 @@ MODELS = {
 def ask(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").write_text(TOOL)
-    (tmp_path / "e.py").write_text(ENVIRONMENT)
+    (tmp_path / "e.py").write_text(ENVIRONMENT + AGENT)
 
     def ask(architecture: str, words: str, tuner: str = LORA) -> tuple[int, dict]:
         config = tmp_path / "config.json"

@@ -12,7 +12,7 @@ from megatron_grpo.base.errors import config_error
 from megatron_grpo.checkpoint.fingerprints import TEACHER
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import longest_completion
+from megatron_grpo.config.evaluation import longest_context
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.parallel.state import ParallelState
@@ -53,7 +53,7 @@ def build_colocated(
         cfg.rollout,
         model_path=inputs.model_path,
         dtype=cfg.model.torch_dtype,
-        max_model_len=inputs.longest_prompt + longest_completion(cfg),
+        max_model_len=longest_context(cfg, inputs.longest_prompt),
         seed=cfg.run.seed,
         rank=parallel.rank,
         world_size=parallel.world_size,
@@ -155,19 +155,26 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
     if inputs.environment is None and inputs.rollout_func is None:
         return sampler
     if not hasattr(sampler, "play"):
-        flag = "rollout_func" if inputs.rollout_func else "environment" if cfg.turns.environment else "tools"
+        flag = "rollout_func" if inputs.rollout_func else cfg.turns.player
         message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), and cannot draw turns. Leave {flag} out."
         raise config_error(flag, message)
     engine = cast("TurnEngine", sampler)
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
-    max_model_len = inputs.longest_prompt + longest_completion(cfg)
+    max_model_len = longest_context(cfg, inputs.longest_prompt)
     if inputs.rollout_func is not None:
         from megatron_grpo.environments.rollout_func import RolloutFuncSampler
 
         return RolloutFuncSampler(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
+    assert inputs.environment is not None
+    if cfg.turns.has_agent:
+        from megatron_grpo.environments.agent_programs import AgentEnvironment
+        from megatron_grpo.environments.agents import AgentRunnerFactory, AgentSampler
+
+        agent = cast("type[AgentEnvironment]", inputs.environment)
+        stage = AgentRunnerFactory.of(cfg, agent, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
+        return AgentSampler(engine, stage)
     from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory, Episodes
 
-    assert inputs.environment is not None
     return Episodes(
         engine, EpisodeRunnerFactory.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
     )

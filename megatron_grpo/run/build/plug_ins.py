@@ -45,7 +45,7 @@ def notes_of_template(cfg: Config, environment: type[Environment], tokenizer: An
     """
     from megatron_grpo.environments.loading import look_at, template_of
 
-    template, flag = template_of(cfg, environment, tokenizer, model_path=model_path), "environment" if cfg.turns.environment else "tools"
+    template, flag = template_of(cfg, environment, tokenizer, model_path=model_path), cfg.turns.player
     return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)
 
 

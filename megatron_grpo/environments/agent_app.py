@@ -1,0 +1,305 @@
+"""HTTP endpoint of agents: an ASGI application in a thread beside the engine. A key is an episode; nothing is answered without one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_grpo.base.errors import printable
+from megatron_grpo.environments import agent_forms
+from megatron_grpo.environments.agent_session import AgentRefusalError, AgentSession, AgentTurn, over
+from megatron_grpo.rollout.engine import SamplingSettings
+
+MOST_BYTES, MOST_OPEN = 16 << 20, 32  # of one request; open requests of one session
+SECONDS_BETWEEN_COMMENTS = 10.0  # of a stream that waits for its answer
+_LOG = logging.getLogger(__name__)
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(slots=True, eq=False)
+class AgentCall:
+    """One sampled answer, and who waits for it."""
+
+    turn: AgentTurn
+    session: AgentSession
+    done: asyncio.Future[None]
+    asked_at: float = field(default_factory=time.monotonic)
+    num_waiting: int = 0  # clients
+
+
+class Answering(Protocol):
+    """The open episode of a key."""
+
+    session: AgentSession
+    reward: float | None
+
+    @property
+    def api_key(self) -> str:
+        """Key of the agent."""
+
+    @property
+    def verdict_key(self) -> str:
+        """Key for the reward."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    episode: Answering
+    calls: dict[str, AgentCall] = field(default_factory=dict)  # the last one of each body
+    num_open: int = 0
+
+
+class AgentServer:
+    """The endpoint of the episodes of one rollout.
+
+    Args:
+        episodes: The episodes. Keys of other episodes are refused.
+        sampling: Sampling settings of the run.
+        ask: Passes a call to the engine's thread. `answered` is called when its turn is sampled.
+        overruled: Receives a description of each sampling parameter that is not the run's.
+
+    Attributes:
+        url: Where it listens, without a path.
+    """
+
+    def __init__(
+        self, episodes: Sequence[Answering], sampling: SamplingSettings, *, ask: Callable[[AgentCall], None],
+        overruled: Callable[[str], None],
+    ):  # fmt: skip
+        entries = [_Entry(one) for one in episodes]
+        self._agents = {_digest(entry.episode.api_key): entry for entry in entries}
+        self._verdicts = {_digest(entry.episode.verdict_key): entry for entry in entries}
+        self._sampling, self._ask, self._overruled = sampling, ask, overruled
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._loop, self._server = asyncio.new_event_loop(), _server(self._app)
+        self._thread = threading.Thread(target=self._run, name="agents' endpoint", daemon=True)
+        self._thread.start()
+
+    def answered(self, call: AgentCall) -> None:
+        """Wake up the clients of a call. Called from the engine's thread.
+
+        Args:
+            call: The call, whose turn is sampled or refused.
+        """
+        self._loop.call_soon_threadsafe(_finish, call.done)
+
+    def close(self) -> None:
+        """End the endpoint and its open requests."""
+        self._agents, self._verdicts = {}, {}
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    # ---- one request
+
+    async def _app(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path, headers = scope["path"], {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            entry = _entry(self._verdicts if path == "/v1/verdict" else self._agents, headers)
+            await self._answer(scope["method"], path, headers, entry, receive, send)
+        except AgentRefusalError as refusal:
+            await _refuse(send, path, refusal)
+        except Exception:  # noqa: BLE001 - a fault of the endpoint, which must not be repeated by a client
+            _LOG.exception("The agents' endpoint failed to answer %s.", path)
+            await _refuse(send, path, AgentRefusalError(500, "internal", "the endpoint failed; the log of the run has the traceback."))
+
+    async def _answer(self, method: str, path: str, headers: dict[str, str], entry: _Entry, receive: Receive, send: Send) -> None:
+        if (method, path) == ("GET", "/v1/models"):
+            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megatron-grpo"}
+            return await _send_json(send, 200, {"object": "list", "data": [model]})
+        form = agent_forms.FORMS.get(path.removesuffix("/count_tokens") if path.startswith("/v1/messages") else path)
+        if method != "POST" or (form is None and path != "/v1/verdict"):
+            raise AgentRefusalError(404, "not_found", f"{method} {path} is not a route of this endpoint.")
+        if entry.num_open >= MOST_OPEN:
+            raise AgentRefusalError(429, "too_many", f"{MOST_OPEN} requests of this key are open.", retry_after=1)
+        entry.num_open += 1
+        try:
+            raw = await _body(receive)
+            try:
+                body = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise agent_forms.invalid(f"the body is not JSON: {error}") from error
+            if not isinstance(body, dict):
+                raise agent_forms.invalid("the body must be a JSON object.")
+            if form is None:
+                return await _send_json(send, 200, _verdict(entry.episode, body))
+            try:
+                request = form.read(body)
+                count = entry.episode.session.count_tokens(request) if path.endswith("/count_tokens") else 0
+            except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field of another type than the protocol's
+                raise agent_forms.invalid(f"the request cannot be read: {type(error).__name__} {printable(error)}") from error
+            if path.endswith("/count_tokens"):
+                return await _send_json(send, 200, {"input_tokens": count})
+            if (refusal := agent_forms.unsupported(body, self._sampling, request.stop)) is not None:
+                raise refusal
+            call = self._call(entry, path, raw, headers, request, body)
+            await _Reply(call, form, path, receive, send).run()
+        except AgentRefusalError:
+            entry.episode.session.counts["refused"] += 1
+            raise
+        finally:
+            entry.num_open -= 1
+
+    def _call(
+        self, entry: _Entry, path: str, raw: bytes, headers: dict[str, str], request: agent_forms.AgentRequest, body: dict[str, Any]
+    ) -> AgentCall:
+        """Return the call of a request: a new one, or the earlier one that it repeats."""
+        session = entry.episode.session
+        key = headers.get("idempotency-key", "")
+        digest = hashlib.blake2b(f"{path}\0{key}\0".encode() + raw, digest_size=16).hexdigest()
+        known = entry.calls.get(digest)
+        is_marked = headers.get("x-stainless-retry-count", "0") != "0" or bool(key)
+        if known is not None and not session.ended and (is_marked or (not known.num_waiting and not known.turn.is_read)):
+            session.counts["retries"] += 1
+            return known
+        turn = session.prepare(request)
+        for words in agent_forms.overruled(body, self._sampling):
+            session.counts["overruled"] += 1
+            self._overruled(words)
+        call = entry.calls[digest] = AgentCall(turn, session, asyncio.get_running_loop().create_future())
+        self._ask(call)
+        return call
+
+
+class _Reply:
+    """The answer of one call to one client."""
+
+    def __init__(self, call: AgentCall, form: agent_forms.Form, path: str, receive: Receive, send: Send):
+        self._call, self._form, self._path, self._receive, self._send = call, form, path, receive, send
+        self._has_begun = False
+
+    async def run(self) -> None:
+        """Wait for the turn and send it. A client that leaves may send the request again: its turn is sampled all the same."""
+        call, gone = self._call, asyncio.ensure_future(self._receive())  # after the body it returns when the client leaves
+        is_streamed = call.turn.request.is_streamed
+        call.num_waiting += 1
+        try:
+            while not call.done.done():
+                await asyncio.wait(
+                    [call.done, gone], timeout=SECONDS_BETWEEN_COMMENTS if is_streamed else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                if gone.done():
+                    return
+                if not call.done.done():
+                    await self._write(": wait\n\n")
+            if call.turn.refusal is not None:
+                await self._refuse(call.turn.refusal)
+            elif is_streamed:
+                *first, last = self._form.events(call.turn)
+                await self._write("".join(first))
+                await asyncio.sleep(0)  # a client that has left is noticed here
+                if not gone.done():
+                    await self._deliver(self._send({"type": "http.response.body", "body": last.encode()}))
+            elif not gone.done():
+                await self._deliver(_send_json(self._send, 200, self._form.answer(call.turn)))
+        finally:
+            call.num_waiting -= 1
+            gone.cancel()
+
+    async def _deliver(self, sending: Awaitable[None]) -> None:
+        """Send the end of the answer. It counts as read before: the episode may end as soon as the agent has it."""
+        turn = self._call.turn
+        was_read, turn.is_read = turn.is_read, True
+        try:
+            await sending
+        except BaseException:
+            turn.is_read = was_read
+            raise
+
+    async def _write(self, text: str) -> None:
+        if not self._has_begun:
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._has_begun = True
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+    async def _refuse(self, refusal: AgentRefusalError) -> None:
+        if not self._has_begun:
+            raise refusal
+        text = f"event: error\ndata: {json.dumps(agent_forms.error_body(self._path, refusal))}\n\n"
+        await self._send({"type": "http.response.body", "body": text.encode()})
+
+
+def _finish(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def _server(app: Any) -> Any:
+    import uvicorn
+
+    return uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none",
+                                         timeout_keep_alive=60, interface="asgi3", proxy_headers=False))  # fmt: skip
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _entry(known: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
+    """Return the open episode of a key. Digests are compared, so the time of the answer tells nothing about the keys."""
+    key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+    digest = _digest(key)
+    found = [entry for wanted, entry in known.items() if hmac.compare_digest(wanted, digest)]
+    if not found:
+        raise AgentRefusalError(401, "episode_over", "no open episode has this key.")
+    if found[0].episode.session.ended == "done":
+        raise over("done")
+    return found[0]
+
+
+def _verdict(episode: Answering, body: dict[str, Any]) -> dict[str, Any]:
+    value = body.get("reward")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+        raise agent_forms.invalid("reward must be a finite number.")
+    episode.reward = float(value)
+    return {}
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, size, more = list[bytes](), 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise agent_forms.invalid("the body is incomplete.")
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if size > MOST_BYTES:
+            raise AgentRefusalError(413, "too_large", f"the body has more than {MOST_BYTES >> 20} MiB.")
+    return b"".join(parts)
+
+
+async def _refuse(send: Send, path: str, refusal: AgentRefusalError) -> None:
+    headers = [(b"x-should-retry", b"false" if refusal.retry_after is None else b"true")]
+    if refusal.retry_after is not None:
+        headers.append((b"retry-after", str(refusal.retry_after).encode()))
+    if refusal.status == 413:
+        headers.append((b"connection", b"close"))
+    await _send_json(send, refusal.status, agent_forms.error_body(path, refusal), headers)
+
+
+async def _send_json(send: Send, status: int, value: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    body = json.dumps(value).encode()
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})

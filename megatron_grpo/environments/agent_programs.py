@@ -1,0 +1,250 @@
+"""Agents of a run: the user's function, or a program that is started for each episode, and what decides how well it did. No torch."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import numbers
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, describe_value, printable, problem_with
+from megatron_grpo.config.config import Config
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError
+from megatron_grpo.rewards.loading import user_object
+
+SECONDS_BETWEEN_LOOKS = 0.05
+SECONDS_AFTER_END = 10.0  # in which a program may end by itself after its episode has ended
+SECONDS_TO_TERMINATE = 5.0  # between SIGTERM and SIGKILL
+OUTPUT, MOST_OUTPUT = 64 << 10, 16 << 20  # bytes of a program's output: that reward functions get, and that it may write
+
+# Runs in a program's process before the program. When the thread that started it is gone, so is the run, and the kernel kills the program.
+_BEGIN = """
+import ctypes, os, resource, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the run has ended")
+if memory := int(sys.argv[2]) << 20:
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+class AgentError(Exception):
+    """The agent failed; its episode trains nothing. The message completes a sentence about the agent."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Endpoint:
+    """What an agent function receives as its second argument. Its key is valid until the function returns."""
+
+    url: str  # http://127.0.0.1:PORT, for clients of Anthropic's protocol
+    api_key: str
+    verdict_key: str  # for POST /v1/verdict {"reward": 1.0} by a harness elsewhere; no environment variable holds it
+    timeout: float  # seconds of the episode
+    is_over: Callable[[], bool] = field(repr=False)  # whether the episode has ended, so further requests are refused
+    messages: Callable[[], list[dict[str, Any]]] = field(repr=False)  # the conversation so far, as the last request saw it
+    closed: threading.Event = field(repr=False, default_factory=threading.Event)  # set when the rollout ends early
+    ended: threading.Event = field(repr=False, default_factory=threading.Event)  # set when a program and its group have ended
+
+    @property
+    def base_url(self) -> str:
+        """Base URL for clients of OpenAI's protocol."""
+        return f"{self.url}/v1"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that the clients of both protocols read."""
+        return {
+            "OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.api_key, "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentResult:
+    """What an agent's episode came to, besides its turns."""
+
+    reward: float | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)  # for reward functions
+    is_late: bool = False  # the agent was ended by its timeout
+
+
+class AgentEnvironment(Environment):
+    """Stands for agents where a run looks at its environment. `load_agent` makes subclasses."""
+
+    solve: ClassVar[Callable[[dict[str, Any], Endpoint], Any]]  # returns what `as_result` reads, or an awaitable of it
+    timeout_of_call: ClassVar[float]  # longer than that of the agent: a program is ended, and then its verdict is called
+
+
+def load_agent(cfg: Config) -> type[AgentEnvironment]:
+    """Load the agent of a run. Imports user code.
+
+    Args:
+        cfg: The settings of the run.
+
+    Raises:
+        ConfigError: The function, the program or the verdict cannot be used.
+    """
+    turns = cfg.turns
+    if turns.agent is not None:
+        solve = _function(turns.agent, "agent", "row, endpoint")
+        return type("Agent", (AgentEnvironment,), {"solve": staticmethod(solve), "timeout_of_call": turns.agent_timeout})
+    verdict = _function(turns.agent_verdict, "agent_verdict", "row, folder, output, messages") if turns.agent_verdict else None
+    program = AgentProgram(
+        _words(turns.agent_command or ""), verdict=verdict, columns=turns.agent_columns, variables=turns.agent_env,
+        memory_mb=turns.agent_memory_mb,
+    )  # fmt: skip
+    longest = 2 * turns.agent_timeout + SECONDS_AFTER_END + SECONDS_TO_TERMINATE  # the program's time, and the verdict's
+    return type("Agent", (AgentEnvironment,), {"solve": program, "timeout_of_call": longest})
+
+
+def _function(spec: str, flag: str, arguments: str) -> Callable[..., Any]:
+    found = user_object(spec, flag=flag)
+    try:
+        inspect.signature(found).bind(*arguments.split(", "))
+    except (TypeError, ValueError) as error:
+        raise config_error(flag, f"{flag}: {spec} must be a function that accepts ({arguments}): {printable(error)}.") from error
+    if inspect.isclass(found) or inspect.isasyncgenfunction(found) or inspect.isgeneratorfunction(found):
+        raise config_error(flag, f"{flag}: {spec} is not a plain function.")
+    return cast(Callable[..., Any], found)
+
+
+def _words(command: str) -> list[str]:
+    """Return the words of a command, with files made absolute, because each program runs in a folder of its own."""
+    try:
+        words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(command)]
+    except ValueError as error:
+        raise config_error("agent_command", f"agent_command ({command}): {error}.") from error
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError([_not_found(words[0] if words else "", command)])
+    return words
+
+
+def _not_found(word: str, command: str) -> Problem:
+    return problem_with("agent_command", f"agent_command ({command}): {word or 'nothing'} is not a program on this machine.")
+
+
+def as_result(value: Any, who: str) -> AgentResult:
+    """Read what an agent function or a verdict returned.
+
+    Args:
+        value: A finite number, a dict with `reward` and columns for reward functions, or None.
+        who: Name of the function, for the error message.
+
+    Raises:
+        InvalidReplyError: It is something else.
+    """
+    columns = dict(value) if isinstance(value, Mapping) else {}
+    reward = columns.pop("reward", None) if isinstance(value, Mapping) else value
+    if not all(isinstance(name, str) for name in columns):
+        raise InvalidReplyError(f"{who} returned a dict with a key that is not a string")
+    if reward is None:
+        return AgentResult(columns=columns)
+    if not isinstance(reward, (numbers.Real, bool)) or not math.isfinite(reward):
+        raise InvalidReplyError(f"{who} returned {describe_value(value)}; expected a finite number, a dict with reward, or None")
+    return AgentResult(reward=float(reward), columns=columns)
+
+
+class AgentProgram:
+    """Starts a program for each episode, in a folder and with an environment of its own, and ends it with its process group.
+
+    Args:
+        words: Program and arguments.
+        verdict: Called after the program has ended: (row, folder, output, messages).
+        columns: Columns of the row that the program gets.
+        variables: Names of environment variables of the run that it gets.
+        memory_mb: Limit for the address space of a process; 0: none.
+    """
+
+    def __init__(
+        self, words: Sequence[str], *, verdict: Callable[..., Any] | None = None, columns: Sequence[str] = (),
+        variables: Sequence[str] = (), memory_mb: int = 0,
+    ):  # fmt: skip
+        self.words, self.verdict, self.columns, self.variables, self.memory_mb = list(words), verdict, columns, variables, memory_mb
+
+    def __call__(self, row: dict[str, Any], endpoint: Endpoint) -> AgentResult:
+        """Play one episode in the calling thread.
+
+        Raises:
+            AgentError: The program failed.
+            InvalidReplyError: The verdict is not a reward.
+        """
+        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as name, tempfile.TemporaryFile() as output:
+            folder = Path(name) / "home"
+            folder.mkdir()
+            (Path(name) / "row.json").write_text(
+                json.dumps({"prompt": row["prompt"], **{column: row.get(column) for column in self.columns}}), encoding="utf-8"
+            )
+            is_late = self._run(folder, output, endpoint)
+            size = output.seek(0, os.SEEK_END)
+            output.seek(max(0, size - OUTPUT))
+            text = output.read().decode("utf-8", "replace")
+            found = AgentResult()
+            if self.verdict is not None and endpoint.messages():
+                try:
+                    value = self.verdict(row, folder, text, endpoint.messages())
+                except Exception as error:
+                    raise InvalidReplyError(f"agent_verdict raised {type(error).__name__}: {printable(error)}") from error
+                found = as_result(value, "agent_verdict")
+                if found.reward is None:
+                    raise InvalidReplyError("agent_verdict returned no reward; expected a finite number, or a dict with reward")
+            return AgentResult(reward=found.reward, columns={**found.columns, "agent_output": text}, is_late=is_late)
+
+    def _run(self, folder: Path, output: Any, endpoint: Endpoint) -> bool:
+        """Run the program to its end. Returns whether its time was over."""
+        known = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ", *self.variables) if name in os.environ}
+        own = {"HOME": str(folder), "TMPDIR": str(folder), "AGENT_ROW": str(folder.parent / "row.json")}
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BEGIN, str(os.getpid()), str(self.memory_mb), *self.words],
+            cwd=folder, env=known | own | endpoint.variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        until, is_late = time.monotonic() + endpoint.timeout, False
+        try:
+            while process.poll() is None and not endpoint.closed.wait(SECONDS_BETWEEN_LOOKS):
+                if os.fstat(output.fileno()).st_size > MOST_OUTPUT:
+                    raise AgentError(f"wrote more than {MOST_OUTPUT >> 20} MiB of output")
+                if endpoint.is_over():
+                    until = min(until, time.monotonic() + SECONDS_AFTER_END)
+                if is_late := time.monotonic() >= until:
+                    break
+        finally:
+            _end_group(process)
+            endpoint.ended.set()
+        if endpoint.closed.is_set():
+            raise AgentError("was ended with the rollout")
+        if process.returncode and not is_late and not endpoint.is_over():
+            output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT))
+            lines = output.read().decode("utf-8", "replace").strip().splitlines()
+            how = f"exit status {process.returncode}" if process.returncode > 0 else signal.Signals(-process.returncode).name
+            raise AgentError(f"ended with {how}: {lines[-1][:300] if lines else 'it has written nothing'}")
+        return is_late
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a program, and what it has left behind in its process group."""
+    try:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(SECONDS_TO_TERMINATE)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()

@@ -1,0 +1,381 @@
+"""Token IDs of one agent's episode: which context a request continues, and what of it is trained.
+
+An agent sends whole conversations, in any order and also in parallel. A request is matched by text: the rendering of its messages, in
+which earlier turns of the session stand as they were sampled, is compared with the text of each earlier turn. It continues with tokens:
+those of the longest match stay as they were sampled, and only the rest is encoded. A request that does not continue the end of a context
+begins a new one, in which the matched tokens are not trained again.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.base.errors import printable
+from megatron_grpo.environments.protocol import Message
+from megatron_grpo.environments.tools import MARKS, ReadCalls
+from megatron_grpo.environments.trajectory import ChatTemplate, Context, SampledSpan, TokenizedTrajectory, joined
+from megatron_grpo.rollout.turns import Key, SampledTurn
+
+LARGE = 1_000_000  # characters; the length of a longer rendering is estimated before it is encoded
+_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
+class AgentRefusalError(Exception):
+    """A request of an agent that gets no answer.
+
+    Args:
+        status: HTTP status.
+        code: Code of the error, for programs.
+        message: Sentence for the user of the agent.
+        retry_after: Seconds after which the client may ask again; None: never.
+    """
+
+    def __init__(self, status: int, code: str, message: str, *, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.code, self.retry_after = status, code, retry_after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Limits of one episode."""
+
+    max_model_len: int  # tokens of one context
+    max_completion_length: int  # tokens of all contexts, without the prompt of the first one
+    max_turns: int
+    max_contexts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRequest:
+    """What a request asks for, in whichever protocol it came."""
+
+    messages: Sequence[Message]  # contents are strings
+    tools: Sequence[Mapping[str, Any]] = ()
+    max_tokens: int | None = None
+    is_streamed: bool = False
+    has_usage: bool = False  # a stream ends with the numbers of tokens
+    model: str = "policy"
+    stop: Sequence[str] = ()
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the answer is not to be trained."""
+        return self.model.endswith("-aside")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AgentTurn:
+    """One request with its answer."""
+
+    request: AgentRequest
+    number: int  # of the request in its session
+    before: tuple[int, ...]  # token IDs to sample after
+    shown: str  # the text of `before`
+    prefill: str  # end of `shown` that belongs to the answer, such as `<think>`
+    seed: int
+    max_tokens: int
+    parent: AgentTurn | None  # turn whose tokens `before` begins with
+    context: Context | None  # the context that it continues; None: a new one
+    sampled: SampledTurn | None = None
+    span: SampledSpan | None = None
+    content: str = ""  # of the assistant's message, as sampled
+    text: str = ""  # of `before` and the sampled tokens
+    message: dict[str, Any] = field(default_factory=dict)  # the answer that the agent gets
+    refusal: AgentRefusalError | None = None
+    is_read: bool = False  # the answer was delivered, or a later request contains it
+    is_continued: bool = False
+
+
+class AgentSession:
+    """Contexts and turns of one episode. Threads may use it; a request changes nothing until its answer is sampled.
+
+    Args:
+        template: The chat template.
+        limits: Limits of the episode.
+        key: Prompt number, and index in the group.
+        seed: Seed of the run.
+        reader: Returns the parser of tool calls for the tools of a request.
+
+    Attributes:
+        ended: Why no further request is answered: "max_turns", "length", or "done"; "" while the session is open.
+        counts: Numbers of contexts, forks, retries and refusals.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, limits: SessionLimits, *, key: Key, seed: int,
+        reader: Callable[[Sequence[Mapping[str, Any]]], ReadCalls],
+    ):  # fmt: skip
+        self.limits, self.key, self.ended = limits, key, ""
+        self.seconds_waited = 0.0  # of all requests together, for the sampler
+        self.turns: list[AgentTurn] = []  # with a sampled answer, in the order of sampling
+        self.counts: Counter[str] = Counter()
+        self._template, self._seed, self._reader = template, seed, reader
+        self._guards = template.guards()
+        self._lock = threading.RLock()
+        self._contexts: list[tuple[Context, list[AgentTurn]]] = []
+        self._by_message: dict[str, list[AgentTurn]] = {}
+        self._by_call: dict[str, AgentTurn] = {}
+        self._seeds: Counter[str] = Counter()  # how often each context was sampled after
+        self._num_turns = self._num_tokens = self._num_new = 0  # tokens of all contexts; new contexts of open requests
+        self._prefill: str | None = None
+
+    def end(self, reason: str) -> None:
+        """Refuse all further requests.
+
+        Args:
+            reason: Why. Of several reasons the first one counts.
+        """
+        self.ended = self.ended or reason
+
+    # ---- from a request to tokens
+
+    def prepare(self, request: AgentRequest) -> AgentTurn:
+        """Return the turn to sample for a request.
+
+        Args:
+            request: The request.
+
+        Raises:
+            AgentRefusalError: The episode is over, a limit is reached, which ends it, or the messages cannot be rendered.
+        """
+        with self._lock:
+            if self.ended:
+                raise over(self.ended)
+            if self._num_turns >= self.limits.max_turns:
+                raise self._ended_by("max_turns", f"max_turns {self.limits.max_turns}")
+            full, known = self._rendered(request)
+            if self._is_long(full):
+                raise self._ended_by("length", f"{self.limits.max_model_len} tokens of a context")
+            parent = max((turn for turn in self.turns if full.startswith(turn.text)), key=lambda turn: len(turn.text), default=None)
+            turn = self._turn(request, full, self._encoded(full, parent), parent)
+            while parent is not None:  # its whole text is in the request
+                parent.is_read, parent = True, parent.parent
+            for one in known:
+                one.is_read = True
+            return turn
+
+    def count_tokens(self, request: AgentRequest) -> int:
+        """Return the number of tokens of a request without changing the session.
+
+        Args:
+            request: The request.
+
+        Raises:
+            AgentRefusalError: The messages cannot be rendered, or are far longer than a context.
+        """
+        with self._lock:
+            full, _ = self._rendered(request)
+            if self._is_long(full):
+                raise AgentRefusalError(400, "invalid_request", f"the messages have more than {self.limits.max_model_len} tokens.")
+            return len(self._template.encode(full, self._guards))
+
+    def _rendered(self, request: AgentRequest) -> tuple[str, list[AgentTurn]]:
+        """Return the rendering of a request, and the turns of the session that it repeats."""
+        template = copy.copy(self._template)
+        template.tools = self._guards.guarded(request.tools) or None
+        messages, known = self._recognized(request.messages)
+        try:
+            full = template.render(messages)
+            if self._prefill is None:
+                self._prefill = template.prefill(messages, full)
+        except Exception as error:  # a template may raise anything
+            raise AgentRefusalError(400, "invalid_request", f"the chat template rejects the messages: {printable(error)}") from error
+        return full, known
+
+    def _ended_by(self, reason: str, limit: str) -> AgentRefusalError:
+        self.end(reason)
+        return AgentRefusalError(401, "episode_over", f"the episode has reached its limit ({limit})")
+
+    def _is_long(self, full: str) -> bool:
+        """Return whether a rendering has so many characters that it exceeds a context for certain, without encoding it."""
+        return len(full) > max(LARGE, self.limits.max_model_len * self._template.longest)
+
+    def _encoded(self, full: str, parent: AgentTurn | None) -> list[int]:
+        if parent is None:
+            return self._template.encode(full, self._guards)
+        assert parent.sampled is not None
+        return [*parent.before, *parent.sampled.token_ids, *self._template.encode(full[len(parent.text) :], self._guards)]
+
+    def _turn(self, request: AgentRequest, full: str, ids: list[int], parent: AgentTurn | None) -> AgentTurn:
+        """Return the turn, after checking the limits, and count it."""
+        limits, context = self.limits, None
+        if parent is not None and not parent.is_continued:
+            context = next(context for context, turns in self._contexts if turns[-1] is parent)
+        elif len(self._contexts) + self._num_new >= limits.max_contexts:
+            raise self._ended_by("length", f"max_agent_contexts {limits.max_contexts}")
+        added = len(ids) - len(context.ids) if context is not None else len(ids)
+        left = self._budget(len(ids)) - self._num_tokens - added
+        room = min(limits.max_model_len - len(ids), left)
+        if room < 1:
+            raise self._ended_by("length", f"{len(ids)} tokens of {limits.max_model_len} in a context, {left} left of the row's")
+        digest = hashlib.blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
+        seed = hashlib.blake2b(f"{self._seed} {self.key} {digest} {self._seeds[digest]}".encode(), digest_size=4).digest()
+        self._seeds[digest] += 1
+        self._num_turns += 1
+        self._num_new += context is None
+        if context is not None:
+            assert parent is not None
+            parent.is_continued = True
+        self.counts["forks"] += context is None and parent is not None
+        return AgentTurn(
+            request=request, number=self._num_turns - 1, before=tuple(ids), shown=full, prefill=self._prefill or "", parent=parent,
+            seed=int.from_bytes(seed, "big"), max_tokens=min(room, request.max_tokens or room), context=context,
+        )  # fmt: skip
+
+    def _budget(self, first: int) -> int:
+        """Return the limit for the tokens of all contexts. `first` is the length of the first prompt, where none was sampled after yet."""
+        opened = [turns[0] for _, turns in self._contexts]
+        return self.limits.max_completion_length + (len(opened[0].before) if opened else first)
+
+    def _recognized(self, messages: Sequence[Message]) -> tuple[list[Message], list[AgentTurn]]:
+        """Return the messages with earlier turns of the session as they were sampled, and those turns. All other text is guarded."""
+        shown: list[Message] = []
+        known: list[AgentTurn] = []
+        before = None
+        for index, message in enumerate(messages):
+            turn = self._said(message, index, before) if message["role"] == "assistant" else None
+            if turn is not None:
+                known.append(turn)
+                shown.append({"role": "assistant", "content": turn.content})
+            else:
+                shown += self._guards.over([_with_parsed_arguments(message)])
+            before = turn if message["role"] == "assistant" else before
+        return shown, known
+
+    def _said(self, message: Message, index: int, before: AgentTurn | None) -> AgentTurn | None:
+        """Return the turn that an assistant's message repeats. IDs of calls decide first, then the turn before."""
+        said = _canonical(message)  # a turn whose own request had this message, such as an example of the agent's, is not the one
+        found = [
+            turn for turn in self._by_message.get(said, ())
+            if index >= len(turn.request.messages) or _canonical(turn.request.messages[index]) != said
+        ]  # fmt: skip
+        ours = [turn for call in message.get("tool_calls") or () if (turn := self._by_call.get(str(call.get("id")))) is not None]
+        found = [turn for turn in found if ours and turn is ours[0]] or found
+        return next((turn for turn in reversed(found) if turn.parent is before), found[-1] if found else None)
+
+    # ---- from tokens to an answer
+
+    def commit(self, turn: AgentTurn, sampled: SampledTurn) -> None:
+        """Add a sampled turn. Where the row has no room left, the turn is refused instead, and trains nothing.
+
+        Args:
+            turn: From `prepare`.
+            sampled: Its tokens.
+        """
+        with self._lock:
+            context = turn.context
+            self._num_new -= context is None
+            added = len(turn.before) + len(sampled.token_ids) - (len(context.ids) if context is not None else 0)
+            if self._num_tokens + added > self._budget(len(turn.before)):  # requests in parallel had the same room
+                turn.refusal = self._ended_by("length", f"max_completion_length {self.limits.max_completion_length}")
+                return
+            if context is None:
+                context = Context(turn.before)
+                self._contexts.append((context, []))
+            context.ids += turn.before[len(context.ids) :]
+            turn.span = context.add_span(sampled.token_ids, sampled.logprobs, sampled.version, sampled.sampling_mask)
+            next(turns for one, turns in self._contexts if one is context).append(turn)
+            self._num_tokens += added
+            self._read_answer(turn, sampled)
+            self.turns.append(turn)
+            self._by_message.setdefault(_canonical(turn.message), []).append(turn)
+            self._by_call |= {call["id"]: turn for call in turn.message.get("tool_calls", ())}
+
+    def _read_answer(self, turn: AgentTurn, sampled: SampledTurn) -> None:
+        template, ids = self._template, sampled.token_ids
+        is_ended = bool(ids) and ids[-1] in template.end_ids
+        text = template.decode_behind(turn.before[-1:], ids[:-1] if is_ended else ids)
+        turn.sampled, turn.content = sampled, turn.prefill + text
+        turn.text = turn.shown + text + (template.decode(ids[-1:]) if is_ended else "")
+        thought = _THOUGHT.match(turn.content)
+        answer = turn.content[thought.end() :] if thought else turn.content
+        turn.message = {"role": "assistant", "content": answer}
+        if thought:
+            turn.message["reasoning_content"] = thought[1].strip()
+        calls = [] if sampled.is_cut or not turn.request.tools else self._reader(turn.request.tools)(turn.content)
+        if calls and not any(call.error for call in calls):  # a call that cannot be parsed stays text, for the agent to answer
+            begin = min((at for mark in MARKS if (at := answer.find(mark)) >= 0), default=0)
+            number, place = self.key
+            turn.message["content"] = answer[:begin].strip() or None
+            turn.message["tool_calls"] = [
+                {"id": f"call_{number}_{place}_{turn.number}_{index}", "type": "function",
+                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
+                for index, call in enumerate(calls)
+            ]  # fmt: skip
+
+    # ---- the row
+
+    @property
+    def read_turns(self) -> list[AgentTurn]:
+        """The turns that are trained."""
+        return [turn for turn in self.turns if turn.is_read and not turn.request.is_aside]
+
+    @property
+    def num_unread(self) -> int:
+        """Number of sampled turns that no agent has read."""
+        return sum(not turn.is_read for turn in self.turns)
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """Token IDs before the first turn; empty without turns."""
+        return min(self.turns, key=lambda turn: turn.number).before if self.turns else ()
+
+    def finished(self) -> TokenizedTrajectory | None:
+        """Return all contexts with their read turns, or None if no turn was read."""
+        trained = {id(turn) for turn in self.read_turns}
+        return joined([
+            (context.ids, [turn.span for turn in turns if id(turn) in trained and turn.span is not None])
+            for context, turns in self._contexts
+        ])  # fmt: skip
+
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        """Return the messages of each trained context as its last read turn saw them, with its answer; the latest one last."""
+        trained = {id(turn): turn.number for turn in self.read_turns}
+        last = [[turn for turn in turns if id(turn) in trained][-1:] for _, turns in self._contexts]
+        ends = sorted((turn for turns in last for turn in turns), key=lambda turn: turn.number)
+        return [
+            [{**message, "content": message.get("content") or ""} for message in (*turn.request.messages, turn.message)] for turn in ends
+        ]
+
+
+def over(reason: str) -> AgentRefusalError:
+    """Return the refusal of a request after the end of its episode.
+
+    Args:
+        reason: Why the episode ended.
+    """
+    return AgentRefusalError(401, "episode_over", f"the episode of this key has ended ({reason})")
+
+
+def _canonical(message: Message) -> str:
+    """Return what a message says, however it is written: white space around it, the order of arguments and IDs do not count."""
+    calls = [(call["function"]["name"], _parsed(call["function"].get("arguments"))) for call in message.get("tool_calls") or ()]
+    return json.dumps([(message.get("content") or "").strip(), calls], sort_keys=True, ensure_ascii=False)
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _with_parsed_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its calls as objects, as chat templates expect them."""
+    if not message.get("tool_calls"):
+        return {**message, "content": message.get("content") or ""}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _parsed(call["function"].get("arguments"))}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}

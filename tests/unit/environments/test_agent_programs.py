@@ -1,0 +1,195 @@
+"""Programs as agents: what they get, how they end, and what is left of them."""
+
+# ruff: noqa: E501 - answers, requests and programs stand on one line each
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import Config
+from megatron_grpo.environments import agent_programs
+from megatron_grpo.environments.agent_programs import AgentProgram, load_agent
+from tests.agents import Ledger, played
+
+ASKS = """
+import json, os, subprocess, sys, time, urllib.request
+def ask(text="hi"):
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+                                     {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+def program(tmp_path: Path, text: str, **options) -> AgentProgram:
+    (tmp_path / "agent.py").write_text(ASKS + text)
+    return AgentProgram([sys.executable, str(tmp_path / "agent.py")], **options)
+
+
+def play(tmp_path: Path, text: str, *, n: int = 1, ledger: Ledger | None = None, rules=None, **options):
+    rows, _ = played(
+        program(tmp_path, text, **options), ledger or Ledger(), n=n, **{"timeout": 60.0, "timeout_of_call": 150.0} | (rules or {})
+    )
+    return rows[0] if n == 1 else rows
+
+
+def alive(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [int(entry.parent.name)] * (
+                mark.encode() in entry.read_bytes() and (entry.parent / "stat").read_text().split()[2] != "Z"
+            )
+        except OSError:
+            pass
+    return found
+
+
+def test_a_program_gets_its_key_the_prompt_the_chosen_columns_and_no_secrets_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("MY_SETTING", "seen")
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
+    text = """
+ask()
+json.dump({"env": dict(os.environ), "row": json.load(open(os.environ["AGENT_ROW"])), "cwd": os.getcwd(), "files": os.listdir("..")}, open("found", "w"))
+print("done by", 42)
+"""
+    found = {}
+
+    def verdict(row, folder, output, messages):
+        found.update(json.loads((folder / "found").read_text()), output=output, last=messages[-1], row_of_run=row, at=str(folder))
+        return {"reward": 0.75, "size": 5}
+
+    row = play(tmp_path, text, verdict=verdict, columns=["hint"], variables=["MY_SETTING"], rules={"needs_reward": True})
+    assert row.finish_reason == "done" and row.record.turn_rewards == (0.75,)
+    assert row.columns["size"] == 5 and row.columns["agent_output"] == found["output"] == "done by 42\n"
+    environment = found["env"]
+    assert set(environment) - {"LC_CTYPE", "LANG", "LC_ALL", "TZ"} == {
+        "PATH", "HOME", "TMPDIR", "AGENT_ROW", "MY_SETTING", "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER",
+    }  # fmt: skip
+    assert environment["OPENAI_API_KEY"] not in ("the user's own", "secret") and environment["HOME"] == found["cwd"] == found["at"]
+    assert found["row"] == {"prompt": [{"role": "user", "content": "q0"}], "hint": None} and sorted(found["files"]) == ["home", "row.json"]
+    assert found["last"]["role"] == "assistant" and not Path(found["at"]).exists()
+
+
+ENDS = {
+    "exit status": ("ask()\nprint('a')\nsys.exit('no such tool')", "error", "ended with exit status 1: no such tool"),
+    "signal": ("ask()\nos.kill(os.getpid(), 11)", "error", "SIGSEGV"),
+    "asks nothing": ("pass", "error", "asked nothing"),
+    "exception": ("ask()\n1 / 0", "error", "ZeroDivisionError: division by zero"),
+    "output": ("ask()\nwhile True: print('x' * 100_000)", "error", "more than 1 MiB of output"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_program_that_fails_trains_nothing_and_its_last_line_says_why(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(agent_programs, "MOST_OUTPUT", 1 << 20)
+    text, reason, fault = ENDS[how]
+    row = play(tmp_path, text)
+    assert row.finish_reason == reason and fault in row.record.numbers.fault
+
+
+def test_memory_of_a_program_is_limited(tmp_path):
+    row = play(tmp_path, "ask()\nx = bytearray(2 << 30)", memory_mb=512)
+    assert row.finish_reason == "error" and "MemoryError" in row.record.numbers.fault
+
+
+@pytest.mark.parametrize("value", ["raise ValueError('bad')", "return float('nan')", "return 'good'", "return None"])
+def test_a_verdict_that_is_no_reward_trains_nothing(tmp_path, value):
+    scope: dict = {}
+    exec(f"def verdict(row, folder, output, messages):\n    {value}", scope)
+    row = play(tmp_path, "ask()", verdict=scope["verdict"], rules={"needs_reward": True})
+    assert row.finish_reason == "nonsense" and "agent_verdict" in row.record.numbers.fault and not any(row.record.turn_rewards)
+
+
+def test_a_program_is_ended_with_what_it_has_started_at_its_time_limit_and_judged(tmp_path):
+    mark = f"left-behind-{os.getpid()}"
+    text = f"""
+ask()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "{mark}"])
+time.sleep(300)
+"""
+    row = play(tmp_path, text, verdict=lambda *args: 0.5, rules={"timeout": 4.0, "needs_reward": True})
+    assert (row.finish_reason, row.record.turn_rewards) == ("max_seconds", (0.5,))
+    assert row.sequence.mask.any() and not alive(mark)
+
+
+def test_what_a_program_leaves_behind_is_ended_before_the_verdict(tmp_path):
+    mark = f"left-behind-{os.getpid()}"
+    text = f"""
+ask()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "{mark}"])
+"""
+    seen = []
+    row = play(tmp_path, text, verdict=lambda *args: float(seen.append(alive(mark)) is None))
+    assert row.finish_reason == "done" and seen == [[]]
+
+
+def test_a_program_that_ignores_the_end_of_its_episode_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_programs, "SECONDS_AFTER_END", 0.5)
+    monkeypatch.setattr(agent_programs, "SECONDS_TO_TERMINATE", 0.5)
+    text = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+n = 0
+while True:
+    n += 1
+    try:
+        ask(str(n))
+    except Exception:
+        time.sleep(0.1)
+"""
+    began = time.monotonic()
+    row = play(tmp_path, text, verdict=lambda *args: 0.25, rules={"max_turns": 2, "needs_reward": True})
+    assert (row.finish_reason, row.record.turn_rewards) == ("max_turns", (None, 0.25))
+    assert time.monotonic() - began < 30 and not alive(str(tmp_path / "agent.py"))
+
+
+def test_only_so_many_programs_run_at_a_time(tmp_path):
+    text = """
+import pathlib
+here = pathlib.Path(__file__).parent
+(here / f"run-{os.getpid()}").touch()
+ask()
+time.sleep(0.3)
+(here / f"seen-{os.getpid()}").write_text(str(len(list(here.glob("run-*")))))
+(here / f"run-{os.getpid()}").unlink()
+"""
+    rows = play(tmp_path, text, n=5, rules={"concurrency": 2})
+    assert [row.finish_reason for row in rows] == ["done"] * 5
+    assert max(int(path.read_text()) for path in tmp_path.glob("seen-*")) <= 2
+
+
+# ---- what is refused before a run
+
+
+def settings(**turns) -> Config:
+    cfg = Config()
+    return replace(cfg, turns=replace(cfg.turns, **turns))
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        ({"agent_command": "no_such_program x"}, "no_such_program is not a program on this machine"),
+        ({"agent_command": "python 'unclosed"}, "No closing quotation"),
+        ({"agent_command": " "}, "nothing is not a program"),
+        ({"agent": "SOLVE:takes_one"}, "must be a function that accepts"),
+        ({"agent": "SOLVE:Class"}, "not a plain function"),
+        ({"agent": "SOLVE:missing"}, "missing"),
+        ({"agent_command": "python x.py", "agent_verdict": "SOLVE:takes_one"}, "agent_verdict: "),
+    ],
+)
+def test_an_agent_that_cannot_be_used_is_refused_before_the_run(tmp_path, turns, words):
+    (tmp_path / "solve.py").write_text("def takes_one(row): pass\nclass Class:\n    def __init__(self, row, endpoint): pass\n")
+    with pytest.raises(ConfigError, match=words):
+        load_agent(settings(**{name: value.replace("SOLVE", str(tmp_path / "solve.py")) for name, value in turns.items()}))
