@@ -245,6 +245,10 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         pass
     try:
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        until = time.monotonic() + SECONDS_TO_TERMINATE
+        while time.monotonic() < until:  # the kernel ends the others of the group a moment later
+            os.killpg(process.pid, 0)
+            time.sleep(0.005)
     except ProcessLookupError:
-        pass
-    process.wait()
+        process.wait()
