@@ -25,7 +25,7 @@ def find_faults(steps: list[dict], evaluations: list[dict], at_most_before: floa
     faults = []
     before, after = ((one[f"mean@{one['n']}"], one[f"mean@{one['n']}/stderr"]) for one in evaluations)
     change, error = evaluations[1].get("change"), evaluations[1].get("change/stderr")
-    difference = max(step["sampling/sampling_logp_difference/max"] for step in steps)
+    difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # none where all rewards are equal
     if before[0] > at_most_before:
         faults.append(f"the score before training is {before[0]:.3f}, more than {at_most_before}: there was little left to learn")
     if after[0] < at_least_after:

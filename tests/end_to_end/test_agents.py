@@ -38,7 +38,7 @@ Path("length").write_text(str(len(said.content)))
 VERDICT = """
 def passed(row, folder, output, messages):
     assert row["answer"] == 1 and messages[-1]["role"] == "assistant"
-    return {"reward": int((folder / "length").read_text()) % 3 / 2, "size": len(messages)}
+    return {"reward": int((folder / "length").read_text()) % 7 / 6, "size": len(messages)}
 
 def short(completions, contexts, size, agent_output, ended):
     assert all(one == "done" for one in ended) and all(count >= 2 for count in size)
@@ -102,5 +102,7 @@ def test_a_run_of_programs_that_is_killed_in_mid_rollout_is_the_run_that_nobody_
     for one, other in zip(whole, found, strict=True):
         kept = [name for name in EXACT if name in one]
         assert len(kept) == len(EXACT) and [other[name] for name in kept] == pytest.approx([one[name] for name in kept], rel=1e-6, abs=1e-9)
+    assert any("sampling/sampling_logp_difference/max" in one for one in whole)
+    for one in whole:
         assert one["agent/contexts"] >= 2 and one["episodes/turns"] == 3 and one["agent/unread"] == 0
-        assert one["sampling/sampling_logp_difference/max"] < 1e-4
+        assert one.get("sampling/sampling_logp_difference/max", 0.0) < 1e-4  # none where all rewards are equal
