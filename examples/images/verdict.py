@@ -31,7 +31,7 @@ def find_faults(run: Path) -> tuple[list[str], str]:
         return [*faults, "there is nothing to judge"], "no run"
     steps, evaluations = read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")
     seconds = sum(step["time/step"] for step in steps)
-    difference = max(step["sampling/sampling_logp_difference/max"] for step in steps)
+    difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # none where all rewards are equal
     told = []
     for kind, chance in CHANCE.items():
         accuracy = [evaluation["correct"] for evaluation in evaluations if evaluation["name"] == kind]

@@ -52,7 +52,7 @@ def find_faults(lora: Path, full: Path, by_peft: int, num_prompts: int) -> list[
     faults = []
     steps, evaluations = read(lora / "metrics.jsonl"), read(lora / "evaluations.jsonl")
     before, after, of_full = evaluations[0]["correct"], evaluations[-1]["correct"], read(full / "evaluations.jsonl")[-1]["correct"]
-    difference = max(step["sampling/sampling_logp_difference/max"] for step in steps)
+    difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # none where all rewards are equal
     if before > AT_MOST_BEFORE:
         faults.append(f"accuracy before training is {before:.3f}, more than {AT_MOST_BEFORE}: there was little left to learn")
     if after < AT_LEAST_AFTER:

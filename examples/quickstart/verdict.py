@@ -28,7 +28,7 @@ def find_faults(run: Path) -> tuple[list[str], str]:
     accuracy = [evaluation["correct"] for evaluation in evaluations]
     seconds = sum(step["time/step"] for step in steps)
     parts = {name: sum(step.get(f"time/{name}", 0.0) for step in steps) for name in PARTS}
-    difference = max(step["sampling/sampling_logp_difference/max"] for step in steps)
+    difference = max(step.get("sampling/sampling_logp_difference/max", 0.0) for step in steps)  # none where all rewards are equal
     if accuracy[0] > AT_MOST_BEFORE:
         faults.append(f"accuracy before training is {accuracy[0]:.3f}, more than {AT_MOST_BEFORE}: there was little left to learn")
     if accuracy[-1] < AT_LEAST_AFTER:
