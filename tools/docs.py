@@ -38,7 +38,15 @@ COMMANDS = (
     "init",
     "completion",
 )
-MOVED = {"stops": "checkpoints/#stop-a-run"}  # a page that was there -> where it went, both as the site has them
+MOVED = {  # a page that was there -> where it went, both as the site has them
+    "ahead": "async_rollouts",
+    "audit": "replica_check",
+    "capsules": "step_dumps",
+    "guard": "gradient_check",
+    "rehearse": "dry_run",
+    "stops": "checkpoints/#stop-a-run",
+    "whatif": "compare_losses",
+}
 API = {
     "Training loop": ["train"],
     "Data types": ["types"],
