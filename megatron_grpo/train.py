@@ -123,7 +123,7 @@ def train(run: Run) -> Progress:
             evaluate_if_due(run, progress, step.evaluates)
             if step.immediate or step.launches:
                 sync_weights(run, progress.step)
-            found += rollouts.sample(step.immediate)
+            found += rollouts.sample(step.immediate, ahead=step.ahead)
             for number in step.launches:
                 rollouts.launch(number)
         buffer, progress = buffer.add(found), progress.add(found)

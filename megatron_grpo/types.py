@@ -9,7 +9,7 @@ the packed stream in a micro-batch), C its trained positions, S the sequences in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -311,6 +311,7 @@ def make_completion(
     text: str,
     finish_reason: str,
     version: int,
+    spans: SequenceOf[tuple[int, int, int]] = (),
     experts: np.ndarray | None = None,
     images: tuple[tuple[int, Image], ...] = (),
     sampling_mask: SamplingMask | None = None,
@@ -324,6 +325,7 @@ def make_completion(
         text: The decoded answer.
         finish_reason: Finish reason.
         version: Version of the weights that sampled it.
+        spans: (weights version, begin, end) of its stretches, as indices into `token_ids`, if several versions sampled it.
         experts: int16 [T, MoE layers, k], experts that the sampler chose for prompt and answer; None if not recorded.
         images: (index in the sequence, image) of each image in the prompt.
         sampling_mask: Sampling mask of the answer tokens; None without filtering.
@@ -349,8 +351,49 @@ def make_completion(
         logprobs=values,
         text=text,
         finish_reason=finish_reason,
-        versions=((version, opening, len(tokens)),),
+        versions=tuple((by, opening + begin, opening + end) for by, begin, end in spans) or ((version, opening, len(tokens)),),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialCompletion:
+    """Sampled tokens of a completion that was interrupted by a weight sync, or that has ended before its group was complete.
+
+    It consists of parts, each sampled by one request: a later part has the earlier ones in its prompt, and computes them anew.
+    """
+
+    prompt_number: int
+    place: int  # index in its group
+    token_ids: np.ndarray  # int64 [n], without the prompt
+    logprobs: np.ndarray  # float32 [n], of each token by the weights that sampled it
+    versions: tuple[int, ...]  # weights version of each part, ascending
+    starts: tuple[int, ...]  # index of the first token of each part
+    finish_reason: str = ""  # "stop" or "length"; empty while it is unfinished
+    mask_offsets: np.ndarray | None = None  # sampling mask of the n tokens, as in `Sequence`
+    mask_ids: np.ndarray | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(prompt number, index in its group)."""
+        return self.prompt_number, self.place
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """Sampling mask of its tokens, or None without filtering."""
+        return None if self.mask_offsets is None or self.mask_ids is None else SamplingMask(self.mask_offsets, self.mask_ids)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """(weights version, begin, end) of each part, as indices of its tokens."""
+        return tuple(zip(self.versions, self.starts, (*self.starts[1:], len(self.token_ids)), strict=True))
+
+    def num_sampled_by(self, version: int) -> int:
+        """Return the number of its tokens that a version sampled.
+
+        Args:
+            version: Weights version.
+        """
+        return sum(end - begin for by, begin, end in self.parts if by == version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +438,7 @@ class GroupMetadata:
     episodes: tuple[EpisodeNumbers, ...] = ()  # [G] if completions are episodes, else empty
     mask_sizes: tuple[int, ...] = ()  # [G] with sampling masks, else empty: surviving token IDs, summed over the sampled tokens
     max_mask_size: int = 0  # largest number of surviving token IDs at one position
+    spans: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # [G]: `Completion.versions`, unless all have the version of the group
 
     @property
     def trains(self) -> tuple[bool, ...]:
@@ -407,6 +451,7 @@ class GroupMetadata:
         """Return the metadata of a scored group."""
         group = scored.group
         sampling_mask = [one.sequence.sampling_mask for one in group.completions]
+        versions = tuple(one.versions for one in group.completions)
         return cls(
             prompt_number=group.prompt.number,
             version=group.version,
@@ -419,6 +464,7 @@ class GroupMetadata:
             episodes=tuple(one.record.numbers for one in group.completions if one.record is not None),
             mask_sizes=tuple(0 if one is None else len(one.ids) for one in sampling_mask) if any(sampling_mask) else (),
             max_mask_size=max((int(one.counts.max(initial=0)) for one in sampling_mask if one is not None), default=0),
+            spans=() if len({by for spans in versions for by, _, _ in spans}) == 1 else versions,
         )
 
 
@@ -446,7 +492,8 @@ class Sample(Sequence):
     row: int  # index in its rollout: prompt row // G, generation row % G
     prompt_number: int
     prefix: int = 0  # length of its group's common prefix, in computed tokens
-    version: int  # version of the weights that sampled it
+    version: int  # version of the oldest weights that sampled any part of it
+    spans: tuple[int, ...] = ()  # version, begin, end of each stretch, one after another, in tokens; empty if all are of `version`
     on_policy_version: int  # weights version at which its ratio is 1 without old log-probs
     sampler_logprobs: np.ndarray  # float32 [T], 0 where the mask is false, NaN where the sampler gave none
     teacher_logprobs: np.ndarray | None = None  # float32 [T], 0 where the mask is false; None: not scored by a teacher
@@ -464,6 +511,16 @@ class Sample(Sequence):
         """Whether its advantage is exactly 0, as in a zero-std group."""
         return self.advantage == 0.0
 
+    @property
+    def num_versions(self) -> int:
+        """Number of weights versions that sampled it."""
+        return max(1, len(set(self.spans[::3])))
+
+    @property
+    def version_excess(self) -> int:
+        """Sum over its sampled tokens of (version of the token - `version`)."""
+        return version_excess(self.version, zip(self.spans[::3], self.spans[1::3], self.spans[2::3], strict=True))
+
     def with_old_logprobs(self, logprobs: np.ndarray, by: OldLogprobs) -> SampleWithOldLogprobs:
         """Return the sample with the old log-probs of its importance ratio.
 
@@ -476,6 +533,16 @@ class Sample(Sequence):
         """
         values = {field.name: getattr(self, field.name) for field in fields(Sample)}
         return SampleWithOldLogprobs(**values, old_logprobs=logprobs, old_logprobs_from=by)
+
+
+def version_excess(oldest: int, spans: Iterable[tuple[int, int, int]]) -> int:
+    """Return the sum over the tokens of some stretches of (version of the token - `oldest`).
+
+    Args:
+        oldest: Oldest of their versions.
+        spans: (weights version, begin, end) of each stretch.
+    """
+    return sum((version - oldest) * (end - begin) for version, begin, end in spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -519,6 +586,8 @@ class TrainingRows:
     num_contexts: np.ndarray = field(default_factory=_none)
     contexts: np.ndarray = field(default_factory=_none)  # int64 [contexts]: tokens of each context, row by row
     num_masked: np.ndarray = field(default_factory=_none)
+    num_versions: np.ndarray = field(default_factory=_none)  # number of weights versions that sampled the row
+    version_excess: np.ndarray = field(default_factory=_none)  # sum over its sampled tokens of (version of the token - `version`)
     is_zero_std: np.ndarray = field(default_factory=_no_flags)  # bool [n]
     is_truncated: np.ndarray = field(default_factory=_no_flags)
     is_zero_advantage: np.ndarray = field(default_factory=_no_flags)  # as `Sample.is_zero_advantage`
@@ -550,7 +619,7 @@ class TrainingRows:
         flags = {"is_zero_std", "is_truncated", "is_zero_advantage"}
         known = {
             name: np.array([getattr(sample, name) for sample in samples], dtype=bool if name in flags else np.int64)
-            for name in (*OF_ROW_AND_SAMPLE, "num_masked", "is_zero_advantage")
+            for name in (*OF_ROW_AND_SAMPLE, "num_masked", "num_versions", "version_excess", "is_zero_advantage")
         }
         contexts = [sample.contexts for sample in samples]
         return cls(
@@ -713,6 +782,7 @@ class GlobalBatch:
     counts: np.ndarray  # int64 [data-parallel ranks, micro-batches]: rows of each
     staleness: np.ndarray  # int64 [N], of each sequence of the whole step, in optimizer steps
     lag: np.ndarray  # int64 [N], of each sequence: the part of its staleness that it had on arrival, because sampling ran ahead
+    by_token: Mapping[str, float] = field(default_factory=dict)  # metrics of staleness by token, if a sequence has several versions
 
     def rows_by_micro_batch(self) -> list[list[list[list[int]]]]:
         """Return [rollout, row] of the rows of the whole step: [micro-batch][data-parallel rank][row]."""
@@ -746,6 +816,7 @@ class GlobalBatch:
             "packing/computed_rows": 1 - self.num_left_out / len(self.staleness),
             "packing/efficiency": 1 - padding / max(computed, 1),  # of this rank's share
             "packing/shared": 1 - (computed - padding) / max(needed, 1),  # of this rank's share
+            **self.by_token,
         }
 
 

@@ -32,6 +32,7 @@ ROOMS = {
         "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "base/activity metrics/__init__ metrics/summary "
         "metrics/metrics_logger metrics/records metrics/rollout",  # without what takes seconds
         "tests/unit/trainer/test_rollouts.py": "trainer/rollouts",
+        "tests/unit/trainer/test_partial_rollouts.py": "trainer/partial_rollouts rollout/partial_rollouts",
         "tests/unit/policy/test_guard.py": "policy/gradient_check",
         "tests/unit/grpo/test_metrics.py": "grpo/metrics",
         "tests/unit/grpo/test_zero_gradient.py": "grpo/zero_gradient",

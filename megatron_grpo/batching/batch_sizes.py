@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import gcd, isqrt, lcm
 
@@ -37,6 +37,7 @@ class BatchSizes:
     num_iterations: int = 1
     old_logprobs: str = "auto"  # as in the settings; or "always": every slice that will be trained stale gets a forward-only pass
     async_rollout_depth: int = 0  # sampling steps that sampling runs ahead
+    partial_rollouts: bool = False  # completions are interrupted at weight syncs and continue with the new weights
 
     @classmethod
     def from_config(
@@ -62,7 +63,8 @@ class BatchSizes:
         # R2 replays the routing of the old log-prob pass.
         old_logprobs = "always" if cfg.grpo.router_replay_mode == "R2" else cfg.batch.old_logprobs
         inputs = inputs_of(cfg, model)
-        return cls.of(inputs, old_logprobs=old_logprobs, async_rollout_depth=cfg.rollout.async_rollout_depth)
+        sizes = cls.of(inputs, old_logprobs=old_logprobs, async_rollout_depth=cfg.rollout.async_rollout_depth)
+        return replace(sizes, partial_rollouts=cfg.rollout.partial_rollouts)
 
     @classmethod
     def of(cls, inputs: TypedSizes, *, old_logprobs: str = "auto", async_rollout_depth: int = 0) -> BatchSizes:

@@ -10,6 +10,10 @@ ends with a complete rollout (`drops_last`), s // A restarts in each epoch, so t
 
 A rollout is sampled by the version that is current when sampling begins. That is the version of the sampling step itself; or, if sampling
 runs one rollout ahead, that of the previous sampling step, so that the rollout is sampled while the steps between the two are trained.
+
+With partial rollouts (`BatchSizes.partial_rollouts`) a rollout arrives at its own sampling step, and its prompts may begin up to
+`async_rollout_depth` sampling steps earlier. At each of these steps its unfinished completions continue with the weights of that step, so a
+completion may have tokens of several versions. Its rows count as sampled by the oldest version that they may have.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class MicroStep:
     pass_index: int
     slice_index: int
     rows: tuple[int, int]
-    sampled_by_version: int
+    sampled_by_version: int  # with partial rollouts: the oldest version that may have sampled a token
     on_policy_version: int  # the version at which its rollout arrives: old log-probs are those of this version
     staleness: int  # optimizer steps between sampling and training; 0 is exactly on-policy
     old_logprobs: Label
@@ -52,6 +56,7 @@ class ScheduledStep:
     arriving: range  # rollouts that an earlier step launched: they arrive before this one
     immediate: range  # rollouts that are sampled just before it, while training waits
     launches: range  # rollouts that begin to be sampled just before it, and arrive before a later one
+    ahead: range = range(0)  # rollouts whose prompts may be sampled beside `immediate`; interrupted, they continue at the next step
     evaluates: range  # evaluations due at it, by steps done: also those that waited until nothing was being sampled
     micro_steps: tuple[MicroStep, ...]
     old_logprob_slices: tuple[
@@ -163,7 +168,7 @@ class TrainingSchedule:
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         step, rollout = self.step_of(s), s // (w * mu)
         pass_index, slice_index = divmod(s % (w * mu), w)
-        sampled_by, on_policy_version = self.sampled_by(rollout), self.version_of(rollout)
+        oldest_version, on_policy_version = self.oldest_version(rollout), self.version_of(rollout)
         size = sizes.completions_per_micro_step
         return MicroStep(
             micro_step=s,
@@ -172,29 +177,30 @@ class TrainingSchedule:
             pass_index=pass_index,
             slice_index=slice_index,
             rows=(slice_index * size, (slice_index + 1) * size),
-            sampled_by_version=sampled_by,
+            sampled_by_version=oldest_version,
             on_policy_version=on_policy_version,
-            staleness=step - sampled_by,
+            staleness=step - oldest_version,
             old_logprobs=self._label(step, rollout, pass_index),
         )
 
     def _label(self, step: int, rollout: int, pass_index: int) -> Label:
         if self.sizes.old_logprobs == "rollout":
-            return "on_policy" if step == self.sampled_by(rollout) else "rollout"
+            return "on_policy" if step == self.oldest_version(rollout) else "rollout"
         if step == self.version_of(rollout):
             return "on_policy"
         return "recompute" if pass_index == 0 or self.sizes.old_logprobs == "always" else "cached"
 
-    def sampled_by(self, rollout: int) -> int:
-        """Return the version that samples a rollout: that of its sampling step, or of the previous one if sampling runs ahead.
+    def oldest_version(self, rollout: int) -> int:
+        """Return the oldest version that may sample a rollout: that of the sampling step `async_rollout_depth` before its own, or 0.
 
         Args:
             rollout: Number of the rollout, from 0.
         """
-        if not self.sizes.async_rollout_depth:
-            return self.version_of(rollout)
-        first = self.new_rollouts(self.version_of(rollout)).start
-        return self.version_of(first - 1) if first else 0
+        version = self.version_of(rollout)
+        for _ in range(self.sizes.async_rollout_depth):
+            first = self.new_rollouts(version).start
+            version = self.version_of(first - 1) if first else 0
+        return version
 
     def version_of(self, rollout: int) -> int:
         """Return the number of optimizer steps done before a rollout arrives. It is trained from then on.
@@ -240,7 +246,7 @@ class TrainingSchedule:
         """
         sizes = self.sizes
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
-        new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0
+        new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0 and not sizes.partial_rollouts
         none = range(new.stop, new.stop)
         micro_steps = tuple(self.micro_step(s) for s in range(self.first_of(k), self.first_of(k + 1)))
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
@@ -259,6 +265,7 @@ class TrainingSchedule:
             arriving=new if is_ahead and k else none,
             immediate=none if is_ahead and k else new,
             launches=self._following(new) if is_ahead and new else none,
+            ahead=self._ahead(new) if sizes.partial_rollouts and new else none,
             evaluates=self._evaluates(k),
             micro_steps=micro_steps,
             old_logprob_slices=old_logprob_slices,
@@ -271,15 +278,23 @@ class TrainingSchedule:
         found = self.new_rollouts(self.version_of(new.stop))
         return found if self.num_steps is None or self.version_of(new.stop) < self.num_steps else range(new.stop, new.stop)
 
+    def _ahead(self, new: range) -> range:
+        """Return the rollouts of the next `async_rollout_depth` sampling steps, as far as the run reaches."""
+        last = new
+        for _ in range(self.sizes.async_rollout_depth):
+            last = self._following(last)
+        return range(new.stop, last.stop)
+
     def _evaluates(self, k: int) -> range:
         """Return the evaluations that run at step k, by the steps done.
 
-        An evaluation needs the weights of its step in the sampler, so it waits while anything is being sampled.
+        An evaluation needs the weights of its step in the sampler, so it waits while anything is being sampled. With partial rollouts
+        nothing is between two steps.
         """
-        new = self.new_rollouts(k)
-        if new and self.sizes.async_rollout_depth:
+        new, is_ahead = self.new_rollouts(k), self.sizes.async_rollout_depth > 0 and not self.sizes.partial_rollouts
+        if new and is_ahead:
             return range(self.version_of(new.start - 1) + 1 if new.start else 0, k + 1)
-        is_sampling = self.sizes.async_rollout_depth and len(self._following(new)) > 0
+        is_sampling = is_ahead and len(self._following(new)) > 0
         return range(k, k) if is_sampling else range(k, k + 1)
 
     def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:
@@ -307,7 +322,9 @@ class TrainingSchedule:
             step = self.step(k)
             if not has_launched:
                 step = replace(step, arriving=step.arriving[:0], immediate=step.arriving or step.immediate)
-            step = replace(step, arriving=_from(there, step.arriving), immediate=_from(there, step.immediate))
+            step = replace(
+                step, arriving=_from(there, step.arriving), immediate=_from(there, step.immediate), ahead=_from(there, step.ahead)
+            )
             has_launched = has_launched or len(step.launches) > 0
             yield step
             k += 1

@@ -18,8 +18,9 @@ from megatron_grpo.base.errors import ConfigError, Problem, config_error, proble
 from megatron_grpo.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
 from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, RunOrigin, damage, read_manifest
 from megatron_grpo.checkpoint.resume_compatibility import FREEZING, Difference, changes_since, problems_of
-from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
+from megatron_grpo.checkpoint.samples import files_of_partial_completions, files_of_samples, unreadable
 from megatron_grpo.checkpoint.written import holds_run, overwrite_obstacle, restart_obstacle
+from megatron_grpo.types import PartialCompletion
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.schedule import TrainingSchedule
@@ -265,7 +266,8 @@ def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named: se
     problems = []
     ours = manifest.directory / OURS
     try:
-        for text in filter(None, map(unreadable, files_of_samples(ours))):
+        found = [unreadable(path) for path in files_of_samples(ours)]
+        for text in filter(None, [*found, *(unreadable(path, PartialCompletion) for path in files_of_partial_completions(ours))]):
             problems.append(Problem(flags=("resume",), message=f"{text}. Resume with the version that wrote it."))
         if prompts is not None:
             problems += prompts.problems_with(json.loads((ours / "prompts.json").read_text(encoding="utf-8")))

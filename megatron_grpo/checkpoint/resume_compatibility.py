@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
@@ -94,6 +95,14 @@ def _settings(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
     if are:
         for name in was.keys() - are.keys() - table().keys():  # a setting that only the version that wrote the checkpoint has
             yield Difference(name=name, was=was[name], now="(unknown here)", verdict="said")
+
+
+@cache
+def sampling_settings() -> frozenset[str]:
+    """Return the settings that a partial completion depends on: with another value it is not continued but sampled again."""
+    return frozenset({
+        "num_generations", *(name for name, one in table().items() if one.group in ("rollout", "data") and name != "async_rollout_depth")
+    })  # fmt: skip
 
 
 def _keeps_reference(settings: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from megatron_grpo.types import Sample
 FORMAT = 2
 HEADER = "header"  # JSON: format, version of the writer, and the column type of each field per sample class
 NOT_SAVED = ("images",)  # images: they are found again by the prompt's number
+LEFT_OUT = ("spans",)  # where all values are empty, which is the default: earlier versions can then read the file
 # Former names of fields, which are still read; and a field that format 1 lacked, when a sample was on-policy at its own version.
 RENAMED = {
     "loss_mask": "mask", "fresh_at": "on_policy_version", "anchored_by": "old_logprobs_from", "is_anchored": "has_old_logprobs",
@@ -50,8 +51,11 @@ def file_of(samples: Sequence[Any]) -> bytes:
     for kind in dict.fromkeys(type(sample) for sample in samples):
         mine = [sample for sample in samples if type(sample) is kind]
         types[name_of(kind)] = column_types(kind)
-        for name, column in types[name_of(kind)].items():
+        for name, column in column_types(kind).items():
             values = [getattr(sample, name) for sample in mine]
+            if name in LEFT_OUT and not any(values):
+                del types[name_of(kind)][name]
+                continue
             arrays |= {f"{name_of(kind)}.{name}{part}": array for part, array in _columns(column, values, name).items()}
     header = {"format": FORMAT, "written_by": f"megatron_grpo {__version__}", "kinds": types}
     stream = io.BytesIO()
@@ -100,6 +104,15 @@ def files_of_samples(ours: Path) -> list[Path]:
         ours: The directory for files of this package in a checkpoint.
     """
     return [*ours.glob("pending.npz"), *sorted((ours / "pending").glob("rank_*.npz"))]
+
+
+def files_of_partial_completions(ours: Path) -> list[Path]:
+    """Return all files of partial completions in a checkpoint: one per rank that held some.
+
+    Args:
+        ours: The directory for files of this package in a checkpoint.
+    """
+    return sorted((ours / "partial").glob("rank_*.npz"))
 
 
 def name_of(kind: type) -> str:

@@ -28,11 +28,11 @@ from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
 from megatron_grpo.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, damage, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, join_faults, unusable
-from megatron_grpo.checkpoint.resume_compatibility import Difference
-from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
+from megatron_grpo.checkpoint.resume_compatibility import Difference, sampling_settings
+from megatron_grpo.checkpoint.samples import file_of, files_of_partial_completions, files_of_samples, read_samples
 from megatron_grpo.checkpoint.written import RUN, Best
 from megatron_grpo.parallel import collectives
-from megatron_grpo.types import Progress
+from megatron_grpo.types import PartialCompletion, Progress
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.schedule import ScheduledStep
@@ -43,6 +43,7 @@ __all__ = ["CheckpointError", "Checkpoints"]
 
 
 Policy = Any  # policy.policy.Policy, which this package does not import
+PartialRollouts = Any  # trainer.partial_rollouts.PartialRollouts, which this package does not import
 SampleBuffer = Any  # rows waiting to be trained: trainer.pending.SampleBuffer, which this package does not import
 
 
@@ -83,6 +84,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=cfg.async_save)
         self.best: Best | None = None  # tracks the best checkpoint, which is never deleted; set by the caller that knows the metric
+        self.partial: PartialRollouts | None = None  # completions that a weight sync interrupted; set by the caller, if the run has them
         self._chosen: Candidate | None = None
         self._saved_step: int | None = None  # step of the last complete checkpoint
         self._underway: Underway | None = None
@@ -255,6 +257,8 @@ class Checkpoints:
         files = {}
         if rows := buffer.to_save():
             files[f"{OURS}/pending/rank_{collectives.rank():05d}.npz"] = file_of(rows)
+        if self.partial is not None and (interrupted := self.partial.to_save()):
+            files[f"{OURS}/partial/rank_{collectives.rank():05d}.npz"] = file_of(interrupted)
         if collectives.rank() == 0:
             files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
             files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
@@ -366,7 +370,10 @@ class Checkpoints:
                 rng_state.restore(ours / rng_state.FILE)
             files = files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()]
             mine = [replace(one, images=prompts.images_of(one.prompt_number)) for path in files for one in read_samples(path)]
+            partial_files = files_of_partial_completions(ours)[collectives.rank() :: collectives.num_ranks()]
+            interrupted = [one for path in partial_files for one in read_samples(path, PartialCompletion)]
         buffer = nothing.restored(mine)
+        self._restore_partial(interrupted)
         is_ours = directory.parent.resolve() == self.folder.path.resolve()
         self._resume_best(progress.step, is_ours=is_ours)
         if is_ours:
@@ -376,6 +383,16 @@ class Checkpoints:
         if collectives.rank() == 0:
             self.folder.sweep()
         return progress, buffer
+
+    def _restore_partial(self, interrupted: list[PartialCompletion]) -> None:
+        """Hand interrupted completions of the checkpoint to the run, or report that it cannot continue them. Collective."""
+        changed = [one.name for one in self._chosen.changes if one.name in sampling_settings()] if self._chosen else []
+        if self.partial is not None and not changed:
+            self.partial.restore(interrupted)
+        elif dropped := sum(collectives.all_gather_object(len(interrupted))):
+            if collectives.rank() == 0:
+                why = f"{', '.join(changed)} changed" if changed else "async_rollout_depth is 0"
+                self.print_line(f"{dropped} partial completions of the checkpoint are dropped and sampled again: {why}.")
 
     def _resume_best(self, step: int, *, is_ours: bool) -> None:
         """Restore the record of the best checkpoint, without steps after the one that the run continues from."""

@@ -261,14 +261,23 @@ class RolloutConfig:
     weight_sync_bucket_mb: int | None = free(None,
         "weights sent at a time; two such buckets are in memory (default: 512 on a GPU, 16 on a CPU)", unit="MiB", at_least=1)
     async_rollout_depth: int = setting(0,
-        "rollouts sampled ahead; 1: sample the next rollout during training (vllm_mode server); 0: sample, then train",
-        unit="rollouts", at_least=0)
+        "sampling steps by which a rollout may begin early; server: at most 1, the next rollout is sampled during training; "
+        "colocate: completions are interrupted at weight syncs and continue with the new weights; 0: sample, then train",
+        unit="sampling steps", at_least=0)
     async_generate: bool | None = free(None, "boolean form of async_rollout_depth: true is 1, false is 0")
     verify_weight_push: bool = free(True, "compare sampler and trainer on a probe prompt after each weight sync")
+    verify_versions: int = free(8,
+        "interrupted completions that the trainer scores at each sampling step, to verify the weights they name; 0: off",
+        unit="completions", at_least=0)
     rollout_func: str | None = setting(None,
         "function that generates completions with the sampler: path/to/file.py:function (docs/rollout_func.md)")
     rollout_func_timeout: float = free(600.0, "time without a request or a result of rollout_func after which the run ends", unit="seconds",
         above=0)
+
+    @property
+    def partial_rollouts(self) -> bool:
+        """Return whether completions are interrupted at weight syncs and continue with the new weights."""
+        return self.async_rollout_depth > 0 and self.vllm_mode == "colocate"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from megatron_grpo.config.engine_kwargs import PASSED_ON
 from megatron_grpo.config.evaluation import BEST, EVALUATION, longest_completion, longest_context
 from megatron_grpo.config.optimizer import DTYPES
 from megatron_grpo.config.rules import Rule, Rules, broken, changed, given, in_typed_names, settings_of
-from megatron_grpo.config.sampling_mask import GRAMMAR
+from megatron_grpo.config.sampling_mask import GRAMMAR, flag_of, of_training
 from megatron_grpo.config.servers import SERVERS
 from megatron_grpo.config.table import bytes_of, table
 from megatron_grpo.config.tuner import tuner_rules
@@ -94,6 +94,10 @@ def _answered_once(c: SimpleNamespace) -> dict[str, Any] | None:
     settings = [] if c.plays else changed(c, *names)
     listed = ", ".join(f"{c.cfg.typed.get(s['name'], s['name'])} ({s['value']})" for s in settings)
     return {"told": listed, "names": " ".join(s["name"] for s in settings)} if settings else None
+
+
+def _is_too_far_ahead(c: SimpleNamespace) -> bool:
+    return c.async_rollout_depth > 1 and c.vllm_mode == "server"
 
 
 def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -196,18 +200,27 @@ TRAINING = (
 
 SAMPLING = (
     # asynchronous rollouts
-    Rule("async_rollout_depth", lambda c: c.async_rollout_depth > 1,
+    Rule("async_rollout_depth", _is_too_far_ahead,
          "async_rollout_depth ({async_rollout_depth}) must be 0 or 1: with a larger depth, weights would be synced during generation, and "
          "one completion would come from two weight versions. Use 1.", {"async_rollout_depth": [1]}),
-    Rule("async_rollout_depth vllm_mode", lambda c: c.async_rollout_depth <= 1 and c.async_rollout_depth and c.vllm_mode != "server",
-         "async_rollout_depth {async_rollout_depth} requires vllm_mode server: a colocated engine cannot sample during training. Use "
-         "async_rollout_depth 0, or rollout servers.", {"async_rollout_depth": [0]}),
-    Rule("async_rollout_depth rollout_importance_sampling_mode old_logprobs", lambda c: c.async_rollout_depth <= 1 and c.async_rollout_depth
+    Rule("async_rollout_depth rollout_importance_sampling_mode old_logprobs", lambda c: c.async_rollout_depth and not _is_too_far_ahead(c)
          and c.old_logprobs != "rollout" and c.rollout_importance_sampling_mode == "none",
          "async_rollout_depth {async_rollout_depth} trains on completions of older weights, and old log-probs are those of the weights "
          "when the rollout arrives; with rollout_importance_sampling_mode none nothing corrects for the difference. Use "
          "rollout_importance_sampling_mode token_truncate, or old_logprobs rollout (ratio to the sampler's log-probs).",
          {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
+    # partial rollouts
+    Rule("async_rollout_depth stop", lambda c: c.cfg.rollout.partial_rollouts and c.stop,
+         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and stop strings are not recognised over an "
+         "interruption. Use stop_token_ids, or async_rollout_depth 0.", {"async_rollout_depth": [0]}),
+    Rule("async_rollout_depth {flag}", lambda c: c.cfg.rollout.partial_rollouts and of_training(c.cfg.rollout) is not None
+         and {"flag": flag_of(c.cfg.rollout)},
+         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and structured outputs begin anew after an "
+         "interruption. Omit them, or use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
+    Rule("async_rollout_depth router_replay_mode", lambda c: c.cfg.rollout.partial_rollouts and c.router_replay_mode == "R3",
+         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and the recorded experts of their parts are "
+         "not joined. Use router_replay_mode R2 or disabled, or async_rollout_depth 0.",
+         {"router_replay_mode": ["R2", "disabled"], "async_rollout_depth": [0]}),
     # environments and tools
     Rule("{names}", _answered_once, "{told}: only used with an environment or tools; without them an episode has one turn. Set "
                                     "--environment or --tools, or omit it."),
@@ -243,7 +256,10 @@ SAMPLING = (
          and not c.cfg.turns.has_agent,
          "reward_funcs environment uses the rewards that an environment returns per turn, and --tools alone returns none. Use a reward "
          "function that scores the episode."),
-    Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth,
+    Rule("async_rollout_depth {player}", lambda c: c.plays and c.cfg.rollout.partial_rollouts,
+         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and episodes of {players} cannot be "
+         "interrupted. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
+    Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth and c.vllm_mode == "server",
          "async_rollout_depth {async_rollout_depth} is not supported with {players}: they would run in the trainer's process "
          "during training and slow it down. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
     Rule("router_replay_mode {player}", lambda c: c.plays and c.router_replay_mode == "R3",
@@ -259,7 +275,10 @@ SAMPLING = (
     Rule("rollout_func {player}", lambda c: c.rollout_func is not None and c.plays,
          "rollout_func and {player} cannot be combined: both define how completions are generated. Use one of them.",
          {"rollout_func": ["none"]}),
-    Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.async_rollout_depth,
+    Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.cfg.rollout.partial_rollouts,
+         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and those of rollout_func cannot be "
+         "interrupted. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
+    Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.async_rollout_depth and c.vllm_mode == "server",
          "async_rollout_depth {async_rollout_depth} is not supported with rollout_func: the function would run in the trainer's process "
          "during training and slow it down. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
     Rule("router_replay_mode rollout_func", lambda c: c.rollout_func is not None and c.router_replay_mode == "R3",

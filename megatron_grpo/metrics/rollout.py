@@ -19,6 +19,14 @@ from megatron_grpo.parallel.collectives import Node
 from megatron_grpo.types import FAULTS, DynamicSamplingResult, EpisodeRecord, Group, GroupMetadata, Progress, Prompt, ScoredGroup
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """Arrival of a rollout whose completions may have tokens of several versions."""
+
+    version: int  # of the weights when it arrives
+    metrics: Mapping[str, float]  # metrics of the sampling step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredRollout:
     """One scored rollout, as the logger receives it.
@@ -31,6 +39,7 @@ class ScoredRollout:
     advantages: Advantages
     penalty: np.ndarray | None  # float64 [num_groups, G]: what `kl_in_reward` subtracted
     held: Mapping[int, ScoredGroup]
+    arrived: Arrival | None = None  # with partial rollouts
 
 
 def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]) -> dict[str, float]:
@@ -57,6 +66,8 @@ def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]
         }
     if any(meta.episodes for meta in kept):
         stats |= episode_stats(kept)
+    for one in rollouts:
+        stats |= one.arrived.metrics if one.arrived else {}
     penalties = [one.penalty for one in rollouts if one.penalty is not None]
     return stats | ({"kl_in_reward": float(np.concatenate(penalties).mean())} if penalties else {})
 
@@ -165,7 +176,8 @@ class Completions:
         """
         if not self.every or judged.number % self.every:
             return None
-        version = judged.result.kept[0].version
+        # Rollouts that overlap may share their oldest version; they never share the version at which they arrive.
+        version = judged.arrived.version if judged.arrived else judged.result.kept[0].version
         place = self._latest[1] if self._latest[0] == version else 0
         self._latest = (version, place + 1)
         name = f"step_{version:06d}{f'_{place}' if place else ''}"
@@ -198,6 +210,7 @@ class Completions:
             "rollout": [judged.number] * len(completions),
             "version": [completion.version for completion in completions],
             "prompt_number": [group.prompt.number] * len(completions),
+            **({"versions": [list(map(list, completion.versions)) for completion in completions]} if judged.arrived else {}),
             **said_in(group),
             "reward": _nullable(found.rewards[place]),
         }

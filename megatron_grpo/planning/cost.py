@@ -16,6 +16,7 @@ from megatron_grpo.grpo.zero_gradient import zero_gradient_kinds
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import FP32, Tuning, WeightRow, elements, padded_vocab, rows_and_channels
+from megatron_grpo.planning.partial_rollouts import forecast
 from megatron_grpo.planning.sampler import push_of, stays
 from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
@@ -49,6 +50,8 @@ def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | No
             cost["kept"] = _beside_rows(sizes, 8 + 4 * max_mask_tokens(cfg.rollout), completion)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
+        if sizes.partial_rollouts:
+            cost["partial_rollouts"] = forecast(sizes, cfg.rollout, lengths)
     return cost | both
 
 

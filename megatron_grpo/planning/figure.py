@@ -158,7 +158,9 @@ def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequenc
     text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if stale else "dim")
     where = row.micro_step % length
     first, last = where == 0, where == length - 1
-    notes = [f"rollout {row.rollout} by v{row.sampled_by_version}"] if first else []
+    several = sizes.partial_rollouts and row.on_policy_version > row.sampled_by_version
+    newest = f" to v{row.on_policy_version}" if several else ""
+    notes = [f"rollout {row.rollout} by v{row.sampled_by_version}{newest}"] if first else []
     if not first and row.slice_index == 0:
         notes.append(f"pass {row.pass_index + 1}")
     if (epoch := schedule.ends_epoch(row)) is not None:

@@ -176,7 +176,7 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     if sizes.async_rollout_depth:
         (mean, most), (without, _) = staleness(sizes), staleness(replace(sizes, async_rollout_depth=0))
         why = f"optimizer steps on average, at most {most}, between sampling and training; {without:.3g} without async rollouts"
-        yield "one rollout ahead", f"{mean:.3g}", why
+        yield "one rollout ahead" if not sizes.partial_rollouts else "partial rollouts", f"{mean:.3g}", why
     is_shared, _, why = str(made.sharing).partition(": ")
     yield "shared prompts", is_shared, why
     if sizes.layout.pp > 1:
@@ -306,6 +306,13 @@ def _cost(cost: dict[str, Any]) -> Iterator[Line]:
             f"lengths: {packing['mean_tokens_per_micro_batch']:,.0f} tokens per micro-batch ({least:,} to {most:,}); packed "
             f"{packing['packing_efficiency']:.1%} useful, padded it would be {packing['padded_efficiency']:.1%}"
         )
+    if partial := cost.get("partial_rollouts"):
+        told = ", ".join(
+            f"{depth}: {found['mean']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
+            for depth, found in partial["speedup_of_sampling"].items()
+        )
+        yield f"speedup of sampling by async_rollout_depth, {partial['groups_of_engine']} groups per engine: {told}"
+        yield from ((f"  {assumption}", "dim") for assumption in partial["assumptions"])
 
 
 def _sharing(sharing: dict[str, Any]) -> Iterator[Line]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.schedule import TrainingSchedule
+from megatron_grpo.batching.schedule import MicroStep, TrainingSchedule
 from megatron_grpo.config import table
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import words_of
@@ -57,6 +57,10 @@ def schedule_rows(schedule: TrainingSchedule, num_rollouts: int) -> Iterator[dic
     sizes = schedule.sizes
     slices, size, group = sizes.micro_steps_per_rollout, sizes.micro_batch_size, sizes.num_generations
     rows: dict[int, list[list[int]]] = {}  # by slice; equal in all rollouts and passes
+
+    def newest(row: MicroStep) -> dict[str, int]:
+        return {"newest_version": row.on_policy_version} if sizes.partial_rollouts else {}
+
     for rollout in range(num_rollouts):
         first = rollout * sizes.num_rollout_prompts
         prompts: dict[int, list[tuple[int, ...]]] = {}  # by slice; equal in all passes over this rollout
@@ -69,7 +73,8 @@ def schedule_rows(schedule: TrainingSchedule, num_rollouts: int) -> Iterator[dic
                 prompts[j] = [tuple(range(first + x // group, first + (x + size - 1) // group + 1)) for x in begins]
             yield {
                 "micro_step": s, "optimizer_step": row.optimizer_step, "rollout": rollout, "pass": row.pass_index, "slice": j,
-                "sampled_by_version": row.sampled_by_version, "trained_at_version": row.optimizer_step, "staleness": row.staleness,
+                "sampled_by_version": row.sampled_by_version, **newest(row), "trained_at_version": row.optimizer_step,
+                "staleness": row.staleness,
                 "old_logprobs": row.old_logprobs, "rows": rows[j], "prompts": prompts[j],
             }  # fmt: skip
 
@@ -89,7 +94,7 @@ def old_logprobs_summary(schedule: TrainingSchedule, num_rollouts: int) -> dict[
     """
     sizes = schedule.sizes
     slices, passes = sizes.micro_steps_per_rollout, sizes.num_iterations
-    is_stale = [schedule.step_of((r + 1) * slices * passes - 1) > schedule.sampled_by(r) for r in range(num_rollouts)]
+    is_stale = [schedule.step_of((r + 1) * slices * passes - 1) > schedule.oldest_version(r) for r in range(num_rollouts)]
     recomputed = 0
     if sizes.old_logprobs != "rollout":
         decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass that needs them (`TrainingSchedule.needs_old_logprobs`)
@@ -109,7 +114,8 @@ def staleness(sizes: BatchSizes) -> tuple[float, int]:
     schedule, length = TrainingSchedule(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
     # The position of rollouts in optimizer steps repeats after `period` rollouts; for very uneven sizes a part of the period is enough.
     period = min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
-    ages = [schedule.micro_step(s).staleness for s in range(2 * period * length, 3 * period * length)]
+    first = max(2, sizes.async_rollout_depth + 1)  # the first rollouts of a run are less stale
+    ages = [schedule.micro_step(s).staleness for s in range(first * period * length, (first + 1) * period * length)]
     return sum(ages) / len(ages), max(ages)
 
 
@@ -122,7 +128,7 @@ def most_waiting_rows(sizes: BatchSizes) -> int:
     a, slices, passes = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
     begun = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps done of a partial rollout
     waiting = max((slices - max(0, done - (passes - 1) * slices) for done in begun), default=0)
-    if sizes.async_rollout_depth:  # a checkpoint waits for the rollout that is being sampled, and stores it
+    if sizes.async_rollout_depth and not sizes.partial_rollouts:  # a checkpoint waits for the rollout that is being sampled, and stores it
         waiting += slices * max(len(TrainingSchedule(sizes).new_rollouts(k)) for k in range(min(slices * passes, 1000)))
     return waiting * sizes.completions_per_micro_step
 

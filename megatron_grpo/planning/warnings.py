@@ -79,10 +79,10 @@ def _worst_staleness(schedule: TrainingSchedule) -> int:
     sizes, last = schedule.sizes, math.inf if schedule.num_steps is None else schedule.num_steps - 1
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
     length = sizes.micro_steps_per_rollout * sizes.num_iterations
-    # Three times as many with asynchronous rollouts, because the first rollouts of a run are less stale.
-    num_rollouts = min(sizes.gradient_accumulation_steps, 1000) * (3 if sizes.async_rollout_depth else 1)
+    # More with asynchronous rollouts, because the first rollouts of a run are less stale.
+    num_rollouts = min(sizes.gradient_accumulation_steps, 1000) * (2 + sizes.async_rollout_depth if sizes.async_rollout_depth else 1)
     reached = (r for r in range(num_rollouts) if schedule.version_of(r) <= last)
-    return int(max(min(schedule.step_of((r + 1) * length - 1), last) - schedule.sampled_by(r) for r in reached))
+    return int(max(min(schedule.step_of((r + 1) * length - 1), last) - schedule.oldest_version(r) for r in reached))
 
 
 def _ahead(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -95,6 +95,7 @@ def _ahead(c: SimpleNamespace) -> dict[str, Any] | None:
         "each": each,
         "mean": mean,
         "most": most,
+        "steps": f"{c.sizes.async_rollout_depth} step{'s' * (c.sizes.async_rollout_depth > 1)}",
         "of_own_step": f"; with save_steps a multiple of {each}, by the weights of its own step",
     }
 
@@ -228,11 +229,12 @@ OF_SIZES: Rules = (
              "num_iterations 1)."),
     ),
     Rule("async_rollout_depth", _ahead,
-         "With async_rollout_depth 1, rows are up to {most} optimizer steps stale when they are trained ({mean:.3g} on average), because a "
-         "rollout is trained for {each:g} steps. With rollouts of one optimizer step (steps_per_generation 1, num_iterations 1) rows are 1 "
-         "step stale."),
+         "With async_rollout_depth {async_rollout_depth}, rows are up to {most} optimizer steps stale when they are trained ({mean:.3g} "
+         "on average), because a rollout is trained for {each:g} steps. With rollouts of one optimizer step (steps_per_generation 1, "
+         "num_iterations 1) rows are {steps} stale."),
     Rule("async_rollout_depth kl_in_reward",
-         lambda c: c.kl_in_reward and (found := _ahead(c)) and found | {"rest": found["of_own_step"] * isinstance(found["each"], int)},
+         lambda c: c.kl_in_reward and not c.sizes.partial_rollouts and (found := _ahead(c))
+         and found | {"rest": found["of_own_step"] * isinstance(found["each"], int)},
          "Note: a checkpoint between two sampling steps includes the rollout that is being sampled, and its KL in the reward is then "
          "computed with the weights at that time{rest}."),
     Rule("generation_batch_size vllm_tensor_parallel_size", _idle,

@@ -48,6 +48,9 @@ RULES = (
     Rule("bitwise_parity vllm_mode", lambda c: c.vllm_mode == "server",
          "bitwise_parity true: trainer and sampler must share a process. Use colocate.",
          {"vllm_mode": ["colocate"]}),
+    Rule("bitwise_parity async_rollout_depth", lambda c: c.cfg.rollout.partial_rollouts,
+         "bitwise_parity true: tokens after an interruption (async_rollout_depth {async_rollout_depth}) are sampled from a cache that was "
+         "computed in another way. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
     Rule("bitwise_parity transformer_impl", lambda c: c.transformer_impl == "transformer_engine",
          "bitwise_parity true: Transformer Engine is not supported; see docs/proof.md. Use local.", {"transformer_impl": ["local"]}),
     Rule("bitwise_parity fp8_format", lambda c: c.fp8_format is not None,

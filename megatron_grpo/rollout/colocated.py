@@ -29,11 +29,12 @@ from megatron_grpo.rollout import vllm_patches, vllm_requests
 from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import ExpertLayers, completion_routes, of_group
+from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
 from megatron_grpo.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
-from megatron_grpo.types import Completion, Group, Prompt, make_completion
+from megatron_grpo.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
@@ -193,6 +194,24 @@ class ColocatedEngine:
             groups = player.groups()
             parts = {self._rank + index: groups[index::tp] for index in range(tp)}
         return [group for part in collectives.exchange(parts) for group in part]
+
+    def resume(
+        self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]
+    ) -> PartialGeneration:
+        self._require_weights()
+        self._check_lengths(prompts, sampling)
+        _refuse_different(collectives.all_gather_object(_question(prompts, sampling, seed)), "resume")
+        adapter = self._adapter.request if self._adapter is not None else None
+        # The ranks of one engine make the same requests in the same order, and so need no leader, as episodes do.
+        generation = PartialGeneration(
+            EngineTurns(self._llm.llm_engine, sampling, version=self.version, adapter=adapter), sampling, seed=seed, version=self.version,
+            share=EngineShare(rank=self._rank, num_engines=self._num_replicas, ranks_per_engine=self._tensor_parallel_size),
+            text_of=lambda prompt, one: vllm_requests.text_of(
+                self._llm.get_tokenizer(), prompt.token_ids, one.token_ids.tolist(), sampling, is_stopped=one.finish_reason == "stop"
+            ),
+            should_cancel=lambda: self.should_cancel(), around=vllm_patches.trainer_untouched,
+        )  # fmt: skip
+        return generation.begin(prompts, partial)
 
     def _turns(self, sampling: SamplingSettings, adapter: Any) -> EngineTurns:
         engine = self._llm.llm_engine

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.config.sampling_mask import is_cut, max_mask_tokens, sampling_fields_of
-from megatron_grpo.types import Group, Prompt
+from megatron_grpo.types import Group, PartialCompletion, Prompt
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import WeightUpdate
 
@@ -172,6 +172,55 @@ class BackgroundSampler(Sampler, Protocol):
             prompts: As in `generate`.
             sampling: As in `generate`.
             seed: As in `generate`.
+        """
+
+
+class InterruptibleGeneration(Protocol):
+    """Completions of some prompts, in progress on the engines while its methods run. Every rank holds one instance."""
+
+    version: int  # of the weights that sample them
+
+    def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """Generate until the groups of these prompts are complete, and return them as `Sampler.generate` does. Collective.
+
+        Prompts that were not requested before are requested now. All others continue meanwhile.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+
+        Raises:
+            CancelledError: `should_cancel` returned true on some rank.
+        """
+
+    def interrupt(self) -> list[PartialCompletion]:
+        """Abort all that is unfinished, and return everything that was sampled, groups that were returned included. Collective.
+
+        Each completion is on one rank. The number of engine steps until here is the same at every repetition of the run.
+        """
+
+    def abort(self) -> None:
+        """Abort all that is unfinished, and discard it."""
+
+
+class InterruptibleSampler(Sampler, Protocol):
+    """A sampler whose completions can be interrupted, and can continue with other weights.
+
+    The tokens so far become part of the prompt of the next request, and their keys and values are computed anew, so every token has one
+    version, and its log-prob is that of one set of weights.
+    """
+
+    def resume(
+        self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]
+    ) -> InterruptibleGeneration:
+        """Request the completions of the prompts, and return before any is generated. Collective.
+
+        Earlier prompts go first; later ones use the slots that these leave free.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+            sampling: As in `generate`.
+            seed: As in `generate`.
+            partial: What was sampled of their completions. Each is on one rank, on whichever.
         """
 
 

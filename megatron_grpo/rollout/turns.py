@@ -9,11 +9,13 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, prompt_seed
+from megatron_grpo.rollout.vllm_scheduling import PROMPT
 from megatron_grpo.types import Group, Prompt, SamplingMask
 
 Key = tuple[int, int]  # (prompt number, index in its group)
@@ -110,8 +112,12 @@ def request_seed(run_seed: int, prompt_number: int, index: int, turn: int, *, n:
     """
     if turn == 0:
         return prompt_seed(run_seed, prompt_number, n) + index
-    digest = hashlib.blake2b(f"{run_seed} {prompt_number} {index} {turn}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big")
+    return hash_seed(run_seed, prompt_number, index, turn)
+
+
+def hash_seed(*parts: object) -> int:
+    """Return a seed below 2**32 that is a hash of the arguments."""
+    return int.from_bytes(hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=4).digest(), "big")
 
 
 class EngineTurns:
@@ -130,7 +136,7 @@ class EngineTurns:
         self._keys: dict[str, Key] = {}
         self._count = 0
 
-    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
+    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, group: int | None = None) -> None:
         from vllm.sampling_params import RequestOutputKind
 
         from megatron_grpo.rollout.vllm_requests import sampling_params
@@ -140,7 +146,8 @@ class EngineTurns:
         final, words = RequestOutputKind.FINAL_ONLY, bool(settings.stop)
         params = sampling_params(settings, seed, vocab_size=self._vocab_size, output_kind=final, detokenize=words)
         self._count += 1
-        name = f"turn-{self._count}"
+        # `vllm_scheduling` computes a prompt once for the requests whose names end alike after an underscore.
+        name = f"turn-{self._count}" + ("" if group is None else f"_{PROMPT}{group}")
         self._keys[name] = key
         self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params, lora_request=self._adapter)
 
@@ -160,6 +167,19 @@ class EngineTurns:
         Args:
             state: DONE, WAITS or GIVES_UP of the rank that plays.
         """
+
+    def interrupt(self) -> list[tuple[Key, SampledTurn]]:
+        """Abort all open requests, and return the tokens that each has sampled so far; nothing for those without a token."""
+        states = [state for state in self._engine.output_processor.request_states.values() if state.detokenizer.num_output_tokens()]
+        outputs = [
+            SimpleNamespace(
+                token_ids=state.detokenizer.output_token_ids, logprobs=state.logprobs_processor.logprobs, finish_reason="length"
+            )
+            for state in states
+        ]
+        found = [(self._keys[state.external_req_id], self._sampled_turn(output)) for state, output in zip(states, outputs, strict=True)]
+        self.abort()
+        return found
 
     def abort(self) -> None:
         """Abort all open requests."""
@@ -196,7 +216,7 @@ class LeadingTurns(EngineTurns):
         self._joining: list[tuple[Key, tuple[int, ...], int, int]] = []
         self._digest = b""  # of the turns that finished in the last step
 
-    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
+    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, group: int | None = None) -> None:
         self._joining.append((key, tuple(token_ids), seed, max_tokens))
 
     def poll(self) -> list[tuple[Key, SampledTurn]]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,25 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
         ids[index, : len(left)], top_logprobs[index, : len(left)] = left, values
     normalized, sampling_mask = whole_or_cut(ids, top_logprobs, vocab_size)
     return normalized.tolist(), sampling_mask
+
+
+def text_of(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], sampling: SamplingSettings, *, is_stopped: bool) -> str:
+    """Decode a completion whose tokens come from several requests, as vLLM decodes those of one.
+
+    Args:
+        tokenizer: vLLM's tokenizer.
+        prompt_ids: Token IDs of the prompt.
+        token_ids: Token IDs of the completion.
+        sampling: Sampling settings.
+        is_stopped: Whether the last token ended the completion, which is then not part of the text.
+    """
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    params = sampling_params(sampling, None, vocab_size=len(tokenizer))
+    request: Any = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=list(prompt_ids), prompt_embeds=None)
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    detokenizer.update(list(token_ids), is_stopped)
+    return detokenizer.get_next_output_text(finished=True, delta=False)
 
 
 def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:

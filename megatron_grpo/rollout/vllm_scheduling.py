@@ -13,6 +13,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+PROMPT = "prompt-"  # `name_PROMPT3` is the name of a request for a completion of prompt 3
+
 
 def patch_scheduling(llm: Any) -> None:
     """Patch an engine that runs on a CPU in this process. Does nothing to an engine with another kind of KV cache, or with chunked prefill.
@@ -51,6 +53,8 @@ class _Patches:
         """Return the computed blocks of a new request, their tokens and a boundary, with its prompt's last block if its group has it."""
         blocks, num_computed, boundary = self._find(request)
         group, last = request.request_id.partition("_")[2], request.num_prompt_tokens - 1
+        if group.startswith(PROMPT):  # one request a completion: vLLM has added characters that differ between them
+            group = group.rpartition("-")[0]
         # A request with images needs the encoder's output; one with tokens of its own was preempted.
         if not group or request.mm_features or request.num_tokens > last + 1:
             return blocks, num_computed, boundary

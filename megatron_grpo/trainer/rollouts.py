@@ -19,9 +19,10 @@ from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.grpo.advantages import advantages, zero_std_groups
-from megatron_grpo.metrics.rollout import ScoredRollout
+from megatron_grpo.metrics.rollout import Arrival, ScoredRollout
 from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.generation import RolloutGenerator
+from megatron_grpo.trainer.partial_rollouts import PartialRollouts
 from megatron_grpo.trainer.reward_manager import check_failures
 from megatron_grpo.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
 from megatron_grpo.types import (
@@ -35,6 +36,7 @@ from megatron_grpo.types import (
     Sample,
     ScoredGroup,
     TrainingRows,
+    version_excess,
 )
 
 if TYPE_CHECKING:
@@ -188,23 +190,45 @@ class Rollouts:
         self.generator, self.prompts, self.cfg, self.schedule = generator, prompts, cfg, schedule
         self.cut, self.parallel, self.logger, self.penalty, self.teacher = policy.cut, policy.parallel, logger, penalty, teacher
         self.num_groups = schedule.sizes.num_rollout_prompts
+        self.partial: PartialRollouts | None = (
+            None  # the generator's sampler, if it interrupts completions at weight syncs; set by the caller
+        )
         self._under_way: dict[int, int] = {}  # rollout number: prompts being sampled
         self._drained: set[int] = set()
 
-    def sample(self, numbers: Iterable[int]) -> list[Rollout]:
+    def sample(self, numbers: Iterable[int], ahead: Iterable[int] = ()) -> list[Rollout]:
         """Sample these rollouts with the engine's current weights. Collective.
 
         All are sampled and scored first; then the engine sleeps, and everything that needs the trainer's weights is computed.
 
         Args:
             numbers: Numbers of the rollouts.
+            ahead: Numbers of the rollouts that follow, whose prompts may be sampled in free slots of the engine. What is unfinished when
+                `numbers` are complete continues at the next call. Only with `partial`.
         """
         wanted = list(numbers)
         if not wanted:
             return []
-        with self.generator.wake_up():
+        partial = self.partial
+        if partial is None:
+            with self.generator.wake_up():
+                found = [self._dynamic_sampling() for _ in wanted]
+            return [self._finish(number, *one, drained_at=None) for number, one in zip(wanted, found, strict=True)]
+        window = self._window([*wanted, *ahead])
+        with self.generator.wake_up(), partial.sampling(window, self.generator.sampling, seed=self.generator.seed):
             found = [self._dynamic_sampling() for _ in wanted]
-        return [self._finish(number, *one, drained_at=None) for number, one in zip(wanted, found, strict=True)]
+        num_used = sum(reaped.num_prompts for reaped, _ in found)
+        stats = partial.stats(window[0][0].number + num_used)
+        done = [self._finish(number, *one, drained_at=None, partial=stats) for number, one in zip(wanted, found, strict=True)]
+        partial.commit(window[0][0].number + num_used)
+        return done
+
+    def _window(self, numbers: Sequence[int]) -> list[tuple[Prompt, int]]:
+        """Return the next prompts of the stream that some rollouts are expected to need, each with the oldest version that it may have."""
+        count = num_asked(self.num_groups, self.cfg.oversample_ratio)
+        prompts = self.prompts.take(count * len(numbers))
+        self.prompts.give_back(len(prompts))
+        return [(prompt, self.schedule.oldest_version(numbers[place // count])) for place, prompt in enumerate(prompts)]
 
     def launch(self, number: int) -> None:
         """Begin to sample a rollout with the engine's current weights. Returns at once. Collective.
@@ -281,7 +305,10 @@ class Rollouts:
         check_failures(reaped.sampled, self.generator.reward_manager.most_failed_episodes)
         return reaped, self.generator.take(reaped.kept)
 
-    def _finish(self, number: int, reaped: DynamicSamplingResult, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
+    def _finish(
+        self, number: int, reaped: DynamicSamplingResult, mine: Mapping[int, ScoredGroup], *, drained_at: int | None,
+        partial: Mapping[str, float] | None = None,
+    ) -> Rollout:  # fmt: skip
         """Turn the scored groups of a rollout into rows and samples.
 
         Args:
@@ -289,9 +316,10 @@ class Rollouts:
             reaped: The groups to train on.
             mine: The scored groups that this rank generated, by their index in `reaped.kept`.
             drained_at: Number of optimizer steps done, if the rollout is collected before its own step.
+            partial: Metrics of partial rollouts; None without them.
         """
         table, kept, came_in = self.schedule, reaped.kept, self.schedule.version_of(number)
-        _check_versions(number, reaped.sampled, at_least=table.sampled_by(number), at_most=came_in)
+        _check_versions(number, reaped.sampled, at_least=table.oldest_version(number), at_most=came_in)
         rows, trains = self._rows(number, kept, came_in)
         held = self._held(rows, mine)
         placed = PlacedRows(rows=rows, sequences={key: one.sequence for key, one in held.items()})
@@ -306,7 +334,8 @@ class Rollouts:
             with self.generator.timers("teacher"):
                 taught = self.teacher(placed)
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
-        self.logger.rollout(ScoredRollout(number=number, result=reaped, advantages=found, penalty=penalty, held=mine))
+        arrived = None if partial is None else Arrival(version=came_in, metrics=partial)
+        self.logger.rollout(ScoredRollout(number=number, result=reaped, advantages=found, penalty=penalty, held=mine, arrived=arrived))
         size, group_size = self.cut.rows_per_slice, len(kept[0].rewards)
         rows = replace(rows, is_zero_std=np.repeat(found.is_zero_std, group_size), is_zero_advantage=np.ravel(found.advantages) == 0.0)
         # The policy's log-probs are the old log-probs of stale slices, if the weights are those of the rollout's own step.
@@ -353,7 +382,13 @@ class Rollouts:
         def of_row(values: Iterable[Iterable[int]], dtype: type = np.int64) -> np.ndarray:
             return np.array(list(chain.from_iterable(values)), dtype=dtype)
 
-        version, trains = of_group(meta.version for meta in kept), of_row((meta.trains for meta in kept), bool)
+        trains, none = of_row((meta.trains for meta in kept), bool), np.zeros(len(kept) * len(kept[0].rewards), dtype=np.int64)
+        version, num_versions, excess = of_group(meta.version for meta in kept), none + 1, none
+        if any(meta.spans for meta in kept):
+            spans = [of_completion for meta in kept for of_completion in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)]
+            by = [{version for version, _, _ in one} for one in spans]
+            version, num_versions = np.array(list(map(min, by))), np.array(list(map(len, by)))
+            excess = np.array([version_excess(min(versions), one) for versions, one in zip(by, spans, strict=True)])
         row, flags = np.arange(len(trains)), np.zeros(len(trains), dtype=bool)
         return TrainingRows(
             rollout=np.full_like(row, number),
@@ -365,6 +400,8 @@ class Rollouts:
             num_contexts=of_row(map(len, meta.contexts) for meta in kept),
             contexts=of_row(chain.from_iterable(meta.contexts for meta in kept)),
             num_masked=of_row(meta.num_sampled for meta in kept) * trains,
+            num_versions=num_versions,
+            version_excess=excess,
             is_zero_std=flags,
             is_zero_advantage=flags,
             is_truncated=of_row((meta.is_truncated for meta in kept), bool),
@@ -389,6 +426,7 @@ def _sample(
         sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
         teacher_logprobs=of_teacher if trains else None,
         advantage=float(advantage),
+        spans=() if len({by for by, _, _ in completion.versions}) == 1 else tuple(chain.from_iterable(completion.versions)),
     )
 
 

@@ -334,6 +334,7 @@ class SampleBuffer:
             counts=dealt.packed.counts,
             staleness=step.index - rows.version,
             lag=arrived_at - rows.version,
+            by_token=staleness_by_token(rows, step.index),
         )
         return self._with_dp_ranks(places[chosen], dealt.dp_ranks, held), batch
 
@@ -429,6 +430,24 @@ class SampleBuffer:
         is_mine = (dp_rank[at] == self.parallel.dp_rank).tolist()
         kept = {key: sample for (key, sample), mine in zip(samples.items(), is_mine, strict=True) if mine}
         return replace(self, rows=replace(self.rows, dp_rank=dp_rank), samples=kept)
+
+
+def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
+    """Return the metrics of staleness by token; none if each row was sampled by one version, where the metrics by row say as much.
+
+    Args:
+        rows: Rows of an optimizer step.
+        step: Number of optimizer steps done before it.
+    """
+    if not (rows.num_versions > 1).any():
+        return {}
+    trains = rows.num_masked > 0
+    ages = (step - rows.version) * rows.num_masked - rows.version_excess * trains
+    return {
+        "staleness/tokens/mean": int(ages.sum()) / max(1, int(rows.num_masked.sum())),
+        "staleness/tokens/max": int((step - rows.version)[trains].max(initial=0)),
+        "staleness/versions_per_row": int(rows.num_versions.sum()) / len(rows),
+    }
 
 
 def _check_versions(rows: TrainingRows, arrived_at: np.ndarray) -> None:

@@ -75,7 +75,7 @@ def test_a_refusal_that_only_rows_show_is_what_reading_them_says():
     said = [inspect.getsource(checks.check_for_episodes), streamed._BLIND]
     said += [
         why
-        for typed in ("--rollout_func a.py:f", "--teacher_model a", "--teacher_model_server http://t:1")
+        for typed in ("--rollout_func a.py:f", "--async_rollout_depth 1", "--teacher_model a", "--teacher_model_server http://t:1")
         for why in inputs._blind(resolve(typed.split()))
     ]
     names = [row.name for row in compatibility.features()]
@@ -179,7 +179,7 @@ def test_what_is_refused_of_evaluation_and_rollout_functions_is_refused_with_its
     (tmp_path / "mine.py").write_text(f"def f(prompts, sampler): pass\n{tool}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
     code, found = ask("Qwen3MoeForCausalLM", words, tuner="")
-    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 7
+    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 8
 
 
 SERVERS = "--vllm_mode server --vllm_server_host a b"

@@ -21,10 +21,11 @@ from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.rollout.adapters import LoraSync, lora_sync
-from megatron_grpo.rollout.engine import Engine, Sampler
+from megatron_grpo.rollout.engine import Engine, InterruptibleSampler, Sampler
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.run.build.policy import frozen, model_of, sharing_of
 from megatron_grpo.run.inputs import ValidatedInputs
+from megatron_grpo.trainer.partial_rollouts import PartialRollouts, VersionCheck
 from megatron_grpo.trainer.rollouts import Teacher
 from megatron_grpo.weights.shape import ModelShape
 
@@ -132,13 +133,39 @@ def with_cancellation(sampler: Engine, stop: train.StopRequest) -> Engine:
 
 
 def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
-    """Raise ConfigError if `async_rollout_depth` is set and the sampler has no `begin` (`rollout.engine.BackgroundSampler`)."""
-    if cfg.rollout.async_rollout_depth and not hasattr(sampler, "begin"):
+    """Raise ConfigError if `async_rollout_depth` is set and the sampler has not the methods for it.
+
+    They are `begin` (`rollout.engine.BackgroundSampler`); with partial rollouts `resume` (`rollout.engine.InterruptibleSampler`).
+    """
+    if cfg.rollout.partial_rollouts and not hasattr(sampler, "resume"):
+        message = (
+            f"async_rollout_depth {cfg.rollout.async_rollout_depth} needs a sampler whose completions can be interrupted, and "
+            f"{type(sampler).__name__} has no `resume` (rollout.engine.InterruptibleSampler). Use async_rollout_depth 0."
+        )
+        raise config_error("async_rollout_depth", message)
+    if cfg.rollout.async_rollout_depth and not cfg.rollout.partial_rollouts and not hasattr(sampler, "begin"):
         message = (
             f"async_rollout_depth {cfg.rollout.async_rollout_depth} needs a sampler that answers while training goes on, and "
             f"{type(sampler).__name__} has no `begin` (rollout.engine.BackgroundSampler). Use async_rollout_depth 0."
         )
         raise config_error("async_rollout_depth", message)
+
+
+def partial_rollouts_of(cfg: Config, policy: Policy, sampler: Engine) -> PartialRollouts | None:
+    """Return the sampler whose completions continue over weight syncs; None without partial rollouts.
+
+    Args:
+        cfg: Settings of the run.
+        policy: The policy, which checks the versions of interrupted completions.
+        sampler: The engine.
+    """
+    if not cfg.rollout.partial_rollouts:
+        return None
+    check = VersionCheck(
+        policy=policy, count=cfg.rollout.verify_versions, temperature=cfg.rollout.temperature,
+        is_coarse=cfg.model.torch_dtype != "float32" or sampler.dtype != "float32",
+    )  # fmt: skip
+    return PartialRollouts(cast(InterruptibleSampler, sampler), check=check if check.count else None)
 
 
 def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:

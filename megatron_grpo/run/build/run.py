@@ -36,6 +36,7 @@ from megatron_grpo.run.build.engines import (
     build_held_teacher,
     build_served_teacher,
     how_adapters_travel,
+    partial_rollouts_of,
     replayed_experts,
     start_engine,
     with_cancellation,
@@ -154,27 +155,30 @@ def put_together(
     make = parts.engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora, bitwise_parity=parts.analysis.vllm_bitwise_parity)
     sampler = with_cancellation(start_engine(make, cfg, inputs, parallel, policy), stop)
     weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.metrics.print_line)
+    partial_rollouts = partial_rollouts_of(cfg, policy, sampler)
     generator = generator_of(
-        cfg, inputs, answering(cfg, inputs, sampler), reward_manager, timers,
+        cfg, inputs, partial_rollouts or answering(cfg, inputs, sampler), reward_manager, timers,
         again=partial(sync_weights_again, policy, weight_sync, timers),
         before=policy.free_memory,
     )  # fmt: skip
+    rollouts = Rollouts(
+        generator,
+        inputs.prompts,
+        cfg=cfg.grpo,
+        schedule=schedule,
+        policy=policy,
+        logger=logger,
+        penalty=penalty_of(cfg.grpo, policy),
+        teacher=teacher,
+    )
+    checkpoints.partial = rollouts.partial = partial_rollouts
     return train.Run(
         schedule=schedule,
         parallel=parallel,
         policy=policy,
         engine=sampler,
         weight_sync=weight_sync,
-        rollouts=Rollouts(
-            generator,
-            inputs.prompts,
-            cfg=cfg.grpo,
-            schedule=schedule,
-            policy=policy,
-            logger=logger,
-            penalty=penalty_of(cfg.grpo, policy),
-            teacher=teacher,
-        ),
+        rollouts=rollouts,
         prompts=inputs.prompts,
         checkpoints=checkpoints,
         evaluator=build_evaluator(cfg, inputs, generator, reward_manager, last_step=schedule.num_steps),

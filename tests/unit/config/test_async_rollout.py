@@ -24,7 +24,13 @@ def plan(capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [f"--async_rollout_depth 1 {CORRECTED}", f"--async_rollout_depth 1 {SERVERS} --old_logprobs rollout", "--async_rollout_depth 0"],
+    [
+        f"--async_rollout_depth 1 {CORRECTED}",
+        f"--async_rollout_depth 1 {SERVERS} --old_logprobs rollout",
+        "--async_rollout_depth 0",
+        "--async_rollout_depth 1 --old_logprobs rollout",
+        "--async_rollout_depth 3 --rollout_importance_sampling_mode token_mask",
+    ],
 )
 def test_it_is_taken_where_something_corrects_for_the_age_of_what_was_sampled(plan, words):
     assert plan(words)[0] == 0
@@ -34,7 +40,9 @@ def test_it_is_taken_where_something_corrects_for_the_age_of_what_was_sampled(pl
     ("words", "nearest"),
     [
         (f"--async_rollout_depth 3 {CORRECTED}", {"async_rollout_depth": [1]}),
-        ("--async_rollout_depth 1 --old_logprobs rollout", {"async_rollout_depth": [0]}),
+        ("--async_rollout_depth 2", {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
+        ("--async_rollout_depth 2 --old_logprobs rollout --stop END", {"async_rollout_depth": [0]}),
+        ("--async_rollout_depth 2 --old_logprobs rollout --top_k 9 --vllm_structured_outputs_regex a+", {"async_rollout_depth": [0]}),
         (f"--async_rollout_depth 1 {SERVERS}", {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
     ],
 )
@@ -70,6 +78,47 @@ def test_plan_says_how_stale_rows_become(plan, sizes, mean, most):
     [said] = [warning for warning in found["warnings"] if warning.startswith("With async_rollout_depth 1, rows")]
     assert code == 0 and f"up to {most} optimizer steps stale when they are trained ({mean:g} on average)" in said
     assert max(row["staleness"] for row in found["timetable"]) == most
+
+
+@pytest.mark.parametrize(
+    ("sizes", "depth", "mean", "most"),
+    [
+        ("", 1, 1, 1), ("", 2, 2, 2), ("", 3, 3, 3), ("--steps_per_generation 2", 1, 2.5, 3), ("--steps_per_generation 2", 2, 4.5, 5),
+        ("--num_iterations 2", 3, 6.5, 7), ("--steps_per_generation 4", 2, 9.5, 11), ("--steps_per_generation 4", 3, 13.5, 15),
+        ("--generation_batch_size 12 --allow_unaligned_generation true", 2, 2.25, 3),
+        ("--generation_batch_size 12 --allow_unaligned_generation true", 3, 3.25, 4),
+    ],
+)  # fmt: skip
+def test_plan_says_which_versions_may_sample_a_rollout_and_how_old_its_oldest_token_is(sizes, depth, mean, most):
+    """The bound: a rollout begins at most so many sampling steps before its own, and is sampled by the versions between."""
+    from megatron_grpo.batching.batch_sizes import BatchSizes
+    from megatron_grpo.batching.schedule import TrainingSchedule
+    from megatron_grpo.config import resolve
+    from megatron_grpo.planning.summary import schedule_rows, staleness
+
+    cfg = resolve([*SIZES.split(), *sizes.split(), "--async_rollout_depth", str(depth), "--old_logprobs", "rollout"])
+    found = BatchSizes.from_config(cfg)
+    assert found.partial_rollouts and staleness(found) == (mean, most)
+    schedule = TrainingSchedule(found)
+    arrivals = sorted({schedule.version_of(rollout) for rollout in range(40)})
+    for row in schedule_rows(schedule, 12):
+        at = arrivals.index(row["newest_version"])
+        assert row["sampled_by_version"] == arrivals[max(0, at - depth)] and row["newest_version"] == schedule.version_of(row["rollout"])
+    for step in (schedule.step(k) for k in range(12)):
+        due = arrivals.index(step.index) if step.index in arrivals else None
+        wanted = [] if due is None else [r for r in range(40) if schedule.version_of(r) in arrivals[due + 1 : due + 1 + depth]]
+        assert (
+            list(step.ahead) == wanted and not step.launches and not step.arriving and step.evaluates == range(step.index, step.index + 1)
+        )
+
+
+def test_the_figure_names_the_versions_and_a_run_on_servers_has_one(capsys):
+    for words, said in (("--old_logprobs rollout", "rollout 3 by v1 to v3"), (f"{SERVERS} --old_logprobs rollout", "rollout 3 by v2\n")):
+        depth = "2" if SERVERS not in words else "1"
+        assert main(["plan", *SIZES.split(), "--plan_rollouts", "4", "--async_rollout_depth", depth, *words.split()]) == 0
+        lines = capsys.readouterr().out
+        assert said.strip() in "\n".join(line.rstrip() for line in lines.splitlines())
+        assert ("partial rollouts" in lines) == (SERVERS not in words)
 
 
 def test_a_rollout_of_one_step_is_one_step_stale_and_needs_no_warning(plan):

@@ -372,7 +372,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
         return np.zeros(len(rows.rows)), {key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in rows.sequences.items()}
 
     table = schedule(steps=2, depth=1)
-    assert (table.version_of(1), table.sampled_by(1)) == (2, 0) and table.step(2).old_logprob_slices == ((1, 2), (1, 3))
+    assert (table.version_of(1), table.oldest_version(1)) == (2, 0) and table.step(2).old_logprob_slices == ((1, 2), (1, 3))
     rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine, penalty=penalty, beta=1.0, kl_in_reward=True)
     rollouts.launch(1)
     [found] = rollouts.collect([1]) if drained_at is None else rollouts.drain(drained_at)

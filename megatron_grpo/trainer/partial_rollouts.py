@@ -1,0 +1,197 @@
+"""Partial rollouts: completions that are interrupted at weight syncs and continue with the new weights, and the check of their versions.
+
+Rollouts arrive in order, each at its own sampling step. The prompts of later rollouts are sampled in slots of the engine that are free
+while the last long completions of the arriving rollout end. What is unfinished then is kept here until the next sampling step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.parallel import collectives
+from megatron_grpo.rollout.engine import InterruptibleGeneration, InterruptibleSampler, SamplingSettings, WeightSyncError
+from megatron_grpo.trainer.weight_sync import BFLOAT16_MEAN, FLOAT32_MAX
+from megatron_grpo.types import Group, PartialCompletion, Prompt
+from megatron_grpo.types import Sequence as Scored
+
+if TYPE_CHECKING:
+    from megatron_grpo.policy.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+
+class PartialRollouts:
+    """A `Sampler` whose completions continue over weight syncs.
+
+    Inside `sampling` it answers from a generation that also samples prompts of later rollouts; elsewhere it is the sampler itself.
+
+    Args:
+        sampler: The engine.
+        check: Check of the tokens' versions; None without one.
+    """
+
+    def __init__(self, sampler: InterruptibleSampler, *, check: VersionCheck | None = None):
+        self._sampler, self._check = sampler, check
+        self._kept: list[PartialCompletion] = []  # of this rank, as of the last `commit`
+        self._found: list[PartialCompletion] = []  # of this rank, after the last `sampling`
+        self._generation: InterruptibleGeneration | None = None
+        self._prompts: dict[int, Prompt] = {}  # of the last `sampling`, by number
+        self._version = 0  # that the last `sampling` sampled with
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
+        if self._generation is None:
+            return self._sampler.generate(prompts, sampling, seed=seed)
+        self._prompts |= {prompt.number: prompt for prompt in prompts}
+        return self._generation.groups(prompts)
+
+    def wake_up(self) -> AbstractContextManager[None]:
+        return self._sampler.wake_up()
+
+    @contextmanager
+    def sampling(self, prompts: Sequence[tuple[Prompt, int]], sampling: SamplingSettings, *, seed: int) -> Iterator[None]:
+        """Continue and begin the completions of these prompts inside the block, and interrupt them at its end. Collective.
+
+        Nothing changes before `commit`, so a checkpoint that is saved after an error inside the block has what was there before it.
+
+        Args:
+            prompts: (prompt, oldest version that its tokens may have), in the order in which they are needed. Completions with an older
+                token are dropped and sampled anew: prompts that were given back, or a smaller `async_rollout_depth` after a resume.
+            sampling: Sampling settings of training.
+            seed: Seed of the run.
+        """
+        oldest = {prompt.number: version for prompt, version in prompts}
+        kept = [one for one in self._kept if one.versions[0] >= oldest.get(one.prompt_number, 0)]
+        self._prompts = {prompt.number: prompt for prompt, _ in prompts}
+        num_dropped = sum(collectives.all_gather_object(len(self._kept) - len(kept)))
+        if num_dropped and collectives.rank() == 0:
+            logger.warning(
+                "%d partial completions are dropped and sampled again: they have tokens that would be older than async_rollout_depth "
+                "allows when their rollout is trained.",
+                num_dropped,
+            )
+        generation = self._sampler.resume([prompt for prompt, _ in prompts], sampling, seed=seed, partial=kept)
+        self._generation, self._version = generation, generation.version
+        with CleanUp(self._close):
+            yield
+            self._found = generation.interrupt()
+
+    def _close(self) -> None:
+        generation, self._generation = self._generation, None
+        if generation is not None:
+            generation.abort()
+
+    def stats(self, first: int) -> dict[str, float]:
+        """Return the metrics of the last `sampling`, and check the versions of what it interrupted. Collective.
+
+        Args:
+            first: Number of the first prompt that the next rollout needs.
+
+        Raises:
+            WeightSyncError: The log-probs of interrupted completions are not those of the weights that sampled them.
+        """
+        later = [one for one in self._found if one.prompt_number >= first]
+        drawn = [one.num_sampled_by(self._version) for one in self._found]
+        counts = np.array([
+            len(later), sum(len(one.token_ids) for one in later),
+            sum(len(one.token_ids) - num for one, num in zip(self._found, drawn, strict=True) if num),
+            sum(one.num_sampled_by(self._version) for one in later), sum(drawn),
+        ])  # fmt: skip
+        rows, tokens, recomputed, ahead, every = sum(collectives.all_gather_object(counts)).tolist()
+        stats = {
+            "rollout/partial_rows": rows,
+            "rollout/partial_tokens": tokens,
+            "rollout/recomputed_tokens": recomputed,
+            "rollout/ahead_share": ahead / max(1, every),
+        }
+        return stats | (self._check(later, self._prompts, self._version) if self._check else {})
+
+    def commit(self, first: int) -> None:
+        """Keep what was sampled for later rollouts, for the next `sampling` and for checkpoints.
+
+        Args:
+            first: Number of the first prompt that the next rollout needs.
+        """
+        self._kept, self._found = [one for one in self._found if one.prompt_number >= first], []
+
+    def to_save(self) -> list[PartialCompletion]:
+        """Return the partial completions that this rank writes to a checkpoint."""
+        return self._kept
+
+    def restore(self, partial: Sequence[PartialCompletion]) -> None:
+        """Continue with the partial completions of a checkpoint.
+
+        Args:
+            partial: Those that this rank has read. Every one is read by one rank.
+        """
+        self._kept = list(partial)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionCheck:
+    """Check that interrupted tokens come from the weights that they name: the policy scores some of them.
+
+    A wrong version, a KV cache that was kept over a weight sync, and parts that were joined wrongly all show here, at the sampling step
+    where they occur.
+    """
+
+    policy: Policy
+    count: int  # completions to score
+    is_coarse: bool  # whether the trainer or the sampler is not float32
+    temperature: float
+
+    def __call__(self, partial: Sequence[PartialCompletion], prompts: dict[int, Prompt], version: int) -> dict[str, float]:
+        """Compare the sampler's and the policy's log-probs of the tokens that the policy's version sampled. Collective.
+
+        Args:
+            partial: Partial completions of this rank.
+            prompts: Prompts by number.
+            version: Version of the policy's weights.
+
+        Returns:
+            The metrics; none if nothing was sampled by this version.
+
+        Raises:
+            WeightSyncError: The log-probs differ too much. Raised on every rank.
+        """
+        mine = {one.key: one for one in partial if one.num_sampled_by(version)}
+        chosen = sorted(key for part in collectives.all_gather_object(list(mine)) for key in part)[: self.count]
+        told = collectives.all_gather_object([mine[key] for key in chosen if key in mine])
+        found = sorted((one for part in told for one in part), key=lambda one: one.key)
+        if not found:
+            return {}
+        asked = [_last_part(one, prompts[one.prompt_number], version) for one in found]
+        with self.policy.on_device("weights"):
+            scored = self.policy.scorer.score(asked)
+        logprobs = np.concatenate([one.logprobs[-sequence.num_masked :] for one, sequence in zip(found, asked, strict=True)])
+        policy = np.concatenate([values[sequence.mask] for values, sequence in zip(scored, asked, strict=True)])
+        differences = np.abs(logprobs - policy)
+        worst, mean = float(differences.max()), float(differences.mean())
+        bound = (BFLOAT16_MEAN if self.is_coarse else FLOAT32_MAX) * max(1.0, 1 / self.temperature)
+        if not (mean if self.is_coarse else worst) <= bound:  # NaN is not within the bound
+            place = np.repeat(range(len(asked)), [one.num_masked for one in asked])[np.argmax(differences)]
+            raise WeightSyncError(
+                f"Interrupted completions do not come from the weights of version {version}: their log-probs differ from the policy's by "
+                f"{worst:.3g} at most and {mean:.3g} on average over {len(differences)} tokens of {len(found)} completions, more than "
+                f"{bound:g} {'on average' if self.is_coarse else 'at a token'} (the largest: prompt {found[place].prompt_number}). The KV "
+                "cache was kept over a weight sync, or the parts of a completion were joined wrongly. To go on without the check, use "
+                "verify_versions 0."
+            )
+        return {"sampling/version_error/mean": mean, "sampling/version_error/max": worst}
+
+
+def _last_part(one: PartialCompletion, prompt: Prompt, version: int) -> Scored:
+    """Return a partial completion as a sequence in which the tokens that a version sampled, the last ones, are scored."""
+    token_ids = np.array([*prompt.token_ids, *one.token_ids.tolist()], dtype=np.int64)
+    num_scored = one.num_sampled_by(version)
+    mask, offsets, ids = np.arange(len(token_ids)) >= len(token_ids) - num_scored, None, None
+    if one.sampling_mask is not None:
+        kept = one.sampling_mask.take(np.arange(len(one.token_ids) - num_scored, len(one.token_ids)))
+        offsets, ids = kept.at, kept.ids
+    return Scored(token_ids=token_ids, mask=mask, mask_offsets=offsets, mask_ids=ids)

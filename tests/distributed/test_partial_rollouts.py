@@ -1,0 +1,232 @@
+"""Completions that live over weight syncs, on real vLLM engines: each token against transformers at the version that it names."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.mistakes import mistake
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+LIMIT, GROUP, PUSHES = 40, 3, 2
+# Rollouts of two prompts; what each sampling step waits for, and what may begin at it.
+STEPS = [((0, 1), (2, 3, 4, 5)), ((2, 3), (4, 5, 6, 7)), ((4, 5), (6, 7))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("model"), max_positions=512)
+
+
+def versions_of(path):
+    """The state of each version: the checkpoint's, and after each push all matrices moved by 5 % of their spread."""
+    import torch
+    from safetensors.torch import load_file
+
+    states, generator = [load_file(path / "model.safetensors")], torch.Generator().manual_seed(1)
+    for _ in range(PUSHES):
+        moved = {
+            name: one + 0.05 * one.std() * torch.randn(one.shape, generator=generator) if one.ndim > 1 else one
+            for name, one in states[-1].items()
+        }
+        states.append(moved)
+    return states
+
+
+def build(path, rank, world_size, tensor_parallel_size=1):
+    from megatron_grpo.config.config import RolloutConfig
+    from megatron_grpo.rollout.colocated import ColocatedEngine
+
+    cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=7, vllm_tensor_parallel_size=tensor_parallel_size)
+    return ColocatedEngine.build(cfg, model_path=path, dtype="float32", max_model_len=96, seed=0, rank=rank, world_size=world_size)
+
+
+@cache
+def prompt(number):
+    from megatron_grpo.types import Prompt
+
+    token_ids = np.random.default_rng(number).integers(4, 120, 5 + number)
+    return Prompt(number=number, row=number, raw="", token_ids=tuple(token_ids.tolist()), columns={})
+
+
+def settings(**more):
+    from megatron_grpo.rollout.engine import SamplingSettings
+
+    return SamplingSettings(n=GROUP, max_completion_length=LIMIT, **more)
+
+
+def push(engine, states, version):
+    from megatron_grpo.weights.buckets import WeightUpdate
+
+    engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(states[version].items())))
+
+
+def sampled(engine, states, sampling, first=0, kept=()):
+    """(groups that this rank was given, what was kept for later after each step) of the sampling steps from `first` on."""
+    found, after = [], []
+    for version in range(first, len(STEPS)):
+        wanted, ahead = STEPS[version]
+        if version:
+            push(engine, states, version)
+        generation = engine.resume([prompt(i) for i in (*wanted, *ahead)], sampling, seed=3, partial=kept)
+        for number in wanted:  # as rounds of dynamic sampling ask
+            found += generation.groups([prompt(number)])
+        kept = [one for one in generation.interrupt() if one.prompt_number > wanted[-1]]
+        after.append(kept)
+    return found, after
+
+
+def bits(groups):
+    return {(g.prompt.number, i): (c.sequence.token_ids.tolist(), c.logprobs.tobytes(), c.versions, c.finish_reason, c.text)
+            for g in groups for i, c in enumerate(g.completions)}  # fmt: skip
+
+
+def errors(path, states, groups, sampling):
+    """|the sampler's log-prob - transformers' at the version that the token names|, of each token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    hf, found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), []
+    for version, state in enumerate(states):
+        hf.load_state_dict(state)
+        for group in groups:
+            for one in group.completions:
+                ids = torch.tensor(one.sequence.token_ids)
+                with torch.no_grad():
+                    logits = hf(ids[None]).logits[0, :-1].double() / sampling.temperature
+                if sampling.returns_sampling_mask:
+                    for place, words in enumerate(np.split(one.sequence.mask_ids, one.sequence.mask_offsets[1:-1])):
+                        row = logits[len(group.prompt.token_ids) + place - 1]
+                        left = row[words.astype(np.int64)].clone()
+                        row[:] = -torch.inf
+                        row[words.astype(np.int64)] = left
+                right = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
+                for by, begin, end in one.versions:
+                    if by == version:
+                        found.append(np.abs(one.logprobs[begin:end] - right[begin - 1 : end - 1]))
+    return np.concatenate(found)
+
+
+def whole_run(path, sampling, rank=0, world_size=1, tensor_parallel_size=1):
+    states = versions_of(path)
+    engine = build(path, rank, world_size, tensor_parallel_size)
+    groups, after = sampled(engine, states, sampling)
+    return engine, states, groups, after
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 6, "top_p": 0.9, "returns_sampling_mask": True}], ids=["whole vocabulary", "top-k"])
+def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_file_bit_for_bit(model, tmp_path, cut):
+    def body(rank, world_size):
+        from megatron_grpo.checkpoint.samples import file_of, read_samples
+        from megatron_grpo.types import PartialCompletion
+
+        sampling = settings(temperature=0.8, **cut)
+        engine, states, groups, after = whole_run(model, sampling)
+        completions = [one for group in groups for one in group.completions]
+        assert [group.prompt.number for group in groups] == list(range(6))
+        assert sum(len(one.versions) > 1 for one in completions) > 4 and {len(one.versions) for one in completions} >= {1, 2}
+        for group in groups:
+            for one in group.completions:
+                assert one.finish_reason == ("length" if one.num_sampled == LIMIT else "stop") and one.num_sampled <= LIMIT
+                assert one.versions[0][1] == len(group.prompt.token_ids) and one.versions[-1][2] == len(one.sequence.token_ids)
+                words = [str(token) for token in one.answer_ids if token > 3]
+                assert one.text.split() == words
+        assert errors(model, states, groups, sampling).max() < 1e-5
+        assert len({one.answer_ids for one in completions}) == len(completions)
+        # Killed after the first sampling step, and begun again from what was saved then.
+        (tmp_path / "partial.npz").write_bytes(file_of(after[0]))
+        again, later = sampled(engine, states, sampling, first=1, kept=read_samples(tmp_path / "partial.npz", PartialCompletion))
+        right = bits(groups)
+        assert bits(again) == {key: value for key, value in right.items() if key[0] > 1} and len(after[0]) > 4
+        assert [one.token_ids.tolist() for one in later[-1]] == [one.token_ids.tolist() for one in after[-1]]
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_ranks_interrupt_at_the_same_step_of_their_engines_and_twice_at_the_same(model, tensor_parallel_size):
+    def body(rank, world_size):
+        engine, states, groups, after = whole_run(model, settings(), rank, world_size, tensor_parallel_size)
+        worst = errors(model, states, groups, settings()).max() if groups else 0.0
+        push(engine, states, 0)
+        again, _ = sampled(engine, states, settings())
+        return bits(groups), bits(again), float(worst), [one.key for one in after[0]]
+
+    (one, one_again, worst, keys), (other, other_again, worse, others) = run_ranks(body, 2)
+    assert one == one_again and other == other_again and max(worst, worse) < 1e-5
+    assert not one.keys() & other.keys() and len(one | other) == 6 * GROUP
+    assert not set(keys) & set(others) and keys and others
+    assert {number for number, _ in one} == ({0, 2, 4})
+
+
+TURNS, PARTS, COLOCATED = "megatron_grpo.rollout.turns", "megatron_grpo.rollout.partial_rollouts", "megatron_grpo.rollout.colocated"
+MISTAKES = {
+    "the cache of the old weights is kept": (COLOCATED, "        self._forget_prefixes()\n", ""),
+    "a token of a part is dropped": (
+        TURNS, "token_ids=state.detokenizer.output_token_ids, logprobs=state.logprobs_processor.logprobs,",
+        "token_ids=state.detokenizer.output_token_ids[1:], logprobs=state.logprobs_processor.logprobs[1:],"),
+    "parts are joined in another order": (
+        PARTS, "np.concatenate([before.token_ids, tokens])", "np.concatenate([tokens, before.token_ids])"),
+    "tokens have the version of the end": (PARTS, "versions=(*before.versions, part.version)",
+                                           "versions=(*(part.version for _ in before.versions), part.version)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_shows_in_the_log_probs(model, what):
+    def body(rank, world_size):
+        import megatron_grpo.rollout.colocated  # noqa: F401 - what is changed must have been imported
+
+        with mistake(*MISTAKES[what]):
+            _, states, groups, _ = whole_run(model, settings())
+        return float(errors(model, states, groups, settings()).max())
+
+    assert run_ranks(body, 1)[0] > 0.01
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_part_has_a_seed_of_its_own(model, is_right):
+    """With the seed of the first part, a part would be sampled from the random numbers of the one before it."""
+
+    def body(rank, world_size):
+        from megatron_grpo.rollout import partial_rollouts
+
+        partial_rollouts.STEPS_BETWEEN_AGREEMENTS = 4
+        wrong = (PARTS, "if num_sampled == 0:", "if True:")
+        with nullcontext() if is_right else mistake(*wrong):
+            engine = build(model, 0, 1)
+            sampling = settings(temperature=2.0)
+            generation = engine.resume([prompt(i) for i in range(2)], sampling, seed=3, partial=[])
+            for _ in range(4):
+                generation._take(generation._parts.poll())
+            first = {one.key: one.token_ids.tolist() for one in generation.interrupt()}
+            kept = generation.interrupt()
+            second = engine.resume([prompt(i) for i in range(2)], sampling, seed=3, partial=kept)
+            for _ in range(4):
+                second._take(second._parts.poll())
+            parts = {one.key: one.token_ids[len(first[one.key]) :].tolist() for one in second.interrupt()}
+        return np.mean([a == b for key in first for a, b in zip(first[key], parts[key], strict=False)])
+
+    [share] = run_ranks(body, 1)
+    assert share < 0.1 if is_right else share > 0.2
+
+
+def test_a_generation_that_is_cancelled_leaves_the_engine_free(model):
+    def body(rank, world_size):
+        from megatron_grpo.base.errors import CancelledError
+
+        engine = build(model, rank, world_size)
+        engine.should_cancel = lambda: rank == 1
+        generation = engine.resume([prompt(i) for i in range(4)], settings(), seed=3, partial=[])
+        with pytest.raises(CancelledError):
+            generation.groups([prompt(0), prompt(1)])
+        generation.abort()
+        engine.should_cancel = lambda: False
+        push(engine, versions_of(model), 1)  # fails while a request is running
+        return len(engine.generate([prompt(0), prompt(1)], settings(), seed=3))
+
+    assert run_ranks(body, 2) == [1, 1]

@@ -1,0 +1,200 @@
+"""Runs of which completions live over weight syncs: what is trained, what is on record, and kills at every point."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
+from tests.end_to_end.test_many_steps import weights_of
+from tests.mistakes import mistake
+from tests.ranks import RanksFailed, run_ranks
+
+STEPS = 5
+AHEAD = ["--async_rollout_depth", "1", "--rollout_importance_sampling_mode", "token_truncate"]
+# A step waits for two of the engine's slots of six; the others go on with what comes next.
+SIZES = ["--num_generations", "4", "--global_batch_size", "8", "--micro_batch_size", "2", "--max_completion_length", "40",
+         "--vllm_max_num_seqs", "6", "--max_steps", str(STEPS), "--save_steps", "1", "--save_total_limit", "none"]  # fmt: skip
+EXACT = ("loss", "reward", "grad_norm", "staleness/mean", "staleness/tokens/mean", "staleness/versions_per_row", "num_tokens",
+         "rollout/partial_rows", "rollout/partial_tokens", "rollout/recomputed_tokens", "rollout/ahead_share",
+         "sampling/version_error/max", "dynamic_sample/groups_sampled")  # fmt: skip
+
+
+def flags_of(folder: Path, *more: str) -> list[str]:
+    flags = write_inputs(folder)
+    for name in ("--num_generations", "--global_batch_size", "--micro_batch_size", "--max_completion_length"):
+        at = flags.index(name)
+        del flags[at : at + 2]
+    return [*flags, *SIZES, *AHEAD, *more]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of one rank, never interrupted, with dynamic sampling that gives prompts back."""
+    folder = tmp_path_factory.mktemp("whole")
+    flags = flags_of(folder / "inputs", "--oversample_ratio", "1.5")
+    assert run_ranks(train, 1, [*flags, "--output_dir", str(folder / "out")], timeout=180) == [0]
+    return folder / "out", flags
+
+
+def rows_of(out: Path) -> dict[tuple[int, int, int], tuple]:
+    """Of each completion on record: its tokens, the bits of their log-probs, and its versions; by (rollout, prompt, generation)."""
+    found = {}
+    for path in sorted((out / "completions").glob("step_*.parquet")):
+        table = pyarrow.parquet.read_table(path).to_pydict()
+        for at, key in enumerate(zip(table["rollout"], table["prompt_number"], table["generation"], strict=True)):
+            logprobs = np.array(table["sampler_logprobs"][at], dtype=np.float32).tobytes()
+            found[key] = (tuple(table["token_ids"][at]), logprobs, str(table["versions"][at]), table["finish_reason"][at])
+    return found
+
+
+def exact(step: dict) -> dict:
+    return {name: step[name] for name in EXACT if name in step}
+
+
+def assert_same(out: Path, whole: Path) -> None:
+    """Bit for bit: metrics, completions and weights."""
+    assert list(map(exact, records(out / "metrics.jsonl"))) == list(map(exact, records(whole / "metrics.jsonl")))
+    assert rows_of(out) == rows_of(whole)
+    for name, wanted in weights_of(whole).items():
+        assert np.array_equal(weights_of(out)[name], wanted), name
+
+
+def test_tokens_are_at_most_one_sampling_step_old_and_the_metrics_count_them(whole):
+    out, _ = whole
+    steps, rows = records(out / "metrics.jsonl"), rows_of(out)
+    versions = {key: eval(spans) for key, (_, _, spans, _) in rows.items()}
+    assert len(rows) == 8 * STEPS and {rollout for rollout, *_ in rows} == set(range(STEPS))
+    for (rollout, *_), spans in versions.items():  # of one step each: rollout r comes in at step r
+        assert {version for version, *_ in spans} <= {max(0, rollout - 1), rollout}
+    assert sum(len(spans) > 1 for spans in versions.values()) >= 4
+    for step in steps[1:]:
+        of_step = [(key, spans) for key, spans in versions.items() if key[0] == step["step"] - 1]
+        ages = Counter()
+        for (rollout, *_), spans in of_step:
+            for version, begin, end in spans:
+                ages[rollout - version] += end - begin
+        assert step["staleness/max"] == step["staleness/tokens/max"] == 1
+        assert step["staleness/tokens/mean"] == pytest.approx(ages[1] / ages.total(), abs=1e-12)
+        assert step["staleness/versions_per_row"] == np.mean([len(spans) for _, spans in of_step])
+        assert step["staleness/mean"] == np.mean([any(version < rollout for version, *_ in spans) for (rollout, *_), spans in of_step])
+    assert all(step["sampling/version_error/max"] < 1e-4 for step in steps)
+    assert all(step["rollout/partial_rows"] > 0 and 0 < step["rollout/ahead_share"] < 1 for step in steps[:-1])
+    assert steps[0]["rollout/recomputed_tokens"] == 0
+    assert steps[-1]["rollout/partial_rows"] > 0  # what was given back; nothing is begun for a rollout behind the end
+    assert all(step["rollout/recomputed_tokens"] > 0 for step in steps[1:])
+
+
+# (module, class, method, call from which on the process is killed)
+MOMENTS = {
+    "while completions are sampled": ("rollout.turns", "EngineTurns", "poll", 80),
+    "when they are interrupted": ("rollout.partial_rollouts", "PartialGeneration", "interrupt", 3),
+    "when they are verified": ("trainer.partial_rollouts", "VersionCheck", "__call__", 2),
+    "while a step is trained": ("policy.policy", "Policy", "train_step", 3),
+    "while a checkpoint is written": ("checkpoint.distributed", "ShardedWriter", "told", 3),
+}
+
+
+def killed(rank: int, world_size: int, flags: list[str], moment: str) -> int:
+    module, kind, name, last = MOMENTS[moment]
+    owner, calls = getattr(import_module(f"megatron_grpo.{module}"), kind), []
+    method = getattr(owner, name)
+
+    def counted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args, **kwargs)
+
+    setattr(owner, name, counted)
+    return train(rank, world_size, flags)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_that_is_killed_goes_on_bit_for_bit(whole, tmp_path, moment):
+    out, flags = whole
+    flags = [*flags, "--output_dir", str(tmp_path)]
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(killed, 1, flags, moment, timeout=180)
+    assert run_ranks(train, 1, flags, timeout=180) == [0]
+    assert_same(tmp_path, out)
+
+
+def stopped(rank: int, world_size: int, flags: list[str]) -> int:
+    stop_after_steps(flags, 2)
+    return train(rank, world_size, flags)
+
+
+def test_a_signal_has_nothing_to_drain(whole, tmp_path):
+    out, flags = whole
+    flags = [*flags, "--output_dir", str(tmp_path), "--save_steps", "100"]
+    assert run_ranks(stopped, 1, flags, timeout=180) == [3]
+    assert run_ranks(train, 1, flags, timeout=180) == [0]
+    assert_same(tmp_path, out)
+
+
+def said(rank: int, world_size: int, flags: list[str], output: str) -> int:
+    with Path(output).open("w") as stream:
+        sys.stdout, sys.stderr = stream, stream
+        return train(rank, world_size, flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["--async_rollout_depth", "0"], "partial completions of the checkpoint are dropped and sampled again: async_rollout_depth is 0."),
+        (["--top_k", "20"], "partial completions of the checkpoint are dropped and sampled again: top_k changed."),
+    ],
+    ids=["depth 0", "top_k"],
+)
+def test_what_other_settings_cannot_continue_is_dropped_and_the_log_says_it(whole, tmp_path, changes, sentence):
+    out, flags = whole
+    at = ["--output_dir", str(tmp_path), "--resume", str(out / "checkpoints" / "iter_0000002")]
+    assert run_ranks(said, 1, [*flags, *at, *changes], str(tmp_path / "said"), timeout=180) == [0]
+    assert sentence in (tmp_path / "said").read_text()
+    assert len(records(tmp_path / "metrics.jsonl")) == STEPS - 2
+
+
+def test_a_smaller_depth_drops_what_would_be_older_than_it(tmp_path):
+    flags = [*flags_of(tmp_path / "inputs"), "--vllm_max_num_seqs", "24"]
+    at = flags.index("--async_rollout_depth")
+    deep = [*flags[: at + 1], "3", *flags[at + 2 :]]
+    assert run_ranks(train, 1, [*deep, "--output_dir", str(tmp_path / "deep")], timeout=180) == [0]
+    assert max(step["staleness/max"] for step in records(tmp_path / "deep" / "metrics.jsonl")) == 3
+    flags += ["--output_dir", str(tmp_path / "out"), "--resume", str(tmp_path / "deep" / "checkpoints" / "iter_0000003")]
+    assert run_ranks(said, 1, flags, str(tmp_path / "said"), timeout=180) == [0]
+    assert "partial completions are dropped and sampled again: they have tokens that would be older" in (tmp_path / "said").read_text()
+    assert all(step["staleness/max"] <= 1 for step in records(tmp_path / "out" / "metrics.jsonl"))
+
+
+def with_a_mistake(rank: int, world_size: int, flags: list[str], output: str, right: str, wrong: str) -> int:
+    import megatron_grpo.rollout.partial_rollouts  # noqa: F401 - what is changed must have been imported
+
+    with mistake("megatron_grpo.rollout.partial_rollouts", right, wrong):
+        return said(rank, world_size, flags, output)
+
+
+def test_parts_that_are_joined_wrongly_end_the_run_at_the_next_sampling_step(whole, tmp_path):
+    _, flags = whole
+    right, wrong = "np.concatenate([before.token_ids, tokens])", "np.concatenate([tokens, before.token_ids])"
+    flags = [*flags, "--output_dir", str(tmp_path)]
+    assert run_ranks(with_a_mistake, 1, flags, str(tmp_path / "said"), right, wrong, timeout=180) == [1]
+    text = " ".join((tmp_path / "said").read_text().split())
+    assert "Interrupted completions do not come from the weights of version" in text and "verify_versions 0" in text
+    assert len(records(tmp_path / "metrics.jsonl")) <= 2
+
+
+def test_two_ranks_train_the_same_twice(tmp_path):
+    flags = [*flags_of(tmp_path / "inputs", "--tensor_model_parallel_size", "2", "--vllm_max_num_seqs", "3"), "--max_steps", "3"]
+    for name in ("one", "other"):
+        assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / name)], timeout=180) == [0, 0]
+    assert_same(tmp_path / "one", tmp_path / "other")
+    assert any(len(eval(spans)) > 1 for _, _, spans, _ in rows_of(tmp_path / "one").values())

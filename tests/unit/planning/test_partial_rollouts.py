@@ -1,0 +1,67 @@
+"""The forecast of partial rollouts: by hand on a few completions, and against a loop that steps token by token."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.cli import main
+from megatron_grpo.planning import partial_rollouts
+from megatron_grpo.planning.partial_rollouts import FIRST, NUM_ROLLOUTS, RECOMPUTED, STEP, sampling_time
+
+
+def slowly(rollouts, slots, depth):
+    """One token a step for those that are open, first come, first served."""
+    left, total = [list(one) for one in rollouts], 0.0
+    for r in range(len(left)):
+        spent, admitted = 0.0, []
+        while any(left[r]):
+            waiting = [(k, i) for k in range(r, min(r + depth + 1, len(left))) for i, n in enumerate(left[k]) if n]
+            for k, i in waiting:
+                if (k, i) not in admitted and sum(left[a][b] > 0 for a, b in admitted) < slots:
+                    admitted.append((k, i))
+                    spent += RECOMPUTED * (rollouts[k][i] - left[k][i])
+            running = [(k, i) for k, i in admitted if left[k][i]]
+            for k, i in running:
+                left[k][i] -= 1
+            spent += STEP + len(running)
+        total += spent if FIRST <= r < len(left) - 3 else 0
+    return total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=7, max_size=9), st.integers(1, 6), st.integers(0, 3))
+def test_the_time_is_that_of_stepping_token_by_token(rollouts, slots, depth):
+    assert sampling_time(rollouts, slots, depth) == pytest.approx(slowly(rollouts, slots, depth))
+
+
+def test_by_hand():
+    """One slot of two is free for six of ten tokens of each rollout: the next one's short completion fits into it."""
+    rollouts = [[10, 4]] * 8
+    assert sampling_time(rollouts, 2, 0) == 2 * (10 * STEP + 14)  # rollouts 3 and 4 count
+    assert sampling_time(rollouts, 1, 0) == 2 * (14 * STEP + 14)
+    assert sampling_time(rollouts, 2, 1) < sampling_time(rollouts, 2, 0)
+
+
+def test_plan_shows_the_forecast_where_completions_are_interrupted(tmp_path, capsys, monkeypatch):
+    rng = np.random.default_rng(0)
+    lines = [f"20 {int(length)}" for length in np.minimum(rng.lognormal(5, 1, 64), 2000)]
+    (tmp_path / "lengths.txt").write_text("\n".join(lines))
+    monkeypatch.setattr(partial_rollouts, "NUM_ROLLOUTS", 8)
+    sizes = "--world_size 2 --micro_batch_size 2 --global_batch_size 32 --num_generations 4 --vllm_max_num_seqs 8 --old_logprobs rollout"
+    words = [*sizes.split(), "--lengths", str(tmp_path / "lengths.txt")]
+    assert main(["plan", "--json", *words, "--async_rollout_depth", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)["cost"]["partial_rollouts"]
+    speedups = found["speedup_of_sampling"]
+    assert found["groups_of_engine"] == 4 and speedups.keys() == {"1", "2", "3"}
+    assert all(1 < one["min"] <= one["mean"] <= one["max"] < 3 for one in speedups.values())
+    assert speedups["1"]["mean"] < speedups["2"]["mean"]
+    assert main(["plan", *words, "--async_rollout_depth", "1"]) == 0
+    assert "speedup of sampling by async_rollout_depth, 4 groups per engine: 1: " in capsys.readouterr().out
+    assert main(["plan", "--json", *words]) == 0
+    assert "partial_rollouts" not in json.loads(capsys.readouterr().out)["cost"]
+    assert NUM_ROLLOUTS > FIRST + 3

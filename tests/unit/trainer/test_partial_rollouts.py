@@ -1,0 +1,359 @@
+"""Partial rollouts on an engine that samples one token a step: which prompts and versions, whatever is saved, killed and given back."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.batching.split import BatchPartitioner
+from megatron_grpo.checkpoint.samples import file_of, read_samples
+from megatron_grpo.config.config import GrpoConfig
+from megatron_grpo.rollout import partial_rollouts
+from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError
+from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration, part_seed, stretches
+from megatron_grpo.rollout.turns import SampledTurn
+from megatron_grpo.trainer.partial_rollouts import PartialRollouts, VersionCheck
+from megatron_grpo.trainer.rollouts import Rollouts
+from megatron_grpo.types import PartialCompletion, Progress
+from tests.unit.batching.test_schedule import table_of
+from tests.unit.trainer.test_rollouts import Heard, OneRank, Stream, generator_of, mixed
+
+LIMIT, SEED, BETWEEN = 12, 7, 3
+SAMPLING = SamplingSettings(n=2, max_completion_length=LIMIT)
+
+
+class Killed(Exception):
+    pass
+
+
+def token(seed: int, place: int, version: int) -> int:
+    """The token at this place of a part."""
+    return (seed * 1009 + place * 31 + version * 7) % 100_003
+
+
+@dataclass
+class Slots:
+    """As many requests as there are slots advance by one token a step, first come, first served. lengths: of each completion."""
+
+    lengths: dict[tuple[int, int], int]
+    num_slots: int
+    version: int
+    budget: list[int]  # steps that are left before the process is killed
+    drawn: list[tuple[int, int, int]]  # (prompt, place, index in the completion) of every token that was ever sampled
+    open: dict[tuple[int, int], SimpleNamespace] = field(default_factory=dict)
+
+    def submit(self, key, token_ids, *, seed, max_tokens, group=None):
+        assert key not in self.open and max_tokens > 0 and (group == key[0]) == (len(token_ids) == 2)
+        self.open[key] = SimpleNamespace(begin=len(token_ids) - 2, seed=seed, most=max_tokens, tokens=[])
+
+    def _turn(self, one, *, is_cut):
+        return SampledTurn(token_ids=tuple(one.tokens), logprobs=(-0.5 - self.version,) * len(one.tokens), is_cut=is_cut,
+                           version=self.version)  # fmt: skip
+
+    def poll(self):
+        self.budget[0] -= 1
+        if self.budget[0] == 0:
+            raise Killed
+        ended = []
+        for key, one in list(self.open.items())[: self.num_slots]:
+            self.drawn.append((*key, one.begin + len(one.tokens)))
+            one.tokens.append(token(one.seed, len(one.tokens), self.version))
+            is_whole = one.begin + len(one.tokens) == self.lengths[key]
+            if is_whole or len(one.tokens) == one.most:
+                ended.append((key, self._turn(self.open.pop(key), is_cut=not is_whole)))
+        return ended
+
+    def interrupt(self):
+        found = [(key, self._turn(one, is_cut=True)) for key, one in self.open.items() if one.tokens]
+        self.open = {}
+        return found
+
+    def abort(self):
+        self.open = {}
+
+
+@dataclass
+class Engine:
+    lengths: dict[tuple[int, int], int]
+    num_slots: int
+    budget: list[int]
+    version: int = 0
+    drawn: list = field(default_factory=list)
+
+    @contextmanager
+    def wake_up(self):
+        yield
+
+    def resume(self, prompts, sampling, *, seed, partial):
+        parts = Slots(self.lengths, self.num_slots, self.version, self.budget, self.drawn)
+        share = EngineShare(rank=0, num_engines=1, ranks_per_engine=1)
+        generation = PartialGeneration(parts, sampling, seed=seed, version=self.version, share=share, text_of=lambda prompt, one: "",
+                                       should_cancel=lambda: False)  # fmt: skip
+        return generation.begin(prompts, partial)
+
+    def generate(self, prompts, sampling, *, seed):
+        return self.resume(prompts, sampling, seed=seed, partial=[]).groups(prompts)
+
+
+@dataclass(frozen=True)
+class Case:
+    size: tuple[int, int, int]
+    num_steps: int
+    depth: int
+    num_slots: int
+    lengths: int  # seed of them
+    dynamic: bool = False
+    ratio: float = 1.0
+    save_every: int = 1
+
+    @property
+    def table(self):
+        table = table_of(self.size, self.num_steps)
+        return replace(table, sizes=replace(table.sizes, async_rollout_depth=self.depth, partial_rollouts=self.depth > 0))
+
+    @property
+    def lengths_of(self):
+        rng = np.random.default_rng(self.lengths)
+        return {(number, place): int(rng.choice([1, 2, 5, LIMIT, LIMIT + 5])) for number in range(400) for place in range(2)}
+
+
+@dataclass
+class Disk:
+    """The last checkpoint, with the completions as a file."""
+
+    saved: tuple = (Progress(), 0, None)
+
+
+def process(
+    case: Case, disk: Disk, tmp_path, budget: int = -1, depth: int | None = None, until: int | None = None
+) -> tuple[dict, Engine, PartialRollouts]:
+    """({rollout: its rows}, engine, what is left) of a process that is killed after so many engine steps, or ends after `until` steps."""
+    case = case if depth is None else replace(case, depth=depth)
+    progress, taken, file = disk.saved
+    engine, stream, found = Engine(case.lengths_of, case.num_slots, [budget]), Stream(taken), {}
+    partial = PartialRollouts(engine) if case.depth else None
+    if partial is not None and file is not None:
+        partial.restore(read_samples(file, PartialCompletion))
+    generator = generator_of(partial or engine, mixed("L..LL.L" * 30), SAMPLING)
+    generator.seed = SEED
+    policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=OneRank())
+    cfg, heard = GrpoConfig(dynamic_sample=case.dynamic, oversample_ratio=case.ratio), Heard()
+    rollouts = Rollouts(generator, stream, cfg=cfg, schedule=case.table, policy=policy, logger=heard)
+    rollouts.partial = partial
+    for step in case.table.from_step(progress.step, progress.num_rollouts):
+        engine.version = step.index
+        for one in rollouts.sample(step.immediate, ahead=step.ahead):
+            rows = list(one.samples.values())
+            found[one.number] = [
+                (row.prompt_number, row.token_ids[2:].tolist(), row.spans or (row.version, 2, len(row.token_ids)),
+                 row.sampler_logprobs[2:].tolist(), row.is_truncated) for row in rows
+            ]  # fmt: skip
+            assert one.rows.version.tolist() == [min(spans[::3]) for _, _, spans, *_ in found[one.number]]
+            assert one.rows.num_versions.tolist() == [len(set(spans[::3])) for _, _, spans, *_ in found[one.number]]
+            progress = progress.add([one])
+        progress = replace(progress, step=step.index + 1)
+        if case.save_every and progress.step % case.save_every == 0:
+            path = tmp_path / f"{progress.step}.npz"
+            if partial is not None and partial.to_save():
+                path.write_bytes(file_of(partial.to_save()))
+            disk.saved = progress, stream.taken, path if path.exists() else None
+        if progress.step == until:
+            return found, engine, partial
+    assert progress.num_prompts == stream.taken
+    for one in heard if partial is not None else ():
+        assert set(one.arrived.metrics) == {
+            "rollout/partial_rows", "rollout/partial_tokens", "rollout/recomputed_tokens", "rollout/ahead_share"
+        }  # fmt: skip
+    return found, engine, partial
+
+
+def assert_tokens_are_those_of_their_parts(number: int, place: int, tokens, spans, logprobs) -> None:
+    """Each token is that of its part's seed, place and version, of as many tokens as went before."""
+    for version, begin, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
+        seed = part_seed(SEED, number, place, begin - 2, n=2)
+        for at in range(begin - 2, end - 2):
+            assert tokens[at] == token(seed, at - begin + 2, version) and logprobs[at] == np.float32(-0.5 - version)
+
+
+cases = st.builds(
+    Case, st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 2)), st.integers(1, 7), st.integers(0, 4), st.integers(1, 9),
+    st.integers(0, 10**6), st.booleans(), st.sampled_from([1.0, 1.5, 2.5]), st.integers(0, 2),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def agreements(monkeypatch):
+    monkeypatch.setattr(partial_rollouts, "STEPS_BETWEEN_AGREEMENTS", BETWEEN)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, st.lists(st.integers(1, 60), max_size=3))
+@example(Case((1, 2, 1), 6, 1, 3, 5), [20])
+@example(Case((2, 3, 1), 6, 2, 4, 9, ratio=2.5), [15, 15])
+def test_prompts_are_those_of_a_run_that_waits_and_tokens_are_within_the_bound_whatever_is_killed(tmp_path_factory, case, kills):
+    tmp_path = tmp_path_factory.mktemp("disk")
+    found, engine, partial = process(replace(case, save_every=0), Disk(), tmp_path)
+    waiting, *_ = process(replace(case, save_every=0), Disk(), tmp_path, depth=0)
+    assert {r: [row[0] for row in rows] for r, rows in found.items()} == {r: [row[0] for row in rows] for r, rows in waiting.items()}
+    table = case.table
+    for rollout, rows in found.items():
+        for place, (number, tokens, spans, logprobs, is_truncated) in enumerate(rows):
+            length = case.lengths_of[number, place % 2]
+            assert len(tokens) == min(length, LIMIT) and is_truncated == (length > LIMIT)
+            assert table.oldest_version(rollout) <= min(spans[::3]) <= max(spans[::3]) <= table.version_of(rollout)
+            assert_tokens_are_those_of_their_parts(number, place % 2, tokens, spans, logprobs)
+    if case.depth and case.ratio == 1:  # nothing is given back, and so nothing is sampled twice or in vain
+        left = sum(len(one.token_ids) for one in partial.to_save())
+        trained = sum(len(tokens) for rows in found.values() for _, tokens, *_ in rows)
+        assert len(engine.drawn) == len(set(engine.drawn)) and (case.dynamic or len(engine.drawn) == trained + left)
+    # The same, killed so many engine steps after each start, and begun again from the last checkpoint.
+    disk, together = Disk(), {}
+    for budget in kills:
+        with pytest.raises(Killed) if _is_killed(case, disk, tmp_path, budget) else nullcontext():
+            process(case, disk, tmp_path, budget)
+    done, *_ = process(case, disk, tmp_path)
+    together |= done
+    assert together == {rollout: rows for rollout, rows in found.items() if rollout in together} and set(together) == set(
+        range(max(found) + 1 - len(done), max(found) + 1)
+    )
+
+
+def _is_killed(case: Case, disk: Disk, tmp_path, budget: int) -> bool:
+    """Whether a process that starts from this disk makes so many engine steps: asked of a copy of the disk."""
+    try:
+        process(case, Disk(disk.saved), tmp_path, budget)
+    except Killed:
+        return True
+    return False
+
+
+def test_a_smaller_depth_drops_what_is_too_old_for_it_and_nothing_else(tmp_path, caplog):
+    longer, disk = Case((1, 2, 1), 9, depth=3, num_slots=9, lengths=11), Disk()
+    process(longer, disk, tmp_path, until=2)
+    progress, taken, file = disk.saved
+    kept = read_samples(file, PartialCompletion)
+    found, engine, _ = process(longer, Disk(disk.saved), tmp_path, depth=1)
+    table = replace(longer, depth=1).table
+    due = {number: progress.num_rollouts + (number - taken) // 2 for number in {one.prompt_number for one in kept}}
+    too_old = [one for one in kept if one.versions[0] < table.oldest_version(due[one.prompt_number])]
+    assert 0 < len(too_old) < len(kept)
+    dropped = sum(int(record.getMessage().split()[0]) for record in caplog.records if "are dropped" in record.getMessage())
+    assert dropped == len(too_old)
+    for rollout, rows in found.items():
+        assert all(table.oldest_version(rollout) <= min(spans[::3]) for _, _, spans, *_ in rows)
+
+
+def test_an_error_in_the_middle_leaves_what_was_there_before(tmp_path):
+    case, disk = Case((1, 2, 1), 6, depth=2, num_slots=5, lengths=3), Disk()
+    process(case, disk, tmp_path, until=2)
+    before = read_samples(disk.saved[2], PartialCompletion)
+    engine = Engine(case.lengths_of, 5, [3], version=disk.saved[0].step)
+    partial = PartialRollouts(engine)
+    partial.restore(before)
+    prompts = [(prompt, 0) for prompt in Stream(disk.saved[1]).take(6)]
+    with pytest.raises(Killed), partial.sampling(prompts, SAMPLING, seed=SEED):
+        partial.generate([prompt for prompt, _ in prompts], SAMPLING, seed=SEED)
+    assert partial.to_save() == before
+    with pytest.raises(ValueError, match="mine"), partial.sampling(prompts, SAMPLING, seed=SEED):
+        raise ValueError("mine")
+    assert partial.to_save() == before and len(before) > 2
+    assert partial.generate([prompts[0][0]], SAMPLING, seed=SEED)  # outside it is the engine itself
+
+
+def test_parts_of_one_version_are_one_stretch():
+    assert stretches([(1, 0, 4), (1, 4, 6), (2, 6, 7), (3, 7, 7), (3, 7, 9)]) == [(1, 0, 6), (2, 6, 7), (3, 7, 9)]
+    assert stretches([]) == []
+
+
+@pytest.mark.parametrize(("num_engines", "ranks_per_engine"), [(1, 1), (3, 1), (1, 2), (2, 4)])
+def test_the_prompts_are_dealt_evenly_and_each_group_is_on_one_rank_of_the_engine_that_samples_it(num_engines, ranks_per_engine):
+    world_size = num_engines * ranks_per_engine
+    shares = [EngineShare(rank=rank, num_engines=num_engines, ranks_per_engine=ranks_per_engine) for rank in range(world_size)]
+    for number in range(40):
+        rank = shares[0].rank_of(number)
+        assert [one.rank_of(number) for one in shares] == [rank] * world_size
+        samples = [one.rank for one in shares if one.is_sampled_here(number)]
+        first = rank // ranks_per_engine * ranks_per_engine
+        assert samples == list(range(first, first + ranks_per_engine)) and rank in samples
+    counts = np.bincount([shares[0].rank_of(number) for number in range(8 * world_size)])
+    assert counts.tolist() == [8] * world_size
+
+
+def test_the_first_part_has_the_seed_of_a_whole_completion_and_no_other_part_has():
+    from megatron_grpo.rollout.engine import prompt_seed
+
+    assert part_seed(1, 5, 2, 0, n=4) == prompt_seed(1, 5, 4) + 2
+    seeds = {part_seed(1, number, place, drawn, n=4) for number in range(8) for place in range(4) for drawn in range(40)}
+    assert len(seeds) == 8 * 4 * 40
+
+
+class Scorer:
+    """A policy whose log-probs are -0.5 - its version, with an error at one token."""
+
+    def __init__(self, version, error=0.0):
+        self.version, self.error, self.asked = version, error, []
+
+    @contextmanager
+    def on_device(self, part):
+        yield
+
+    scorer = property(lambda self: self)
+
+    def score(self, sequences):
+        self.asked += sequences
+        found = [np.where(one.mask, np.float32(-0.5 - self.version), np.float32(0)) for one in sequences]
+        found[0][-1] += self.error
+        return found
+
+
+def beginning(number, versions, starts, count):
+    logprobs = np.concatenate([np.full(end - begin, -0.5 - version) for version, begin, end in zip(versions, starts, (*starts[1:], count))])
+    return PartialCompletion(prompt_number=number, place=0, token_ids=np.arange(count) + 50, logprobs=logprobs.astype(np.float32),
+                             versions=versions, starts=starts)  # fmt: skip
+
+
+def test_the_check_scores_the_tokens_of_the_version_that_the_policy_holds_alone():
+    prompts = {prompt.number: prompt for prompt in Stream().take(5)}
+    partial = [beginning(4, (2, 3), (0, 5), 9), beginning(1, (3,), (0,), 4), beginning(2, (2,), (0,), 4), beginning(3, (3,), (0,), 6)]
+    policy = Scorer(3)
+    check = VersionCheck(policy=policy, count=2, is_coarse=False, temperature=1.0)
+    assert check(partial, prompts, 3) == {"sampling/version_error/mean": 0.0, "sampling/version_error/max": 0.0}
+    assert [(one.token_ids.tolist()[:2], one.num_masked) for one in policy.asked] == [([4, 6], 4), ([4, 8], 6)]
+    assert check([partial[2]], prompts, 3) == {} and check([], prompts, 3) == {}
+    every = replace(check, count=8)
+    policy.asked.clear()
+    every(partial, prompts, 3)
+    assert [int(one.mask.argmax()) for one in policy.asked] == [2, 2, 7] and [one.num_masked for one in policy.asked] == [4, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_coarse", "temperature", "fails"),
+    [(0.0009, False, 1.0, False), (0.0011, False, 1.0, True), (0.0015, False, 0.5, False), (0.7, True, 1.0, False), (0.9, True, 1.0, True),
+     (float("nan"), False, 1.0, True), (float("nan"), True, 1.0, True)],
+)  # fmt: skip
+def test_the_check_has_the_bounds_of_a_weight_sync(error, is_coarse, temperature, fails):
+    """Of four tokens one is off: a mean of a quarter."""
+    prompts = {prompt.number: prompt for prompt in Stream().take(5)}
+    check = VersionCheck(policy=Scorer(3, error), count=2, is_coarse=is_coarse, temperature=temperature)
+    if not fails:
+        assert check([beginning(1, (3,), (0,), 4)], prompts, 3)["sampling/version_error/max"] == pytest.approx(error, abs=1e-6)
+        return
+    with pytest.raises(WeightSyncError, match=r"do not come from the weights of version 3: .* over 4 tokens of 1 completions"):
+        check([beginning(1, (3,), (0,), 4)], prompts, 3)
+
+
+def test_metrics_count_what_waits_what_was_computed_anew_and_what_was_ahead():
+    partial = PartialRollouts(SimpleNamespace())
+    partial._version = 3
+    partial._found = [beginning(1, (2, 3), (0, 5), 9), beginning(2, (3,), (0,), 4), beginning(3, (2,), (0,), 6)]
+    assert partial.stats(2) == {
+        "rollout/partial_rows": 2, "rollout/partial_tokens": 10, "rollout/recomputed_tokens": 5, "rollout/ahead_share": 0.5
+    }  # fmt: skip
+    partial.commit(2)
+    assert [one.prompt_number for one in partial.to_save()] == [2, 3]
