@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,13 @@ def test_ctrl_c_in_the_program_saves_a_checkpoint_and_train_continues_from_it(tm
                 os.kill(os.getpid(), signal.SIGINT)
             super().on_log(args, state, control, **kwargs)
 
+    def odd(completion_ids, **columns):
+        time.sleep(0.4)  # on a busy machine the run would end before the program reads its first step
+        return [float(ids[0] % 2) for ids in completion_ids]
+
     def trainer(callback):
         args = GRPOConfig(output_dir=str(tmp_path / "out"), **SIZES | {"max_steps": 12})
-        return GRPOTrainer(tmp_path / "model", lambda completion_ids, **columns: [float(ids[0] % 2) for ids in completion_ids], args,
-                           tmp_path / "data.jsonl", callbacks=[callback], nproc_per_node=2)  # fmt: skip
+        return GRPOTrainer(tmp_path / "model", odd, args, tmp_path / "data.jsonl", callbacks=[callback], nproc_per_node=2)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
     try:
