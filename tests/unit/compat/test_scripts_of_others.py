@@ -49,7 +49,7 @@ SWIFT = {
     "opd_rl": (
         "--world_size 2 --tensor_model_parallel_size 2 --sequence_parallel true --global_batch_size 16 --micro_batch_size 2 "
         "--steps_per_generation 2 --num_generations 1 --teacher_model Qwen/Qwen3.5-9B --temperature 1 --beta 0",
-        "its vision tower is not verified",
+        (2, 1, 2, 16, 32, 1),
     ),
     "dense_colocate, its reward": (
         "--reward_funcs external_r1v_acc format --external_plugins examples/train/grpo/plugin/plugin.py",

@@ -152,6 +152,7 @@ def test_the_table_of_completions_shows_turns_and_cuts_what_is_huge(tmp_path):
     scored = ScoredGroup(group=group(replace(huge, record=record)), rewards=((None,),))
     found = SimpleNamespace(
         number=0,
+        arrived=None,
         advantages=SimpleNamespace(rewards=np.array([[np.nan]]), rewards_per_func=np.array([[[np.nan]]]), advantages=np.array([[0.0]])),
     )
     columns = Completions(tmp_path, reward_names=["f"])._columns(0, scored, found)
