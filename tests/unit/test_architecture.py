@@ -104,8 +104,9 @@ def test_a_page_that_moved_sends_readers_to_the_new_one(tmp_path, monkeypatch):
     for old, new in docs.MOVED.items():
         assert old not in places and new.split("/#")[0] in places
     monkeypatch.setattr(docs, "SITE", tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "index.html").write_text('<h2 id="stop-a-run">Stop a run</h2>')
+    for new in docs.MOVED.values():
+        (tmp_path / new.split("/#")[0]).mkdir()
+        (tmp_path / new.split("/#")[0] / "index.html").write_text('<h2 id="stop-a-run">Stop a run</h2>')
     assert docs.check() == 0
     assert 'url=../checkpoints/#stop-a-run"' in (tmp_path / "stops" / "index.html").read_text()
     (tmp_path / "checkpoints" / "index.html").write_text("<h2>Stop a run</h2>")
