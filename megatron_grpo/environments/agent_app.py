@@ -37,7 +37,7 @@ class AgentCall:
     num_waiting: int = 0  # clients
 
 
-class Answering(Protocol):
+class OpenEpisode(Protocol):
     """The open episode of a key."""
 
     session: AgentSession
@@ -54,7 +54,7 @@ class Answering(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    episode: Answering
+    episode: OpenEpisode
     calls: dict[str, AgentCall] = field(default_factory=dict)  # the last one of each body
     num_open: int = 0
 
@@ -73,7 +73,7 @@ class AgentServer:
     """
 
     def __init__(
-        self, episodes: Sequence[Answering], sampling: SamplingSettings, *, ask: Callable[[AgentCall], None],
+        self, episodes: Sequence[OpenEpisode], sampling: SamplingSettings, *, ask: Callable[[AgentCall], None],
         overruled: Callable[[str], None],
     ):  # fmt: skip
         entries = [_Entry(one) for one in episodes]
@@ -184,7 +184,7 @@ class AgentServer:
 class _Reply:
     """The answer of one call to one client."""
 
-    def __init__(self, call: AgentCall, form: agent_forms.Form, path: str, receive: Receive, send: Send):
+    def __init__(self, call: AgentCall, form: agent_forms.ApiProtocol, path: str, receive: Receive, send: Send):
         self._call, self._form, self._path, self._receive, self._send = call, form, path, receive, send
         self._has_begun = False
 
@@ -268,7 +268,7 @@ def _entry(known: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
     return found[0]
 
 
-def _verdict(episode: Answering, body: dict[str, Any]) -> dict[str, Any]:
+def _verdict(episode: OpenEpisode, body: dict[str, Any]) -> dict[str, Any]:
     value = body.get("reward")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
         raise agent_forms.invalid("reward must be a finite number.")

@@ -20,7 +20,7 @@ _ROLES = {"developer": "system", "function": "tool"} | {role: role for role in (
 _BILLING = "x-anthropic-billing-header:"  # Claude Code's system block with a new number in every request: no two prompts would match
 
 
-class Form(NamedTuple):
+class ApiProtocol(NamedTuple):
     """One protocol."""
 
     read: Callable[[Body], AgentRequest]
@@ -345,10 +345,10 @@ def _responses_events(turn: AgentTurn) -> Iterator[str]:
     yield event(f"response.{whole['status']}", response=whole)
 
 
-FORMS: Mapping[str, Form] = {  # by path
-    "/v1/chat/completions": Form(_read_chat, _answer_chat, _chat_events),
-    "/v1/messages": Form(_read_anthropic, _answer_anthropic, _anthropic_events),
-    "/v1/responses": Form(_read_responses, _answer_responses, _responses_events),
+FORMS: Mapping[str, ApiProtocol] = {  # by path
+    "/v1/chat/completions": ApiProtocol(_read_chat, _answer_chat, _chat_events),
+    "/v1/messages": ApiProtocol(_read_anthropic, _answer_anthropic, _anthropic_events),
+    "/v1/responses": ApiProtocol(_read_responses, _answer_responses, _responses_events),
 }
 
 

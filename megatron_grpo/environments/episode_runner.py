@@ -409,7 +409,7 @@ class PlayedSampler(Generic[OnePlayer]):
         self._asked = self._player = None
 
 
-class Episodes(PlayedSampler[EpisodeRunner]):
+class EpisodeSampler(PlayedSampler[EpisodeRunner]):
     """`Sampler` whose completions are episodes of an environment.
 
     Args:

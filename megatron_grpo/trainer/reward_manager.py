@@ -98,7 +98,7 @@ class RewardManager:
         _warn_once(self.functions, [notice for notices in everyone for notice in notices], aloud=collectives.rank() == 0)
 
 
-class AnswerIds(Sequence[list[int]]):
+class CompletionIds(Sequence[list[int]]):
     """Token IDs of completions. The list of a completion is made when it is read."""
 
     def __init__(self, completions: Sequence[Completion]):
@@ -109,7 +109,7 @@ class AnswerIds(Sequence[list[int]]):
 
     def __getitem__(self, place: Any) -> Any:
         found = self._completions[place]
-        return AnswerIds(found) if isinstance(place, slice) else list(found.answer_ids)
+        return CompletionIds(found) if isinstance(place, slice) else list(found.answer_ids)
 
 
 def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
@@ -136,7 +136,7 @@ def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, tr
     return RewardBatch(
         prompts=[prompt.raw for prompt, *_ in rows],
         completions=[_completion_argument(prompt, completion) for prompt, _, _, completion in rows],
-        completion_ids=AnswerIds([completion for *_, completion in rows]),
+        completion_ids=CompletionIds([completion for *_, completion in rows]),
         columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names}
         | (of_episodes(records) if records else {})
         | {name: [(completion.columns or {}).get(name) for *_, completion in rows] for name in own},

@@ -209,12 +209,12 @@ def _as_rendered(tokenizer, tokens, mask, record) -> int:
 
 def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(model_path):
     def body(rank, world_size):
-        from megatron_grpo.environments.episode_runner import Episodes
+        from megatron_grpo.environments.episode_runner import EpisodeSampler
 
         model = load_tiny(model_path)
         with engine_at(model_path, rank, world_size) as engine:
             began = time.monotonic()
-            groups = Episodes(engine, stage(kind_of)).generate(prompts(len(EXPECTED)), SAMPLING, seed=1)
+            groups = EpisodeSampler(engine, stage(kind_of)).generate(prompts(len(EXPECTED)), SAMPLING, seed=1)
             assert time.monotonic() - began < 15, "nobody waits for who sleeps"
             account(groups, model, TEMPLATE, "template")
             by_name = dict(zip(EXPECTED, groups, strict=True))
@@ -234,7 +234,7 @@ def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(
             found = {}
             for how, template in (("appends", TEMPLATE), ("drops", DROPS), ("trims", TRIMS)):
                 for history in ("template", "sampled"):
-                    groups = Episodes(engine, stage(Again, template=template, history=history)).generate(prompts(6), SAMPLING, seed=2)
+                    groups = EpisodeSampler(engine, stage(Again, template=template, history=history)).generate(prompts(6), SAMPLING, seed=2)
                     found[how, history] = account(groups, model, template, history)
             return found
 
@@ -251,12 +251,12 @@ def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(
 
 def test_a_loop_that_a_coroutine_holds_and_one_row_that_begins_in_two_ways(model_path):
     def body(rank, world_size):
-        from megatron_grpo.environments.episode_runner import Episodes
+        from megatron_grpo.environments.episode_runner import EpisodeSampler
 
         with engine_at(model_path, rank, world_size) as engine:
-            [held] = Episodes(engine, stage(HoldsTheLoop)).generate(prompts(1), SAMPLING, seed=1)
-            [free] = Episodes(engine, stage(AgainLater)).generate(prompts(1), SAMPLING, seed=1)
-            [anew] = Episodes(engine, stage(StartsAnew)).generate(prompts(1), SAMPLING, seed=1)
+            [held] = EpisodeSampler(engine, stage(HoldsTheLoop)).generate(prompts(1), SAMPLING, seed=1)
+            [free] = EpisodeSampler(engine, stage(AgainLater)).generate(prompts(1), SAMPLING, seed=1)
+            [anew] = EpisodeSampler(engine, stage(StartsAnew)).generate(prompts(1), SAMPLING, seed=1)
         return [[(one.finish_reason, one.record.numbers.fault) for one in group.completions] for group in (held, free, anew)]
 
     [(held, free, anew)] = run_ranks(body, 1, timeout=120)
@@ -284,10 +284,10 @@ class Delayed(Environment):
 
 def test_one_rank_two_engines_and_one_engine_of_two_ranks_play_the_same_episodes(model_path):
     def body(rank, world_size, tp):
-        from megatron_grpo.environments.episode_runner import Episodes
+        from megatron_grpo.environments.episode_runner import EpisodeSampler
 
         with engine_at(model_path, rank, world_size, tp=tp) as engine:
-            return drawn(Episodes(engine, stage(Delayed, template=DROPS)).generate(prompts(5, DROPS), SAMPLING, seed=3))
+            return drawn(EpisodeSampler(engine, stage(Delayed, template=DROPS)).generate(prompts(5, DROPS), SAMPLING, seed=3))
 
     [alone] = run_ranks(body, 1, 1, timeout=120)
     assert sorted(alone) == list(range(5)) and len({str(one) for group in alone.values() for one in group}) > 15

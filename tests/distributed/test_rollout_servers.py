@@ -211,7 +211,7 @@ ENDS = tuple(range(4, 128, 3))
 
 def play_on(engine):
     """A sampler of episodes over this engine; its environment says the number of the turn."""
-    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory, Episodes
+    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory, EpisodeSampler
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.trajectory import ChatTemplate
     from tests.tiny_models import word_tokenizer
@@ -223,7 +223,7 @@ def play_on(engine):
     tokenizer = word_tokenizer(128)
     tokenizer.chat_template = CHAT
     limits = dict(max_turns=3, max_completion_length=40, max_model_len=60, timeout=10.0, concurrency=8)
-    return Episodes(
+    return EpisodeSampler(
         engine, EpisodeRunnerFactory(environment=Counts, template=ChatTemplate(tokenizer, end_ids=[2, *ENDS]), system=None, **limits)
     )
 

@@ -200,9 +200,9 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
         agent = cast("type[AgentEnvironment]", inputs.environment)
         stage = AgentRunnerFactory.of(cfg, agent, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
         return AgentSampler(engine, stage)
-    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory, Episodes
+    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory, EpisodeSampler
 
-    return Episodes(
+    return EpisodeSampler(
         engine, EpisodeRunnerFactory.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
     )
 
