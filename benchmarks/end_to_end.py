@@ -234,7 +234,7 @@ def measure(trainer: str, case: str, config: Path, output: Path, *, ranks: int, 
                 new = records.read_bytes()[seen:size].count(b"\n")
                 seen = size
                 cpu += [cpu_of_tree(root)] * new
-            time.sleep(0.01)
+            time.sleep(0.01)  # a fraction of a step: CPU time is read once per logged step
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{trainer} ended with exit code {process.returncode}: {log.name}")

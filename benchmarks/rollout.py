@@ -100,9 +100,9 @@ def main() -> None:
         asked, found = prompts(turn * arguments.prompts), {}
         ways = {
             OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023 - called at once, below
-            BARE: lambda: ask(bare, asked, [as_trl_asks(prompt) for prompt in asked]),  # noqa: B023
-            INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, seed_of(prompt), vocab_size=512) for prompt in asked]),  # noqa: B023
-            GENERATE: lambda: by_transformers(asked),  # noqa: B023
+            BARE: lambda: ask(bare, asked, [as_trl_asks(prompt) for prompt in asked]),  # noqa: B023 - called in this pass
+            INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, seed_of(prompt), vocab_size=512) for prompt in asked]),  # noqa: B023 - called in this pass
+            GENERATE: lambda: by_transformers(asked),  # noqa: B023 - called in this pass
         }
         for way in ways if turn % 2 else reversed(ways):
             seconds, found[way] = cpu_of(ways[way])

@@ -52,7 +52,7 @@ def run_once(checkout: Path, ranks: int, settings: list[str]) -> dict[str, float
             logged = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             if logged and logged not in marks:
                 marks[logged] = cpu_of_tree(process.pid), time.monotonic() - began
-            time.sleep(0.02)
+            time.sleep(0.02)  # a fraction of a step
         if process.returncode:
             sys.exit(log.read_text())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -261,7 +261,7 @@ def left_and_asked_again(a):
     try:
         a.ask(chat, timeout=0.2, max_retries=0)
     except Exception:  # noqa: BLE001 - the clients have several
-        time.sleep(0.2)
+        time.sleep(0.2)  # the call is answered, and nobody reads it
     said = a.ask(chat)
     a.ask([*chat, said, *a.hear(said)])
 

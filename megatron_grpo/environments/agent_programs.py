@@ -49,7 +49,7 @@ class AgentError(Exception):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Endpoint:
-    """What an agent function receives as its second argument. Its key is valid until the function returns."""
+    """Second argument of an agent function. Its key is valid until the function returns."""
 
     url: str  # http://127.0.0.1:PORT, for clients of Anthropic's protocol
     api_key: str
@@ -76,7 +76,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What an agent's episode came to, besides its turns."""
+    """Result of an agent's episode, besides its turns."""
 
     reward: float | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)  # for reward functions
@@ -249,6 +249,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         until = time.monotonic() + SECONDS_TO_TERMINATE
         while time.monotonic() < until:  # the kernel ends the others of the group a moment later
             os.killpg(process.pid, 0)
-            time.sleep(0.005)
+            time.sleep(0.005)  # no process can wait for those that are not its children
     except ProcessLookupError:
         process.wait()

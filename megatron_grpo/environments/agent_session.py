@@ -57,7 +57,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRequest:
-    """What a request asks for, in whichever protocol it came."""
+    """Request of an agent, independent of its protocol."""
 
     messages: Sequence[Message]  # contents are strings
     tools: Sequence[Mapping[str, Any]] = ()

@@ -31,7 +31,7 @@ for turn in range(2):
     chat += [{"role": "assistant", "content": said.content}, {"role": "user", "content": row["hint"]}]
     while turn and (here / "hold").exists():
         (here / "open").touch()
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the test has killed the run
 client.chat.completions.create(model="policy", messages=[{"role": "system", "content": "s"}, *row["prompt"]], max_tokens=60)
 Path("length").write_text(str(len(said.content)))
 """
@@ -72,7 +72,7 @@ def kill_in_mid_rollout(rank: int, world_size: int, flags: list[str]) -> int:
     def end():
         (here / "hold").touch()
         while not (here / "open").exists():
-            time.sleep(0.002)
+            time.sleep(0.002)  # until the agent is between two turns
         os.kill(os.getpid(), signal.SIGKILL)
 
     after_steps(flags, 1, end)
@@ -93,7 +93,7 @@ def test_a_run_of_programs_that_is_killed_in_mid_rollout_is_the_run_that_nobody_
     (here / "hold").unlink()
     until = time.monotonic() + 5
     while programs(here) and time.monotonic() < until:
-        time.sleep(0.05)
+        time.sleep(0.05)  # the kernel kills the programs after their run
     assert not programs(here), "the programs of a killed run are killed"
     assert run_ranks(train, 1, flags, timeout=240) == [0]
 

@@ -117,7 +117,7 @@ def test_what_would_change_the_distribution_is_refused_in_the_form_of_the_protoc
             "extra": {"extra_body": {"guided_regex": "a+"}}, "type": {"messages": [{"role": "user", "content": 5}]},
         }  # fmt: skip
         for name, more in asked.items():
-            found[name] = status_of(lambda: client.chat.completions.create(**{"model": "policy", "messages": CHAT, **more}))  # noqa: B023
+            found[name] = status_of(lambda: client.chat.completions.create(**{"model": "policy", "messages": CHAT, **more}))  # noqa: B023 - called in this pass
         other = openai.OpenAI(base_url=endpoint.base_url, api_key="x")
         found["another key"] = status_of(lambda: other.chat.completions.create(model="policy", messages=CHAT))
         found["verdict_key"] = status_of(lambda: openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.verdict_key).models.list())
