@@ -20,7 +20,11 @@ __all__ = [*_API]
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """Version of another distribution; None where it is not installed."""
+    """Version of another distribution; None where it is not installed.
+
+    Args:
+        distribution: Name of the distribution on PyPI.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -169,6 +169,9 @@ def sync_stop_flags(run: Run) -> tuple[bool, bool]:
 
     A stop request on any rank stops all of them. One all-reduced number carries both answers: 2 for stop, 1 for the clock. A run that stops
     saves anyway, so the second value is only True if the first is False.
+
+    Args:
+        run: The run.
     """
     is_time, largest = run.parallel.is_rank_zero and run.checkpoints.is_time(), 0.0
 
@@ -334,7 +337,12 @@ def make_interrupted(run: Run, progress: Progress, more: str = "") -> RunInterru
 
 
 def where_it_is_saved(run: Run, progress: Progress) -> str:
-    """Return where the state of a run is saved, as the end of a message."""
+    """Return where the state of a run is saved, as the end of a message.
+
+    Args:
+        run: The run.
+        progress: Position of the run.
+    """
     if not progress.step:
         return "no optimizer step was completed"
     return f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"

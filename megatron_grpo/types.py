@@ -58,13 +58,21 @@ class SamplingMask(NamedTuple):
 
     @classmethod
     def joined(cls, parts: SequenceOf[SamplingMask]) -> SamplingMask:
-        """Concatenate the masks of consecutive tokens."""
+        """Concatenate the masks of consecutive tokens.
+
+        Args:
+            parts: Masks in the order of the tokens.
+        """
         counts = np.concatenate([np.zeros(1, dtype=np.int64), *(part.counts for part in parts)])
         return cls(np.cumsum(counts), np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)]))
 
     @classmethod
     def unfiltered(cls, count: int) -> SamplingMask:
-        """Return the mask of `count` positions without filtering."""
+        """Return the mask of `count` positions without filtering.
+
+        Args:
+            count: Number of positions.
+        """
         return cls(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
     def take(self, places: np.ndarray) -> SamplingMask:
@@ -448,7 +456,11 @@ class GroupMetadata:
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> GroupMetadata:
-        """Return the metadata of a scored group."""
+        """Return the metadata of a scored group.
+
+        Args:
+            scored: The scored group.
+        """
         group = scored.group
         sampling_mask = [one.sequence.sampling_mask for one in group.completions]
         versions = tuple(one.versions for one in group.completions)
@@ -632,7 +644,11 @@ class TrainingRows:
 
     @classmethod
     def joined(cls, parts: SequenceOf[TrainingRows]) -> TrainingRows:
-        """Concatenate rows."""
+        """Concatenate rows.
+
+        Args:
+            parts: Rows in their order.
+        """
         return cls(**{one.name: np.concatenate([getattr(part, one.name) for part in (cls(), *parts)]) for one in fields(cls)})
 
     def take(self, places: np.ndarray) -> TrainingRows:
@@ -833,10 +849,18 @@ class Progress:
     num_tokens: int = 0  # trained on so far, prompts included
 
     def add(self, found: SequenceOf[Rollout]) -> Progress:
-        """Return the progress after new rollouts have arrived."""
+        """Return the progress after new rollouts have arrived.
+
+        Args:
+            found: New rollouts.
+        """
         num_prompts = self.num_prompts + sum(rollout.num_prompts for rollout in found)
         return replace(self, num_rollouts=self.num_rollouts + len(found), num_prompts=num_prompts)
 
     def after(self, batch: GlobalBatch) -> Progress:
-        """Return the progress one optimizer step later, with the tokens of its batch."""
+        """Return the progress one optimizer step later, with the tokens of its batch.
+
+        Args:
+            batch: Batch of the step.
+        """
         return replace(self, step=self.step + 1, num_tokens=self.num_tokens + batch.num_tokens)

@@ -201,7 +201,11 @@ class Recorded:
         self._logprobs, self._parallel = logprobs, parallel
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        """Return the recorded log-probs of each micro-batch, float32 [C]."""
+        """Return the recorded log-probs of each micro-batch, float32 [C].
+
+        Args:
+            micro_batches: Micro-batches of recorded rows.
+        """
         logprobs = []
         for micro in micro_batches:
             values = np.zeros(len(micro.targets), dtype=np.float32)
@@ -212,7 +216,11 @@ class Recorded:
         return logprobs
 
     def last_stage_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        """Return the log-probs as `logprobs` does, on the last pipeline stage only; an empty list elsewhere."""
+        """Return the log-probs as `logprobs` does, on the last pipeline stage only; an empty list elsewhere.
+
+        Args:
+            micro_batches: Micro-batches of recorded rows.
+        """
         return self.logprobs(micro_batches) if self._parallel.is_last_stage else []
 
     def after_step(self, step: int, policy: Any) -> None:

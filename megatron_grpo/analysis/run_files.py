@@ -87,7 +87,11 @@ class RunFiles:
         return str(last["text"]) if last.get("kind") in ("stopped", "failed") else ""
 
     def series(self, metric: str) -> Points:
-        """Return the points of a metric."""
+        """Return the points of a metric.
+
+        Args:
+            metric: Name of a column of metrics.jsonl.
+        """
         return [(record["step"], record[metric]) for record in self.steps if is_number(record.get(metric))]
 
     def held_out(self) -> dict[str, Points]:
@@ -178,7 +182,11 @@ def runs_in(folders: Sequence[Path]) -> list[RunFiles]:
 
 
 def settings_in(path: Path) -> dict[str, Any]:
-    """Return the settings in a config.yaml in sections, by name; empty if there is none."""
+    """Return the settings in a config.yaml in sections, by name; empty if there is none.
+
+    Args:
+        path: The config.yaml.
+    """
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -188,7 +196,11 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a Parquet file, without columns of tokens."""
+    """Return the rows of a Parquet file, without columns of tokens.
+
+    Args:
+        path: The Parquet file.
+    """
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
@@ -197,12 +209,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of a record is a finite number."""
+    """Return whether a value of a record is a finite number.
+
+    Args:
+        value: Value as parsed from JSON.
+    """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def thinned(points: Points, most: int) -> Points:
-    """Return at most `most` points: means of neighbours, at the last step of each."""
+    """Return at most `most` points: means of neighbours, at the last step of each.
+
+    Args:
+        points: (step, value) pairs in the order of the steps.
+        most: Maximum number of points.
+    """
     size = -(-len(points) // most)
     if size < 2:
         return points

@@ -107,7 +107,11 @@ def run_report(argv: list[str]) -> int:
 
 
 def arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
-    """Return the folders of the runs and the file to write, if one is named. Raises ConfigError for anything else."""
+    """Return the folders of the runs and the file to write, if one is named. Raises ConfigError for anything else.
+
+    Args:
+        argv: Arguments of `megatron-grpo report`.
+    """
     words, folders, target = list(argv), list[Path](), None
     while words:
         word = words.pop(0)
@@ -152,7 +156,11 @@ def page_of(runs: Sequence[RunFiles]) -> str:
 
 
 def hashes(texts: Sequence[str]) -> str:
-    """Return the sources of a Content-Security-Policy that allow these scripts or styles alone."""
+    """Return the sources of a Content-Security-Policy that allow these scripts or styles alone.
+
+    Args:
+        texts: Contents of the script or style elements.
+    """
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
 
 
@@ -160,7 +168,12 @@ def hashes(texts: Sequence[str]) -> str:
 
 
 def drawn(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
-    """Return what the template and the script need of a figure; None if no run has data that differs from 0."""
+    """Return what the template and the script need of a figure; None if no run has data that differs from 0.
+
+    Args:
+        figure: Figure to draw.
+        runs: Files of each run.
+    """
     curves, names = [], dict[str, None]()
     for number_of_run, run in enumerate(runs):
         for number, (metric, label, points) in enumerate(curves_of(figure, run)):
@@ -188,7 +201,12 @@ def drawn(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | No
 
 
 def curves_of(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
-    """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty."""
+    """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty.
+
+    Args:
+        figure: Figure to draw.
+        run: Files of the run.
+    """
     curves: list[tuple[str, str, Points]] = []
     for metric, label in figure.metrics.items():
         if metric == HELD_OUT:
@@ -203,7 +221,11 @@ def curves_of(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Point
 
 
 def significant(value: float | None) -> float | None:
-    """Return a value with the digits that a figure can show."""
+    """Return a value with the digits that a figure can show.
+
+    Args:
+        value: Value of a curve; None stays None.
+    """
     return None if value is None else float(f"{value:.5g}")
 
 
@@ -211,7 +233,11 @@ def significant(value: float | None) -> float | None:
 
 
 def described(run: RunFiles) -> dict[str, Any]:
-    """Return what the template shows of one run besides figures and settings."""
+    """Return what the template shows of one run besides figures and settings.
+
+    Args:
+        run: Files of the run.
+    """
     seconds = run.phases()
     total = sum(seconds.values()) or 1.0
     phases = [(activity.WORDS.get(name, name), value, value / total) for name, value in seconds.items() if value >= 0.005 * total]
@@ -233,7 +259,11 @@ def described(run: RunFiles) -> dict[str, Any]:
 
 
 def summary(run: RunFiles) -> list[tuple[str, str]]:
-    """Return (name, value) of what a reader wants first."""
+    """Return (name, value) of what a reader wants first.
+
+    Args:
+        run: Files of the run.
+    """
     rewards = [value for _, value in run.series("reward")]
     few = max(1, min(10, len(rewards) // 2))
     seconds = sum(value for _, value in run.series("time/step"))
@@ -255,7 +285,11 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the answers whose score changed most, at most a quarter of them worse than before."""
+    """Return the answers whose score changed most, at most a quarter of them worse than before.
+
+    Args:
+        changes: Answers at the first and last evaluation, with both scores.
+    """
     better = sorted(
         (row for row in changes if row["score_after"] > row["score_before"]), key=lambda row: row["score_before"] - row["score_after"]
     )
@@ -269,7 +303,11 @@ def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def group_row(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what the template shows of a group, whose rows have falling rewards."""
+    """Return what the template shows of a group, whose rows have falling rewards.
+
+    Args:
+        rows: Completions of one group, as in the Parquet file, by falling reward.
+    """
     best, worst = rows[0], rows[-1]
     texts = {"prompt": best["prompt"], "best": best["completion"], "worst": worst["completion"]}
     rewards = {"first": best["reward"], "last": worst["reward"], "count": len(rows), "version": best["version"]}
@@ -277,24 +315,40 @@ def group_row(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]:
-    """Return (name, value of each run, whether they differ) of settings that differ from their default in some run."""
+    """Return (name, value of each run, whether they differ) of settings that differ from their default in some run.
+
+    Args:
+        runs: Files of each run.
+    """
     known = table()
     wanted = {name for run in runs for name, value in run.settings.items() if name in known and value != as_yaml(known[name].default)}
     return compared([{name: value for name, value in run.settings.items() if name in wanted} for run in runs])
 
 
 def as_yaml(value: Any) -> Any:
-    """Return a default as a YAML file has it."""
+    """Return a default as a YAML file has it.
+
+    Args:
+        value: Default of a setting.
+    """
     return list(value) if isinstance(value, tuple) else value
 
 
 def compared(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
-    """Return (name, values, whether they differ) for each name, in the order of the first column that has it."""
+    """Return (name, values, whether they differ) for each name, in the order of the first column that has it.
+
+    Args:
+        columns: Values by name, one mapping for each run.
+    """
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, [str(column.get(name, "–")) for column in columns]) for name in names]
     return [(name, values, len(set(values)) > 1) for name, values in rows]
 
 
 def number(value: Any) -> str:
-    """Format a number of a table."""
+    """Format a number of a table.
+
+    Args:
+        value: Cell of a table.
+    """
     return f"{value:.4g}" if is_number(value) else "–"

@@ -83,7 +83,11 @@ def view(folder: Path) -> Group:
 
 
 def head(run: RunFiles) -> list[Table | Text]:
-    """Return the lines with the step, the time left and the phase."""
+    """Return the lines with the step, the time left and the phase.
+
+    Args:
+        run: Files of the run.
+    """
     recent = [seconds for _, seconds in run.series("time/step")[-RECENT_STEPS:]]
     line = Table.grid(padding=(0, 2))
     cells: list[Text | ProgressBar] = [Text(f"{run.name}: step {run.step}{f'/{run.total}' if run.total else ''}", style="bold")]
@@ -98,7 +102,11 @@ def head(run: RunFiles) -> list[Table | Text]:
 
 
 def phase(run: RunFiles) -> str:
-    """Describe what the run does now, or how it ended."""
+    """Describe what the run does now, or how it ended.
+
+    Args:
+        run: Files of the run.
+    """
     now = read_object(run.folder / NOW)
     silent = time.time() - float(now.get("time", 0.0))
     if now and silent <= SILENT:
@@ -113,14 +121,22 @@ def phase(run: RunFiles) -> str:
 
 
 def spark(points: Points) -> str:
-    """Return a line of at most WIDTH characters whose heights are means of neighbouring values."""
+    """Return a line of at most WIDTH characters whose heights are means of neighbouring values.
+
+    Args:
+        points: (step, value) pairs in the order of the steps.
+    """
     means = [mean for _, mean in thinned(points, WIDTH)]
     low, high = min(means), max(means)
     return "".join(SPARKS[int((mean - low) / ((high - low) or 1.0) * (len(SPARKS) - 1))] for mean in means)
 
 
 def completions(run: RunFiles) -> list[Table]:
-    """Return a table with the best and the worst completion of the two groups whose rewards differ most; empty without completions."""
+    """Return a table with the best and the worst completion of the two groups whose rewards differ most; empty without completions.
+
+    Args:
+        run: Files of the run.
+    """
     groups = run.last_groups()[:2]
     if not groups:
         return []

@@ -65,7 +65,11 @@ class CallbackHandler:
         self.state, self.control = TrainerState(), TrainerControl()
 
     def begin(self, max_steps: int) -> None:
-        """Call `on_train_begin`, with a new state and control."""
+        """Call `on_train_begin`, with a new state and control.
+
+        Args:
+            max_steps: Optimizer steps of the whole run.
+        """
         self.state, self.control = TrainerState(max_steps=max_steps), TrainerControl()
         self._call("on_train_begin")
 

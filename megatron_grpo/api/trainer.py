@@ -165,6 +165,9 @@ class GRPOTrainer:
     def save_model(self, output_dir: str | Path) -> Path:
         """Copy the exported model to a folder, for transformers and vLLM.
 
+        Args:
+            output_dir: Folder to create.
+
         Raises:
             ConfigError: If the run has exported no model yet.
         """

@@ -56,7 +56,15 @@ listeners: list[Callable[[], object]] = []
 
 @contextmanager
 def phase(name: str, *, total: int | None = None, unit: str = "", pause: float = 0.0, is_alone: bool = False) -> Iterator[Phase]:
-    """Open a phase for the duration of the block. Phases nest. For the main thread. The arguments are those of `Phase`."""
+    """Open a phase for the duration of the block. Phases nest. For the main thread.
+
+    Args:
+        name: Name shown to the user.
+        total: Final value of what `advance` counts in it, if known.
+        unit: Unit of the count.
+        pause: Time without progress that is normal, in seconds.
+        is_alone: Whether nothing in it waits for other ranks.
+    """
     global _open
     name = WORDS.get(name, name)
     pause = max(pause, LONG if name in _LONG else 0.0)
@@ -89,7 +97,11 @@ def advance(done: int = 1) -> None:
 
 
 def reached(number: int) -> None:
-    """Report the number of optimizer steps done."""
+    """Report the number of optimizer steps done.
+
+    Args:
+        number: Optimizer steps since the start of the run.
+    """
     global step
     step = number
     advance(0)
@@ -107,7 +119,11 @@ def current() -> tuple[Phase, ...]:
 
 
 def describe(phases: tuple[Phase, ...]) -> str:
-    """Describe the phases, as in `evaluating: sampling 3 of 8 completions`; `between two phases` if none is open."""
+    """Describe the phases, as in `evaluating: sampling 3 of 8 completions`; `between two phases` if none is open.
+
+    Args:
+        phases: Open phases, the outermost first.
+    """
     told: list[Phase] = []
     for one in phases:
         if told and told[-1].name == one.name:  # the same phase again, with a count

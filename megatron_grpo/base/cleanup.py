@@ -31,7 +31,11 @@ class CleanUp:
         self._steps = list(steps)
 
     def add(self, step: Callable[[], object]) -> None:
-        """Add a step that runs before those added earlier."""
+        """Add a step that runs before those added earlier.
+
+        Args:
+            step: Function without arguments that releases something.
+        """
         self._steps.append(step)
 
     def __enter__(self) -> CleanUp:

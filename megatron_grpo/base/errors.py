@@ -36,7 +36,11 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """Invalid settings. Raised before any model loads; `cli.main` prints it and exits with 2."""
+    """Invalid settings. Raised before any model loads; `cli.main` prints it and exits with 2.
+
+    Args:
+        problems: The problems, or the text of a single one.
+    """
 
     def __init__(self, problems: Sequence[Problem] | str):
         if isinstance(problems, str):
@@ -106,6 +110,9 @@ class CancelledError(RunInterruptedError):
     """Cancelled sampling or scoring, which would take longer than the time left after a stop request.
 
     Raised on every rank; the state of the run is saved before it ends.
+
+    Args:
+        message: Text of the exception.
     """
 
     def __init__(self, message: str = "sampling was cancelled"):
@@ -117,7 +124,11 @@ _SHORTEST = 8  # characters of a secret; a shorter one would match parts of ordi
 
 
 def keep_secret(text: str | None) -> None:
-    """Register a secret that `printable` replaces from now on. A secret shorter than 8 characters is ignored."""
+    """Register a secret that `printable` replaces from now on. A secret shorter than 8 characters is ignored.
+
+    Args:
+        text: The secret, such as a token or an API key; None is ignored.
+    """
     if text and len(text) >= _SHORTEST:
         _secrets.add(text)
 
@@ -149,16 +160,28 @@ def printable(value: Any, words: Callable[[Any], str] = str, most: int = 500) ->
 
 
 def raised(error: BaseException) -> str:
-    """Return the class and text of an exception, as the end of a sentence whose subject raised it."""
+    """Return the class and text of an exception, as the end of a sentence whose subject raised it.
+
+    Args:
+        error: The exception.
+    """
     said = printable(error)
     return f"raised {type(error).__name__}{': ' * bool(said)}{said}"
 
 
 def describe_value(value: Any) -> str:
-    """Return the type and the text of a value, for a sentence."""
+    """Return the type and the text of a value, for a sentence.
+
+    Args:
+        value: Any object.
+    """
     return f"the {type(value).__name__} {printable(value, repr, 80)}".strip()
 
 
 def first_line(value: Any) -> str:
-    """Return the first line of a value's text, for `printable`."""
+    """Return the first line of a value's text, for `printable`.
+
+    Args:
+        value: Any object.
+    """
     return str(value).strip().partition("\n")[0]

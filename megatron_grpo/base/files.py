@@ -36,7 +36,11 @@ def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if the file is missing or invalid. The caller reports that if it matters."""
+    """Return the JSON object in a file; {} if the file is missing or invalid. The caller reports that if it matters.
+
+    Args:
+        path: The JSON file.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -92,7 +96,11 @@ def mark(folder: Path, command: str, **facts: Any) -> None:
 
 
 def mark_of(folder: Path) -> dict[str, Any]:
-    """Return the content that `mark` wrote; {} if it is missing or cannot be read."""
+    """Return the content that `mark` wrote; {} if it is missing or cannot be read.
+
+    Args:
+        folder: The directory.
+    """
     return read_object(folder / MARK)
 
 
@@ -100,6 +108,9 @@ def why_not_replaced(folder: Path) -> str | None:
     """Return the reason not to replace `folder` by a new directory, or None.
 
     Only an empty directory, or one that `directory_whole` wrote, is replaced.
+
+    Args:
+        folder: The directory; it may not exist.
     """
     if not folder.exists() or (folder.is_dir() and ("files" in mark_of(folder) or not any(folder.iterdir()))):
         return None
@@ -108,7 +119,11 @@ def why_not_replaced(folder: Path) -> str | None:
 
 
 def why_not_drawn(path: Path) -> str | None:
-    """Return the reason not to write a plot to this file, or None. Only a plot that this program wrote is replaced."""
+    """Return the reason not to write a plot to this file, or None. Only a plot that this program wrote is replaced.
+
+    Args:
+        path: The image file; it may not exist.
+    """
     is_ours = not path.exists() or (path.is_file() and PAINTER.encode() in path.read_bytes())
     return None if is_ours else f"{path} exists and was not drawn by this program; it is not overwritten. Use another file."
 
@@ -152,7 +167,11 @@ def directory_whole(path: str | Path) -> Iterator[Path]:
 
 
 def sync(path: str | Path) -> None:
-    """Sync a file's contents, or the names in a directory, to disk."""
+    """Sync a file's contents, or the names in a directory, to disk.
+
+    Args:
+        path: File or directory.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

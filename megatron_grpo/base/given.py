@@ -32,7 +32,11 @@ def provide(objects: Mapping[str, Any], fingerprints: Mapping[str, str] | None =
 
 
 def is_given(spec: object) -> bool:
-    """Return whether a value of a setting refers to an object of a Python program."""
+    """Return whether a value of a setting refers to an object of a Python program.
+
+    Args:
+        spec: Value of a setting.
+    """
     return isinstance(spec, str) and spec.startswith(PREFIX)
 
 
@@ -54,7 +58,11 @@ def get(spec: str, flag: str) -> Any:
 
 
 def fingerprint(spec: str) -> str | None:
-    """Return the fingerprint of the code that a setting refers to; None if this process has no such object."""
+    """Return the fingerprint of the code that a setting refers to; None if this process has no such object.
+
+    Args:
+        spec: Value of a setting for which `is_given` is true.
+    """
     return _fingerprints.get(spec.removeprefix(PREFIX))
 
 
@@ -63,6 +71,9 @@ def fingerprint_of(value: Any) -> str:
 
     It covers the source, or the bytecode if there is no source, and those values in closures, in the globals that the code reads and in
     attributes of an object that are plain (text, numbers, tuples of them).
+
+    Args:
+        value: Function, class or callable object.
     """
     if isinstance(value, functools.partial):
         held = repr([one for one in (*value.args, *sorted(value.keywords.items())) if isinstance(one, _PLAIN)])

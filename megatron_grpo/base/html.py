@@ -8,7 +8,12 @@ from typing import Any
 
 
 def table(title: str, rows: Mapping[str, Any]) -> str:
-    """Return a table of names and values with a caption. All text is escaped."""
+    """Return a table of names and values with a caption. All text is escaped.
+
+    Args:
+        title: Caption.
+        rows: Value by name.
+    """
     return grid(title, (), [(name, value) for name, value in rows.items()])
 
 

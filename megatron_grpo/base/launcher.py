@@ -47,7 +47,11 @@ class SlurmJob:
 
 
 def slurm_job(env: Mapping[str, str]) -> SlurmJob | None:
-    """Return the Slurm job of the environment, or None outside Slurm."""
+    """Return the Slurm job of the environment, or None outside Slurm.
+
+    Args:
+        env: Environment variables.
+    """
     number = env.get("SLURM_JOB_ID")
     return SlurmJob(number=number, start=_time(env, "SLURM_JOB_START_TIME"), end=_time(env, "SLURM_JOB_END_TIME")) if number else None
 
@@ -259,17 +263,29 @@ def _is_count(text: str) -> bool:
 
 
 def job_ids(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the job ids that schedulers set; they are the same after a restart."""
+    """Return the job ids that schedulers set; they are the same after a restart.
+
+    Args:
+        env: Environment variables.
+    """
     return {name: env[name] for name in _JOBS if env.get(name, "none") not in ("", "none")}
 
 
 def restart(env: Mapping[str, str]) -> str:
-    """Return the restart counter of this job as `NAME=2`; "" if it has not been restarted."""
+    """Return the restart counter of this job as `NAME=2`; "" if it has not been restarted.
+
+    Args:
+        env: Environment variables.
+    """
     return next((f"{name}={env[name]}" for name in _RESTARTS if env.get(name, "0") not in ("", "0")), "")
 
 
 def forget(environment: MutableMapping[str, str]) -> None:
-    """Remove the variables of a torchrun rank, for a process that is not a rank although a rank or a job started it."""
+    """Remove the variables of a torchrun rank, for a process that is not a rank although a rank or a job started it.
+
+    Args:
+        environment: Environment variables; changed in place.
+    """
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     for name in [name for name in environment if name in names or name.startswith("TORCHELASTIC_")]:
         del environment[name]

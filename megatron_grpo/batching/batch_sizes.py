@@ -21,7 +21,12 @@ MOST_CANDIDATES = 5_000
 
 
 def quotient(top: int, bottom: int) -> int | float:
-    """Return top / bottom, as an int if it is an integer."""
+    """Return top / bottom, as an int if it is an integer.
+
+    Args:
+        top: Numerator.
+        bottom: Denominator, at least 1.
+    """
     return top // bottom if top % bottom == 0 else top / bottom
 
 

@@ -45,7 +45,11 @@ def grid_of(image: Image) -> tuple[int, int]:
 
 
 def num_tokens(image: Image) -> int:
-    """Return the number of tokens of an image."""
+    """Return the number of tokens of an image.
+
+    Args:
+        image: The image.
+    """
     rows, columns = grid_of(image)
     return rows * columns
 

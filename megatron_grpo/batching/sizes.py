@@ -35,13 +35,20 @@ class Messages:
         self.inputs, self.derived, self.values = inputs, derived, inputs.values
 
     def name(self, flag: str) -> str:
-        """Return the user's name of a flag."""
+        """Return the user's name of a flag.
+
+        Args:
+            flag: Name of the setting.
+        """
         return self.inputs.names.get(flag, flag)
 
     def flag(self, flag: str) -> str:
         """Return a flag with its value: `global_batch_size (96)`.
 
         A flag that was typed under another system's name shows its origin: `global_batch_size 96 (ppo_mini_batch_size 12 x rollout.n 8)`.
+
+        Args:
+            flag: Name of the setting.
         """
         origin = self.inputs.origins.get(flag)
         if origin and origin.text and (origin.name != flag or origin.unit != "completions"):

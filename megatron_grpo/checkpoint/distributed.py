@@ -231,7 +231,11 @@ class HashedFile:
         self.entry: Entry = {}
 
     def write(self, data: Any) -> int:
-        """Append bytes. Return their number."""
+        """Append bytes. Return their number.
+
+        Args:
+            data: Bytes or a buffer of them.
+        """
         self._digest.update(data)
         self._stream.write(data)
         self._size += memoryview(data).nbytes

@@ -41,7 +41,11 @@ _NAMED_BY = {**FLAGS, TEACHER: "teacher_model", "text of llm_judge_prompt": "llm
 
 
 def settings_of(cfg: Config) -> dict[str, Any]:
-    """Return the values of all settings by name."""
+    """Return the values of all settings by name.
+
+    Args:
+        cfg: Settings of the run.
+    """
     return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
 
 
@@ -99,7 +103,11 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
 
 
 def vocabulary_fingerprint(directory: Path) -> str | None:
-    """Return the fingerprint of the tokenizer files in a directory; None if there are none, because a checkpoint may hold only weights."""
+    """Return the fingerprint of the tokenizer files in a directory; None if there are none, because a checkpoint may hold only weights.
+
+    Args:
+        directory: Directory of a Hugging Face model.
+    """
     files = [path for pattern in _VOCABULARY for path in sorted(directory.glob(pattern))]
     return _of_files(files) if files else None
 
@@ -108,6 +116,9 @@ def model_fingerprint(directory: Path) -> str:
     """Return the fingerprint of a model, independent of file names.
 
     It consists of the model type and a digest of config.json and of samples of each weight file.
+
+    Args:
+        directory: Directory of a Hugging Face model.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     # Fields that differ between copies of a model, or that transformers adds when it saves one.

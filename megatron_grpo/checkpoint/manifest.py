@@ -116,7 +116,11 @@ def facts(origin: RunOrigin, progress: Progress, **more: Any) -> dict[str, Any]:
 
 
 def signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest with a SHA-256 of its contents, which protects the progress and settings in it."""
+    """Return the manifest with a SHA-256 of its contents, which protects the progress and settings in it.
+
+    Args:
+        manifest: Contents of the manifest; an earlier checksum is ignored.
+    """
     read = json.loads(json.dumps(manifest))  # integer keys become strings, which are sorted differently
     return {**read, _OWN: _digest(read)}
 
@@ -206,13 +210,21 @@ def _settings_of_format_1(path: Path) -> dict[str, Any] | str:
 
 
 class Folder:
-    """The `checkpoints/` directory of a run. Methods that write are for a single rank."""
+    """The `checkpoints/` directory of a run. Methods that write are for a single rank.
+
+    Args:
+        path: The directory; it is created when a checkpoint is written.
+    """
 
     def __init__(self, path: Path):
         self.path = path
 
     def directory(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint."""
+        """Return the directory of a step's checkpoint.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         return self.path / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
@@ -253,7 +265,11 @@ class Folder:
         return int(text) if text.strip().isdecimal() else f"{path} contains {text[:20]!r}, expected a step number"
 
     def begin(self, step: int) -> Path:
-        """Create an empty directory to write a checkpoint into, and remove what dead processes left."""
+        """Create an empty directory to write a checkpoint into, and remove what dead processes left.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         self.sweep()
         writing = self.being_written(step)
@@ -266,7 +282,11 @@ class Folder:
             shutil.rmtree(entry, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
-        """Remove the directory of an unfinished checkpoint."""
+        """Remove the directory of an unfinished checkpoint.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         shutil.rmtree(self.being_written(step), ignore_errors=True)
 
     def commit(self, step: int, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -306,7 +326,11 @@ class Folder:
         return True
 
     def last_good(self, step: int) -> Path | None:
-        """Return the directory of the good checkpoint up to `step` that was written last; None if there is none."""
+        """Return the directory of the good checkpoint up to `step` that was written last; None if there is none.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         return next((one.directory for one in self.whole() if one.is_good and one.step <= step), None)
 
     def retain(self, limit: int | None, newest: int, *, best: int | None = None) -> None:
@@ -333,7 +357,11 @@ class Folder:
         self.sweep()
 
     def being_written(self, step: int) -> Path:
-        """Return the directory into which a step's checkpoint is written before it is renamed."""
+        """Return the directory into which a step's checkpoint is written before it is renamed.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         return self.path / f"{WRITING}{self.directory(step).name}"
 
 

@@ -73,7 +73,11 @@ class Resume:
     without: tuple[str, ...] = ()
 
     def lines(self, chosen: Candidate) -> list[str]:
-        """Return the messages about the checkpoint that the run continues, one line each."""
+        """Return the messages about the checkpoint that the run continues, one line each.
+
+        Args:
+            chosen: Checkpoint that the run continues.
+        """
         manifest, total = chosen.manifest, self.num_steps
         pending = f", {manifest.num_pending} sampled completions pending" if manifest.num_pending else ""
         lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
@@ -290,7 +294,11 @@ def unusable(refused: list[str]) -> ConfigError:
 
 
 def join_faults(faults: list[str]) -> str:
-    """Join fault messages, naming the first three and counting the rest."""
+    """Join fault messages, naming the first three and counting the rest.
+
+    Args:
+        faults: Fault messages.
+    """
     return f"{'; '.join(faults[:3])}{f' and {len(faults) - 3} more files' if len(faults) > 3 else ''}"
 
 
@@ -358,6 +366,9 @@ def resolved(path: str) -> str:
     """Return the absolute directory of the checkpoint at `path`.
 
     Without one, return `path` itself, made absolute; `initial_weights_of` reports the problem.
+
+    Args:
+        path: Checkpoint, run or `checkpoints` directory.
     """
     try:
         return str(initial_weights_of(path).directory.absolute())

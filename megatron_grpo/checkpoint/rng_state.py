@@ -83,7 +83,11 @@ def states() -> dict[str, bytes]:
 
 
 def set_states(found: Mapping[str, bytes]) -> None:
-    """Set the generators of this process to states from `states`."""
+    """Set the generators of this process to states from `states`.
+
+    Args:
+        found: State of each generator, by name.
+    """
     version, words, gauss = json.loads(found["python"])
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = json.loads(found["numpy"])

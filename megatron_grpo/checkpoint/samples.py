@@ -116,12 +116,19 @@ def files_of_partial_completions(ours: Path) -> list[Path]:
 
 
 def name_of(kind: type) -> str:
-    """Return the name of a sample class in files. It stays what it was when a class is renamed."""
+    """Return the name of a sample class in files. It stays what it was when a class is renamed.
+
+    Args:
+        kind: Dataclass.
+    """
     return {"SampleWithOldLogprobs": "AnchoredSample"}.get(kind.__name__, kind.__name__)
 
 
 def column_types(kind: type) -> dict[str, str]:
     """Return the column type of each saved field: "array", "integers", "int", "float", "bool" or "str", with "?" if None is allowed.
+
+    Args:
+        kind: Dataclass.
 
     Raises:
         TypeError: If a field has another type, which could not be saved.

@@ -93,7 +93,11 @@ class Checkpoints:
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
     def are_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after `step` optimizer steps: every `save_steps`."""
+        """Return whether a checkpoint is due after `step` optimizer steps: every `save_steps`.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         return self.cfg.save_steps > 0 and step % self.cfg.save_steps == 0
 
     def is_time(self) -> bool:
@@ -141,7 +145,11 @@ class Checkpoints:
                 return
 
     def last_good(self, step: int) -> Path | None:
-        """Return the directory of the last checkpoint up to `step` whose weights have trained, as found by rank 0. Collective."""
+        """Return the directory of the last checkpoint up to `step` whose weights have trained, as found by rank 0. Collective.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         return collectives.broadcast_object(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
     def save(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> bool:
@@ -402,6 +410,9 @@ class Checkpoints:
 
 def damage_of(manifest: Manifest) -> list[str]:
     """Check every byte of a checkpoint, with the files divided among the ranks. Collective.
+
+    Args:
+        manifest: Manifest of the checkpoint; the same on all ranks.
 
     Returns:
         A sentence per damaged file, the same list on all ranks.

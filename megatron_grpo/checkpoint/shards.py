@@ -114,7 +114,11 @@ def shares(held: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[in
 
 
 def name_of(tensor: ShardedTensor) -> int:
-    """Return a 64-bit name of a box, equal on every rank that holds it."""
+    """Return a 64-bit name of a box, equal on every rank that holds it.
+
+    Args:
+        tensor: Shard of a parameter or of optimizer state.
+    """
     return int.from_bytes(blake2b(repr((tensor.key, tuple(tensor.global_offset))).encode(), digest_size=8).digest())
 
 

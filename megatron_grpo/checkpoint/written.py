@@ -43,12 +43,20 @@ _NAMES, _EXPORTS = tuple(WRITTEN_BY_A_RUN), ("hf", "hf_merged")
 
 
 def holds_run(output_dir: str | Path) -> bool:
-    """Return whether `output_dir` holds the records of an earlier run."""
+    """Return whether `output_dir` holds the records of an earlier run.
+
+    Args:
+        output_dir: Directory; it may not exist.
+    """
     return next(_written(Path(output_dir), _NAMES[2:]), None) is not None
 
 
 def remove_run(output_dir: str | Path) -> None:
-    """Remove what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built."""
+    """Remove what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built.
+
+    Args:
+        output_dir: Directory of the earlier run.
+    """
     for path in list(_written(Path(output_dir))):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -105,6 +113,9 @@ def claim(out: Path) -> None:
     """Mark `out` as the directory of a training run, with the step it saved last.
 
     For one rank, before the run writes anything else there.
+
+    Args:
+        out: `output_dir` of the run.
     """
     out.mkdir(parents=True, exist_ok=True)
     if not mark_of(out):
@@ -117,6 +128,9 @@ def restart_obstacle(out: Path) -> str | None:
     """Return the reason why the records in `out` must not be replaced, or None.
 
     The reason is that their run saved checkpoints, and none of them exists any more.
+
+    Args:
+        out: `output_dir` of the run.
     """
     saved = mark_of(out).get("saved")
     if not saved or Folder(out / "checkpoints").steps():
@@ -128,7 +142,11 @@ def restart_obstacle(out: Path) -> str | None:
 
 
 def check_output_dir(out: Path) -> None:
-    """Check that `out` has not been removed or emptied since `claim`. Raises RunError."""
+    """Check that `out` has not been removed or emptied since `claim`. Raises RunError.
+
+    Args:
+        out: `output_dir` of the run.
+    """
     if not (out / MARK).exists():
         raise RunError(
             f"output_dir ({out}) was removed or emptied while the run wrote to it ({MARK} is missing), with all its earlier contents. "
@@ -179,7 +197,11 @@ class Best:
                 self._update()
 
     def record_saved(self, step: int) -> None:
-        """Record that the checkpoint for `step` has been written."""
+        """Record that the checkpoint for `step` has been written.
+
+        Args:
+            step: Number of optimizer steps.
+        """
         with self._lock:
             self._saved = step
             self.values.pop(step, None)  # a value for the weights of this step before the run was rolled back

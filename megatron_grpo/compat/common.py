@@ -32,14 +32,23 @@ def where_true(settings: str) -> Reader:
 
 
 def no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Refuse a Hub token. The message does not repeat the secret."""
+    """Refuse a Hub token. The message does not repeat the secret.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     if " ".join(words).lower() in OFF:
         return {}
     raise InvalidValueError("is a secret, and settings are written to files. Use the environment variable HF_TOKEN")
 
 
 def listed(words: Sequence[str]) -> list[str]:
-    """Return the words of a Hydra list: "['a', 'b']" or [a,b]."""
+    """Return the words of a Hydra list: "['a', 'b']" or [a,b].
+
+    Args:
+        words: Words of its value, as typed.
+    """
     joined = " ".join(words).strip().removeprefix("[").removesuffix("]")
     return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
 
@@ -48,7 +57,12 @@ _LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
 def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read metric_for_best_model: transformers compares metrics of an evaluation, and adds eval_ to a name without it."""
+    """Read metric_for_best_model: transformers compares metrics of an evaluation, and adds eval_ to a name without it.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     name = " ".join(words)
     asked = name.removeprefix("eval_")
     by_function = re.fullmatch(r"rewards/(.+?)(/mean)?", asked)
@@ -64,13 +78,23 @@ def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def datasets(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read one or several training files; all their rows are used."""
+    """Read one or several training files; all their rows are used.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     found = [name for word in words for name in listed([word])]
     return {"dataset": found[0], "further_datasets": found[1:]} if found else {}
 
 
 def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read evaluation files. Several files are several sets, each named after its folder and file."""
+    """Read evaluation files. Several files are several sets, each named after its folder and file.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     found = [name for word in words for name in listed([word])]
     if len(found) < 2:
         return {"eval_dataset": found[0]} if found else {}
@@ -78,7 +102,12 @@ def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def betas(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read Adam's two betas."""
+    """Read Adam's two betas.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     found = [part for word in words for part in listed([word])]
     if len(found) != 2:
         raise InvalidValueError(f"requires two numbers, not {' '.join(words)!r}")
@@ -184,7 +213,12 @@ def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequ
 
 
 def template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read chat_template_kwargs as JSON or as a Hydra mapping."""
+    """Read chat_template_kwargs as JSON or as a Hydra mapping.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     import yaml
 
     text = " ".join(words)
@@ -198,7 +232,13 @@ def template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iterator[Change]:
-    """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting."""
+    """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting.
+
+    Args:
+        values: Native settings read so far, by name.
+        given: All foreign names of the run, with their words.
+        prefix: Prefix that the foreign names share.
+    """
     import yaml
 
     names = [name for name in given if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
@@ -208,7 +248,12 @@ def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iter
 
 
 def adapted(given: Given, section: str) -> dict[str, list[str]]:
-    """Return target_modules and exclude_modules from the foreign `section`, if it has any."""
+    """Return target_modules and exclude_modules from the foreign `section`, if it has any.
+
+    Args:
+        given: All foreign names of the run, with their words.
+        section: Section of the foreign names, with its dot.
+    """
     found: dict[str, list[str]] = {}
     for name in ("target_modules", "exclude_modules"):
         words = [part for word in given.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
@@ -249,7 +294,12 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
 
 
 def loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read the list of experiment trackers. The console and files are always written, so they are dropped."""
+    """Read the list of experiment trackers. The console and files are always written, so they are dropped.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     found = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
     if unknown := [name for name in found if name not in SERVICES]:
         raise InvalidValueError(f"({', '.join(unknown)}) is not supported. Supported: {', '.join(SERVICES)}")
@@ -260,7 +310,11 @@ SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 
 
 def holds_out(values: Mapping[str, Any]) -> bool:
-    """Return whether any native setting names held-out prompts."""
+    """Return whether any native setting names held-out prompts.
+
+    Args:
+        values: Native settings read so far, by name.
+    """
     return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))
 
 
@@ -348,14 +402,23 @@ def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
 
 
 def of_the_hub(values: Mapping[str, Any]) -> Iterator[Change]:
-    """Drop Hub settings without push_to_hub; transformers ignores them too."""
+    """Drop Hub settings without push_to_hub; transformers ignores them too.
+
+    Args:
+        values: Native settings read so far, by name.
+    """
     idle = [name for name in ("hub_model_id", "hub_private_repo") if name in values] if not values.get("push_to_hub") else []
     if idle:
         yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without push_to_hub, in both systems.")
 
 
 def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
-    """Set dataset_drop_last, for a system whose epochs end with their last complete rollout."""
+    """Set dataset_drop_last, for a system whose epochs end with their last complete rollout.
+
+    Args:
+        values: Native settings read so far, by name.
+        title: Name of the other system, for messages.
+    """
     if values.get("streaming"):
         note = (
             f"streaming: {title} drops prompts that do not fill a rollout at the end of an epoch; here a rollout continues into the "
@@ -367,7 +430,12 @@ def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
 
 
 def not_left(values: Mapping[str, Any], title: str) -> Iterator[Change]:
-    """Delete long prompts in multi-turn runs, because the other system's default (cut on the left) does not work with turns."""
+    """Delete long prompts in multi-turn runs, because the other system's default (cut on the left) does not work with turns.
+
+    Args:
+        values: Native settings read so far, by name.
+        title: Name of the other system, for messages.
+    """
     if (values.get("environment") or values.get("tools")) and "truncation_strategy" not in values and "max_prompt_length" in values:
         yield Change(
             values={"truncation_strategy": "delete"},

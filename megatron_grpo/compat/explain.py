@@ -19,7 +19,11 @@ there, and used here."
 def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_steps: int | None = None) -> Iterator[str]:
     """Yield notes on what is the same under the native names and what differs.
 
-    foreign: the dialect's batch sizes, by foreign name. sizes: the native ones. max_steps: optimizer steps; None if not given.
+    Args:
+        dialect: Name of the other system.
+        foreign: Its batch sizes, by foreign name.
+        sizes: The native batch sizes.
+        max_steps: Optimizer steps; None if not given.
     """
     steps, a = sizes.steps_per_generation, sizes.gradient_accumulation_steps
     times = (

@@ -14,15 +14,29 @@ class Given(dict[str, list[str]]):
     """All foreign names of a run, with their words. Each method falls back to the other system's default."""
 
     def text(self, name: str, otherwise: str) -> str:
-        """Return the words of a name, joined by spaces."""
+        """Return the words of a name, joined by spaces.
+
+        Args:
+            name: Foreign name, with or without its section.
+            otherwise: Value if the name was not given: the other system's default.
+        """
         return " ".join(self.get(name, [otherwise]))
 
     def is_true(self, name: str, otherwise: str = "false") -> bool:
-        """Return whether the value of a name is true."""
+        """Return whether the value of a name is true.
+
+        Args:
+            name: Foreign name, with or without its section.
+            otherwise: Value if the name was not given: the other system's default.
+        """
         return self.text(name, otherwise).lower() in TRUE
 
     def number(self, name: str, otherwise: float | str) -> float:
         """Return the value of a name as a float.
+
+        Args:
+            name: Foreign name, with or without its section.
+            otherwise: Value if the name was not given: the other system's default.
 
         Raises:
             ValueError: It is not a number.
@@ -31,6 +45,10 @@ class Given(dict[str, list[str]]):
 
     def whole(self, name: str, otherwise: int) -> int:
         """Return the value of a name as a whole number.
+
+        Args:
+            name: Foreign name, with or without its section.
+            otherwise: Value if the name was not given: the other system's default.
 
         Raises:
             InvalidValueError: It is not one.
@@ -165,7 +183,11 @@ class Dialect:
     settle: Sequence[Callable[[Mapping[str, Any], Given], Iterable[Change]]] = ()
 
     def row(self, name: str) -> tuple[str, ForeignArg | None]:
-        """Return a name without its section, and its table row; None as the row if it is unknown or in the wrong section."""
+        """Return a name without its section, and its table row; None as the row if it is unknown or in the wrong section.
+
+        Args:
+            name: Foreign name, with or without its section.
+        """
         if self._is_astray(name):
             return name, None
         for section in self.sections:
@@ -178,12 +200,20 @@ class Dialect:
         return name, found
 
     def makes(self, native: str) -> tuple[str, ...]:
-        """Return the foreign names whose product is a native size."""
+        """Return the foreign names whose product is a native size.
+
+        Args:
+            native: Name of a setting of this package.
+        """
         unit, name = self.products[native]
         return (name, self.products["num_generations"][1]) if unit == "prompts" else (name,)
 
     def size(self, name: str) -> str | None:
-        """Return the name of a batch size without its section; None if it is not a size."""
+        """Return the name of a batch size without its section; None if it is not a size.
+
+        Args:
+            name: Foreign name.
+        """
         if self._is_astray(name):
             return None
         for prefix in self.prefixes:
@@ -196,5 +226,9 @@ class Dialect:
         return any(head in words.split() for other, words in self.heads.items() if section and other != section)
 
     def knows(self, name: str) -> bool:
-        """Return whether the dialect has this name."""
+        """Return whether the dialect has this name.
+
+        Args:
+            name: Foreign name, with or without its section.
+        """
         return self.size(name) is not None or self.row(name)[1] is not None

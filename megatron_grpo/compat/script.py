@@ -236,6 +236,10 @@ def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
     """Return the text and folder of a file that a script names.
 
     It is searched from the working directory, the script's folder, and the folders above it. The text is None if it is not found.
+
+    Args:
+        name: Path as the script has it.
+        directory: Folder of the script.
     """
     for folder in (Path("."), directory, *directory.parents):
         try:
@@ -246,7 +250,11 @@ def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
 
 
 def started_script(words: list[str]) -> str:
-    """Return the shell script that a command starts, or ""."""
+    """Return the shell script that a command starts, or "".
+
+    Args:
+        words: Words of the command.
+    """
     names = words[1:2] if words and words[0].rpartition("/")[2] in ("bash", "sh") else words[:1]
     return next((name for name in names if name.endswith((".sh", ".bash"))), "")
 
@@ -260,12 +268,20 @@ def _may_hold_flags(before: str, word: str) -> bool:
 
 
 def plain(word: str) -> str:
-    """Return a word without the internal markers."""
+    """Return a word without the internal markers.
+
+    Args:
+        word: Word of a command, in which markers stand for quoted characters.
+    """
     return word.replace(_PLAIN_DOLLAR, "$").replace(UNKNOWN, "")
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yield the commands of a script: quotes kept, comments and redirections removed, continued lines joined, arrays on one line."""
+    """Yield the commands of a script: quotes kept, comments and redirections removed, continued lines joined, arrays on one line.
+
+    Args:
+        text: Text of the script.
+    """
     command, place, quote, array = "", 0, "", False
     while place < len(text):
         char = text[place]

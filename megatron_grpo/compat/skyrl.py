@@ -45,7 +45,12 @@ _COUNTED_IN_ROLLOUTS = {"max_steps": "max_training_steps", "save_steps": "ckpt_i
 
 
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Return world_size as nodes times GPUs per node."""
+    """Return world_size as nodes times GPUs per node.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     numbers = [(given.get(f"placement.policy_{name}") or ["1"])[0] for name in ("num_nodes", "num_gpus_per_node")]
     if not all(number.isdigit() for number in numbers):
         raise InvalidValueError(f"must be a whole number, not {' '.join(words)!r}")
@@ -53,12 +58,22 @@ def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def stop(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read stop strings."""
+    """Read stop strings.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"stop": [] if list(words) == ["none"] else [part for word in words for part in listed([word])]}
 
 
 def turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read max_turns; more than one turn needs environment or tools."""
+    """Read max_turns; more than one turn needs environment or tools.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     if list(words) == ["1"]:
         return {}
     if not {"environment", "tools"} & set(given):
@@ -67,12 +82,22 @@ def turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read the LoRA rank; 0 is full training."""
+    """Read the LoRA rank; 0 is full training.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"tuner_type": "full"} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
 
 
 def routers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read freeze_moe_router. Routers never train with LoRA."""
+    """Read freeze_moe_router. Routers never train with LoRA.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     is_lora = given.text(f"{_LORA}rank", "0") != "0"
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 

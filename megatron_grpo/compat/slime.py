@@ -27,7 +27,12 @@ _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Return world_size as nodes times GPUs per node."""
+    """Return world_size as nodes times GPUs per node.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"world_size": given.whole("actor_num_nodes", 1) * given.whole("actor_num_gpus_per_node", 8)}
 
 
@@ -37,23 +42,43 @@ def _whole_files(words: Sequence[str]) -> None:
 
 
 def prompts(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read prompt_data; a part of a file (path@[0:16]) is refused."""
+    """Read prompt_data; a part of a file (path@[0:16]) is refused.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     _whole_files(words)
     return {"dataset": list(words)}
 
 
 def seed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read rollout_seed, which is ignored if seed is given."""
+    """Read rollout_seed, which is ignored if seed is given.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {} if "seed" in given else {"seed": list(words)}
 
 
 def offload(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read offload, which covers trainer and sampler."""
+    """Read offload, which covers trainer and sampler.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {} if words[0].lower() == "false" else {"offload_model": "true", "sleep_level": 2}
 
 
 def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read eval_prompt_data: pairs of name and path, or a single path."""
+    """Read eval_prompt_data: pairs of name and path, or a single path.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     _whole_files(words)
     if len(words) == 1:
         return {"eval_dataset": words[0]}
@@ -63,7 +88,12 @@ def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    r"""Read rm_type: `math` compares the content of \boxed{} with the label, like the built-in reward; others are refused."""
+    r"""Read rm_type: `math` compares the content of \boxed{} with the label, like the built-in reward; others are refused.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     if given.get("reward_funcs"):
         return {}
     if list(words) == ["math"]:
@@ -72,18 +102,33 @@ def judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def services(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read use_wandb and use_tensorboard."""
+    """Read use_wandb and use_tensorboard.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     found = [name for name in ("wandb", "tensorboard") if given.is_true(f"use_{name}")]
     return {"report_to": found} if found else {}
 
 
 def column(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read input_key as the prompt column."""
+    """Read input_key as the prompt column.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {} if list(words) in (["prompt"], ["messages"]) else {"columns": {words[0]: "prompt"}}
 
 
 def pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read multimodal_keys; only images are supported."""
+    """Read multimodal_keys; only images are supported.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     try:
         found = dict(json.loads(" ".join(words)))
     except ValueError:
@@ -94,7 +139,12 @@ def pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read environment variables of the ranks; quantization-aware training is refused."""
+    """Read environment variables of the ranks; quantization-aware training is refused.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     if re.search(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1", " ".join(words)):
         raise InvalidValueError(
             f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime simulates INT4 weights in training: {sentence('QUANTIZED')}"
@@ -103,7 +153,12 @@ def environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def bucket(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read update_weight_buffer_size, in bytes, as weight_sync_bucket_mb, in MiB."""
+    """Read update_weight_buffer_size, in bytes, as weight_sync_bucket_mb, in MiB.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}
 
 

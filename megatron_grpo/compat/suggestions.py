@@ -19,7 +19,11 @@ COUNTED_IN_PROMPTS = (*("train_batch_size", "rollout_batch_size", "policy_mini_b
 
 @cache
 def by_name(part: str) -> Mapping[str, str]:
-    """Return `same_as` or `said_with` of the remedies table: the setting, or the sentence, for each name."""
+    """Return `same_as` or `said_with` of the remedies table: the setting, or the sentence, for each name.
+
+    Args:
+        part: `same_as` or `said_with`.
+    """
     return {name: says for says, names in contents("remedies")[part].items() for name in names.split()}
 
 
@@ -77,7 +81,12 @@ def _alike(name: str, last: str, hidden: Collection[str]) -> str:
 
 
 def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[Dialect, list[str]] | None:
-    """Return the dialect that knows more than half of these names, and at least three; and the names it knows."""
+    """Return the dialect that knows more than half of these names, and at least three; and the names it knows.
+
+    Args:
+        unknown: Typed names that no setting has.
+        dialects: Dialects by name.
+    """
     best: tuple[Dialect, list[str]] | None = None
     for dialect in dialects.values():
         known = [name for name in unknown if dialect.knows(name)]

@@ -33,7 +33,12 @@ def _of_plugins(given: Given) -> dict[str, str]:
 
 
 def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read reward_funcs: built-in rewards of Megatron-SWIFT and rewards of plugins are translated."""
+    """Read reward_funcs: built-in rewards of Megatron-SWIFT and rewards of plugins are translated.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     of_plugins = _of_plugins(given)
     unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *of_plugins) and ":" not in word]
     if unread:
@@ -48,7 +53,12 @@ def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read external_plugins; refused if nothing of them is used. Missing names in them are reported where they are used."""
+    """Read external_plugins; refused if nothing of them is used. Missing names in them are reported where they are used.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     others = [word for word in given.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS)]
     if not others and not {"gym_env", "multi_turn_scheduler"} & set(given):
         raise InvalidValueError(f"({' '.join(words)}): {sentence('PLUGINS')}")
@@ -56,7 +66,11 @@ def plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def dataset(native: str) -> Reader:
-    """Return a reader of data set names, for the setting `native`. Other hubs than Hugging Face are refused."""
+    """Return a reader of data set names, for the setting `native`. Other hubs than Hugging Face are refused.
+
+    Args:
+        native: Name of the setting.
+    """
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1 and native != "dataset":
@@ -70,7 +84,11 @@ def dataset(native: str) -> Reader:
 
 
 def one_adapter(native: str) -> Reader:
-    """Return a reader of a single adapter, for the setting `native`."""
+    """Return a reader of a single adapter, for the setting `native`.
+
+    Args:
+        native: Name of the setting.
+    """
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1:
@@ -81,7 +99,12 @@ def one_adapter(native: str) -> Reader:
 
 
 def minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read ddp_timeout, which is in seconds."""
+    """Read ddp_timeout, which is in seconds.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     try:
         return {"distributed_timeout_minutes": float(words[0]) / 60}
     except (ValueError, IndexError):
@@ -92,6 +115,10 @@ def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Read the mapping of columns to Megatron-SWIFT's standard names.
 
     `query` is the prompt here; other standard names are columns that rewards may read under the same name.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
     """
     text = " ".join(words).strip()
     try:
@@ -104,12 +131,22 @@ def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def finetune(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read finetune, which has no effect without mcore_model."""
+    """Read finetune, which has no effect without mcore_model.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"finetune": list(words)} if given.get("mcore_model") else {}
 
 
 def system(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    r"""Read the system prompt; \n is a line break."""
+    r"""Read the system prompt; \n is a line break.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"system": [" ".join(words).replace("\\n", "\n")]}
 
 
@@ -126,28 +163,52 @@ def _of_a_class(words: Sequence[str], what: str) -> Mapping[str, Any]:
 
 
 def scheduler(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read multi_turn_scheduler as an environment class."""
+    """Read multi_turn_scheduler as an environment class.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {} if list(words) == [GYM] and "gym_env" in given else _of_a_class(words, "a scheduler")
 
 
 def gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read gym_env as an environment class."""
+    """Read gym_env as an environment class.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return _of_a_class(words, "an environment")
 
 
 def use_gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Accept use_gym_env; `of_turns` translates it."""
+    """Accept use_gym_env; `of_turns` translates it.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {}
 
 
 def max_turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read max_turns; ignored if the scheduler or environment is refused already, to avoid a second problem."""
+    """Read max_turns; ignored if the scheduler or environment is refused already, to avoid a second problem.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     refused = [word for name in ("gym_env", "multi_turn_scheduler") for word in given.get(name, ()) if ":" not in word and word != GYM]
     return {} if refused else {"max_turns": list(words)}
 
 
 def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """Yield the changes for multi-turn runs.
+
+    Args:
+        values: Native settings read so far, by name.
+        given: All foreign names of the run, with their words.
 
     Raises:
         InvalidValueError: use_gym_env without an environment.
@@ -273,7 +334,11 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
-    """Apply Megatron-SWIFT's LoRA defaults."""
+    """Apply Megatron-SWIFT's LoRA defaults.
+
+    Args:
+        values: Native settings read so far, by name.
+    """
     if values.get("target_regex") and "target_modules" in values:
         yield Change(values={"target_modules": None}, note="target_regex takes precedence over target_modules, as in Megatron-SWIFT.")
     if "lr" not in values:

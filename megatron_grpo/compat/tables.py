@@ -28,6 +28,9 @@ def contents(name: str) -> dict[str, Any]:
 
     With `like: other`, its keys override those of the other file. `takes` merges its entries over the named keys of other files, and
     `without` removes defaults.
+
+    Args:
+        name: Name of the file without its extension.
     """
     import yaml
 
@@ -46,13 +49,21 @@ def _code(name: str) -> ModuleType | None:
 
 
 def sentence(name: str) -> str:
-    """Return the shared sentence of that name, or `name` itself if it is a sentence."""
+    """Return the shared sentence of that name, or `name` itself if it is a sentence.
+
+    Args:
+        name: Name of a shared sentence, or a sentence.
+    """
     return contents("common")["sentences"].get(name, name)
 
 
 @cache
 def load(name: str) -> Dialect:
-    """Return the dialect in the file `name`."""
+    """Return the dialect in the file `name`.
+
+    Args:
+        name: Name of the dialect's file without its extension.
+    """
     table = contents(name)
     rows = rows_of(name)
     sizes = {size: _size(size, **row) for size, row in table.get("sizes", {}).items()}
@@ -77,7 +88,11 @@ def load(name: str) -> Dialect:
 
 @cache
 def rows_of(name: str) -> Mapping[str, ForeignArg]:
-    """Return the table row of each foreign name. With `names_of`, the rows of other systems are included, and its own take precedence."""
+    """Return the table row of each foreign name. With `names_of`, the rows of other systems are included, and its own take precedence.
+
+    Args:
+        name: Name of the file without its extension.
+    """
     table, found = contents(name), dict[str, ForeignArg]()
     for other in table.get("names_of", "").split():
         found |= rows_of(other)

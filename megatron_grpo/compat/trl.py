@@ -33,27 +33,52 @@ def _is_on(words: Sequence[str]) -> bool:
 
 
 def recompute(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read gradient_checkpointing."""
+    """Read gradient_checkpointing.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return _FULL if _is_on(words) else {"recompute_granularity": None}
 
 
 def use_peft(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read use_peft as tuner_type."""
+    """Read use_peft as tuner_type.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"tuner_type": "lora" if _is_on(words) else "full"}
 
 
 def sleep(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read vllm_enable_sleep_mode as sleep_level."""
+    """Read vllm_enable_sleep_mode as sleep_level.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"sleep_level": 2 if _is_on(words) else 0}
 
 
 def correction(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read vllm_importance_sampling_correction; false switches the correction off."""
+    """Read vllm_importance_sampling_correction; false switches the correction off.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {} if _is_on(words) else {"rollout_importance_sampling_mode": "none"}
 
 
 def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read reward_funcs: TRL's built-in rewards are translated, and functions are named as file.py:function or module:function."""
+    """Read reward_funcs: TRL's built-in rewards are translated, and functions are named as file.py:function or module:function.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     unread = [word for word in words if word not in (*_REWARDS, *BUILT_IN_REWARDS) and not {".", ":"} & set(word)]
     if unread:
         raise InvalidValueError(
@@ -67,7 +92,12 @@ def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def warmup(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read warmup_steps: a number of steps, or a fraction of the run if below 1."""
+    """Read warmup_steps: a number of steps, or a fraction of the run if below 1.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     try:
         share = float(words[0])
     except (ValueError, IndexError):
@@ -79,7 +109,12 @@ _IDLE_OF_MODEL = ("attn_implementation", "use_cache", "device_map", "low_cpu_mem
 
 
 def of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read the supported keys of model_init_kwargs."""
+    """Read the supported keys of model_init_kwargs.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     try:
         found = {} if " ".join(words).lower() in OFF else dict(json.loads(" ".join(words)))
     except ValueError:
@@ -93,12 +128,21 @@ def of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def no_limit(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read max_steps; -1 means no limit."""
+    """Read max_steps; -1 means no limit.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
 
 
 def steps(name: str) -> Reader:
-    """Return a reader of a step interval. A fraction of the run is refused."""
+    """Return a reader of a step interval. A fraction of the run is refused.
+
+    Args:
+        name: Foreign name of the interval.
+    """
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if re.fullmatch(r"0?\.\d+", " ".join(words)):
@@ -111,7 +155,12 @@ def steps(name: str) -> Reader:
 
 
 def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """Translate lr_scheduler_kwargs of transformers' cosine_with_min_lr, given as one mapping or as one name each."""
+    """Translate lr_scheduler_kwargs of transformers' cosine_with_min_lr, given as one mapping or as one name each.
+
+    Args:
+        values: Native settings read so far, by name.
+        given: All foreign names of the run, with their words.
+    """
     words = " ".join(given.get("lr_scheduler_kwargs", ["{}"]))
     try:
         found = {} if words.lower() in OFF else dict(json.loads(words))
@@ -131,7 +180,12 @@ def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read max_tool_calling_iterations: max_turns is one more, because it counts completions instead of rounds of tool calls."""
+    """Read max_tool_calling_iterations: max_turns is one more, because it counts completions instead of rounds of tool calls.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     try:
         return {"max_turns": int(words[0]) + 1}
     except (ValueError, IndexError):
@@ -139,7 +193,12 @@ def iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """Yield the changes that follow from several of TRL's names."""
+    """Yield the changes that follow from several of TRL's names.
+
+    Args:
+        values: Native settings read so far, by name.
+        given: All foreign names of the run, with their words.
+    """
     yield from of_servers(values, program="trl vllm-serve")
     yield from drops_last(values, title="TRL")
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
@@ -183,7 +242,12 @@ def _peft(values: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """Yield the changes for multi-turn runs."""
+    """Yield the changes for multi-turn runs.
+
+    Args:
+        values: Native settings read so far, by name.
+        given: All foreign names of the run, with their words.
+    """
     if values.get("environment") or values.get("tools"):
         if "max_turns" not in values:
             yield Change(note="max_tool_calling_iterations is unlimited by default in TRL; max_turns is 8 here.")

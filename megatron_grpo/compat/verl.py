@@ -27,19 +27,33 @@ from megatron_grpo.config.table import TRUE, InvalidValueError
 
 
 def resumed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Refuse resume_from_path with resume_mode resume_path."""
+    """Refuse resume_from_path with resume_mode resume_path.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     if given.text("resume_mode", "auto") == "resume_path":
         raise InvalidValueError(f"({' '.join(words)}): {sentence('RESUMED_ELSEWHERE')}")
     return {}
 
 
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Return world_size as nodes times GPUs per node."""
+    """Return world_size as nodes times GPUs per node.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"world_size": given.whole("nnodes", 1) * given.whole("n_gpus_per_node", 8)}
 
 
 def column(ours: str) -> Reader:
-    """Return a reader of a column name, for the native column `ours`."""
+    """Return a reader of a column name, for the native column `ours`.
+
+    Args:
+        ours: Native setting that names the column.
+    """
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         return {} if list(words) == [ours] else {"columns": {words[0]: ours}}
@@ -48,12 +62,22 @@ def column(ours: str) -> Reader:
 
 
 def sleep(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read free_cache_engine as sleep_level."""
+    """Read free_cache_engine as sleep_level.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"sleep_level": 2 if words[0].lower() in TRUE else 0}
 
 
 def rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read the LoRA rank; 0 is no adapter."""
+    """Read the LoRA rank; 0 is no adapter.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
 
 
@@ -64,22 +88,41 @@ def _has_adapter(given: Given) -> bool:
 
 
 def of_adapter(native: str) -> Reader:
-    """Return a reader for the setting `native` that has no effect without an adapter, as in verl."""
+    """Return a reader for the setting `native` that has no effect without an adapter, as in verl.
+
+    Args:
+        native: Name of the setting.
+    """
     return lambda words, given: {native: list(words)} if _has_adapter(given) else {}
 
 
 def recompute_modules(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read a list of modules to recompute."""
+    """Read a list of modules to recompute.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {"recompute_modules": listed(words)}
 
 
 def tower(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read freeze_vision_tower, which covers the tower and its aligner."""
+    """Read freeze_vision_tower, which covers the tower and its aligner.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return dict.fromkeys(("freeze_vit", "freeze_aligner"), list(words))
 
 
 def threshold(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Read rollout_is_threshold."""
+    """Read rollout_is_threshold.
+
+    Args:
+        words: Words of its value, as typed.
+        given: All foreign names of the run, with their words.
+    """
     return {} if " ".join(words).lower() in OFF else {"rollout_importance_sampling_threshold": list(words)}
 
 

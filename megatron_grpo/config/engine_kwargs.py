@@ -63,7 +63,11 @@ class Options:
 
 @cache
 def options(flag: str) -> Options:
-    """Return the facts about a setting of `FLAGS`."""
+    """Return the facts about a setting of `FLAGS`.
+
+    Args:
+        flag: Name of the setting.
+    """
     import yaml
 
     entry = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[flag]

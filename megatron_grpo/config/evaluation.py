@@ -63,7 +63,11 @@ class HowEvaluated:
 
 
 def sets_of(cfg: Config) -> dict[str, str]:
-    """Return {name: path or Hub name} of the held-out sets, the one of `eval_dataset` first."""
+    """Return {name: path or Hub name} of the held-out sets, the one of `eval_dataset` first.
+
+    Args:
+        cfg: Settings of the run.
+    """
     alone = cfg.eval.eval_dataset or (cfg.data.dataset if cfg.data.split_dataset_ratio else "")
     return ({ALONE: alone} if alone else {}) | dict(cfg.eval.eval_datasets)
 
@@ -81,12 +85,20 @@ def flag_of(name: str, cfg: Config) -> str:
 
 
 def curve_of(name: str) -> str:
-    """Return the name under which a set's scores are plotted and logged to tracking services."""
+    """Return the name under which a set's scores are plotted and logged to tracking services.
+
+    Args:
+        name: Name of the set.
+    """
     return ALONE if name == ALONE else f"{ALONE}/{name}"
 
 
 def ks(n: int) -> list[int]:
-    """Return the values of k for which pass@k is reported: powers of two up to n, and n."""
+    """Return the values of k for which pass@k is reported: powers of two up to n, and n.
+
+    Args:
+        n: Completions per prompt.
+    """
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
@@ -95,6 +107,9 @@ def how_evaluated(cfg: Config) -> HowEvaluated:
 
     With `eval_dataset` alone and one completion per prompt they are greedy. Everything else, episodes included, is sampled at the training
     temperature.
+
+    Args:
+        cfg: Settings of the run.
     """
     cfg_eval = cfg.eval
     is_plain = (
@@ -118,7 +133,11 @@ def how_evaluated(cfg: Config) -> HowEvaluated:
 
 
 def longest_completion(cfg: Config) -> int:
-    """Return the maximum completion length of training and evaluations in tokens, which the sampler must support."""
+    """Return the maximum completion length of training and evaluations in tokens, which the sampler must support.
+
+    Args:
+        cfg: Settings of the run.
+    """
     limit = cfg.eval.eval_max_completion_length if sets_of(cfg) else None
     return max(cfg.rollout.max_completion_length, limit or 0)
 
@@ -137,7 +156,11 @@ def longest_context(cfg: Config, prompt: int) -> int:
 
 
 def most_of(cfg: Config) -> list[float]:
-    """Return the maximum that each reward contributes to the sum of a correct completion: its weight if positive, 0 for penalties."""
+    """Return the maximum that each reward contributes to the sum of a correct completion: its weight if positive, 0 for penalties.
+
+    Args:
+        cfg: Settings of the run.
+    """
     weights = cfg.rewards.reward_weights or [1.0] * len(cfg.rewards.reward_funcs)
     return [max(0.0, weight) * (spec not in PENALTIES) for spec, weight in zip(cfg.rewards.reward_funcs, weights)]
 
@@ -162,6 +185,9 @@ def describe_rules(cfg: Config) -> str:
     """Return a description of how completions are generated, if not by a single answer; "" otherwise.
 
     Scores under different descriptions are not comparable.
+
+    Args:
+        cfg: Settings of the run.
     """
     turns = cfg.turns
     if not turns.plays:
@@ -174,7 +200,11 @@ def describe_rules(cfg: Config) -> str:
 
 
 def metric_of(cfg: Config) -> str | None:
-    """Return the full name of `metric_for_best_model`: `eval` and `eval/NAME` stand for the score of a set."""
+    """Return the full name of `metric_for_best_model`: `eval` and `eval/NAME` stand for the score of a set.
+
+    Args:
+        cfg: Settings of the run.
+    """
     metric = cfg.run.metric_for_best_model
     return f"{metric}/mean@{how_evaluated(cfg).n}" if metric in [curve_of(name) for name in sets_of(cfg)] else metric
 
@@ -189,7 +219,11 @@ def in_current_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_greater_better(cfg: Config) -> bool:
-    """Return whether a larger metric is better. As in transformers, this is false by default for names that end in "loss"."""
+    """Return whether a larger metric is better. As in transformers, this is false by default for names that end in "loss".
+
+    Args:
+        cfg: Settings of the run.
+    """
     setting, metric = cfg.run.greater_is_better, cfg.run.metric_for_best_model or ""
     return not metric.endswith("loss") if setting is None else setting
 

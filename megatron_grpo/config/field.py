@@ -33,7 +33,11 @@ class Range:
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
 
     def admits(self, value: float) -> bool:
-        """Return whether the value is in the range."""
+        """Return whether the value is in the range.
+
+        Args:
+            value: Value of a setting.
+        """
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -42,7 +46,11 @@ class Range:
         )
 
     def nearest(self, value: float) -> list[float]:
-        """Return the closest value in the range as a list; [] if the value is inside, or beyond an exclusive bound only."""
+        """Return the closest value in the range as a list; [] if the value is inside, or beyond an exclusive bound only.
+
+        Args:
+            value: Value of a setting.
+        """
         for bound, is_beyond in ((self.at_least, lambda edge: value < edge), (self.at_most, lambda edge: value > edge)):
             if bound is not None and is_beyond(bound):
                 return [bound]

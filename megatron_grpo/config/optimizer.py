@@ -76,7 +76,11 @@ def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem
 
 
 def lost(opt: OptimizerConfig) -> Iterator[str]:
-    """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes."""
+    """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes.
+
+    Args:
+        opt: Optimizer settings.
+    """
     for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
         dtype, moves = getattr(opt, f"{name}_dtype"), 1 - getattr(opt, beta)
         half = 2.0 ** -(_BITS[dtype] + 1) if dtype in _BITS else 0.0
@@ -95,6 +99,10 @@ def lost(opt: OptimizerConfig) -> Iterator[str]:
 
 
 def rank_multiple(cfg: Config) -> int:
-    """Return the multiple to which the tokens of a micro-batch on one rank are padded."""
+    """Return the multiple to which the tokens of a micro-batch on one rank are padded.
+
+    Args:
+        cfg: Settings of the run.
+    """
     rows = FP8_NEEDS[cfg.model.fp8_recipe][1] if cfg.model.fp8_format else 1
     return math.lcm(cfg.batch.pad_to_multiple_of, rows)

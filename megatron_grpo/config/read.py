@@ -201,14 +201,22 @@ def _repeated(root: Any) -> list[str]:
 
 
 def words_of(raw: Any) -> list[str]:
-    """Return what was typed after a flag or a YAML key as words; a mapping becomes `name=value` words."""
+    """Return what was typed after a flag or a YAML key as words; a mapping becomes `name=value` words.
+
+    Args:
+        raw: Value as parsed.
+    """
     if isinstance(raw, dict):
         return [f"{name}={format_value(value)}" for name, value in raw.items()]
     return [_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_word(raw)]
 
 
 def format_value(value: Any) -> str:
-    """Return a value as a user would type it."""
+    """Return a value as a user would type it.
+
+    Args:
+        value: Value of a setting.
+    """
     return " ".join(words_of(value))
 
 

@@ -30,12 +30,20 @@ _RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w-]+)\s+import|import\s+\.([\w-]+)\s
 
 
 def files_that_run(folder: Path) -> list[str]:
-    """Return the names of a model's files whose code runs with `trust_remote_code true`, including those that they import."""
+    """Return the names of a model's files whose code runs with `trust_remote_code true`, including those that they import.
+
+    Args:
+        folder: Directory of the model.
+    """
     return _with_imported(folder, [name for file in _RUN for name in _classes(folder, file).values()])
 
 
 def files_named(folder: Path) -> list[str]:
-    """Return the names of all code files that the model refers to, including those that never run here. Copies of the model need them."""
+    """Return the names of all code files that the model refers to, including those that never run here. Copies of the model need them.
+
+    Args:
+        folder: Directory of the model.
+    """
     return _with_imported(folder, [name for file in _RUN for name in _auto_map(folder, file).values()])
 
 
@@ -51,7 +59,11 @@ def problem_of(folder: Path, *, is_trusted: bool, flag: str = "model") -> Proble
 
 
 def warning_of(folder: Path) -> str | None:
-    """Return a warning that names the files that will run; None without any."""
+    """Return a warning that names the files that will run; None without any.
+
+    Args:
+        folder: Directory of the model.
+    """
     files = files_that_run(folder)
     if not files:
         return None

@@ -34,24 +34,40 @@ USUAL = 64  # suggested instead of a top_k of 1
 
 
 def of_training(rollout: RolloutConfig) -> Mapping[str, Any] | None:
-    """Return the structured outputs of training in the form of vLLM's `structured_outputs`; None if completions are not restricted."""
+    """Return the structured outputs of training in the form of vLLM's `structured_outputs`; None if completions are not restricted.
+
+    Args:
+        rollout: Rollout settings.
+    """
     regex = rollout.vllm_structured_outputs_regex
     return rollout.generation_kwargs.get(FIELD) if regex is None else {"regex": regex}
 
 
 def flag_of(rollout: RolloutConfig) -> str:
-    """Return the setting that defines the structured outputs of training."""
+    """Return the setting that defines the structured outputs of training.
+
+    Args:
+        rollout: Rollout settings.
+    """
     return REGEX if rollout.vllm_structured_outputs_regex is not None else "generation_kwargs"
 
 
 def sampling_fields_of(rollout: RolloutConfig) -> Mapping[str, Any]:
-    """Return the extra fields of vLLM's SamplingParams in training, besides those that have a setting."""
+    """Return the extra fields of vLLM's SamplingParams in training, besides those that have a setting.
+
+    Args:
+        rollout: Rollout settings.
+    """
     regex = rollout.vllm_structured_outputs_regex
     return rollout.generation_kwargs if regex is None else {**rollout.generation_kwargs, FIELD: {"regex": regex}}
 
 
 def asked(cfg: Config) -> Iterator[tuple[str, Any]]:
-    """Yield (setting, structured outputs) for training and for evaluation."""
+    """Yield (setting, structured outputs) for training and for evaluation.
+
+    Args:
+        cfg: Settings of the run.
+    """
     if (bound := of_training(cfg.rollout)) is not None:
         yield flag_of(cfg.rollout), bound
     if (bound := cfg.eval.eval_generation_kwargs.get(FIELD)) is not None:
@@ -81,17 +97,29 @@ def fault(bound: Any) -> str | None:
 
 
 def is_cut(rollout: RolloutConfig) -> bool:
-    """Return whether training samples from less than the whole vocabulary."""
+    """Return whether training samples from less than the whole vocabulary.
+
+    Args:
+        rollout: Rollout settings.
+    """
     return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or of_training(rollout) is not None
 
 
 def max_mask_tokens(rollout: RolloutConfig) -> int:
-    """Return the top_k that training samples with; 0 means the whole vocabulary."""
+    """Return the top_k that training samples with; 0 means the whole vocabulary.
+
+    Args:
+        rollout: Rollout settings.
+    """
     return rollout.top_k or (MOST if is_cut(rollout) else 0)
 
 
 def describe(rollout: RolloutConfig) -> str:
-    """Return the restrictions in words, such as `top_k 5 and top_p 0.9`."""
+    """Return the restrictions in words, such as `top_k 5 and top_p 0.9`.
+
+    Args:
+        rollout: Rollout settings.
+    """
     cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
     parts = [f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off]
     return " and ".join([*parts, *(["structured outputs"] if of_training(rollout) is not None else [])])

@@ -130,7 +130,11 @@ def _in_files(path: Path) -> Iterator[Address]:
 
 
 def default_token_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the file in which a server stores the token that it generates if it was given none."""
+    """Return the file in which a server stores the token that it generates if it was given none.
+
+    Args:
+        environment: Environment variables.
+    """
     return Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-grpo" / "token"
 
 

@@ -179,7 +179,11 @@ def _width() -> int:
 
 
 def print_config(cfg: Config) -> None:
-    """Print every value and its source as a table."""
+    """Print every value and its source as a table.
+
+    Args:
+        cfg: Settings of the run.
+    """
     from rich.console import Console
     from rich.table import Table
 

@@ -49,7 +49,11 @@ TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("n
 
 
 def canonical(name: str) -> str:
-    """Return the name with underscores and without leading dashes: `--micro-batch-size` becomes `micro_batch_size`."""
+    """Return the name with underscores and without leading dashes: `--micro-batch-size` becomes `micro_batch_size`.
+
+    Args:
+        name: Name as typed.
+    """
     return name.lstrip("-").replace("-", "_")
 
 
@@ -247,7 +251,11 @@ _UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**k for k, letter in enumerate("km
 
 
 def bytes_of(size: str) -> int | None:
-    """Return a size in bytes: `5GB` is 5 * 1000**3, `5GiB` is 5 * 1024**3. None if it is not a size above 0."""
+    """Return a size in bytes: `5GB` is 5 * 1000**3, `5GiB` is 5 * 1024**3. None if it is not a size above 0.
+
+    Args:
+        size: Number and unit: KB, MB, GB, TB, or KiB, MiB, GiB, TiB.
+    """
     match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", size.strip())
     try:
         return int(float(match[1]) * _UNITS[match[2].lower()]) or None if match else None

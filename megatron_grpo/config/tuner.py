@@ -25,7 +25,11 @@ _PATTERNS = ("target_regex", "freeze_parameters_regex", "trainable_parameters_re
 
 
 def are_names_readable(cfg: Config) -> bool:
-    """Return whether typed names and regular expressions are valid, so that they can be compared with a model's names."""
+    """Return whether typed names and regular expressions are valid, so that they can be compared with a model's names.
+
+    Args:
+        cfg: Settings of the run.
+    """
     return not any(broken((*PATTERNS, *TARGETS), settings_of(cfg)))
 
 
@@ -140,6 +144,10 @@ _LORA = (
 
 
 def tuner_rules(cfg: Config) -> tuple[Rule, ...]:
-    """Return the rules that apply to this tuner."""
+    """Return the rules that apply to this tuner.
+
+    Args:
+        cfg: Settings of the run.
+    """
     of_rates = (*_of_rate("vit_lr", "freeze_vit"), *_of_rate("aligner_lr", "freeze_aligner"))
     return (*PATTERNS, *of_rates, *(_LORA if cfg.tuner.tuner_type == "lora" else _FULL))

@@ -33,6 +33,9 @@ def as_yaml(cfg: Config) -> str:
     """Return every setting by section as YAML.
 
     Values derived from other settings or from the launcher are omitted, so that the file can be used with another layout.
+
+    Args:
+        cfg: Settings of the run.
     """
     import yaml
 

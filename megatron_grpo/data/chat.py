@@ -95,6 +95,9 @@ def vocabulary_of(tokenizer: Any) -> str:
     """Return a fingerprint of the mapping from token IDs to tokens.
 
     Two models with equal fingerprints interpret the same token IDs alike, whatever their files.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
     """
     words = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
@@ -137,6 +140,9 @@ def text_of_parts(content: Any) -> Any:
     """Join content given as text parts to one string with newlines, as vLLM does.
 
     Most chat templates of text models silently drop a list. `data.checks` has verified that all parts are text.
+
+    Args:
+        content: Content of a chat message: a string or a list of text parts.
     """
     return "\n".join(part["text"] for part in content) if isinstance(content, (list, tuple)) else content
 

@@ -50,15 +50,27 @@ class PromptRows:
         return len(self.keep)
 
     def raw(self, index: int) -> Raw:
-        """Return the prompt at `index`: a string or chat messages."""
+        """Return the prompt at `index`: a string or chat messages.
+
+        Args:
+            index: Index of the row, from 0.
+        """
         return raw_prompt(self.rows[int(self.keep[index])])
 
     def images(self, index: int) -> tuple[Image, ...]:
-        """Return the images of the prompt at `index`. Raises ConfigError if one is no longer usable."""
+        """Return the images of the prompt at `index`. Raises ConfigError if one is no longer usable.
+
+        Args:
+            index: Index of the row, from 0.
+        """
         return self.image_store.images(int(self.keep[index])) if self.image_store is not None else ()
 
     def shown(self, index: int) -> list[str]:
-        """Return identifiers that distinguish the images of a prompt from others, without opening them."""
+        """Return identifiers that distinguish the images of a prompt from others, without opening them.
+
+        Args:
+            index: Index of the row, from 0.
+        """
         return self.image_store.identity(int(self.keep[index])) if self.image_store is not None else []
 
     @property
@@ -67,7 +79,11 @@ class PromptRows:
         return int(self.image_store.counts[self.keep].max()) if self.image_store is not None and len(self.keep) else 0
 
     def columns(self, index: int) -> dict[str, Any]:
-        """Return the columns that are passed to the rewards, by name."""
+        """Return the columns that are passed to the rewards, by name.
+
+        Args:
+            index: Index of the row, from 0.
+        """
         row = self.rows[int(self.keep[index])]
         return {name: value for name, value in row.items() if name not in _NOT_COLUMNS}
 
@@ -111,7 +127,11 @@ class PromptRows:
 
 
 def bytes_of(row: Mapping[str, Any]) -> bytes:
-    """Serialize all columns of a row to bytes. Equal rows give equal bytes in every process."""
+    """Serialize all columns of a row to bytes. Equal rows give equal bytes in every process.
+
+    Args:
+        row: Row of the data set.
+    """
     return json.dumps(row, sort_keys=True, default=_described).encode() + b"\n"
 
 
@@ -206,6 +226,9 @@ def raw_prompt(row: Mapping[str, Any]) -> Raw:
     """Return `prompt`, or else `messages` without a final assistant message.
 
     So a chat data set for supervised training can be used unchanged.
+
+    Args:
+        row: Row of the data set.
     """
     if row.get("prompt") is not None:
         return row["prompt"]

@@ -66,13 +66,21 @@ class Rows(Sequence[Row]):
         return {self._columns.get(name, name): value for name, value in row.items()} if self._columns else row
 
     def place(self, index: int) -> str:
-        """Return the location of a row for error messages."""
+        """Return the location of a row for error messages.
+
+        Args:
+            index: Index of the row, from 0.
+        """
         part, number = self._locate(index)
         return self._parts[part][1](number)
 
 
 def by_row(name: str) -> Callable[[int], str]:
-    """Return a function that gives the location of a row in a file without lines."""
+    """Return a function that gives the location of a row in a file without lines.
+
+    Args:
+        name: Name of the file.
+    """
     return lambda index: f"{name} row {index}"
 
 
@@ -154,7 +162,11 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
 
 
 def behind_each_other(sources: Sequence[Source]) -> Source:
-    """Concatenate sources. A position is [number of the source, position in it]."""
+    """Concatenate sources. A position is [number of the source, position in it].
+
+    Args:
+        sources: Sources in their order.
+    """
 
     def begin(at: Any) -> Iterator[Read]:
         first, inner = at or (0, None)
@@ -190,7 +202,11 @@ def _kind_of(dataset: str, flag: str) -> Literal["object", "saved", "files", "hu
 
 
 def plain_name(name: str) -> str:
-    """Return a data set name without its `#count` suffix."""
+    """Return a data set name without its `#count` suffix.
+
+    Args:
+        name: Name from `--dataset`.
+    """
     plain, _, count = name.rpartition("#")
     return plain if plain and count.isdigit() and not Path(name).exists() else name
 

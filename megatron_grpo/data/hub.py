@@ -14,7 +14,11 @@ _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoke
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be local, existing or not: a path, or an object of a program. A Hub name is `name` or `owner/name`."""
+    """Return whether a name can only be local, existing or not: a path, or an object of a program. A Hub name is `name` or `owner/name`.
+
+    Args:
+        name: Name from `--dataset` or `--model`.
+    """
     return (
         given.is_given(name) or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
     )

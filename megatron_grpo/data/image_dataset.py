@@ -111,7 +111,12 @@ def _found_again(image_store: str, row: int, index: int) -> Image:
 
 
 def key_of(data: bytes, image_spec: ImageProcessorSpec) -> str:
-    """Return the key of an image: a digest of its bytes, keyed by the processor settings."""
+    """Return the key of an image: a digest of its bytes, keyed by the processor settings.
+
+    Args:
+        data: Contents of the image file.
+        image_spec: Settings of the image processor.
+    """
     return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=image_spec.digest.encode()).hexdigest()
 
 
@@ -142,6 +147,9 @@ class ImageStore:
 
     def images(self, row: int) -> tuple[ImageFile, ...]:
         """Return the images of a row in the order of their placeholders. Reads their headers.
+
+        Args:
+            row: Index of the row, from 0.
 
         Raises:
             ConfigError: If an image cannot be used.
@@ -195,12 +203,20 @@ class ImageStore:
         return digest.hexdigest()
 
     def identity(self, row: int) -> list[str]:
-        """Return an identifier per image of a row: the path of its file, or a digest of the bytes in the row. Raises ImageError."""
+        """Return an identifier per image of a row: the path of its file, or a digest of the bytes in the row. Raises ImageError.
+
+        Args:
+            row: Index of the row, from 0.
+        """
         sources = [source_of(given, self.root) for given in shown_by(self.rows[row])]
         return [str(one.path) if one.held is None else hashlib.sha256(one.held).hexdigest() for one in sources]
 
     def num_bytes(self, row: int) -> list[int]:
-        """Return the file size of each image of a row in bytes. Detects a changed data set without reading the files."""
+        """Return the file size of each image of a row in bytes. Detects a changed data set without reading the files.
+
+        Args:
+            row: Index of the row, from 0.
+        """
         found = []
         for given in shown_by(self.rows[row]):
             with suppress(ImageError, OSError):
@@ -259,7 +275,11 @@ class ImageStore:
 
 
 def shown_by(row: Mapping[str, Any]) -> list[Any]:
-    """Return the contents of a row's image column; an empty list if it has no images."""
+    """Return the contents of a row's image column; an empty list if it has no images.
+
+    Args:
+        row: Row of the data set.
+    """
     for name in COLUMNS:
         value = row.get(name)
         if isinstance(value, (list, tuple)):
@@ -270,7 +290,11 @@ def shown_by(row: Mapping[str, Any]) -> list[Any]:
 
 
 def num_places(raw: Any) -> int:
-    """Return the number of image placeholders in a prompt: parts of type image, and `<image>` tags in its texts."""
+    """Return the number of image placeholders in a prompt: parts of type image, and `<image>` tags in its texts.
+
+    Args:
+        raw: Text or chat messages.
+    """
     if isinstance(raw, str):
         return raw.count(TAG)
     return sum(_places_in(message.get("content")) for message in raw)
@@ -288,6 +312,9 @@ def with_parts(content: Any) -> Any:
     """Convert message content to the parts that chat templates of vision-language models expect.
 
     Each `<image>` tag in a text becomes a part of type image. A string without tags is returned unchanged.
+
+    Args:
+        content: Content of a chat message.
     """
     if isinstance(content, str) and TAG not in content:
         return content
@@ -357,6 +384,10 @@ def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> lis
 
 
 def num_tokens(image: Image) -> int:
-    """Return the number of tokens of an image."""
+    """Return the number of tokens of an image.
+
+    Args:
+        image: The image.
+    """
     frames, rows, columns = image.grid
     return frames * rows * columns // image.merge**2

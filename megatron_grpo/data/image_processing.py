@@ -116,7 +116,11 @@ def _file(name: str, root: Path) -> ImageSource:
 
 
 def decoded(data: bytes) -> Image:
-    """Decode an image as the model receives it: upright and RGB, on white where it is transparent. Raises ImageError."""
+    """Decode an image as the model receives it: upright and RGB, on white where it is transparent. Raises ImageError.
+
+    Args:
+        data: Contents of the image file.
+    """
     with _as_fault(), _opened(io.BytesIO(data)) as image:
         turn = _orientation(image)
         image.load()
@@ -124,7 +128,11 @@ def decoded(data: bytes) -> Image:
 
 
 def as_png(image: Image) -> bytes:
-    """Encode an image as PNG bytes from which `decoded` restores the same pixels. Raises ImageError."""
+    """Encode an image as PNG bytes from which `decoded` restores the same pixels. Raises ImageError.
+
+    Args:
+        image: RGB image.
+    """
     with _as_fault():
         turn = _orientation(image)
         image.load()
@@ -330,11 +338,19 @@ class ImageProcessorSpec:
         return 1, rows // self.patch, columns // self.patch
 
     def tokens(self, grid: Grid) -> int:
-        """Return the number of tokens of an image with this patch grid."""
+        """Return the number of tokens of an image with this patch grid.
+
+        Args:
+            grid: (frames, rows, columns) of patches.
+        """
         return math.prod(grid) // self.merge**2
 
     def patches(self, image: Image) -> np.ndarray:
-        """Return the patches of an upright RGB image, float32 [patches, channels]."""
+        """Return the patches of an upright RGB image, float32 [patches, channels].
+
+        Args:
+            image: Image as `decoded` returns it.
+        """
         return self._processor(images=[image], return_tensors="np")["pixel_values"]
 
     @cached_property
@@ -347,7 +363,11 @@ class ImageProcessorSpec:
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json belongs to a vision-language model."""
+    """Return whether a config.json belongs to a vision-language model.
+
+    Args:
+        config: Parsed config.json.
+    """
     return "vision_config" in config and "image_token_id" in config
 
 
@@ -401,7 +421,11 @@ def image_spec_of(cfg: DataConfig, model_path: str | Path) -> ImageProcessorSpec
 
 
 def bound_notes(cfg: DataConfig) -> list[str]:
-    """Return a sentence for each image size bound in the environment that differs from the setting, saying which one applies."""
+    """Return a sentence for each image size bound in the environment that differs from the setting, saying which one applies.
+
+    Args:
+        cfg: Data settings.
+    """
     notes = []
     for name, variable in VARIABLES.items():
         typed, found = getattr(cfg, name), os.environ.get(variable)
@@ -454,14 +478,23 @@ class PatchCache:
         self._lock = threading.Lock()
 
     def get(self, key: str) -> np.ndarray | None:
-        """Return the cached patches of an image, or None."""
+        """Return the cached patches of an image, or None.
+
+        Args:
+            key: Key of the image (`Image.key`).
+        """
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
             return self._held.get(key)
 
     def put(self, key: str, patches: np.ndarray) -> None:
-        """Add patches, and evict the least recently used ones if the cache is full. Patches larger than the cache are not added."""
+        """Add patches, and evict the least recently used ones if the cache is full. Patches larger than the cache are not added.
+
+        Args:
+            key: Key of the image (`Image.key`).
+            patches: float32 [patches, channels].
+        """
         with self._lock:
             if key in self._held or patches.nbytes > self.most_bytes:
                 return

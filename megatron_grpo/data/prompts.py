@@ -405,13 +405,21 @@ class PromptStream:
         return self.rows.longest_prompt
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts, continuing into the next epoch if necessary."""
+        """Return the next `count` prompts, continuing into the next epoch if necessary.
+
+        Args:
+            count: Number of prompts.
+        """
         prompts = [self._prompt(number) for number in range(self.taken, self.taken + count)]
         self.taken += count
         return prompts
 
     def give_back(self, count: int) -> None:
-        """Return the last `count` prompts to the stream; the next `take` yields them again."""
+        """Return the last `count` prompts to the stream; the next `take` yields them again.
+
+        Args:
+            count: Number of prompts.
+        """
         self.taken -= count
 
     def state(self) -> dict[str, Any]:
@@ -422,6 +430,9 @@ class PromptStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
+        Args:
+            state: State from `state()`.
+
         Raises:
             ConfigError: If seed, order or data set differ from those of the saved state.
         """
@@ -431,7 +442,11 @@ class PromptStream:
         self.taken = int(state["taken"])
 
     def problems_with(self, state: Mapping[str, Any]) -> list[Problem]:
-        """Return the reasons why this stream cannot continue from a saved state; empty if it can."""
+        """Return the reasons why this stream cannot continue from a saved state; empty if it can.
+
+        Args:
+            state: State from `state()`.
+        """
         now, problems = self.state(), list[Problem]()
         # A streamed data set has another order and other entries in its state, so nothing else can be compared then.
         compared = self.COMPARED if state.get("streaming", False) == now.get("streaming", False) else (("streaming", "streaming", "{}"),)
@@ -451,7 +466,11 @@ or start a new run in another output_dir."
         return [Problem(flags=("dataset",), message=message)]
 
     def row_of(self, number: int) -> int:
-        """Return the data set row of prompt `number` of the run."""
+        """Return the data set row of prompt `number` of the run.
+
+        Args:
+            number: Number of the prompt since the start of the run, from 0.
+        """
         rows, index, first = self._found(number)
         return first + int(rows.keep[index])
 
@@ -470,7 +489,11 @@ or start a new run in another output_dir."
         return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, images=images)
 
     def images_of(self, number: int) -> tuple[tuple[int, Image], ...]:
-        """Return ((position, image), ...) of prompt `number` of the run without taking it. Checkpoints do not store images."""
+        """Return ((position, image), ...) of prompt `number` of the run without taking it. Checkpoints do not store images.
+
+        Args:
+            number: Number of the prompt since the start of the run, from 0.
+        """
         return () if self.rows.image_store is None else self._prompt(number).images
 
     def _fingerprint(self) -> int:

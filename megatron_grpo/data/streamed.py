@@ -203,6 +203,9 @@ class StreamedPrompts(PromptStream):
     def take(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts. Collective after `agree_by`.
 
+        Args:
+            count: Number of prompts.
+
         Raises:
             RowsError: On every rank, if rows cannot be read or fail a check on any rank.
         """

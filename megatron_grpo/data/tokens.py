@@ -46,7 +46,11 @@ class TokenTable(Sequence[tuple[int, ...]]):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> TokenTable:
-        """Create a table from the token IDs of each row."""
+        """Create a table from the token IDs of each row.
+
+        Args:
+            rows: Token IDs of each row.
+        """
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
         return cls(ends, np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]) if rows else np.zeros(0, dtype=np.int32))
 
@@ -126,7 +130,11 @@ def key_of(fingerprint: str, encode: PromptEncoder) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a digest of the loaded tokenizer and of the files it may have been loaded from."""
+    """Return a digest of the loaded tokenizer and of the files it may have been loaded from.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+    """
     digest = hashlib.sha256()
 
     def add(parts: Iterable[bytes]) -> None:
@@ -172,7 +180,11 @@ def write(path: Path, table: TokenTable) -> None:
 
 
 def read(path: Path) -> TokenTable | None:
-    """Map the table of a file into memory. Return None if the file is missing or damaged, or belongs to another user (other than root)."""
+    """Map the table of a file into memory. Return None if the file is missing or damaged, or belongs to another user (other than root).
+
+    Args:
+        path: File that `write` wrote.
+    """
     try:
         with path.open("rb") as stream:
             if os.fstat(stream.fileno()).st_uid not in (os.getuid(), 0):

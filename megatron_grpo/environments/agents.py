@@ -152,7 +152,13 @@ class AgentPlayer:
         return self._workers.side_effects
 
     def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
-        """Pass requests to the sampler and answers to the agents, as `rollout.turns.Player` documents."""
+        """Pass requests to the sampler and answers to the agents, as `rollout.turns.Player` documents.
+
+        Args:
+            turns: Sampler of turns.
+            seconds: Maximum time to wait.
+            version: Version of the weights that sample.
+        """
         if turns is not self._turns:  # the first call, or a new sampler after lost weights
             for key, call in self._open.items():
                 turns.submit(key, call.turn.before, seed=call.turn.seed, max_tokens=call.turn.max_tokens)

@@ -170,7 +170,13 @@ class RolloutFuncRunner:
         self._oldest: int | None = None  # oldest weights version that sampled a token
 
     def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
-        """Pass requests to the sampler and samples to the function, as `rollout.turns.Player` documents."""
+        """Pass requests to the sampler and samples to the function, as `rollout.turns.Player` documents.
+
+        Args:
+            turns: Sampler of turns.
+            seconds: Maximum time to wait.
+            version: Version of the weights that sample.
+        """
         if turns is not self._turns:  # the first call, or a new sampler after lost weights
             for request in self._open.values():
                 turns.submit(request.key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)

@@ -188,6 +188,9 @@ class ToolEnvironment(Environment):
     A turn without a call goes to the inner environment, or ends the episode if there is none. An exception of a tool becomes the content
     of its answer, so that the model can react to it. `tool_set` makes subclasses.
 
+    Args:
+        columns: Columns of the prompt's row.
+
     Attributes:
         functions: The tools by name.
         inner: Class of the inner environment, which answers turns without a call.
@@ -210,6 +213,9 @@ class ToolEnvironment(Environment):
         """Execute the tool calls of a turn, or pass the turn to the inner environment.
 
         Functions run in the calling thread. If a tool returns an awaitable, the result is a coroutine.
+
+        Args:
+            turn: Turn that the model sampled.
         """
         calls = type(self).read(turn.text)
         if self._inside is not None and (not calls or turn.is_last or self._are_for_inside(calls)):

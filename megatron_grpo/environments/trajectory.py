@@ -135,7 +135,11 @@ class ChatTemplate:
         return opened[len(head) :] if found and opened.startswith(head) else ""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode token IDs, including special tokens, without cleaning up spaces."""
+        """Decode token IDs, including special tokens, without cleaning up spaces.
+
+        Args:
+            token_ids: Token IDs.
+        """
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def decode_behind(self, before: Sequence[int], token_ids: Sequence[int]) -> str:

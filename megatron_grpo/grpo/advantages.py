@@ -36,7 +36,11 @@ class Advantages:
 
     @classmethod
     def of_all(cls, parts: Sequence[Advantages]) -> Advantages:
-        """Concatenate the advantages of several rollouts."""
+        """Concatenate the advantages of several rollouts.
+
+        Args:
+            parts: Advantages of each rollout, in order.
+        """
         names = ("advantages", "rewards", "rewards_per_func", "is_zero_std")
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
@@ -78,6 +82,11 @@ def zero_std_groups(rewards: Sequence[Rewards], cfg: GrpoConfig, reward_weights:
 
     This is `is_zero_std` of the groups' advantages, without computing the advantages. Groups do not interact. The arguments are those of
     `advantages`.
+
+    Args:
+        rewards: Rewards of each group.
+        cfg: GRPO settings.
+        reward_weights: Weight of each reward function.
     """
     per_func = rewards_per_func(rewards, len(reward_weights))
     return _is_zero_std(per_func, total_rewards(per_func, reward_weights), name_of_estimator(cfg), reward_weights)
@@ -95,6 +104,9 @@ def name_of_estimator(cfg: GrpoConfig) -> str:
     """Return the name of the advantage estimator that the settings select.
 
     `gdpo` has three spellings: an estimator here, a `scale_rewards` in Megatron-SWIFT, an aggregation in TRL.
+
+    Args:
+        cfg: GRPO settings.
     """
     if cfg.scale_rewards == "gdpo" or cfg.multi_objective_aggregation == "normalize_then_sum":
         return "gdpo"

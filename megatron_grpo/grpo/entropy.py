@@ -104,7 +104,11 @@ class AdaptiveEntropy:
 
     @classmethod
     def of(cls, cfg: GrpoConfig) -> AdaptiveEntropy | None:
-        """Return the coefficient before the first step, or None if the settings make it constant."""
+        """Return the coefficient before the first step, or None if the settings make it constant.
+
+        Args:
+            cfg: GRPO settings.
+        """
         return cls(cfg=cfg, coef=cfg.entropy_coef) if cfg.use_adaptive_entropy else None
 
     @property

@@ -168,7 +168,11 @@ class _Terms(NamedTuple):
 
 
 def gives_bonus(cfg: GrpoConfig) -> bool:
-    """Return whether entropy is part of the loss in at least some steps."""
+    """Return whether entropy is part of the loss in at least some steps.
+
+    Args:
+        cfg: GRPO settings.
+    """
     return cfg.entropy_coef != 0.0 or cfg.use_adaptive_entropy
 
 

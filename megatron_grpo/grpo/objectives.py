@@ -23,7 +23,11 @@ SumOverContext = Callable[[torch.Tensor], torch.Tensor]
 
 
 def whole_sequences(per_sequence: torch.Tensor) -> torch.Tensor:
-    """Return the input: the SumOverContext of a rank that holds every sequence whole."""
+    """Return the input: the SumOverContext of a rank that holds every sequence whole.
+
+    Args:
+        per_sequence: Sums over the tokens of each sequence.
+    """
     return per_sequence
 
 
@@ -97,7 +101,11 @@ LOG_RATIO_BOUND = 20.0
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp log-ratios to +-`LOG_RATIO_BOUND`."""
+    """Clamp log-ratios to +-`LOG_RATIO_BOUND`.
+
+    Args:
+        log_ratio: float32 of any shape, in nats.
+    """
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 

@@ -34,7 +34,11 @@ ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entro
 
 
 def problems(config: Config) -> list[Problem]:
-    """Return every combination of settings that has no meaning, each with its reason."""
+    """Return every combination of settings that has no meaning, each with its reason.
+
+    Args:
+        config: All settings.
+    """
     return list(broken((*RULES, *SAMPLING_MASK), _settings(config)))
 
 
@@ -53,7 +57,11 @@ def group_problems(cfg: GrpoConfig, *, generation: int, global_batch: int, group
 
 
 def warnings(config: Config) -> list[str]:
-    """Return warnings about settings that are legal but probably not intended."""
+    """Return warnings about settings that are legal but probably not intended.
+
+    Args:
+        config: All settings.
+    """
     return [problem.message for problem in broken((NOTE, *WARNINGS), _settings(config))]
 
 

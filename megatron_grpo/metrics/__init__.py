@@ -91,7 +91,11 @@ class Metrics:
             self._events.open()
 
     def start(self, progress: Progress) -> None:
-        """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped."""
+        """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped.
+
+        Args:
+            progress: Position of the run.
+        """
         if not self.tells or self._started:
             return
         self._started = True
@@ -160,7 +164,12 @@ class Metrics:
         self._completions = table
 
     def log_evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
-        """Log one evaluation of every set, one line of evaluations.jsonl each. The scores are displayed, plotted and compared."""
+        """Log one evaluation of every set, one line of evaluations.jsonl each. The scores are displayed, plotted and compared.
+
+        Args:
+            progress: Position of the run.
+            evaluated: Results, one for each set.
+        """
         if not self.tells:
             return
         if not self._started:
@@ -174,7 +183,12 @@ class Metrics:
         self._display.table(f"Evaluation at step {progress.step} ({how})", heads, rows)
 
     def log_skipped(self, progress: Progress, record: Mapping[str, Any]) -> None:
-        """Log an optimizer step that the guard rejected as a line of skipped.jsonl."""
+        """Log an optimizer step that the guard rejected as a line of skipped.jsonl.
+
+        Args:
+            progress: Position of the run.
+            record: Metrics of the step, and the reason.
+        """
         if self.tells:
             self._skipped.append({"step": progress.step, **record})
 
@@ -185,18 +199,31 @@ class Metrics:
         return []
 
     def print_line(self, text: str) -> None:
-        """Print a line above the live one. Lines that begin with `WARNING: ` are recorded."""
+        """Print a line above the live one. Lines that begin with `WARNING: ` are recorded.
+
+        Args:
+            text: The line.
+        """
         if self.tells:
             self._display.print_line(text)
             self.record_warning(text)
 
     def record_warning(self, line: str) -> None:
-        """Record a line that is printed elsewhere, if it begins with `WARNING: `."""
+        """Record a line that is printed elsewhere, if it begins with `WARNING: `.
+
+        Args:
+            line: The line.
+        """
         if line.startswith(WARNING):
             self.record_event("warning", line.removeprefix(WARNING))
 
     def record_event(self, kind: str, text: str) -> None:
-        """Record an event in events.jsonl, as `Events.add` does."""
+        """Record an event in events.jsonl, as `Events.add` does.
+
+        Args:
+            kind: Kind of the event.
+            text: Description of the event.
+        """
         if self.tells:
             self._events.add(kind, text)
 

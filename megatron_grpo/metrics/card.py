@@ -116,7 +116,11 @@ def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves:
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings that differ from the defaults and may be public, by name."""
+    """Return the settings that differ from the defaults and may be public, by name.
+
+    Args:
+        cfg: Settings of the run.
+    """
     defaults, held_back = Config().groups(), {name for name, _ in secrets_in(cfg)}
     found = {}
     for group, section in cfg.groups().items():
@@ -127,7 +131,11 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 
 def public(value: Any) -> Any:
-    """Return a value without local directories: a path is reduced to its last component."""
+    """Return a value without local directories: a path is reduced to its last component.
+
+    Args:
+        value: Value of a setting.
+    """
     if isinstance(value, str):
         path, colon, function = value.rpartition(":")
         if colon and path.endswith(".py"):
@@ -142,13 +150,22 @@ def public(value: Any) -> Any:
 
 
 def base_name(model: str, source: Path) -> str:
-    """Return the base model's name on the Hub if it can be derived; else the name of its folder."""
+    """Return the base model's name on the Hub if it can be derived; else the name of its folder.
+
+    Args:
+        model: Setting `model`.
+        source: Directory of the model.
+    """
     cached = _CACHED.search(f"{source.absolute()}/") or _CACHED.search(f"{model}/")
     return "/".join(cached.groups()) if cached else public(model).rstrip("/")
 
 
 def licence_of(source: Path) -> str | None:
-    """Return the license in the base model's own card, if it has one."""
+    """Return the license in the base model's own card, if it has one.
+
+    Args:
+        source: Directory of the base model.
+    """
     try:
         text = (source / CARD).read_text(encoding="utf-8")
         front = yaml.safe_load(text.split("---", 2)[1]) if text.startswith("---") else None

@@ -91,12 +91,21 @@ class Display:
         self._marks.append((step, time.monotonic()))
 
     def show(self, **values: float) -> None:
-        """Set values that the line shows, by name, until they are replaced."""
+        """Set values that the line shows, by name, until they are replaced.
+
+        Args:
+            values: Value by name.
+        """
         self._shown |= values
         self._draw()
 
     def step(self, step: int, *, seconds: float) -> None:
-        """Show that an optimizer step took `seconds`."""
+        """Show that an optimizer step took `seconds`.
+
+        Args:
+            step: Number of optimizer steps.
+            seconds: Wall time of the step.
+        """
         self._step, self._seconds, now = step, seconds, time.monotonic()
         self._marks.append((step, now))
         self._draw()
@@ -145,7 +154,11 @@ class Display:
         return [*speed, *([f"{describe_duration(left)} left"] if left is not None else [])]
 
     def print_line(self, text: str) -> None:
-        """Print a permanent line above the live one."""
+        """Print a permanent line above the live one.
+
+        Args:
+            text: The line.
+        """
         with self._lock:
             self._last_line = time.monotonic()
             self.console.print(escape(text), soft_wrap=True, highlight=False)
@@ -245,7 +258,11 @@ def _number(value: float) -> str:
 
 
 def describe_duration(seconds: float) -> str:
-    """Format seconds: 9 s, 4:05, 2:07:30."""
+    """Format seconds: 9 s, 4:05, 2:07:30.
+
+    Args:
+        seconds: Duration.
+    """
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -50,14 +50,23 @@ def new_figure(width: float, height: float, *, dpi: int = 120, layout: Any = "co
 
 
 def tidy(axes: Any) -> None:
-    """Apply the common style: a pale grid behind the curves, and no frame at the top and right."""
+    """Apply the common style: a pale grid behind the curves, and no frame at the top and right.
+
+    Args:
+        axes: matplotlib's axes.
+    """
     axes.grid(color="#e4e7ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def write_png(figure: Any, path: Path) -> Path:
-    """Write a figure completely or not at all, and return its path. The directory is created if needed."""
+    """Write a figure completely or not at all, and return its path. The directory is created if needed.
+
+    Args:
+        figure: matplotlib's figure.
+        path: File to write.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as stream:
         figure.canvas.print_png(stream, metadata={"Software": PAINTER})  # savefig would draw twice, the first time for the layout
@@ -119,12 +128,21 @@ def refresh(output_dir: Path, history: History) -> list[Path]:
 
 
 def plotted(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of an optimizer step's metrics that plots show."""
+    """Return the names of an optimizer step's metrics that plots show.
+
+    Args:
+        record: Line of metrics.jsonl.
+    """
     return [name for name in record if name in _PLOTTED or re.fullmatch("rewards/.+/mean", name)]
 
 
 def remember(history: dict[str, list[tuple[int, float]]], record: Mapping[str, Any]) -> None:
-    """Add the plotted metrics of an optimizer step to `history`."""
+    """Add the plotted metrics of an optimizer step to `history`.
+
+    Args:
+        history: (step, value) pairs by metric; changed in place.
+        record: Line of metrics.jsonl.
+    """
     for name in plotted(record):
         value = plain(record[name])
         if value is not None:
@@ -132,7 +150,11 @@ def remember(history: dict[str, list[tuple[int, float]]], record: Mapping[str, A
 
 
 def is_held_out(name: str) -> bool:
-    """Return whether a curve is that of an evaluation set (`config.evaluation.curve_of`)."""
+    """Return whether a curve is that of an evaluation set (`config.evaluation.curve_of`).
+
+    Args:
+        name: Name of the curve.
+    """
     return name == "eval" or name.startswith("eval/")
 
 

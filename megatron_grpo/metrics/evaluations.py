@@ -142,6 +142,9 @@ def score_in(record: Numbers) -> tuple[str, float | None]:
     """Return (name of the set, score) of a line of evaluations.jsonl.
 
     An older version wrote only rewards, with the score first.
+
+    Args:
+        record: Line of evaluations.jsonl.
     """
     key = f"mean@{record['n']}" if "n" in record and "name" in record else next((name for name in record if name != "step"), "")
     value = record.get(key)
@@ -149,7 +152,11 @@ def score_in(record: Numbers) -> tuple[str, float | None]:
 
 
 def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
-    """Return the points (step, score) of each curve, for plots."""
+    """Return the points (step, score) of each curve, for plots.
+
+    Args:
+        records: Lines of evaluations.jsonl.
+    """
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         name, score = score_in(record)
@@ -189,7 +196,11 @@ class Evaluations:
         self._courtesy = BestEffort()
 
     def start(self, step: int = sys.maxsize) -> None:
-        """Read existing evaluations, drop those beyond `step` optimizer steps, and warn if a line is missing."""
+        """Read existing evaluations, drop those beyond `step` optimizer steps, and warn if a line is missing.
+
+        Args:
+            step: Number of optimizer steps from which the run continues.
+        """
         self._keep_until(step)
         for directory in self._directories():
             there = {record["step"] for record in self.records if score_in(record)[0] == directory.name}
@@ -262,6 +273,9 @@ class Evaluations:
 
 def describe(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:
     """Return a table of evaluations for the terminal, with one column per set.
+
+    Args:
+        records: Lines of evaluations.jsonl.
 
     Returns:
         (how completions were sampled, headings after the first column, rows).

@@ -56,7 +56,11 @@ class MetricsLogger:
         self._spent = TimeSummary()
 
     def start(self, progress: Progress) -> None:
-        """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped."""
+        """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped.
+
+        Args:
+            progress: Position of the run.
+        """
         activity.reached(progress.step)
         self.metrics.start(progress)
         self.completions.start(progress)
@@ -65,7 +69,11 @@ class MetricsLogger:
         self._spent.before(self.timers.take()["time/step"], step=progress.step)  # loading and restoring do not belong to a step
 
     def rollout(self, judged: ScoredRollout) -> None:
-        """Record a finished rollout. Collective."""
+        """Record a finished rollout. Collective.
+
+        Args:
+            judged: Scored groups of this rank, and metadata of all.
+        """
         self._heard.append(judged)
         self.completions.write(judged)
 
@@ -99,7 +107,11 @@ class MetricsLogger:
             self._untold.unlink(missing_ok=True)
 
     def keep(self, progress: Progress) -> None:
-        """Save the metrics of rollouts that no step has reported yet, when the run ends. The resumed run reports them."""
+        """Save the metrics of rollouts that no step has reported yet, when the run ends. The resumed run reports them.
+
+        Args:
+            progress: Position of the run.
+        """
         if self._heard and self.metrics.tells:
             write_whole(self._untold, json.dumps({"step": progress.step, "stats": self._rollout_stats()}, default=float) + "\n")
 
@@ -130,7 +142,12 @@ class MetricsLogger:
         self.metrics.log_skipped(progress, record)
 
     def evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
-        """Record an evaluation of every set."""
+        """Record an evaluation of every set.
+
+        Args:
+            progress: Position of the run.
+            evaluated: Results, one for each set.
+        """
         self.metrics.log_evaluation(progress, evaluated)
 
     def close(self, *, summary: bool = True) -> None:

@@ -111,6 +111,9 @@ class Records:
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record. NaN and infinity become null, because JSON cannot represent them.
 
+        Args:
+            record: JSON object.
+
         Raises:
             OSError: The file cannot be written; its path is included.
         """
@@ -140,7 +143,11 @@ def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy or torch scalar to a Python number; NaN and infinity become None."""
+    """Convert a numpy or torch scalar to a Python number; NaN and infinity become None.
+
+    Args:
+        value: Value of a record.
+    """
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -24,7 +24,11 @@ class Metric:
     is_total: bool = False
 
     def matches(self, name: str) -> bool:
-        """Return whether the metric has this name, or its pattern matches."""
+        """Return whether the metric has this name, or its pattern matches.
+
+        Args:
+            name: Name of a metric.
+        """
         return _pattern(self.name).fullmatch(name) is not None
 
 
@@ -49,11 +53,19 @@ def metrics() -> list[Metric]:
 
 @cache
 def find(name: str) -> Metric | None:
-    """Return the metric with this name in metrics.jsonl; None if no row of the table has it."""
+    """Return the metric with this name in metrics.jsonl; None if no row of the table has it.
+
+    Args:
+        name: Name of a metric.
+    """
     return next((metric for metric in metrics() if metric.matches(name)), None)
 
 
 def is_total(name: str) -> bool:
-    """Return whether a metric counts since the run began. A metric that the table does not have, such as one of a custom part, does not."""
+    """Return whether a metric counts since the run began. A metric that the table does not have, such as one of a custom part, does not.
+
+    Args:
+        name: Name of a metric.
+    """
     metric = find(name)
     return metric is not None and metric.is_total

@@ -42,11 +42,19 @@ class Begin:
     first_step: int = 1
 
     def name_or(self, variable: str = "") -> str:
-        """Return the run's name: from the settings, else from the service's environment variable, else the name of the output directory."""
+        """Return the run's name: from the settings, else from the service's environment variable, else the name of the output directory.
+
+        Args:
+            variable: Environment variable of the service.
+        """
         return self.config.get("run_name") or os.environ.get(variable) or self.output_dir.absolute().name
 
     def project_or(self, variable: str) -> str:
-        """Return the project: from the settings, else from the service's environment variable, else `PROJECT`."""
+        """Return the project: from the settings, else from the service's environment variable, else `PROJECT`.
+
+        Args:
+            variable: Environment variable of the service.
+        """
         return self.config.get("project") or os.environ.get(variable) or PROJECT
 
 
@@ -74,7 +82,11 @@ class Reporter:
 
 
 class Tensorboard(Reporter):
-    """Writer of event files under output_dir/tensorboard. Steps after the one resumed from are hidden."""
+    """Writer of event files under output_dir/tensorboard. Steps after the one resumed from are hidden.
+
+    Args:
+        begin: Names, settings and directory of the run.
+    """
 
     def __init__(self, begin: Begin):
         from torch.utils.tensorboard import SummaryWriter
@@ -117,7 +129,11 @@ class WandbReporter(Reporter):
 
 
 def wandb(begin: Begin) -> WandbReporter:
-    """Start Weights & Biases, with its files in output_dir."""
+    """Start Weights & Biases, with its files in output_dir.
+
+    Args:
+        begin: Names, settings and directory of the run.
+    """
 
     def as_table(service: Any, table: Table) -> Any:
         return service.Table(columns=list(table), data=[list(row) for row in zip(*table.values(), strict=True)])
@@ -127,12 +143,20 @@ def wandb(begin: Begin) -> WandbReporter:
 
 
 def swanlab(begin: Begin) -> WandbReporter:
-    """Start SwanLab, with its log directory in output_dir/swanlab."""
+    """Start SwanLab, with its log directory in output_dir/swanlab.
+
+    Args:
+        begin: Names, settings and directory of the run.
+    """
     return WandbReporter(begin, "swanlab", experiment_name=begin.name_or("SWANLAB_EXP_NAME"), logdir=str(begin.output_dir / "swanlab"))
 
 
 def trackio(begin: Begin) -> WandbReporter:
-    """Start Trackio, with its database in output_dir/trackio (or TRACKIO_DIR), or in a Space of the Hub (TRACKIO_SPACE_ID)."""
+    """Start Trackio, with its database in output_dir/trackio (or TRACKIO_DIR), or in a Space of the Hub (TRACKIO_SPACE_ID).
+
+    Args:
+        begin: Names, settings and directory of the run.
+    """
     own = str((begin.output_dir / "trackio").absolute())
     os.environ.setdefault("TRACKIO_DIR", own)  # read once, when trackio is imported; its default is a folder in the user's cache
     if is_installed("matplotlib"):
@@ -149,7 +173,11 @@ def trackio(begin: Begin) -> WandbReporter:
 
 
 class Mlflow(Reporter):
-    """Reporter to MLflow, whose environment variables (MLFLOW_TRACKING_URI, ...) apply. A project is an MLflow experiment."""
+    """Reporter to MLflow, whose environment variables (MLFLOW_TRACKING_URI, ...) apply. A project is an MLflow experiment.
+
+    Args:
+        begin: Names, settings and directory of the run.
+    """
 
     def __init__(self, begin: Begin):
         import mlflow
@@ -197,11 +225,21 @@ class InBackground:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the metrics of an optimizer step."""
+        """Queue the metrics of an optimizer step.
+
+        Args:
+            step: Number of optimizer steps.
+            values: Value by metric.
+        """
         self._tell(lambda reporter: reporter.log(step, values))
 
     def completions(self, step: int, table: Table) -> None:
-        """Queue a table of completions, cut to `MOST_ROWS` rows."""
+        """Queue a table of completions, cut to `MOST_ROWS` rows.
+
+        Args:
+            step: Number of optimizer steps.
+            table: Values by column.
+        """
         rows = {name: column[:MOST_ROWS] for name, column in table.items()}
         self._tell(lambda reporter: reporter.completions(step, rows))
 
@@ -238,18 +276,30 @@ class InBackground:
 
 
 def services(report_to: Sequence[str]) -> list[str]:
-    """Return the services of `--report_to`, each once. `all` means all installed services, as in transformers."""
+    """Return the services of `--report_to`, each once. `all` means all installed services, as in transformers.
+
+    Args:
+        report_to: Setting `report_to`.
+    """
     named = [one for name in report_to for one in ([*filter(is_installed, REPORTERS)] if name == ALL else [name])]
     return [name for name in dict.fromkeys(named) if name != "none"]
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the package of a service is installed, without importing it."""
+    """Return whether the package of a service is installed, without importing it.
+
+    Args:
+        name: Name of the service.
+    """
     return importlib.util.find_spec(name) is not None
 
 
 def report_to_problems(report_to: Sequence[str]) -> list[Problem]:
-    """Return the problems of `--report_to`: unknown names, and services whose package is not installed. Imports none of them."""
+    """Return the problems of `--report_to`: unknown names, and services whose package is not installed. Imports none of them.
+
+    Args:
+        report_to: Setting `report_to`.
+    """
     problems = []
     for name in services(report_to):
         if name not in REPORTERS:

@@ -73,7 +73,11 @@ def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]
 
 
 def episode_stats(metas: Sequence[GroupMetadata]) -> dict[str, float]:
-    """Return means over episodes, failed ones included; `episodes/failed` counts those. With tools, TRL's names are added."""
+    """Return means over episodes, failed ones included; `episodes/failed` counts those. With tools, TRL's names are added.
+
+    Args:
+        metas: Metadata of the groups of all ranks.
+    """
     episodes = [episode for meta in metas for episode in meta.episodes]
     contexts = [tokens for meta in metas for tokens in meta.contexts]
     sampled, count = sum(sum(meta.num_sampled) for meta in metas), len(episodes)
@@ -159,7 +163,11 @@ class Completions:
         self._courtesy = BestEffort()
 
     def start(self, progress: Progress) -> None:
-        """Delete the tables of rollouts that a resumed run has not sampled yet."""
+        """Delete the tables of rollouts that a resumed run has not sampled yet.
+
+        Args:
+            progress: Position of the run.
+        """
         if self.rank == 0:
             for path in self.directory.glob("step_*"):
                 ours = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # leave other files alone
@@ -170,6 +178,9 @@ class Completions:
         """Write a rollout if it is due. Collective: each rank provides the groups it scored.
 
         A table that cannot be written causes a warning, because the run does not need it.
+
+        Args:
+            judged: Scored groups of this rank, and metadata of all.
 
         Returns:
             The file, on the rank that wrote it; None elsewhere.
@@ -243,13 +254,21 @@ def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def joined(groups: Sequence[Table]) -> Table:
-    """Concatenate the columns of all groups. The column `images` is dropped if no prompt has an image."""
+    """Concatenate the columns of all groups. The column `images` is dropped if no prompt has an image.
+
+    Args:
+        groups: Columns of each group.
+    """
     table = {name: [value for columns in groups for value in columns[name]] for name in (groups[0] if groups else {})}
     return {name: values for name, values in table.items() if name != "pictures" or any(values)}
 
 
 def said_in(group: Group) -> dict[str, list[Any]]:
-    """Return the columns with a group's prompt and completions."""
+    """Return the columns with a group's prompt and completions.
+
+    Args:
+        group: Prompt with its completions.
+    """
     completions = group.completions
     return {
         "dataset_row": [group.prompt.row] * len(completions),
@@ -261,7 +280,11 @@ def said_in(group: Group) -> dict[str, list[Any]]:
 
 
 def counted_in(group: Group) -> dict[str, list[Any]]:
-    """Return the columns with lengths, finish reasons and episodes of a group."""
+    """Return the columns with lengths, finish reasons and episodes of a group.
+
+    Args:
+        group: Prompt with its completions.
+    """
     completions = group.completions
     return {
         "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
@@ -278,6 +301,9 @@ def drawn_in(group: Group) -> dict[str, list[Any]]:
     """Return the columns that `megatron-grpo mismatch` compares with the trainer: token IDs and the sampler's log-probs.
 
     Log-probs are NaN at tokens that were not sampled. Both are None for a completion with several contexts or with images.
+
+    Args:
+        group: Prompt with its completions.
     """
     plain = [one if len(one.sequence.starts) == 1 and not one.sequence.images else None for one in group.completions]
     return {

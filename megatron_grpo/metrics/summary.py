@@ -27,7 +27,11 @@ class DriftWatch:
         self.bound = USUAL[dtype] if bound is None else bound
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
-        """Return the warning for a step's metrics; None if the difference is within the bound."""
+        """Return the warning for a step's metrics; None if the difference is within the bound.
+
+        Args:
+            metrics: Metrics of the step, by name.
+        """
         largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
         if not largest > self.bound:
             return None
@@ -107,7 +111,11 @@ class TimeSummary:
         self._seconds[BEFORE], self.resumed_from = seconds, step
 
     def add(self, taken: Mapping[str, float]) -> None:
-        """Add elapsed seconds per phase, as returned by the clock's `take()`."""
+        """Add elapsed seconds per phase, as returned by the clock's `take()`.
+
+        Args:
+            taken: Seconds by phase.
+        """
         for name, seconds in taken.items():
             if name not in _NO_PARTS:
                 words = activity.WORDS.get(name.removeprefix(_PREFIX), name.removeprefix(_PREFIX))
@@ -115,7 +123,11 @@ class TimeSummary:
         self.overlapped += taken.get(_BESIDE, 0.0)
 
     def step(self, *, is_skipped: bool) -> None:
-        """Count an optimizer step."""
+        """Count an optimizer step.
+
+        Args:
+            is_skipped: Whether the gradient check refused the step.
+        """
         self.num_steps += 1
         self.num_skipped += is_skipped
 

@@ -60,7 +60,11 @@ def has_job() -> bool:
 
 
 def is_current(group: Group) -> bool:
-    """Return whether a process group belongs to the job of this process, and not to one that has ended."""
+    """Return whether a process group belongs to the job of this process, and not to one that has ended.
+
+    Args:
+        group: Process group of torch.distributed.
+    """
     return group in dist.distributed_c10d._world.pg_map
 
 

@@ -48,7 +48,11 @@ class StoredActivations:
     delta_nets: float = 0.0
 
     def input_of(self, *linears: str) -> float:
-        """Return the largest share of layers in which one of these linears stores its input."""
+        """Return the largest share of layers in which one of these linears stores its input.
+
+        Args:
+            linears: Names of linear layers.
+        """
         return max((self.inputs.get(linear, 0.0) for linear in linears), default=0.0)
 
 

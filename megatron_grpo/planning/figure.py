@@ -87,7 +87,11 @@ def prompts_of(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
 
 
 def cell(prompts: range) -> str:
-    """Format prompt numbers as `7`, `7 8` or `7-12`."""
+    """Format prompt numbers as `7`, `7 8` or `7-12`.
+
+    Args:
+        prompts: Range of prompt numbers; not empty.
+    """
     if len(prompts) <= 2:
         return " ".join(map(str, prompts))
     return f"{prompts[0]}-{prompts[-1]}"

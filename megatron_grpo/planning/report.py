@@ -362,13 +362,21 @@ def trainable(cost: dict[str, Any]) -> str:
 
 
 def counted(value: int) -> str:
-    """Format a count with a unit, for example `3.1 M` or `7.6 B`."""
+    """Format a count with a unit, for example `3.1 M` or `7.6 B`.
+
+    Args:
+        value: The count.
+    """
     unit, name = next(((unit, name) for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if value >= unit), (1, ""))
     return f"{value / unit:.3g}{name}"
 
 
 def gigabytes(value: float) -> str:
-    """Format bytes as GB (10^9 bytes); values below 0.01 GB with three significant digits."""
+    """Format bytes as GB (10^9 bytes); values below 0.01 GB with three significant digits.
+
+    Args:
+        value: Number of bytes.
+    """
     return f"{value / 1e9:.2f}" if value >= 1e7 else f"{value / 1e9:.3g}"
 
 

@@ -78,7 +78,11 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
-        """Update every parameter that has a gradient in `decoupled_grad`."""
+        """Update every parameter that has a gradient in `decoupled_grad`.
+
+        Args:
+            closure: Not used; torch's interface has it.
+        """
         for group in self.param_groups:
             group["step"] += 1
             for parameter in group["params"]:
@@ -144,7 +148,12 @@ class AdamW(torch.optim.Optimizer):
             self._keep(parameter, name, number, part, values[part].to(parameter.device))
 
     def is_kept_in_float32(self, parameter: torch.Tensor, name: str) -> bool:
-        """Return whether the state of this name is stored in float32."""
+        """Return whether the state of this name is stored in float32.
+
+        Args:
+            parameter: Parameter of the optimizer.
+            name: Name of the state: exp_avg, exp_avg_sq or master_param.
+        """
         return self.state[parameter][name].dtype is torch.float32
 
     def lend(self, parameter: torch.Tensor, name: str) -> torch.Tensor:

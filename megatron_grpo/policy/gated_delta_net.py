@@ -43,6 +43,7 @@ class PackedGatedDeltaNet(MegatronModule):
         delta: Sizes of the layer.
         layer_number: Index of the layer in the model, from 1.
         pg_collection: Megatron-Core's process groups.
+        unused: Further arguments of Megatron's attention.
     """
 
     def __init__(self, config, *, delta: DeltaNetShape, layer_number=1, pg_collection, **unused):
@@ -114,7 +115,13 @@ class PackedGatedDeltaNet(MegatronModule):
         return by_group.chunk(self.cp_group.size())[self.cp_group.rank()].flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Describe the layer for a checkpoint. Every cut is an equal run of whole groups, so any layout can load it."""
+        """Describe the layer for a checkpoint. Every cut is an equal run of whole groups, so any layout can load it.
+
+        Args:
+            prefix: Prefix of the names.
+            sharded_offsets: Offsets of the axes in front, as in Megatron-Core.
+            metadata: Options of Megatron-Core's checkpoints.
+        """
         cut = {"conv1d.weight": 0, "dt_bias": 0, "A_log": 0}
         own = {name: tensor for name, tensor in self.state_dict(keep_vars=True).items() if name in (*cut, "out_norm.weight")}
         groups = dict(tp_group=self.tp_group, dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])
@@ -125,7 +132,11 @@ class PackedGatedDeltaNet(MegatronModule):
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
-    """Divide each vector by its length. The epsilon is inside the root, unlike in `F.normalize`."""
+    """Divide each vector by its length. The epsilon is inside the root, unlike in `F.normalize`.
+
+    Args:
+        x: Vectors in the last dimension.
+    """
     return x * (x.square().sum(dim=-1, keepdim=True) + L2NORM_EPSILON).rsqrt()
 
 

@@ -49,6 +49,9 @@ class GradientCheck(Protocol):
 
         Called once in every step that has something to train, on every rank; all ranks must return the same. It may raise instead: this
         stops the run before the optimizer updates any weight.
+
+        Args:
+            gradient: Gradient of the step, summed over ranks.
         """
 
 
@@ -90,7 +93,11 @@ class GradNormSpikeCheck:
         return {"norms": list(self._norms)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the running median from `state()`."""
+        """Restore the running median from `state()`.
+
+        Args:
+            state: State from `state()`.
+        """
         self._norms = deque(state["norms"], maxlen=WINDOW)
 
 

@@ -45,7 +45,11 @@ class MegatronToHF:
         self._buffers = weight_map.buffer_names()
 
     def tensors(self, chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
-        """Return this rank's parameters, and the buffers that a checkpoint holds, by their names in the whole model."""
+        """Return this rank's parameters, and the buffers that a checkpoint holds, by their names in the whole model.
+
+        Args:
+            chunks: Model chunks of this rank.
+        """
         found = {}
         for chunk in chunks:
             first_layer = min((layer.layer_number for layer in chunk.decoder.layers), default=1) - 1
@@ -311,7 +315,11 @@ class Memory:
         self._mine: list[torch.Tensor] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialised memory, uint8 [num_bytes]."""
+        """Return uninitialised memory, uint8 [num_bytes].
+
+        Args:
+            num_bytes: Size in bytes.
+        """
         if self._device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         idle = sorted((one for one in self._mine if _is_idle(one)), key=len)
@@ -404,6 +412,12 @@ class Rank0WeightGather(PushPlan):
     """`PushPlan` whose stream is empty on all ranks but 0. They must still run it to its end, because they send in it.
 
     On rank 0 the next bucket is being received while the receiver uses the current one. A sender holds one bucket.
+
+    Args:
+        owned: Parameters of this rank.
+        weight_map: Table of weights.
+        parallel: Process groups.
+        bucket_bytes: Maximum bytes of a bucket.
     """
 
     def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):

@@ -35,6 +35,12 @@ class Norm(torch.nn.Module):
     """RMSNorm over the last dimension.
 
     Under sequence parallelism the gradient of its weight is summed over TP, which Megatron does for the attribute `sequence_parallel`.
+
+    Args:
+        config: Megatron-Core's configuration of the model.
+        hidden_size: Size of the last dimension.
+        eps: Added to the mean square.
+        unused: Further arguments of Megatron's norms.
     """
 
     def __init__(self, config, hidden_size, eps=1e-6, **unused):
@@ -101,12 +107,20 @@ class _RoundedNorm(torch.autograd.Function):
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """Return silu of the first half times the second half: x [..., 2 c] -> [..., c]."""
+    """Return silu of the first half times the second half: x [..., 2 c] -> [..., c].
+
+    Args:
+        x: [..., 2 c].
+    """
     return _SwiGlu.apply(x)
 
 
 def geglu(x: torch.Tensor) -> torch.Tensor:
-    """Return gelu (tanh approximation) of the first half times the second half: x [..., 2 c] -> [..., c]."""
+    """Return gelu (tanh approximation) of the first half times the second half: x [..., 2 c] -> [..., c].
+
+    Args:
+        x: [..., 2 c].
+    """
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -160,7 +174,11 @@ class Rotation(NamedTuple):
 
     @classmethod
     def of(cls, angles: torch.Tensor) -> Rotation:
-        """Return the rotation by angles [t, channels / 2], in radians."""
+        """Return the rotation by angles [t, channels / 2], in radians.
+
+        Args:
+            angles: float32 [t, channels / 2], in radians.
+        """
         cos, sin = angles.cos(), angles.sin()
         return cls(torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None])
 

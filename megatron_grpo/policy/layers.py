@@ -37,6 +37,7 @@ class PackedAttention(MegatronModule):
         layer_number: Index of the layer in the model, from 1.
         softmax_scale: Multiplies the scores; None for 1 / sqrt of the query's channels.
         pg_collection: Megatron-Core's process groups.
+        unused: Further arguments of Megatron's attention.
     """
 
     def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **unused):
@@ -109,7 +110,12 @@ class FusedAttention(PackedAttention):
 
 
 class SinkAttention(PackedAttention):
-    """`PackedAttention` with a sink: each head has one more score beside those of the keys, whose value is 0 (gpt-oss)."""
+    """`PackedAttention` with a sink: each head has one more score beside those of the keys, whose value is 0 (gpt-oss).
+
+    Args:
+        config: Megatron-Core's configuration of the model.
+        kwargs: Further arguments of `PackedAttention`.
+    """
 
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
@@ -152,7 +158,11 @@ class WholeNorm(MegatronModule):
         self.weight = torch.nn.Parameter(torch.ones(here, dtype=config.params_dtype, device=torch.cuda.current_device()))
 
     def forward(self, x):
-        """Normalise x [t, 1, heads of this rank, channels]."""
+        """Normalise x [t, 1, heads of this rank, channels].
+
+        Args:
+            x: [t, 1, heads of this rank, channels].
+        """
         whole = x.flatten(-2).float()
         mean = sum_over_ranks(whole.square().sum(dim=-1, keepdim=True), self.tp_group) / self.channels
         return (whole * (mean + self.eps).rsqrt() * self.weight).to(x.dtype).view_as(x)
@@ -171,14 +181,24 @@ def _cut_in_one_dimension(module, name: str, prefix, offsets, metadata):
 
 
 class AddNormed(MegatronModule):
-    """Replacement for Megatron's addition of a sublayer's output to the residual, which normalises the output first."""
+    """Replacement for Megatron's addition of a sublayer's output to the residual, which normalises the output first.
+
+    Args:
+        config: Megatron-Core's configuration of the model.
+        norm: Class of the norm.
+    """
 
     def __init__(self, config, norm: type):
         super().__init__(config)
         self.norm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training, fused):
-        """Return a function of ((output, bias or None), residual, dropout), as Megatron's does."""
+        """Return a function of ((output, bias or None), residual, dropout), as Megatron's does.
+
+        Args:
+            training: Not used; Megatron's interface has it.
+            fused: Not used; Megatron's interface has it.
+        """
 
         def add(part_with_bias, residual, dropout):
             part, bias = part_with_bias
@@ -229,6 +249,9 @@ def te_packed(packed: PackedBatch) -> PackedSeqParams:
     """Return the stream as Transformer Engine's attention takes it, which does not support parents.
 
     Under context parallelism too: Transformer Engine cuts each segment into the chunks that `parallel.layout` defines.
+
+    Args:
+        packed: The packed stream.
     """
     cu = packed.cu_seqlens
     longest = packed.max_seqlen
@@ -273,6 +296,7 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
             attention_mask: Not used by the attention here.
             rotary_pos_emb: Angles in radians, [t, 1, 1, rotated channels].
             packed_seq_params: The packed stream.
+            unused: Further arguments of Megatron's attention.
 
         Returns:
             The output in the shape of `hidden_states`, and None.
@@ -319,7 +343,13 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
 
 
 class LatentNorm(Norm):
-    """RMSNorm of a compressed stream. Its epsilon is always 1e-6, as in DeepSeek's code and in transformers."""
+    """RMSNorm of a compressed stream. Its epsilon is always 1e-6, as in DeepSeek's code and in transformers.
+
+    Args:
+        config: Megatron-Core's configuration of the model.
+        hidden_size: Size of the last dimension.
+        unused: Further arguments of Megatron's norms.
+    """
 
     def __init__(self, config, hidden_size, **unused):
         super().__init__(config, hidden_size, eps=1e-6)

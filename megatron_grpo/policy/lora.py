@@ -126,6 +126,11 @@ class LoraLinear:
         """Describe the layer for a checkpoint, with both matrices.
 
         Megatron would take both matrices for replicated ones, and cuts gate and up separately for `weight` and `bias` only.
+
+        Args:
+            prefix: Prefix of the names.
+            sharded_offsets: Offsets of the axes in front, as in Megatron-Core.
+            metadata: Options of Megatron-Core's checkpoints.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # of the layer that this is mixed into
         if not hasattr(self, "lora_a"):
@@ -230,7 +235,11 @@ class Adapters:
         )
 
     def merged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a parameter of the base with its adapter merged, if it has one."""
+        """Return a parameter of the base with its adapter merged, if it has one.
+
+        Args:
+            tensor: Parameter of the base model.
+        """
         linear = self._by_weight.get(id(tensor))
         return tensor if linear is None else linear.merged()
 
@@ -252,7 +261,11 @@ class Adapters:
         return kept
 
     def restore(self, values: dict[str, torch.Tensor]) -> None:
-        """Set the adapters to the values that `randomize` returned."""
+        """Set the adapters to the values that `randomize` returned.
+
+        Args:
+            values: Values by name.
+        """
         for name, tensor in self.tensors().items():
             tensor.data.copy_(values[name])
 

@@ -178,7 +178,11 @@ def require_on_device(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def tensors_of(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:
-    """Yield every tensor that a `Policy` holds from step to step, with its role."""
+    """Yield every tensor that a `Policy` holds from step to step, with its role.
+
+    Args:
+        policy: The policy.
+    """
     reference = policy.reference.chunks if policy.reference is not None else ()
     models: tuple[tuple[Role, Sequence[torch.nn.Module]], ...] = (("weights", policy.chunks), ("reference", reference))
     for role, chunks in models:

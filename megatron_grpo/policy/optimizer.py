@@ -215,7 +215,12 @@ def _norm(values: torch.Tensor) -> torch.Tensor:
 
 
 def reload_main_params(optimizer: Any, wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Set the optimizer's main weights to the current weights of the model. Collective."""
+    """Set the optimizer's main weights to the current weights of the model. Collective.
+
+    Args:
+        optimizer: Megatron-Core's optimizer, possibly a chain of several.
+        wrapped: Model chunks in Megatron's DistributedDataParallel.
+    """
     optimizer.reload_model_params()
     for inner in rounding(optimizer):
         inner.reload()

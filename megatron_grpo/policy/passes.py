@@ -183,11 +183,18 @@ class ModelScorer:
         return [sequence.scatter(scored[i]) for i, sequence in enumerate(sequences)]
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group."""
+        """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group.
+
+        Args:
+            micro_batches: Micro-batches; the same on every rank of the model-parallel group.
+        """
         return self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches))
 
     def old_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Return the old log-probs of each micro-batch, and under R2 the experts that each token was routed to.
+
+        Args:
+            micro_batches: Micro-batches; the same on every rank of the model-parallel group.
 
         Returns:
             The log-probs as of `logprobs`, float32 [C] per micro-batch; and under `router_replay_mode` R2 the experts, int16 [T, MoE
@@ -225,6 +232,9 @@ class ModelScorer:
         """Return the entropies of each micro-batch in nats, float32 [C], on ranks of the last pipeline stage.
 
         The list is empty on other stages.
+
+        Args:
+            micro_batches: Micro-batches; the same on every rank of the model-parallel group.
         """
         return self._read(micro_batches, lambda _, entropy: entropy, temperature=None, with_entropy=True)
 

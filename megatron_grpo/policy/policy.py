@@ -299,7 +299,11 @@ class Policy:
         return state | ({"entropy": self.entropy.state()} if self.entropy else {})
 
     def restore_gradient_check(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the gradient check and the adaptive entropy coefficient from `gradient_check_state()`."""
+        """Restore the state of the gradient check and the adaptive entropy coefficient from `gradient_check_state()`.
+
+        Args:
+            state: State from `gradient_check_state()`.
+        """
         self.skips = SkipCounter(**state["skips"])
         if state["guard"] and (restore := getattr(self.gradient_check, "restore", None)):
             restore(state["guard"])
@@ -309,6 +313,9 @@ class Policy:
         """Restore the adaptive entropy coefficient from `gradient_check_state()`.
 
         Does nothing if the saved run or this one uses a constant coefficient.
+
+        Args:
+            state: State from `gradient_check_state()`.
         """
         if self.entropy is not None and "entropy" in state:
             self.entropy = self.entropy.restored(state["entropy"])

@@ -27,10 +27,18 @@ class Reference(Protocol):
     """Reference model for the KL term. Every method is collective."""
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group."""
+        """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group.
+
+        Args:
+            micro_batches: Micro-batches; the same on every rank of the model-parallel group.
+        """
 
     def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """Return the same as `logprobs`, on ranks of the last pipeline stage only; an empty list elsewhere."""
+        """Return the same as `logprobs`, on ranks of the last pipeline stage only; an empty list elsewhere.
+
+        Args:
+            micro_batches: Micro-batches; the same on every rank of the model-parallel group.
+        """
 
     def after_step(self, step: int, policy: Tensors) -> None:
         """Update the reference after an optimizer step of the policy.

@@ -71,6 +71,9 @@ class RouterPass:
         """Return the replay metrics of a training pass, over all ranks and layers. Collective.
 
         Empty if nothing is replayed.
+
+        Args:
+            parallel: Process groups.
         """
         if not self.replays:
             return {}
@@ -122,7 +125,11 @@ class PolicyRouter(TopKRouter):
         return sum(self.config.moe_layer_freq[: self.layer_number - 1])
 
     def own_share(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the rows of this rank's tokens that its router processes: sequence parallelism splits them once more."""
+        """Return the rows of this rank's tokens that its router processes: sequence parallelism splits them once more.
+
+        Args:
+            of_tokens: Rows of this rank's tokens, [t, ...].
+        """
         return of_tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else of_tokens
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
@@ -196,13 +203,21 @@ class _WithLoss(torch.autograd.Function):
 
 
 def replace_routers(model: torch.nn.Module) -> None:
-    """Turn Megatron's routers of a model into `PolicyRouter`s, in place: parameters, hooks and sharding stay."""
+    """Turn Megatron's routers of a model into `PolicyRouter`s, in place: parameters, hooks and sharding stay.
+
+    Args:
+        model: Model chunk; changed in place.
+    """
     for router in routers([model]):
         router.__class__ = PolicyRouter
 
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[PolicyRouter]:
-    """Yield all routers of the model chunks."""
+    """Yield all routers of the model chunks.
+
+    Args:
+        chunks: Model chunks of this rank.
+    """
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
 
 

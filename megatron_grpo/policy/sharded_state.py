@@ -116,6 +116,9 @@ def without_extra_state(described: dict[str, Any]) -> dict[str, Any]:
 
     The extra state is empty, except under FP8: then it is a pickle of the recipe, which the settings contain too. Without it a checkpoint
     is the same with Transformer Engine's layers and with the local ones, and no pickle is loaded.
+
+    Args:
+        described: Sharded state dict of Megatron-Core.
     """
     return {name: leaf for name, leaf in described.items() if not EXTRA.search(name)}
 
@@ -225,6 +228,9 @@ def steps_counted(optimizer: Any) -> int:
     """Return the number of steps that Adam has counted for its bias correction; the same for all parameters.
 
     It is the highest count found: when Megatron-Core loads, it leaves a count in the parameter groups, which torch's Adam never advances.
+
+    Args:
+        optimizer: Megatron-Core's optimizer, possibly a chain of several.
     """
     places = (place for inner in torch_optimizers(optimizer) for place in [*inner.param_groups, *inner.state.values()])
     return max((int(place["step"]) for place in places if "step" in place), default=0)
@@ -234,6 +240,9 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """Yield the inner optimizers, which do the arithmetic.
 
     A hybrid one (`--optimizer_cpu_offload`) has parts on the GPU and on the host, which are yielded too.
+
+    Args:
+        optimizer: Megatron-Core's optimizer, possibly a chain of several.
     """
     for part in chain(optimizer):
         if part.optimizer is not None:  # None if nothing trains on this rank
@@ -242,29 +251,50 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def rounding(optimizer: Any) -> list[AdamW]:
-    """Return the inner optimizers that store state in the dtypes of the settings (`use_precision_aware_optimizer`)."""
+    """Return the inner optimizers that store state in the dtypes of the settings (`use_precision_aware_optimizer`).
+
+    Args:
+        optimizer: Megatron-Core's optimizer, possibly a chain of several.
+    """
     return [inner for inner in torch_optimizers(optimizer) if isinstance(inner, AdamW)]
 
 
 def share_rounded(optimizer: Any, wrapped: Sequence[Any]) -> None:
-    """Gather the weights of other ranks again if storing main weights may have rounded them. Collective."""
+    """Gather the weights of other ranks again if storing main weights may have rounded them. Collective.
+
+    Args:
+        optimizer: Megatron-Core's optimizer, possibly a chain of several.
+        wrapped: Model chunks in Megatron's DistributedDataParallel.
+    """
     if any(inner.rounds_weights for inner in rounding(optimizer)):
         for chunk in wrapped:
             chunk.start_param_sync(force_sync=True)
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether every part is a distributed optimizer."""
+    """Return whether every part is a distributed optimizer.
+
+    Args:
+        optimizer: Megatron-Core's optimizer, possibly a chain of several.
+    """
     return all(isinstance(part, DistributedOptimizer) for part in chain(optimizer))
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """Return the parts of an optimizer. With expert parallelism dense and expert parameters have one each."""
+    """Return the parts of an optimizer. With expert parallelism dense and expert parameters have one each.
+
+    Args:
+        optimizer: Megatron-Core's optimizer, possibly a chain of several.
+    """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def unwrapped(chunk: Any) -> Any:
-    """Return the chunk without Megatron's DistributedDataParallel; a model that is only exported is not wrapped."""
+    """Return the chunk without Megatron's DistributedDataParallel; a model that is only exported is not wrapped.
+
+    Args:
+        chunk: Model chunk.
+    """
     return getattr(chunk, "module", chunk)
 
 

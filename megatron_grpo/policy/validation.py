@@ -122,12 +122,20 @@ def flash_obstacle(dtype: str, channels: int) -> str | None:
 
 
 def attention_channels(shape: ModelShape) -> int:
-    """Return the channels of one head as the attention kernels take it: the same for queries, keys and values."""
+    """Return the channels of one head as the attention kernels take it: the same for queries, keys and values.
+
+    Args:
+        shape: Shape of the model.
+    """
     return max(shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim, shape.mla.v_head_dim) if shape.mla else shape.head_dim
 
 
 def needs_local_layers(shape: ModelShape) -> str | None:
-    """Return the model's feature that only local layers compute, also with Transformer Engine installed, as a phrase; or None."""
+    """Return the model's feature that only local layers compute, also with Transformer Engine installed, as a phrase; or None.
+
+    Args:
+        shape: Shape of the model.
+    """
     reasons = {
         "multi-latent attention": shape.mla,
         "the gated delta rule": shape.delta_net,

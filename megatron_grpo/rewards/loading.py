@@ -95,7 +95,11 @@ def may_be_here(spec: str) -> bool:
 
 
 def close_rewards(functions: Sequence[RewardFunction]) -> None:
-    """Stop the processes that reward functions keep."""
+    """Stop the processes that reward functions keep.
+
+    Args:
+        functions: Reward functions of the run.
+    """
     for function in functions:
         function.close()
 
@@ -291,7 +295,11 @@ def _no_such_function(where: str, module: Any, attribute: str) -> str:
 
 
 def parsed(path: Path) -> ast.Module:
-    """Parse a Python file. Return an empty module if it is not valid Python; importing it then reports the error."""
+    """Parse a Python file. Return an empty module if it is not valid Python; importing it then reports the error.
+
+    Args:
+        path: The Python file.
+    """
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -303,6 +311,9 @@ def trains_at_import(program: ast.Module) -> int | None:
 
     Such a line creates a GRPOTrainer or calls `.train()`, directly or through a function of the file, and is not inside an
     `if __name__ == "__main__":` block.
+
+    Args:
+        program: Parsed Python file.
     """
     defined = {line.name: _names_used(line) for line in program.body if isinstance(line, _DEFINES)}
     trains, before = {"GRPOTrainer", ".train"}, 0
@@ -352,6 +363,9 @@ def shown_text(cls: type) -> type:
 
     Reward classes of ms-swift expect text, but completions of a chat are messages here. The adapted class converts each completion to
     text.
+
+    Args:
+        cls: Reward class.
     """
     if not any(base.__module__.partition(".")[0] == "swift" for base in cls.__mro__):
         return cls

@@ -59,7 +59,12 @@ class RewardBatch:
         return len(self.completions)
 
     def part(self, first: int, end: int) -> RewardBatch:
-        """Return rows `first` to `end` (exclusive) as a batch."""
+        """Return rows `first` to `end` (exclusive) as a batch.
+
+        Args:
+            first: Index of the first row.
+            end: Index behind the last row.
+        """
         return RewardBatch(
             prompts=self.prompts[first:end],
             completions=self.completions[first:end],
@@ -147,6 +152,9 @@ class RewardFunction:
 
         `completion_ids` is a list of lists if the signature names it: as Python integers, token IDs take ten times the memory. Among
         `**kwargs` it is a sequence that makes the list of a completion when it is read.
+
+        Args:
+            batch: Completions to score.
         """
         offered = {
             **batch.columns,
@@ -173,7 +181,11 @@ class RewardFunction:
 
 
 def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the keyword arguments that a function accepts, or None if it accepts all."""
+    """Return the keyword arguments that a function accepts, or None if it accepts all.
+
+    Args:
+        function: Reward function.
+    """
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -181,14 +193,22 @@ def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def required_names(function: Callable[..., Any]) -> list[str]:
-    """Return the keyword arguments without a default."""
+    """Return the keyword arguments without a default.
+
+    Args:
+        function: Reward function.
+    """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in named and parameter.default is inspect.Parameter.empty]
 
 
 def positional_names(function: Callable[..., Any]) -> list[str]:
-    """Return the positional-only arguments, which cannot be passed by name."""
+    """Return the positional-only arguments, which cannot be passed by name.
+
+    Args:
+        function: Reward function.
+    """
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
 
@@ -231,7 +251,11 @@ def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailur
 
 
 def as_score(value: Any) -> Score | RowFailure:
-    """Convert one returned value to a float, None, or a RowFailure."""
+    """Convert one returned value to a float, None, or a RowFailure.
+
+    Args:
+        value: Value that a reward function returned for a completion.
+    """
     if value is None or isinstance(value, RowFailure):
         return value
     if hasattr(value, "item") and not isinstance(value, numbers.Real):  # a tensor, or an array of one element

@@ -168,7 +168,13 @@ class ColocatedEngine:
         return [Group(prompt=prompt, completions=tuple(row)) for prompt, row in list(zip(local, answers, strict=True))[share]]
 
     def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
-        """Run the episodes of the prompts; see `rollout.turns.TurnEngine`. The first rank of each engine runs them."""
+        """Run the episodes of the prompts; see `rollout.turns.TurnEngine`. The first rank of each engine runs them.
+
+        Args:
+            prompts: Prompts of this rank's engine.
+            sampling: Sampling settings.
+            begin: Returns the player of the given prompts.
+        """
         self._require_weights()
         self._check_lengths(prompts, sampling)
         _refuse_different(collectives.all_gather_object(_question(prompts, sampling)), "play")
@@ -276,7 +282,11 @@ class ColocatedEngine:
         return {f"rank {self._rank}": self.score(sequences)}
 
     def score(self, sequences: Sequence[Scored]) -> list[list[float]]:
-        """Return the log-probs of `scores` for this rank's engine."""
+        """Return the log-probs of `scores` for this rank's engine.
+
+        Args:
+            sequences: Sequences to score.
+        """
         self._wake("weights", "kv_cache")
         rows = [(row.token_ids.tolist(), row.images) for row in sequences]
         answers = iter(self._run([(ids, images, params) for long, images in rows for ids, params in vllm_requests.scoring_requests(long)]))

@@ -116,7 +116,11 @@ def request_seed(run_seed: int, prompt_number: int, index: int, turn: int, *, n:
 
 
 def hash_seed(*parts: object) -> int:
-    """Return a seed below 2**32 that is a hash of the arguments."""
+    """Return a seed below 2**32 that is a hash of the arguments.
+
+    Args:
+        parts: Objects; their text is hashed.
+    """
     return int.from_bytes(hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=4).digest(), "big")
 
 

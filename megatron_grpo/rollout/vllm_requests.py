@@ -412,7 +412,11 @@ CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention supports; 
 
 
 def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
-    """Return the engine arguments for a CPU."""
+    """Return the engine arguments for a CPU.
+
+    Args:
+        cfg: Rollout settings.
+    """
     return {
         "enforce_eager": True,
         # A prompt split in two makes vLLM rewind the generator of its seed, which torch's CPU generators do not support: it would crash.
@@ -423,7 +427,11 @@ def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
 
 
 def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
-    """Return the engine arguments for a GPU."""
+    """Return the engine arguments for a GPU.
+
+    Args:
+        cfg: Rollout settings.
+    """
     return {
         "enforce_eager": cfg.vllm_enforce_eager,
         "gpu_memory_utilization": cfg.vllm_gpu_memory_utilization,

@@ -30,11 +30,20 @@ class Place:
 
     @classmethod
     def of(cls, view: torch.Tensor, whole: torch.Tensor) -> Place:
-        """Return the location of `view` in the storage of `whole`."""
+        """Return the location of `view` in the storage of `whole`.
+
+        Args:
+            view: View of a part of `whole`.
+            whole: Tensor whose storage it views.
+        """
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - whole.storage_offset()))
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view at this location of `whole`."""
+        """Return the view at this location of `whole`.
+
+        Args:
+            whole: Tensor with the storage.
+        """
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
@@ -48,7 +57,11 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorForm:
-        """Return the form of a tensor."""
+        """Return the form of a tensor.
+
+        Args:
+            tensor: The tensor.
+        """
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
@@ -305,7 +318,11 @@ class WeightLayoutRecorder(TorchDispatchMode):
 
 
 class Bits:
-    """Copy of all tensors of a unit's module."""
+    """Copy of all tensors of a unit's module.
+
+    Args:
+        unit: Module with its weights.
+    """
 
     def __init__(self, unit: Unit):
         self.tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in own_tensors(unit.module).items()}
@@ -313,7 +330,11 @@ class Bits:
         self.answer = self._answer(unit)
 
     def are_those_of(self, unit: Unit) -> bool:
-        """Return whether the module still holds the same bits."""
+        """Return whether the module still holds the same bits.
+
+        Args:
+            unit: Module with its weights.
+        """
         now = own_tensors(unit.module)
         return (
             now.keys() == self.tensors.keys()
@@ -325,7 +346,11 @@ class Bits:
         )
 
     def put_back(self, unit: Unit) -> None:
-        """Restore the module."""
+        """Restore the module.
+
+        Args:
+            unit: Module with its weights.
+        """
         for name, (tensor, kept) in self.tensors.items():
             setattr(unit.module, name, tensor)
             tensor.data.copy_(kept)
@@ -343,7 +368,11 @@ class Bits:
 
 
 def own_tensors(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a module without those of its children, by name; empty for None."""
+    """Return the parameters and buffers of a module without those of its children, by name; empty for None.
+
+    Args:
+        module: The module.
+    """
     if module is None:
         return {}
     return {name: tensor for name, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None}
@@ -354,7 +383,12 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors have equal shape, dtype and bits."""
+    """Return whether two tensors have equal shape, dtype and bits.
+
+    Args:
+        first: First tensor.
+        second: Second tensor.
+    """
     return (
         first.shape == second.shape
         and first.dtype == second.dtype

@@ -357,5 +357,9 @@ def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[
 
 
 def drop_adapters(worker: Any) -> None:
-    """Remove all adapters after the engine's weights were replaced: adapters belonged to the previous weights. Runs in the engine."""
+    """Remove all adapters after the engine's weights were replaced: adapters belonged to the previous weights. Runs in the engine.
+
+    Args:
+        worker: vLLM's worker.
+    """
     worker.model_runner.reset_lora_state()

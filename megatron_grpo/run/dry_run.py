@@ -123,7 +123,12 @@ def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def rows_alone(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Read rows without tokenizing them. They are tokenized one by one later, so that each failure can be reported."""
+    """Read rows without tokenizing them. They are tokenized one by one later, so that each failure can be reported.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far.
+    """
     inputs.rows = rows_to_look_at(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
     check_images(inputs.rows, at_most=MOST_LENGTHS)
 
@@ -359,7 +364,12 @@ def _mean(row: Judged) -> float | None:
 
 
 def report_lines(result: DryRun, cfg: Config) -> str:
-    """Return the report as text."""
+    """Return the report as text.
+
+    Args:
+        result: Result of the dry run.
+        cfg: Settings of the run.
+    """
     shown = result.prompt if len(result.prompt) <= WIDTH else result.prompt[:WIDTH] + " ..."
     of_all = "" if result.num_tokenised == result.num_rows else f", {result.num_tokenised:,} of them tokenised"
     lines = [f"{cfg.data.dataset}: {result.num_rows:,} prompts{of_all}", "", "The first prompt, as the model receives it:", shown, ""]

@@ -129,7 +129,11 @@ def export_model(
 
 
 def merged_folder(out: Path) -> Path:
-    """Return the default directory of the merged model, for an adapter in `out`."""
+    """Return the default directory of the merged model, for an adapter in `out`.
+
+    Args:
+        out: Directory of the adapter.
+    """
     return out.with_name(f"{out.name}_merged")
 
 

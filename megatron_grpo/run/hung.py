@@ -104,7 +104,11 @@ def _of_other(report: RankReport) -> str:
 
 
 def where_to_look(output_dir: Path) -> str:
-    """Return the message that names the stack files and the newest checkpoint."""
+    """Return the message that names the stack files and the newest checkpoint.
+
+    Args:
+        output_dir: Directory of the run.
+    """
     from megatron_grpo.checkpoint.manifest import Folder  # imported late, because the supervisor imports this module and must stay small
 
     steps = Folder(output_dir / "checkpoints").steps()
@@ -188,7 +192,11 @@ def write_down(**facts: Any) -> None:
 
 
 def note_of(pid: int) -> dict[str, Any]:
-    """Return the note of a process; {} if it has none."""
+    """Return the note of a process; {} if it has none.
+
+    Args:
+        pid: Process id on this machine.
+    """
     try:
         path = _place(pid, _NOTE)
         return json.loads(path.read_bytes().split(b"\n")[0]) if path is not None else {}
@@ -214,7 +222,11 @@ def mine() -> str:
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's state of a process, as the end of a sentence."""
+    """Return the kernel's state of a process, as the end of a sentence.
+
+    Args:
+        pid: Process id on this machine.
+    """
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -226,6 +238,9 @@ def collect(pid: int) -> str:
     """Return the stacks of another process that has called `register`; "" if it cannot write them.
 
     A stopped process is continued for this and stopped again; otherwise it would keep running.
+
+    Args:
+        pid: Process id on this machine.
     """
     try:
         if (path := _place(pid, _NAME)) is None:
@@ -252,7 +267,11 @@ def _grows(path: Path) -> bool:
 
 
 def innermost(text: str) -> str:
-    """Return the frame of the main thread from a `faulthandler` dump, as `reward.py line 3, f`; "" if it cannot be parsed."""
+    """Return the frame of the main thread from a `faulthandler` dump, as `reward.py line 3, f`; "" if it cannot be parsed.
+
+    Args:
+        text: Dump of all threads.
+    """
     threads = [part for part in re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.M) if "Thread" in part or "thread" in part]
     for part in reversed(threads):  # the main thread is the oldest, and comes last
         if match := re.search(r'File "([^"]+)", line (\d+) in (.+)', part):

@@ -119,7 +119,7 @@ class Problems(list[Problem]):
         """Append problems whose message is not in the list yet.
 
         Args:
-            problems: The problems. Those that an iterator yields before it raises are kept.
+            inputs: The problems. Those that an iterator yields before it raises are kept.
         """
         known = {problem.message for problem in self}
         for problem in inputs:
@@ -131,35 +131,65 @@ class Problems(list[Problem]):
 
 
 def model(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Find the model's directory, downloading it from the Hub if needed."""
+    """Find the model's directory, downloading it from the Hub if needed.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     inputs.model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
 
 
 def architecture(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
-    """Check the model's own code and read its shape."""
+    """Check the model's own code and read its shape.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     yield from filter(None, [remote_code.problem_of(inputs.model_path, is_trusted=cfg.model.trust_remote_code)])
     inputs.shape = ModelShape.from_pretrained(inputs.model_path)
 
 
 def weights_to_begin_with(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
-    """Return problems with the checkpoint that `mcore_model` names."""
+    """Return problems with the checkpoint that `mcore_model` names.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     from megatron_grpo.checkpoint.resume import initial_weights_problems
 
     return initial_weights_problems(cfg, inputs.model_path)
 
 
 def weights(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Check that the model's weight files are complete, undamaged and in a supported format."""
+    """Check that the model's weight files are complete, undamaged and in a supported format.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     stored_names(inputs.model_path)
 
 
 def grammar(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with regular expressions, JSON schemas and grammars that bound completions."""
+    """Return problems with regular expressions, JSON schemas and grammars that bound completions.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     return unreadable(cfg)
 
 
 def bases_of_adapters(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
-    """Yield a problem for each adapter that was trained on another base model."""
+    """Yield a problem for each adapter that was trained on another base model.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     from megatron_grpo.checkpoint.fingerprints import base_problems
 
     for flag in ADAPTERS if cfg.tuner.tuner_type == "lora" else ():
@@ -168,17 +198,32 @@ def bases_of_adapters(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]
 
 
 def tokenizer(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the model's tokenizer."""
+    """Load the model's tokenizer.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     inputs.tokenizer = load_tokenizer(str(inputs.model_path), trust_remote_code=cfg.model.trust_remote_code)
 
 
 def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with `chat_template_kwargs` that the chat template does not read."""
+    """Return problems with `chat_template_kwargs` that the chat template does not read.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     return unread_options(inputs.tokenizer, cfg.data.chat_template_kwargs)
 
 
 def image_spec(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the image processor of a vision-language model."""
+    """Load the image processor of a vision-language model.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     from megatron_grpo.data.image_processing import image_spec_of, is_multimodal
 
     inputs.is_blind = not is_multimodal(read_config(inputs.model_path))
@@ -195,6 +240,10 @@ def _refuse_word(name: str, flags: Sequence[str]) -> None:
 
 def reference(cfg: Config, inputs: ValidatedInputs) -> None:
     """Find the reference model and check that it has the shape and the vocabulary of the model.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
 
     Raises:
         ConfigError: If it cannot be found, or if shape or vocabulary differ.
@@ -218,6 +267,10 @@ def reference(cfg: Config, inputs: ValidatedInputs) -> None:
 
 def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
     """Find the teacher, a model of any size, and check that its tokenizer has the policy's vocabulary.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
 
     Raises:
         ConfigError: If it cannot be found or read, or if the vocabularies differ.
@@ -246,12 +299,21 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def environment(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the class of the run's episodes."""
+    """Load the class of the run's episodes.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     inputs.environment = plug_ins.environment(cfg, inputs.tokenizer)
 
 
 def template(cfg: Config, inputs: ValidatedInputs) -> None:
     """Check how the chat template renders the turns of episodes.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
 
     Raises:
         ConfigError: If there is no template, or if it drops turns.
@@ -265,7 +327,12 @@ def template(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def training_set(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Read the training set: tokenized prompts, or rows alone if there is no tokenizer."""
+    """Read the training set: tokenized prompts, or rows alone if there is no tokenizer.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     from megatron_grpo.data.streamed import open_prompts, rows_to_look_at
 
     if inputs.tokenizer:
@@ -282,6 +349,10 @@ def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
     """Read all held-out sets and return their problems.
 
     Evaluations use every row, so every row is read; rows of the training set may be read during the run.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
     """
     problems = Problems()
     for name, where in sets_of(cfg).items():
@@ -325,17 +396,31 @@ def _check_rows_alone(inputs: ValidatedInputs, rows: PromptRows, flag: str) -> N
 
 
 def part_of(name: str) -> str:
-    """Return the name that stands for a held-out set in `left_out`."""
+    """Return the name that stands for a held-out set in `left_out`.
+
+    Args:
+        name: Name of the set.
+    """
     return f"held-out set {name}"
 
 
 def rewards(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the reward functions."""
+    """Load the reward functions.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     inputs.rewards = load_rewards(cfg, left_out=inputs.left_out)
 
 
 def rollout_function(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the function that `rollout_func` names."""
+    """Load the function that `rollout_func` names.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     inputs.rollout_func = plug_ins.rollout_function(cfg)
 
 
@@ -343,7 +428,12 @@ def rollout_function(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems:
-    """Return problems with the columns that rewards need, and with prompts that do not fit the model, for every set."""
+    """Return problems with the columns that rewards need, and with prompts that do not fit the model, for every set.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     problems = Problems()
     for flag, rows in inputs.looked:
         for why in _blind(cfg) if rows.image_store is not None else ():
@@ -413,6 +503,10 @@ def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """Return problems with the rollout servers that already answer.
 
     Only rank 0, which will talk to them, checks: other ranks may have no route to them.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
     """
     if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
         return ()
@@ -421,7 +515,12 @@ def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
 
 
 def teacher_servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with the teacher's servers that already answer. Only rank 0 checks."""
+    """Return problems with the teacher's servers that already answer. Only rank 0 checks.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     return plug_ins.problems_of_teacher(cfg, inputs.shape, inputs.tokenizer, _longest(inputs)) if launcher.read().rank == 0 else ()
 
 
@@ -430,7 +529,12 @@ def _longest(inputs: ValidatedInputs) -> int:
 
 
 def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with tracking services that are unknown or not installed."""
+    """Return problems with tracking services that are unknown or not installed.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
     if set(cfg.run.report_to) <= {"none"}:
         return ()
     from megatron_grpo.metrics import report_to_problems

@@ -215,7 +215,11 @@ def train_and_export(
 
 
 def best_of(run: train.Run) -> Path | None:
-    """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective."""
+    """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective.
+
+    Args:
+        run: The run.
+    """
     best, path = run.checkpoints.best, None
     if best is not None and collectives.rank() == 0:
         run.logger.metrics.print_line(best.describe() or "No checkpoint has a value of metric_for_best_model.")
@@ -246,7 +250,11 @@ def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanU
 
 
 def exports(cfg: Config) -> list[Path]:
-    """Return the folders that a run exports to: the model or the adapter, and with `merge_lora` the merged model."""
+    """Return the folders that a run exports to: the model or the adapter, and with `merge_lora` the merged model.
+
+    Args:
+        cfg: Settings of the run.
+    """
     out = Path(cfg.run.output_dir) / "hf"
     return [out, merged_folder(out)] if cfg.tuner.tuner_type == "lora" and cfg.tuner.merge_lora else [out]
 

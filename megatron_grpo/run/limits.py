@@ -129,7 +129,11 @@ def requeue(env: Mapping[str, str] = os.environ) -> str:
 
 
 def age_of(pid: int) -> float:
-    """Return the seconds since a process started; 0 if unknown."""
+    """Return the seconds since a process started; 0 if unknown.
+
+    Args:
+        pid: Process id on this machine.
+    """
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     except (OSError, ValueError, IndexError):

@@ -29,7 +29,11 @@ Absent = Iterator[tuple[str, str]]  # (name of one of `inputs.PARTS`, or a rewar
 
 
 def left_out_of_plan(cfg: Config) -> dict[str, str]:
-    """Return {part of `inputs.PARTS`, or a reward: what is not checked and why}."""
+    """Return {part of `inputs.PARTS`, or a reward: what is not checked and why}.
+
+    Args:
+        cfg: Settings of the run.
+    """
     return dict(_absent(cfg))
 
 
@@ -104,7 +108,11 @@ def _elsewhere(cfg: Config) -> Absent:
 
 
 def user_code(cfg: Config) -> list[tuple[str, str, str]]:
-    """Return (part, setting, file:name) for all user code that validation imports."""
+    """Return (part, setting, file:name) for all user code that validation imports.
+
+    Args:
+        cfg: Settings of the run.
+    """
     turns = [("environment", "environment", cfg.turns.environment), *(("environment", "tools", spec) for spec in cfg.turns.tools)]
     turns += [("environment", flag, getattr(cfg.turns, flag)) for flag in ("agent", "agent_verdict")]
     code = [*(("reward", "reward_funcs", spec) for spec in cfg.rewards.reward_funcs), *turns]

@@ -85,7 +85,11 @@ class Age:
         self.seconds = 0.0
 
     def look(self, value: Any) -> float:
-        """Compare `value` with the previous one and return the seconds since it changed."""
+        """Compare `value` with the previous one and return the seconds since it changed.
+
+        Args:
+            value: Any value that can be compared.
+        """
         now = self._now()
         gap, self._looked = min(now - self._looked, self._longest_gap), now
         self.seconds = 0.0 if value != self._last else self.seconds + gap

@@ -128,14 +128,22 @@ class App:
     # ---- ownership
 
     async def state(self, request: Request) -> Response:
-        """Answer GET /state with `wire.State`. A request with an incarnation renews the owner's lease."""
+        """Answer GET /state with `wire.State`. A request with an incarnation renews the owner's lease.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         await self._engine.check()
         if request.headers.get(wire.INCARNATION) is not None:  # an owner keeps its lease this way while it trains
             self._require_owner(request)
         return self._state()
 
     async def claim(self, request: Request) -> Response:
-        """Answer POST /claim: give the server to a run. A new owner ends the requests of the old one, and there are no weights."""
+        """Answer POST /claim: give the server to a run. A new owner ends the requests of the old one, and there are no weights.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         claim = await body_of(request, wire.Claim)
         if self.ownership.claim(claim):
             self._print_line(f"claimed by run {printable(claim.run, repr)}")
@@ -148,7 +156,11 @@ class App:
         return self._state()
 
     async def release(self, request: Request) -> Response:
-        """Answer POST /release: end the ownership of the caller, with its requests."""
+        """Answer POST /release: end the ownership of the caller, with its requests.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         await body_of(request, wire.Nothing)
         self.ownership.release(request.headers.get(wire.INCARNATION))
         await self._end_weight_epoch()
@@ -173,7 +185,11 @@ class App:
     # ---- weights
 
     async def join(self, request: Request) -> Response:
-        """Answer POST /join: all workers join a link. Responds when all members have joined."""
+        """Answer POST /join: all workers join a link. Responds when all members have joined.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         self._require_owner(request)
         join = await body_of(request, wire.Join)
         if not (0 < join.seconds <= wire.LONGEST_JOIN and 0 < join.first_rank < join.world <= wire.MOST_MEMBERS):
@@ -187,7 +203,11 @@ class App:
         return _json(wire.Nothing())
 
     async def weights(self, request: Request) -> Response:
-        """Answer POST /weights: receive all weights over the link. Ends running requests."""
+        """Answer POST /weights: receive all weights over the link. Ends running requests.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         self._require_owner(request)
         update = await body_of(request, wire.WeightUpdateRequest)
         is_base, has_base = update.kind == "weights", self.ownership.has_base
@@ -196,7 +216,11 @@ class App:
         )
 
     async def adapter(self, request: Request) -> Response:
-        """Answer POST /adapter: receive an adapter over the link. Ends running requests; refused without base weights of this owner."""
+        """Answer POST /adapter: receive an adapter over the link. Ends running requests; refused without base weights of this owner.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         self._require_owner(request)
         update = await body_of(request, wire.AdapterUpdateRequest)
         return await self._update_weights(request, "adapter", lambda: self._engine.take_adapter(update), update.version, is_base=True)
@@ -229,7 +253,11 @@ class App:
     # ---- sampling
 
     async def generate(self, request: Request) -> Response:
-        """Answer POST /generate: stream one `wire.Answer` per request, in order of completion."""
+        """Answer POST /generate: stream one `wire.Answer` per request, in order of completion.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         self._require_owner(request)
         body = await body_of(request, wire.Generate)
         self._require_owner(request)
@@ -275,7 +303,11 @@ class App:
                 task.cancel()
 
     async def score(self, request: Request) -> Response:
-        """Answer POST /score with `wire.ScoreResponse`."""
+        """Answer POST /score with `wire.ScoreResponse`.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         self._require_owner(request)
         body = await body_of(request, wire.Score)
         self._require_owner(request)
@@ -289,7 +321,11 @@ class App:
         return _json(wire.ScoreResponse(version=version, logprobs=task.result()))
 
     async def metrics(self, request: Request) -> Response:
-        """Answer GET /metrics with Prometheus text, or with 404 if the server was started with `--metrics false`."""
+        """Answer GET /metrics with Prometheus text, or with 404 if the server was started with `--metrics false`.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         if not self._tells_metrics:
             raise HTTPException(404, "this server was started with --metrics false")
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -342,7 +378,11 @@ class FrozenApp(App):
         """Accept every caller with the token, since a frozen server has no owner."""
 
     async def prompt_logprobs(self, request: Request) -> Response:
-        """Answer POST /prompt_logprobs: stream one `wire.Scored` per sequence, in order of completion."""
+        """Answer POST /prompt_logprobs: stream one `wire.Scored` per sequence, in order of completion.
+
+        Args:
+            request: HTTP request, whose token has been checked.
+        """
         body = await body_of(request, wire.PromptLogprobs)
         if fault := body.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.MalformedMessageError(fault)

@@ -159,6 +159,10 @@ class Listener(socket.socket):
     A connection that has not sent the token is closed after `SECONDS`. If there are more than `STRANGERS` of them, the oldest one of the
     host with the most such connections is closed.
 
+    Args:
+        args: Arguments of the base class.
+        options: Keyword arguments of the base class.
+
     Attributes:
         strangers: (host, port) -> unauthenticated connection.
     """

@@ -230,7 +230,11 @@ class ServerMetrics:
         self._running = Gauge(PREFIX + "running_requests", "Requests in progress.")
 
     def watch(self, app: App) -> None:
-        """Let the gauges read their values from `app` at every scrape."""
+        """Let the gauges read their values from `app` at every scrape.
+
+        Args:
+            app: The server's application.
+        """
         self._version.set_function(lambda: -1 if app.ownership.version is None else app.ownership.version)
         self._running.set_function(lambda: app.running)
 

@@ -422,5 +422,9 @@ def named(members: Sequence[ServerHandle]) -> str:
 
 
 def print_now(text: str) -> None:
-    """Print a line for the user on stderr."""
+    """Print a line for the user on stderr.
+
+    Args:
+        text: The line.
+    """
     print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)

@@ -310,7 +310,13 @@ class ServerEngine:
 
 
 class ServerGenerationFuture:
-    """`GenerationFuture` of one request. Rank 0 holds the request and distributes its answers."""
+    """`GenerationFuture` of one request. Rank 0 holds the request and distributes its answers.
+
+    Args:
+        engine: Engine that sent the request.
+        prompts: Prompts of the request.
+        question: The request on rank 0; None elsewhere.
+    """
 
     def __init__(self, engine: ServerEngine, prompts: Sequence[Prompt], question: GenerationRequest | None):
         self._engine, self._prompts, self._question = engine, prompts, question

@@ -246,7 +246,11 @@ class WeightReceiverWorker(_Link):
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return the UUID of a GPU."""
+    """Return the UUID of a GPU.
+
+    Args:
+        device: CUDA device of this process.
+    """
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

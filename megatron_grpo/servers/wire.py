@@ -29,7 +29,11 @@ Kind = Literal["weights", "merged"]
 
 
 class MalformedMessageError(ValueError):
-    """The received message has an unexpected form. The message is a sentence."""
+    """The received message has an unexpected form. The message is a sentence.
+
+    Args:
+        sentence: Description of the fault.
+    """
 
     def __init__(self, sentence: str):
         super().__init__(printable(sentence))
@@ -264,7 +268,11 @@ class _Shaped(Message, frozen=True):
 
 
 def encode(body: Struct) -> bytes:
-    """Encode an object of one of the classes above as JSON."""
+    """Encode an object of one of the classes above as JSON.
+
+    Args:
+        body: The object.
+    """
     return msgspec.json.encode(body, enc_hook=_form_of_array)
 
 
@@ -287,7 +295,11 @@ def decode(cls: type[Body], body: bytes | str) -> Body:
 
 
 def encode_line(line: Struct) -> bytes:
-    """Encode one line of a stream, including its newline."""
+    """Encode one line of a stream, including its newline.
+
+    Args:
+        line: The object.
+    """
     return encode(line) + b"\n"
 
 
@@ -371,7 +383,11 @@ class _Error(Struct):
 
 
 def encode_error(sentence: str) -> bytes:
-    """Encode the body of a response whose status is not 200."""
+    """Encode the body of a response whose status is not 200.
+
+    Args:
+        sentence: Description of the error.
+    """
     return encode(_Error(sentence))
 
 

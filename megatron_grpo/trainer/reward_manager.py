@@ -99,7 +99,11 @@ class RewardManager:
 
 
 class CompletionIds(Sequence[list[int]]):
-    """Token IDs of completions. The list of a completion is made when it is read."""
+    """Token IDs of completions. The list of a completion is made when it is read.
+
+    Args:
+        completions: The completions.
+    """
 
     def __init__(self, completions: Sequence[Completion]):
         self._completions = completions
@@ -157,7 +161,11 @@ def _completion_argument(prompt: Prompt, completion: Completion) -> Any:
 
 
 def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
-    """Return the columns that reward functions get for episodes, besides their completions."""
+    """Return the columns that reward functions get for episodes, besides their completions.
+
+    Args:
+        records: Record of each episode.
+    """
     return {
         "messages": [[dict(message) for message in one.messages] for one in records],
         "turn_rewards": [list(one.turn_rewards) for one in records],

@@ -64,7 +64,11 @@ class ScoredRows:
 
 
 def emptied(sample: Sample) -> Sample:
-    """Return the sample without anything that trains. It still counts in N."""
+    """Return the sample without anything that trains. It still counts in N.
+
+    Args:
+        sample: The sample.
+    """
     nothing = np.zeros(len(sample.token_ids), dtype=np.float32)
     return replace(sample, mask=nothing > 0, sampler_logprobs=nothing, mask_offsets=None, mask_ids=None).with_old_logprobs(
         nothing, "recompute"
@@ -214,7 +218,11 @@ class SampleBuffer:
         return len(self.rows)
 
     def add(self, rollouts: Iterable[Rollout]) -> SampleBuffer:
-        """Return the buffer with the rows of new rollouts."""
+        """Return the buffer with the rows of new rollouts.
+
+        Args:
+            rollouts: New rollouts in their order.
+        """
         found = list(rollouts)
         samples = dict(self.samples)
         for rollout in found:

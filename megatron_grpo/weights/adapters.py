@@ -41,7 +41,12 @@ def adapter_map(base: WeightMap, rank: int) -> WeightMap:
 
 
 def even_sizes(shape: ModelShape, rank: int) -> Sizes:
-    """Return the matrix sizes as Megatron's linears hold them: one rank for all, and all modules."""
+    """Return the matrix sizes as Megatron's linears hold them: one rank for all, and all modules.
+
+    Args:
+        shape: Shape of the model.
+        rank: Rank of all matrices.
+    """
     modules = list(lora.linear_modules(shape))
     return {m.name + A: (rank, m.inner) for m in modules} | {m.name + B: (m.out, rank) for m in modules}
 

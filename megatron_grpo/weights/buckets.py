@@ -34,7 +34,12 @@ class BucketPart(IntEnum):
 
     @classmethod
     def of(cls, cut: ShardCut, is_expert: bool) -> BucketPart:
-        """Return the part for a parameter with this cut."""
+        """Return the part for a parameter with this cut.
+
+        Args:
+            cut: How the parameter is cut into shards.
+            is_expert: Whether it belongs to an expert.
+        """
         return cls.EXPERTS if is_expert else cls.WHOLE if cut is ShardCut.REPLICATED else cls.DENSE
 
 
@@ -47,11 +52,19 @@ class Ranks:
     experts: int  # expert tensor parallel x expert parallel
 
     def sharing(self, part: BucketPart) -> int:
-        """Return how many ranks share the parameters of a part."""
+        """Return how many ranks share the parameters of a part.
+
+        Args:
+            part: Part of a bucket.
+        """
         return (1, self.tensor, self.experts)[part]
 
     def travels(self, part: BucketPart) -> bool:
-        """Return whether a part needs communication. If not, it is read in place."""
+        """Return whether a part needs communication. If not, it is read in place.
+
+        Args:
+            part: Part of a bucket.
+        """
         return self.stages > 1 or self.sharing(part) > 1
 
 
@@ -105,17 +118,29 @@ class Bucket:
         """Return the number of collectives of this bucket.
 
         There is one over stages for each part, and one for each shared part, or several for a parameter that is larger than a bucket.
+
+        Args:
+            ranks: Parallel sizes.
         """
         shared = [(self.sizes[part], ranks.sharing(part)) for part in BucketPart if ranks.sharing(part) > 1]
         over_stages = sum(map(bool, self.sizes)) if ranks.stages > 1 else 0
         return over_stages + sum(-(-size // self.at_once(sharing)) for size, sharing in shared)
 
     def received_bytes(self, ranks: Ranks, stage: int) -> int:
-        """Return the bytes received by a rank of `stage`."""
+        """Return the bytes received by a rank of `stage`.
+
+        Args:
+            ranks: Parallel sizes.
+            stage: Pipeline stage of the rank.
+        """
         return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in BucketPart)
 
     def memory_bytes(self, ranks: Ranks) -> int:
-        """Return the bytes a bucket needs in transit: the shards of all ranks, and one piece if it is gathered in pieces."""
+        """Return the bytes a bucket needs in transit: the shards of all ranks, and one piece if it is gathered in pieces.
+
+        Args:
+            ranks: Parallel sizes.
+        """
         gathered = sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.travels(part))
         return gathered + (self.full_bytes if gathered > self.full_bytes else 0)
 
@@ -155,12 +180,22 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
 
 
 def num_collectives(buckets: Sequence[Bucket], ranks: Ranks) -> int:
-    """Return the number of collectives of one weight update, which is the same on every rank."""
+    """Return the number of collectives of one weight update, which is the same on every rank.
+
+    Args:
+        buckets: Buckets of one weight update, in order.
+        ranks: Parallel sizes.
+    """
     return sum(bucket.num_collectives(ranks) for bucket in buckets)
 
 
 def most_bytes(buckets: Sequence[Bucket], ranks: Ranks) -> int:
-    """Return the peak bytes of two buckets on a rank: one being received by the sampler, and the next in transit."""
+    """Return the peak bytes of two buckets on a rank: one being received by the sampler, and the next in transit.
+
+    Args:
+        buckets: Buckets of one weight update, in order.
+        ranks: Parallel sizes.
+    """
     held = [bucket.memory_bytes(ranks) for bucket in buckets]
     return max([sum(pair) for pair in pairwise(held)] or held, default=0)
 

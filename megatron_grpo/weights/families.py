@@ -174,6 +174,9 @@ def text_config(config: Config) -> Config:
 def family_of(config: Config) -> ModelFamily:
     """Return the family of a parsed config.json.
 
+    Args:
+        config: Parsed config.json.
+
     Raises:
         ConfigError: `architectures` is missing, malformed or not supported.
     """
@@ -195,6 +198,9 @@ def fields_of(architecture: str) -> dict[str, tuple[str, Any]]:
     """Return the configuration fields of an architecture: {field: (accepted JSON types, default)}.
 
     An architecture that is not in config_fields.json has only the fields common to every family.
+
+    Args:
+        architecture: Name in `architectures` of config.json.
     """
     return {**_TABLE["every family"], **_TABLE["families"].get(architecture, {}).get("fields", {})}
 

@@ -100,6 +100,9 @@ def check_tied_head(reader: HfReader) -> None:
 
     vLLM (0.32) and transformers (5) would use that head, so the sampler and the policy would be different models.
 
+    Args:
+        reader: Reader of the checkpoint.
+
     Raises:
         ConfigError: config.json ties head and embedding, and the two tensors differ.
     """
@@ -153,7 +156,11 @@ def experts_in(stored: str, size: Sequence[int], layout: str) -> Iterator[tuple[
 
 
 def stored_name(name: str) -> str:
-    """Return the name of the tensor in the file that contains `name`. Tensors that belong to no expert keep their name."""
+    """Return the name of the tensor in the file that contains `name`. Tensors that belong to no expert keep their name.
+
+    Args:
+        name: Hugging Face name of a tensor.
+    """
     match = _ONE.fullmatch(name)
     if match is None:
         return name
@@ -233,6 +240,10 @@ def checkpoint_directory(out: Path) -> Iterator[Path]:
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write one .safetensors file.
+
+    Args:
+        tensors: Tensors by name.
+        path: File to write.
 
     Raises:
         OSError: The operating system refused the write; safetensors' own exception is converted so that callers can handle it.

@@ -90,6 +90,10 @@ class LoraSettings:
         """Return the settings that a run's configuration asks for.
 
         Megatron's names of linear layers stand for the modules that they fuse in this model.
+
+        Args:
+            cfg: Settings of the adapter and of frozen parts.
+            shape: Shape of the model.
         """
         return cls(
             rank=cfg.lora_rank,
@@ -146,7 +150,11 @@ class LoraSettings:
         return ALL_LINEAR in self.target_modules or _ends(module, self.target_modules)
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's adapter; 0 if it has none."""
+        """Return the rank of a module's adapter; 0 if it has none.
+
+        Args:
+            module: Hugging Face name of the module.
+        """
         if module not in self._ranks:
             self._ranks[module] = int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
         return self._ranks[module]
@@ -155,12 +163,19 @@ class LoraSettings:
         """Return the factor of B A; 0 if the module has no adapter.
 
         Rank-stabilized LoRA divides alpha by the root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
+
+        Args:
+            module: Hugging Face name of the module.
         """
         rank, alpha = self.rank_of(module), _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank) if rank else 0.0
 
     def problems(self, shape: ModelShape) -> list[Problem]:
-        """Return a problem for each name or pattern that matches no linear layer. Such a name would silently train nothing."""
+        """Return a problem for each name or pattern that matches no linear layer. Such a name would silently train nothing.
+
+        Args:
+            shape: Shape of the model.
+        """
         modules = [module.name for module in linear_modules(shape)]
         known = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
         also = "Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2 stand for the layers that they fuse"
@@ -223,13 +238,22 @@ def peft_name(name: str, shape: ModelShape) -> str:
     """Return the name of a matrix in PEFT's files, without their prefix.
 
     PEFT uses the module names of transformers, which may differ from those in the model's files.
+
+    Args:
+        name: Name of the matrix here.
+        shape: Shape of the model.
     """
     tower = FAMILIES[shape.architecture].tower
     return tower.in_memory(name) if tower else name
 
 
 def own_name(name: str, shape: ModelShape) -> str:
-    """Return the name used here from a name in PEFT's files: the inverse of `peft_name`."""
+    """Return the name used here from a name in PEFT's files: the inverse of `peft_name`.
+
+    Args:
+        name: Name in PEFT's files, without their prefix.
+        shape: Shape of the model.
+    """
     tower = FAMILIES[shape.architecture].tower
     return tower.on_the_hub(name) if tower else name
 
@@ -238,6 +262,10 @@ def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
     """Return the adapter settings of a run; None if it trains weights.
 
     A run that starts from an adapter trains that one: its file decides everything except dropout, which is not part of an adapter.
+
+    Args:
+        cfg: Settings of the adapter and of frozen parts.
+        shape: Shape of the model.
 
     Raises:
         ConfigError: The adapter to start from cannot be used.
@@ -295,6 +323,9 @@ def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
     """Return all linear modules of the whole model, layer by layer.
 
     Cached: a model with many experts has tens of thousands, and the list is needed often.
+
+    Args:
+        shape: Shape of the model.
     """
     return tuple(
         LinearModule(
@@ -315,6 +346,10 @@ def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
 
     transformers 5 holds the experts of a layer in one tensor, so PEFT converts their matrices. In these models it does so for every module
     with the same last name: adapters of dense layers and of shared experts are dropped without an error.
+
+    Args:
+        settings: Adapter settings.
+        shape: Shape of the model.
     """
     expert_words = {module.name.rsplit(".", 1)[1] for module in linear_modules(shape) if module.is_expert}
     targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
@@ -332,7 +367,12 @@ Sizes = Mapping[str, tuple[int, int]]  # of matrices, by the name of PEFT's file
 
 
 def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
-    """Return the size of every adapter matrix of the whole model, each with its module's own rank. Modules without adapter are absent."""
+    """Return the size of every adapter matrix of the whole model, each with its module's own rank. Modules without adapter are absent.
+
+    Args:
+        settings: Adapter settings.
+        shape: Shape of the model.
+    """
     found = {}
     for module in linear_modules(shape):
         if rank := settings.rank_of(module.name):
@@ -344,12 +384,20 @@ def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
     """Return the largest rank of any module. All matrices of a run have this rank.
 
     Entries beyond a module's own rank are zero and stay zero, because their gradients are zero too.
+
+    Args:
+        settings: Adapter settings.
+        shape: Shape of the model.
     """
     return max((settings.rank_of(module.name) for module in linear_modules(shape)), default=0)
 
 
 def is_linear(entry: Entry) -> bool:
-    """Return whether a row of the table of weights can have an adapter. Routers have other names."""
+    """Return whether a row of the table of weights can have an adapter. Routers have other names.
+
+    Args:
+        entry: Row of the table of weights.
+    """
     return (".linear_" in f".{entry.megatron}" or "_proj." in entry.megatron) and ".weight" in entry.megatron and len(entry.hf[0][1]) == 2
 
 
@@ -377,7 +425,11 @@ def adapter_entries(entry: Entry, rank: int) -> tuple[Entry, Entry]:
 
 
 def module_of(name: str) -> str:
-    """Return the module name in the Hugging Face name of an adapter matrix."""
+    """Return the module name in the Hugging Face name of an adapter matrix.
+
+    Args:
+        name: Hugging Face name of the matrix.
+    """
     return name.rsplit(".lora_", 1)[0]
 
 

@@ -42,7 +42,11 @@ def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether the Megatron parameter `name` is an adapter matrix. All other parameters belong to the base model."""
+    """Return whether the Megatron parameter `name` is an adapter matrix. All other parameters belong to the base model.
+
+    Args:
+        name: Megatron name of the parameter.
+    """
     return _ADAPTER.search(name) is not None
 
 
@@ -145,13 +149,20 @@ class WeightMap:
             raise ValueError(f"{self.shape.architecture} needs {len(lost)} parameters that no Megatron module has: {', '.join(lost[:5])}")
 
     def entry(self, name: str) -> Entry:
-        """Return the table row of a parameter, which tells the caller how to gather its shards."""
+        """Return the table row of a parameter, which tells the caller how to gather its shards.
+
+        Args:
+            name: Megatron name of the parameter in the whole model, such as `decoder.layers.0.mlp.linear_fc1.weight`.
+        """
         return self._locate(name)[0]
 
     def place(self, name: str) -> tuple[int, int, int]:
         """Return the position of a parameter in the model: (layer, table row, expert).
 
         The layer is -1 for parameters before the layers, and the number of layers for those after them.
+
+        Args:
+            name: Megatron name of the parameter in the whole model, such as `decoder.layers.0.mlp.linear_fc1.weight`.
         """
         entry, _, expert = self._locate(name)
         match = _LAYER.fullmatch(name)
@@ -161,7 +172,11 @@ class WeightMap:
         return layer, list(self.layers[self.shape.kind_of(layer)]).index(entry.megatron), expert
 
     def hf_names(self, name: str) -> tuple[str, ...]:
-        """Return the Hugging Face tensors that Megatron parameter `name` consists of."""
+        """Return the Hugging Face tensors that Megatron parameter `name` consists of.
+
+        Args:
+            name: Megatron name of the parameter in the whole model, such as `decoder.layers.0.mlp.linear_fc1.weight`.
+        """
         entry, prefix, expert = self._locate(name)
         return tuple(prefix + template.format(e=expert) for template, _ in entry.hf)
 

@@ -52,7 +52,11 @@ class Entry:
 
 
 def outer_entries(shape: ModelShape) -> Iterator[Entry]:
-    """Yield the parameters outside the layers, with full names."""
+    """Yield the parameters outside the layers, with full names.
+
+    Args:
+        shape: Shape of the model.
+    """
     rows = (shape.vocab_size, shape.hidden_size)
     embedding = ((f"{shape.text_prefix}embed_tokens.weight", rows),)
     yield Entry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, ShardCut.VOCAB)
@@ -65,7 +69,11 @@ def outer_entries(shape: ModelShape) -> Iterator[Entry]:
 
 
 def tower_entries(shape: ModelShape) -> Iterator[Entry]:
-    """Yield the parameters of a vision tower, with full names. They keep their Hugging Face names behind a prefix."""
+    """Yield the parameters of a vision tower, with full names. They keep their Hugging Face names behind a prefix.
+
+    Args:
+        shape: Shape of the model.
+    """
     tower = FAMILIES[shape.architecture].tower
     if tower and shape.vision:
         for name, size in tower.tensors(shape.vision, shape.hidden_size):
@@ -98,7 +106,11 @@ def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[Entry]:
 
 
 def entries_in_layers(shape: ModelShape) -> Iterator[Entry]:
-    """Yield the parameters of all layers, layer by layer and expert by expert, with full names on both sides."""
+    """Yield the parameters of all layers, layer by layer and expert by expert, with full names on both sides.
+
+    Args:
+        shape: Shape of the model.
+    """
     for layer in range(shape.num_layers):
         here, there = f"decoder.layers.{layer}.", shape.layer_prefix(layer)
         for entry in layer_entries(shape, shape.kind_of(layer)):
@@ -232,12 +244,22 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the size of every Hugging Face tensor of the model: the content of a checkpoint and of an export."""
+    """Return the size of every Hugging Face tensor of the model: the content of a checkpoint and of an export.
+
+    Args:
+        shape: Shape of the model.
+    """
     return {name: size for entry in (*outer_entries(shape), *entries_in_layers(shape)) for name, size in entry.hf}
 
 
 def local_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:
-    """Return the entry unchanged: rows are written for Megatron's own modules (get_gpt_layer_local_spec)."""
+    """Return the entry unchanged: rows are written for Megatron's own modules (get_gpt_layer_local_spec).
+
+    Args:
+        entry: Row of the table of weights.
+        shape: Shape of the model.
+        moe: Whether the layer has experts.
+    """
     return entry
 
 
@@ -245,6 +267,11 @@ def transformer_engine_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> 
     """Rename an entry for Transformer Engine modules (get_gpt_layer_with_transformer_engine_spec).
 
     Norms are part of the linear layer that follows them. The down projections of multi-latent attention are replicated.
+
+    Args:
+        entry: Row of the table of weights.
+        shape: Shape of the model.
+        moe: Whether the layer has experts.
     """
     if shape.mla is None and entry.megatron == "input_layernorm.weight":
         return replace(entry, megatron="self_attention.linear_qkv.layer_norm_weight")
@@ -260,7 +287,11 @@ def transformer_engine_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> 
 
 
 def grouped_experts(entry: Entry) -> Entry:
-    """Rename an expert entry for TEGroupedMLP, which holds all experts of a rank in one module with one numbered weight each."""
+    """Rename an expert entry for TEGroupedMLP, which holds all experts of a rank in one module with one numbered weight each.
+
+    Args:
+        entry: Row of the table of weights.
+    """
     if not entry.is_expert:
         return entry
     return replace(entry, megatron=entry.megatron.replace("local_experts.{e}.", "") + "{e}")

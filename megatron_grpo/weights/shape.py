@@ -61,7 +61,11 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Return the shape described by a parsed config.json. Raises ConfigError, which lists everything unsupported in it."""
+        """Return the shape described by a parsed config.json. Raises ConfigError, which lists everything unsupported in it.
+
+        Args:
+            config: Parsed config.json.
+        """
         family, whole = family_of(config), config
         if family.tower:
             config = without_axes(text_config(whole))
@@ -123,7 +127,11 @@ class ModelShape:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelShape:
-        """Return the shape of the checkpoint in `directory`. Reads only config.json."""
+        """Return the shape of the checkpoint in `directory`. Reads only config.json.
+
+        Args:
+            directory: Directory of the checkpoint.
+        """
         return cls.from_hf(read_config(directory))
 
     @property
@@ -142,11 +150,19 @@ class ModelShape:
         return min((window for window in self.windows if window), default=None)
 
     def window(self, layer: int) -> int | None:
-        """Return the sliding window of a layer in tokens; None is full attention."""
+        """Return the sliding window of a layer in tokens; None is full attention.
+
+        Args:
+            layer: Index of the layer, from 0.
+        """
         return self.windows[layer] if self.windows else None
 
     def rope_of(self, layer: int) -> RopeShape:
-        """Return the rope of a layer: sliding-window layers may have their own."""
+        """Return the rope of a layer: sliding-window layers may have their own.
+
+        Args:
+            layer: Index of the layer, from 0.
+        """
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     def softmax_scale_of(self, layer: int) -> float:
@@ -154,6 +170,9 @@ class ModelShape:
 
         `attention_scaling` multiplies cos and sin of both queries and keys, so its square multiplies every score. Multi-latent attention
         has its own scale (`MlaShape.softmax_scale`).
+
+        Args:
+            layer: Index of the layer, from 0.
         """
         return self.rope_of(layer).attention_scaling ** 2 * (self.softmax_scale or self.head_dim**-0.5)
 
@@ -168,19 +187,35 @@ class ModelShape:
         return FAMILIES[self.architecture].text_prefix
 
     def layer_prefix(self, layer: int) -> str:
-        """Return the prefix of a layer's Hugging Face tensor names."""
+        """Return the prefix of a layer's Hugging Face tensor names.
+
+        Args:
+            layer: Index of the layer, from 0.
+        """
         return f"{self.text_prefix}layers.{layer}."
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
+        """Return whether a layer has experts.
+
+        Args:
+            layer: Index of the layer, from 0.
+        """
         return self.moe is not None and self.moe.layers[layer]
 
     def is_delta_net_layer(self, layer: int) -> bool:
-        """Return whether a layer has the gated delta rule instead of attention."""
+        """Return whether a layer has the gated delta rule instead of attention.
+
+        Args:
+            layer: Index of the layer, from 0.
+        """
         return self.delta_net is not None and self.delta_net.layers[layer]
 
     def kind_of(self, layer: int) -> LayerKind:
-        """Return which parts a layer has."""
+        """Return which parts a layer has.
+
+        Args:
+            layer: Index of the layer, from 0.
+        """
         return LayerKind(self.is_moe_layer(layer), self.is_delta_net_layer(layer))
 
     @property
@@ -197,6 +232,9 @@ def flat(shape: ModelShape) -> dict[str, Any]:
     """Return everything that decides what a model computes as JSON values by dotted name (`rope.theta`).
 
     `max_position_embeddings` is set to 0 so that it does not matter in comparisons.
+
+    Args:
+        shape: Shape of the model.
     """
     form = json.loads(json.dumps(asdict(replace(shape, max_position_embeddings=0))))
     inner = {name: value for name, value in form.items() if isinstance(value, dict)}
@@ -237,6 +275,9 @@ class _Config:
 
 def read_config(directory: str | Path) -> dict[str, Any]:
     """Return the parsed config.json of a checkpoint directory.
+
+    Args:
+        directory: Directory of the checkpoint.
 
     Raises:
         ConfigError: The file is missing, is not JSON, or is not a JSON object.

@@ -24,6 +24,9 @@ _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 def stored_names(directory: str | Path) -> dict[str, str]:
     """Return the file name of each tensor in a checkpoint directory.
 
+    Args:
+        directory: Directory of the checkpoint.
+
     Raises:
         ConfigError: Files are missing, damaged or in another format.
     """

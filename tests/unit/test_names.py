@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,3 +44,48 @@ def test_no_two_public_classes_have_one_name():
 
 def test_an_exception_of_an_exception_is_one():
     assert {"RowsError", "RunError", "ConfigError"} <= exceptions()
+
+
+def documented_functions() -> Iterator[tuple[str, set[str], set[str]]]:
+    """(place, arguments, names in the section Args) of every public function and method with a docstring.
+
+    A constructor's arguments are in its docstring, or in that of its class. A method without a docstring implements a protocol, which has it. The
+    docstrings of `cli.py` are the text of --help.
+    """
+
+    def walk(
+        body: list[ast.stmt], owner: ast.ClassDef | None
+    ) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, ast.ClassDef | None]]:
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield from walk(node.body, node)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield node, owner
+
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for function, owner in walk(ast.parse(path.read_text(encoding="utf-8")).body, None):
+            is_constructor = owner is not None and function.name == "__init__"
+            docstring = ast.get_docstring(function) or (ast.get_docstring(owner) if owner is not None and is_constructor else None)
+            if docstring is None or path.name == "cli.py" or (function.name.startswith("_") and not is_constructor):
+                continue
+            found = function.args
+            plain = [*found.posonlyargs, *found.args]
+            is_bound = owner is not None and not any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
+            extra = [argument for argument in (found.vararg, found.kwarg) if argument is not None]
+            names = {argument.arg for argument in [*plain[is_bound:], *found.kwonlyargs, *extra]}
+            section = re.search(r"^Args:\n((?: .*\n?|\n)*)", docstring, re.MULTILINE)
+            documented = set(re.findall(r"^    \*{0,2}(\w+)(?: \(.*\))?:", section[1], re.MULTILINE)) if section else set()
+            yield f"{path.relative_to(PACKAGE)}:{function.lineno} {function.name}", names, documented
+
+
+def test_nineteen_of_twenty_arguments_are_documented():
+    functions = list(documented_functions())
+    wanted = sum(len(names) for _, names, _ in functions)
+    named = sum(len(names & documented) for _, names, documented in functions)
+    missing = [f"{place}: {', '.join(sorted(names - documented))}" for place, names, documented in functions if names - documented]
+    assert wanted > 3000 and named >= 0.95 * wanted, f"{named} of {wanted}; not documented:\n" + "\n".join(missing)
+
+
+def test_a_documented_argument_exists():
+    stale = {place: documented - names for place, names, documented in documented_functions() if documented - names}
+    assert stale == {}

@@ -17,7 +17,11 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def needed_columns(config: Config) -> tuple[tuple[str, ...], ...]:
-    """Return the columns that a reward with a correct answer needs, as alternatives."""
+    """Return the columns that a reward with a correct answer needs, as alternatives.
+
+    Args:
+        config: All settings.
+    """
     return ((config.rewards.answer_column,),) if config.rewards.answer_column else (("answer", "solution"),)
 
 
@@ -35,7 +39,11 @@ def right_answers(columns: Mapping[str, Sequence[Any]], needs: Sequence[Sequence
 
 
 def alternatives(right: Any) -> list[str]:
-    """Return the acceptable answers of a row as strings: one, or several if the column holds a list. Empty if the row has no answer."""
+    """Return the acceptable answers of a row as strings: one, or several if the column holds a list. Empty if the row has no answer.
+
+    Args:
+        right: Value of the answer column.
+    """
     values = right if isinstance(right, (list, tuple)) else [right]
     return [str(value) for value in values if value is not None and str(value).strip()]
 
@@ -45,6 +53,9 @@ def final_answer(text: str) -> str:
 
     Only text after the last `</think>` counts. In it, the first match in this order: the last `<answer>` tag, the last `\boxed{}`, a
     line `#### x`, the text after the last "answer is" or "answer:" on its line, or else the whole text.
+
+    Args:
+        text: Text of the completion.
     """
     text = text.rpartition("</think>")[2]
     tags = _TAG.findall(text)
@@ -61,7 +72,11 @@ def final_answer(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` of a text, with balanced braces; None if there is none."""
+    r"""Return the content of the last `\boxed{...}` of a text, with balanced braces; None if there is none.
+
+    Args:
+        text: Text of the completion.
+    """
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -74,7 +89,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def same_answer(answer: str, right: str) -> bool:
-    """Return whether two answers are equal, ignoring case, spacing, `$`, a final full stop, and notations of a decimal number."""
+    """Return whether two answers are equal, ignoring case, spacing, `$`, a final full stop, and notations of a decimal number.
+
+    Args:
+        answer: Answer of the model.
+        right: Correct answer.
+    """
     left, other = normalise(answer), normalise(right)
     if left == other:
         return True
@@ -84,7 +104,11 @@ def same_answer(answer: str, right: str) -> bool:
 
 
 def normalise(answer: str) -> str:
-    """Return an answer in the form that `same_answer` compares."""
+    """Return an answer in the form that `same_answer` compares.
+
+    Args:
+        answer: Answer of the model, or the correct one.
+    """
     text = " ".join(answer.split()).casefold()
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\text{", "}"), ("**", "**"), ('"', '"')):
         if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):

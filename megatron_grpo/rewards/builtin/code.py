@@ -94,7 +94,11 @@ def _called(test: str, entry_point: Any) -> str:
 
 
 def program_of(text: str) -> str:
-    """Return the last fenced block of a text, even if truncated; without a block, the text after the last `</think>`."""
+    """Return the last fenced block of a text, even if truncated; without a block, the text after the last `</think>`.
+
+    Args:
+        text: Text of the completion.
+    """
     text = text.rpartition("</think>")[2]
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text
@@ -137,12 +141,20 @@ def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def lines_of(output: str) -> list[str]:
-    """Return output in the form that is compared: lines without trailing space, without empty lines at the end."""
+    """Return output in the form that is compared: lines without trailing space, without empty lines at the end.
+
+    Args:
+        output: Output of a program.
+    """
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
 def build_code(config: Config) -> Code:
-    """Create the reward. Raises ConfigError on a machine that cannot sandbox programs."""
+    """Create the reward. Raises ConfigError on a machine that cannot sandbox programs.
+
+    Args:
+        config: All settings.
+    """
     landlock = "may" if config.rewards.code_without_landlock else "must"
     reason = why_unsafe(landlock=landlock)
     if reason is not None:

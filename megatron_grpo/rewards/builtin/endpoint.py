@@ -35,7 +35,11 @@ Answer = TypeVar("Answer")
 
 
 class UnansweredError(Exception):
-    """No usable response arrived. The message ends the sentence "reward `name` ..."."""
+    """No usable response arrived. The message ends the sentence "reward `name` ...".
+
+    Args:
+        why: End of the sentence.
+    """
 
     def __init__(self, why: str):
         super().__init__(printable(why))
@@ -66,7 +70,11 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
 
 
 class Key:
-    """API key of an endpoint. Its repr is a placeholder, so that tracebacks, loggers and dumps do not reveal it."""
+    """API key of an endpoint. Its repr is a placeholder, so that tracebacks, loggers and dumps do not reveal it.
+
+    Args:
+        secret: The key.
+    """
 
     def __init__(self, secret: str):
         self._secret = secret
@@ -202,7 +210,11 @@ def _opener(url: str, deadline: float) -> urllib.request.OpenerDirector:
 
 
 def is_local(url: str) -> bool:
-    """Return whether the host of a URL is this machine."""
+    """Return whether the host of a URL is this machine.
+
+    Args:
+        url: Address of the endpoint.
+    """
     host = urllib.parse.urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -225,7 +237,11 @@ def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:
 
 
 def url_fault(url: str) -> str | None:
-    """Return what is wrong with the address of an endpoint, as the end of a sentence, or None. The sentence repeats no password."""
+    """Return what is wrong with the address of an endpoint, as the end of a sentence, or None. The sentence repeats no password.
+
+    Args:
+        url: Address of the endpoint.
+    """
     try:
         parts = urllib.parse.urlsplit(url)
         port_is_right = parts.port is None or parts.port > 0

@@ -42,7 +42,11 @@ _OPERATIONS = "call getattr setattr delattr iter next reversed len bool int floa
 
 
 def fault_of(test: str) -> str | None:
-    """Return the reason why a test cannot verify anything, as the end of a sentence about it; None if it can."""
+    """Return the reason why a test cannot verify anything, as the end of a sentence about it; None if it can.
+
+    Args:
+        test: Source of the test.
+    """
     try:
         if any(map(_holds, ast.walk(ast.parse(test)))):
             return None
@@ -121,6 +125,9 @@ class ObjectLink:
 
     def number_of(self, thing: object) -> int:
         """Register an object of this process, and return the number by which the other end refers to it.
+
+        Args:
+            thing: The object.
 
         Raises:
             TypeError: In the process of the tests, if the object is not a function.

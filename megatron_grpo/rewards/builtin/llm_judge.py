@@ -91,7 +91,11 @@ class LlmJudge:
 
 
 def read_score(verdict: str) -> float | None:
-    """Return the last number after the word "score", or the number that is the whole verdict; None if there is none."""
+    """Return the last number after the word "score", or the number that is the whole verdict; None if there is none.
+
+    Args:
+        verdict: Response of the judge.
+    """
     found = _SCORE.findall(verdict)
     if found:
         return float(found[-1])
@@ -99,12 +103,20 @@ def read_score(verdict: str) -> float | None:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Return a prompt as the judge reads it: a string unchanged, messages with their roles."""
+    """Return a prompt as the judge reads it: a string unchanged, messages with their roles.
+
+    Args:
+        prompt: String or chat messages.
+    """
     return prompt if isinstance(prompt, str) else "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def build_llm_judge(config: Config) -> LlmJudge:
-    """Create the reward. Raises ConfigError if its settings are incomplete or invalid."""
+    """Create the reward. Raises ConfigError if its settings are incomplete or invalid.
+
+    Args:
+        config: All settings.
+    """
     settings = config.rewards
     url, model, problems = settings.llm_judge_url, settings.llm_judge_model, []
     fault = url_fault(url or "")

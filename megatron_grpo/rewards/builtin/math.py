@@ -79,7 +79,11 @@ class Math:
 
 
 def build_math(config: Config) -> Math:
-    """Create the reward. Raises ConfigError if math-verify is not installed."""
+    """Create the reward. Raises ConfigError if math-verify is not installed.
+
+    Args:
+        config: All settings.
+    """
     if find_spec("math_verify") is None:
         message = "Reward `math` needs the extra `math`: pip install 'megatron-grpo[math]'. Reward `accuracy` compares text without it."
         raise config_error("reward_funcs", message)

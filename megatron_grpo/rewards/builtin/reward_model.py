@@ -79,11 +79,19 @@ class PlainShape:
     """Request and response format of a generic endpoint: prompts and completions in, `rewards` out."""
 
     def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
-        """Return the request body for (prompt, completion) rows."""
+        """Return the request body for (prompt, completion) rows.
+
+        Args:
+            rows: (prompt, completion) pairs.
+        """
         return {"prompts": [prompt for prompt, _ in rows], "completions": [completion for _, completion in rows]}
 
     def scores(self, answer: Any) -> list[float]:
-        """Return the scores in a response."""
+        """Return the scores in a response.
+
+        Args:
+            answer: Parsed JSON of the response.
+        """
         return [float(score) for score in (answer["rewards"] if isinstance(answer, Mapping) else answer)]
 
 
@@ -149,7 +157,11 @@ def _last_number(values: Any) -> float:
 
 
 def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
-    """Create the reward. Raises ConfigError if its settings or the classifier's configuration are invalid."""
+    """Create the reward. Raises ConfigError if its settings or the classifier's configuration are invalid.
+
+    Args:
+        config: All settings.
+    """
     settings = config.rewards
     model, url, problems = settings.reward_model, settings.reward_model_url, []
     if not model and not url:

@@ -41,12 +41,19 @@ class Accuracy:
 
 
 def build_accuracy(config: Config) -> Accuracy:
-    """Create the reward `accuracy`."""
+    """Create the reward `accuracy`.
+
+    Args:
+        config: All settings.
+    """
     return Accuracy(needs=needed_columns(config), exact=config.rewards.accuracy_exact)
 
 
 def build_format(config: Config) -> Callable[..., list[float]]:
     """Create the reward `format`: 1 for a completion made of the given tags, each once and in order, with nothing around them; else 0.
+
+    Args:
+        config: All settings.
 
     Raises:
         ConfigError: If the tags are not distinct names.
@@ -72,6 +79,9 @@ def build_length(config: Config) -> Callable[..., list[float]]:
 
     `-|tokens - target| / max_completion_length`: 0 at the target length, -1 at a distance of max_completion_length.
 
+    Args:
+        config: All settings.
+
     Raises:
         ConfigError: If the target is out of range.
     """
@@ -86,6 +96,9 @@ def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
     """Create the reward `soft_overlong`.
 
     `min(0, -(tokens - (limit - ramp)) / ramp)`: 0 up to the ramp, -1 at the limit. Source: DAPO, equation 13.
+
+    Args:
+        config: All settings.
 
     Raises:
         ConfigError: If limit or ramp is out of range.
@@ -145,7 +158,11 @@ class Cosine:
 
 
 def build_cosine(config: Config) -> Cosine:
-    """Create the reward `cosine`."""
+    """Create the reward `cosine`.
+
+    Args:
+        config: All settings.
+    """
     from megatron_grpo.rewards.builtin.math import build_math
 
     settings = config.rewards
@@ -163,6 +180,9 @@ def build_repetition(config: Config) -> Callable[..., list[float]]:
 
     `(1 - distinct / all) * repetition_max_penalty`, 0 for completions shorter than one n-gram. Source: Demystifying Long Chain-of-Thought
     Reasoning (arXiv 2502.03373), appendix C.2; as TRL's `get_repetition_penalty_reward`.
+
+    Args:
+        config: All settings.
     """
     n, max_penalty = config.rewards.repetition_n_grams, config.rewards.repetition_max_penalty
 
@@ -178,6 +198,9 @@ def build_environment(config: Config) -> Callable[..., list[float]]:
     """Create the reward `environment`: the discounted sum of the rewards of an episode's turns.
 
     The environment of the episode gave these rewards. See docs/turns.md.
+
+    Args:
+        config: All settings.
     """
     discount = config.turns.turn_discount
 

@@ -136,6 +136,10 @@ def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
     """Raise ConfigError if `async_rollout_depth` is set and the sampler has not the methods for it.
 
     They are `begin` (`rollout.engine.BackgroundSampler`); with partial rollouts `resume` (`rollout.engine.InterruptibleSampler`).
+
+    Args:
+        cfg: Settings of the run.
+        sampler: Sampler of the run.
     """
     if cfg.rollout.partial_rollouts and not hasattr(sampler, "resume"):
         message = (

@@ -218,7 +218,11 @@ def versions_on(device: torch.device) -> dict[str, str]:
 
 
 def read_if_there(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
+    """Return the text of a file; empty if it cannot be read.
+
+    Args:
+        path: The file.
+    """
     with suppress(OSError):
         return path.read_text()
     return ""
@@ -276,6 +280,9 @@ def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
     With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled. No default bound applies
     then, and the check warns only if `logprob_diff_warn` is set.
 
+    Args:
+        cfg: Settings of the run.
+
     Returns:
         A function from metrics to a warning, or to None if the difference is within bounds.
     """
@@ -286,5 +293,9 @@ def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
 
 
 def where_they_part(cfg: Config) -> str:
-    """Return the hint that names the `mismatch` command, for warnings about differing log-probs."""
+    """Return the hint that names the `mismatch` command, for warnings about differing log-probs.
+
+    Args:
+        cfg: Settings of the run.
+    """
     return f"To see at which operation they part: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 def environment(cfg: Config, tokenizer: Any) -> type[Environment] | None:
     """Load the class of the run's episodes; None without an environment or tools. Executes the user's code.
 
+    Args:
+        cfg: Settings of the run.
+        tokenizer: Hugging Face tokenizer.
+
     Raises:
         ConfigError: If it cannot be loaded.
     """
@@ -77,6 +81,9 @@ def dry_run_environment(
 
 def rollout_function(cfg: Config) -> Callable[..., Any] | None:
     """Load the function that `rollout_func` names; None without one. Executes the user's file.
+
+    Args:
+        cfg: Settings of the run.
 
     Raises:
         ConfigError: If it cannot be loaded.
