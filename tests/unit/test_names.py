@@ -49,8 +49,8 @@ def test_an_exception_of_an_exception_is_one():
 def documented_functions() -> Iterator[tuple[str, set[str], set[str]]]:
     """(place, arguments, names in the section Args) of every public function and method with a docstring.
 
-    A constructor's arguments are in its docstring, or in that of its class. A method without a docstring implements a protocol, which has it. The
-    docstrings of `cli.py` are the text of --help.
+    A constructor's arguments are in its docstring, or in that of its class. A method without a docstring implements a protocol, which has
+    it. The docstrings of `cli.py` are the text of --help.
     """
 
     def walk(
