@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_grpo.analysis.referee import reference
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.grpo import validation
 from megatron_grpo.types import Sample
 from tests import parity_cases as cases
-from tests.reference import grpo_reference as reference
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real")
 LEVELS = ("token", "sequence", "sequence_token")
@@ -189,7 +189,7 @@ def expect(made: Material, runs: Runs, folder: Path) -> Expected:
     return Expected(list(named), shapes, np.array(losses), folder / "gradients.npy", 0.3 * kl)
 
 
-def _completion(model, frozen, sample: Sample) -> reference.Completion:
+def _completion(model, frozen, sample: Sample) -> reference.ReferenceCompletion:
     at = np.flatnonzero(np.arange(len(sample.token_ids)) >= np.argmax(sample.mask))
     ids, targets = torch.from_numpy(sample.token_ids)[None], torch.from_numpy(sample.token_ids[at])
     with cases.float32_means_float64():
@@ -200,7 +200,7 @@ def _completion(model, frozen, sample: Sample) -> reference.Completion:
     def double(array):
         return torch.from_numpy(array[at].astype(np.float64))
 
-    return reference.Completion(
+    return reference.ReferenceCompletion(
         mask=double(sample.mask), logp=logp, entropy=entropy, sampler_logp=double(sample.sampler_logprobs), ref_logp=ref,
         old_logp=None if sample.version == 0 else double(sample.old_logprobs), advantage=0.0, is_truncated=sample.is_truncated,
         group=sample.prompt_number, teacher_logp=None if sample.teacher_logprobs is None else double(sample.teacher_logprobs),

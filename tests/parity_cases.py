@@ -595,7 +595,7 @@ def with_kept(path: str | Path, samples: Sequence[Sample], *, vocab: int, temper
 
 
 def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index: int) -> torch.Tensor:
-    from tests.reference.grpo_reference import Completion, grpo_loss, token_logprobs
+    from megatron_grpo.analysis.referee.reference import ReferenceCompletion, grpo_loss, token_logprobs
 
     completions = []
     for s in samples:
@@ -612,7 +612,7 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         def double(array, at=at):
             return torch.from_numpy(array[at].astype(np.float64))
 
-        completions.append(Completion(
+        completions.append(ReferenceCompletion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
             old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated,
             is_zero_std=s.is_zero_std, group=s.prompt_number,

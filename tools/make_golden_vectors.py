@@ -18,8 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
+from megatron_grpo.analysis.referee import reference  # noqa: E402
 from megatron_grpo.config.config import GrpoConfig  # noqa: E402
-from tests.reference import grpo_reference as reference  # noqa: E402
 
 TARGET = ROOT / "tests" / "golden" / "grpo.json"
 MAX_COMPLETION_LENGTH = 6
@@ -84,7 +84,7 @@ ADVANTAGE_CASES = [
 ]
 
 
-def completions() -> list[reference.Completion]:
+def completions() -> list[reference.ReferenceCompletion]:
     """BATCH as the reference takes it; logp and entropy collect gradients."""
 
     def tensor(values):
@@ -97,7 +97,7 @@ def completions() -> list[reference.Completion]:
         tensors["entropy"].requires_grad_()
         old = None if row["old_logp"] is None else tensor(row["old_logp"])
         flags = {name: row.get(name, False) for name in ("is_truncated", "is_zero_std")} | {"group": row.get("group", 0)}
-        found.append(reference.Completion(**tensors, old_logp=old, advantage=row["advantage"], **flags))
+        found.append(reference.ReferenceCompletion(**tensors, old_logp=old, advantage=row["advantage"], **flags))
     return found
 
 

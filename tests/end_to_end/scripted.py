@@ -97,7 +97,7 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
 
 def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> list[Sample]:
     """Every sample with old log-probs, which are those of the model when the rollout comes in, whatever the timetable does to get them."""
-    from tests.reference import grpo_reference
+    from megatron_grpo.analysis.referee import reference as grpo_reference
 
     samples = []
     for prompt, completions in groups:
@@ -123,8 +123,8 @@ def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> 
 
 def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
     """float64 [T], 0 where nothing trains."""
+    from megatron_grpo.analysis.referee.reference import token_logprobs
     from tests.parity_cases import float32_means_float64
-    from tests.reference.grpo_reference import token_logprobs
 
     with torch.no_grad(), float32_means_float64():
         logits = model(torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0, :-1]

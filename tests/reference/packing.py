@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_grpo.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs, TokenWeights
 from megatron_grpo.grpo.metrics import LossLogs, combine
 from megatron_grpo.grpo.objectives import Labels, classification
-from tests.reference.grpo_reference import Completion
 
 MAX_COMPLETION_LENGTH = 9
 
 
 def random_batch(
     seed: int, num_completions: int = 8, *, dtype: torch.dtype = torch.float64, share_on_policy: float = 0.5
-) -> list[Completion]:
+) -> list[ReferenceCompletion]:
     """Completions of 1 to 8 tokens, some stale, some truncated, some of zero-std groups, tokens not trained or unscored by the sampler.
 
     Four completions are a group: the entropies of their first tokens, which have one context, are equal but for rounding.
@@ -44,7 +44,7 @@ def random_batch(
         sampler[rng.random(length) < 0.05] = np.nan
         is_zero_std = bool(rng.random() < 0.2)
         completions.append(
-            Completion(
+            ReferenceCompletion(
                 mask=values(mask),
                 logp=values(logp, grad=True),
                 entropy=values([first_entropies[row], *rng.exponential(1.0, length)[1:]], grad=True),
@@ -71,7 +71,9 @@ class Packed:
     places: list[tuple[int, int]]  # (completion, token) of each of the C positions
 
 
-def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequence[int], dtype: torch.dtype, labels=None) -> Packed:
+def pack(
+    completions: Sequence[ReferenceCompletion], weights: TokenWeights, which: Sequence[int], dtype: torch.dtype, labels=None
+) -> Packed:
     """The completions `which`, in this order, packed end to end. Only trained positions exist; a completion may have none.
 
     labels: what `labels_of` says.
@@ -104,7 +106,7 @@ def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequen
     )
 
 
-def token_weight_fn(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenWeights:
+def token_weight_fn(loss: GrpoLoss, completions: Sequence[ReferenceCompletion]) -> TokenWeights:
     return loss.token_weights(
         [int(c.mask.sum()) for c in completions],
         is_truncated=[c.is_truncated for c in completions],
@@ -112,13 +114,13 @@ def token_weight_fn(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenW
     )
 
 
-def threshold_of(cfg: GrpoConfig, completions: Sequence[Completion], weights: TokenWeights) -> float:
+def threshold_of(cfg: GrpoConfig, completions: Sequence[ReferenceCompletion], weights: TokenWeights) -> float:
     """Over the tokens whose weight is left, as the policy gathers them."""
     masks = [c.mask.bool().numpy() & (u > 0) for c, u in zip(completions, weights.of_rows, strict=True)]
     return entropy_threshold([c.entropy.detach().numpy() for c in completions], masks, cfg.top_entropy_quantile)
 
 
-def in_whole_groups(completions: Sequence[Completion]) -> Sequence[Completion]:
+def in_whole_groups(completions: Sequence[ReferenceCompletion]) -> Sequence[ReferenceCompletion]:
     """Zero-std groups are zero-std as a whole, as those of a rollout are, and worth nothing."""
     for group in {c.group for c in completions}:
         members = [c for c in completions if c.group == group]
@@ -128,7 +130,7 @@ def in_whole_groups(completions: Sequence[Completion]) -> Sequence[Completion]:
     return completions
 
 
-def labels_of(loss: GrpoLoss, completions: Sequence[Completion], weights: TokenWeights) -> tuple[np.ndarray, np.ndarray] | None:
+def labels_of(loss: GrpoLoss, completions: Sequence[ReferenceCompletion], weights: TokenWeights) -> tuple[np.ndarray, np.ndarray] | None:
     """As the policy gathers them before a step."""
     if loss.needs_classification is None:
         return None
@@ -139,7 +141,7 @@ def labels_of(loss: GrpoLoss, completions: Sequence[Completion], weights: TokenW
 
 
 def package_loss(
-    cfg: GrpoConfig, completions: Sequence[Completion], split: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64
+    cfg: GrpoConfig, completions: Sequence[ReferenceCompletion], split: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64
 ) -> tuple[float, list[np.ndarray], list[np.ndarray], LossLogs]:
     """The package's loss over a global batch cut into micro-batches `split`; its gradients by completion (logp, entropy); its logs."""
     loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.analysis.referee import reference
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.grpo import validation
 from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, reward_metrics, zero_std_groups
-from tests.reference import grpo_reference as reference
 
 COMBINATIONS = [
     cfg

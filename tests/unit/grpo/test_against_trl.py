@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo import advantages as ours
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.metrics import finish
-from tests.reference.grpo_reference import Completion
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, threshold_of, token_weight_fn
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")
@@ -55,7 +55,7 @@ class OneProcess:
 class TablesForAModel(grpo_trainer.GRPOTrainer):
     """TRL's trainer with its own loss and advantage code, and log-probs read off a table."""
 
-    def __init__(self, completions: list[Completion], rewards, reward_weights, **settings):
+    def __init__(self, completions: list[ReferenceCompletion], rewards, reward_weights, **settings):
         self.completions, self.rewards_per_func = completions, torch.tensor(rewards)
         defaults = dict(
             loss_type="grpo", epsilon_high=None, delta=None, beta=0.0, use_bias_correction_kl=True, importance_sampling_level="token",

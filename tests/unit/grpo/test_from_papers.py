@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.grpo.loss import OBJECTIVES
-from tests.reference.grpo_reference import Completion
 from tests.reference.packing import MAX_COMPLETION_LENGTH, package_loss, random_split
 
 T = MAX_COMPLETION_LENGTH - 1
@@ -38,10 +38,10 @@ class Batch:
         self.truncated = torch.tensor(rng.random((groups, n)) < 0.3)
         self.truncated[-2 % groups] = True
 
-    def completions(self, cfg: GrpoConfig) -> list[Completion]:
+    def completions(self, cfg: GrpoConfig) -> list[ReferenceCompletion]:
         found = advantages([[[float(r)] for r in group] for group in self.rewards], cfg, [1.0])
         return [
-            Completion(
+            ReferenceCompletion(
                 mask=self.mask[g, i], logp=self.logp[g, i].detach().requires_grad_(), entropy=torch.zeros(T, dtype=torch.float64),
                 sampler_logp=self.old[g, i], ref_logp=self.ref[g, i], old_logp=self.old[g, i], advantage=float(found.advantages[g, i]),
                 is_truncated=bool(self.truncated[g, i]), is_zero_std=bool(found.is_zero_std[g]), group=g,

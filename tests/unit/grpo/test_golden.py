@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.grpo import validation
 from megatron_grpo.grpo.advantages import advantages
-from tests.reference.grpo_reference import Completion
 from tests.reference.packing import package_loss
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "grpo.json").read_text())
 
 
-def completions() -> list[Completion]:
+def completions() -> list[ReferenceCompletion]:
     def tensor(values):
         return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64)
 
     return [
-        Completion(
+        ReferenceCompletion(
             mask=tensor(row["mask"]),
             logp=tensor(row["logp"]),
             entropy=tensor(row["entropy"]),

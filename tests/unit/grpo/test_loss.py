@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.analysis.referee import reference
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import finish
 from megatron_grpo.grpo.objectives import RATIOS, Labels, Sequences, classification, off_policy_mask, rollout_correction, whole_sequences
 from tests.combinations import KL_MODES, legal, random_others
-from tests.reference import grpo_reference as reference
 from tests.reference.packing import (
     MAX_COMPLETION_LENGTH,
     in_whole_groups,
