@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.base.errors import printable
+from megatron_grpo.environments.players import LARGE
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.tools import MARKS, ReadCalls
 from megatron_grpo.environments.trajectory import ChatTemplate, Context, SampledSpan, TokenizedTrajectory, joined
 from megatron_grpo.rollout.turns import Key, SampledTurn
 
-LARGE = 1_000_000  # characters; the length of a longer rendering is estimated before it is encoded
 _THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 

@@ -1,44 +1,34 @@
-"""Concurrent episodes on one sampler, and samplers that play them. While some episodes wait, others are sampled; no lockstep."""
+"""Concurrent episodes of environments on one sampler. While some episodes wait, others are sampled; no lockstep."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from megatron_grpo.base.errors import printable
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.chat import opening_of
 from megatron_grpo.environments.loading import template_of
+from megatron_grpo.environments.players import LARGE, Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
-from megatron_grpo.environments.trajectory import ChatTemplate, History, Trajectory, without_turns
+from megatron_grpo.environments.trajectory import History, Trajectory, without_turns
 from megatron_grpo.environments.workers import CallResult, CallTimeoutError, Workers
 from megatron_grpo.rewards.process_isolation import ExitRequestedError
-from megatron_grpo.rollout.engine import SamplingSettings, WeightsLostError
-from megatron_grpo.rollout.turns import Key, Player, SampledTurn, TurnEngine, TurnSampler, request_seed
-from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt
-
-MOST_WAITED = 0.5  # longest wait for environments in seconds, before the sampler is polled again
-LARGE = 1_000_000  # characters; the length of a longer text is estimated before it is encoded
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.turns import Key, SampledTurn, request_seed
+from megatron_grpo.types import Completion, Group, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRunnerFactory:
+class EpisodeRunnerFactory(PlayerFactory):
     """Settings that all episodes of a run share. Lengths are in tokens."""
 
     environment: type[Environment]
-    template: ChatTemplate
-    system: str | None  # system message for prompts without one
     max_turns: int
     max_completion_length: int  # limit for an episode after its opening, including messages of the environment
     max_model_len: int  # limit for one context
-    timeout: float  # of one environment call, in seconds
-    concurrency: int  # largest number of concurrent environment calls
     history: History = "template"
 
     @classmethod
@@ -67,20 +57,9 @@ class EpisodeRunnerFactory:
             history=turns.turn_history,
         )
 
-    def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
-        """Return the messages of a row, from which its token IDs were rendered.
-
-        Args:
-            prompt: The row.
-        """
-        assert not isinstance(prompt.raw, str)  # a string prompt is refused when the data are read
-        return opening_of(prompt.raw, system=self.system)
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Episode:
-    prompt: Prompt
-    place: int
+class _Episode(Episode):
     opening: Sequence[Message]  # the row's messages
     environment: Environment | None = None
     transcript: Trajectory | None = None
@@ -89,18 +68,10 @@ class _Episode:
     num_opening: int = 0  # messages before the first turn
     rewards: list[float | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    finish_reason: str = ""
-    fault: str = ""
-    version: int = 0  # of the weights when the episode started
-
-    @property
-    def key(self) -> Key:
-        return self.prompt.number, self.place
 
 
-class EpisodeRunner:
-    """`rollout.turns.Player` that plays the episodes of some prompts.
+class EpisodeRunner(RequestingPlayer):
+    """`rollout.turns.Player` that plays the episodes of some prompts with an environment.
 
     A failure of an environment ends its own episode alone. Environments are constructed in worker threads, and their methods are called
     there too.
@@ -113,10 +84,9 @@ class EpisodeRunner:
     """
 
     def __init__(self, stage: EpisodeRunnerFactory, prompts: Sequence[Prompt], *, n: int, seed_of: Callable[[int, int, int], int]):
-        self.stage, self.prompts, self.n = stage, list(prompts), n
-        self._seed_of = seed_of
+        super().__init__(prompts, n)
+        self.stage, self._seed_of = stage, seed_of
         self._workers = Workers(concurrency=stage.concurrency, timeout=stage.timeout)
-        self._asked: dict[Key, tuple[tuple[int, ...], int, int]] = {}  # open turns: (token IDs, seed, max_tokens)
         self._openings: dict[int, tuple[int, ...]] = {}  # prompt number -> token IDs of its opening
         episodes = [
             _Episode(prompt=prompt, place=place, opening=opening)
@@ -126,44 +96,12 @@ class EpisodeRunner:
         ]
         self.episodes = {one.key: one for one in episodes}
         self._open = set(self.episodes)
-        self._turns: TurnSampler | None = None
         for one in episodes:
             self._workers.submit(("start", one.key), partial(self._start, one))
 
-    def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
-        """Play for about `seconds`.
-
-        Args:
-            turns: The sampler. If it is another one than in the last call, open turns are submitted to it again, since the earlier sampler
-                may be lost.
-            seconds: Approximate duration of the call.
-            version: Version of the weights that sample.
-
-        Returns:
-            Whether all episodes have ended.
-        """
-        if self.is_over:
-            return True
-        if turns is not self._turns:
-            self._turns = turns
-            for key, (token_ids, seed, most) in self._asked.items():
-                turns.submit(key, token_ids, seed=seed, max_tokens=most)
-        until = time.monotonic() + seconds
-        while True:
-            for outcome in self._workers.take(0.0 if turns.num_running else min(MOST_WAITED, max(0.0, until - time.monotonic()))):
-                self._hear(outcome, version)
-            for key, sampled in turns.poll():
-                self._print_line(self.episodes[key], sampled)
-            if self.is_over:
-                self.close()
-                return True
-            if time.monotonic() >= until:
-                return False
-
     @property
-    def side_effects(self) -> list[str]:
-        """Side effects of environments on this process; each entry completes a sentence about an environment."""
-        return self._workers.side_effects
+    def warnings(self) -> list[str]:
+        return [f"The environment {effect}." for effect in self._workers.side_effects]
 
     @property
     def is_over(self) -> bool:
@@ -172,14 +110,25 @@ class EpisodeRunner:
 
     def close(self) -> None:
         """End the worker threads."""
+        super().close()
         self._workers.close()
 
     def groups(self) -> list[Group]:
-        """Return the groups in the order of the prompts. Call it after all episodes have ended."""
         return [
-            Group(prompt=prompt, completions=tuple(_completion(self.episodes[prompt.number, place]) for place in range(self.n)))
+            Group(prompt=prompt, completions=tuple(self._completion(self.episodes[prompt.number, place]) for place in range(self.n)))
             for prompt in self.prompts
         ]
+
+    def _hear(self, seconds: float) -> None:
+        for outcome in self._workers.take(seconds):
+            self._returned(outcome)
+
+    @staticmethod
+    def _completion(episode: _Episode) -> Completion:
+        trajectory = episode.transcript.finished() if episode.transcript is not None else without_turns(episode.prompt.token_ids)
+        return episode.completion(
+            trajectory, episode.messages, num_opening=episode.num_opening, rewards=episode.rewards, metrics=episode.metrics
+        )
 
     # ---- one episode
 
@@ -188,7 +137,7 @@ class EpisodeRunner:
         episode.environment = self.stage.environment(episode.prompt.columns)
         return episode.environment.start([dict(message) for message in episode.opening])
 
-    def _hear(self, outcome: CallResult, version: int) -> None:
+    def _returned(self, outcome: CallResult) -> None:
         """Process the result of an environment call."""
         kind, key = cast(tuple[str, Key], outcome.key)
         episode = self.episodes[key]
@@ -199,7 +148,7 @@ class EpisodeRunner:
             if outcome.error is not None:
                 raise outcome.error
             if kind == "start":
-                episode.version = version
+                episode.version = self._version
                 self._started(episode, outcome.value)
             else:
                 self._heard(episode, outcome.value)
@@ -237,7 +186,7 @@ class EpisodeRunner:
                 f"start of {name} returned different messages for two episodes of one row (data-set row {episode.prompt.row}); they may "
                 "depend on the row only, because GRPO compares completions of one prompt"
             )
-        self._ask(episode)
+        self._ask_turn(episode)
 
     def _room(self, episode: _Episode) -> int:
         """Return the limit for the next turn in tokens."""
@@ -249,19 +198,18 @@ class EpisodeRunner:
         """Return whether messages have so many characters that they exceed `room` tokens for certain, without encoding them."""
         return sum(1 + len(message["content"]) for message in messages) > max(LARGE, room * self.stage.template.longest)
 
-    def _ask(self, episode: _Episode) -> None:
-        assert episode.transcript is not None and self._turns is not None
+    def _ask_turn(self, episode: _Episode) -> None:
+        assert episode.transcript is not None
         room = self._room(episode)
         if room <= 0:
             return self._finish(episode, "length")
         token_ids, seed = tuple(episode.transcript.ids), self._seed_of(*episode.key, episode.num_turns)
-        self._asked[episode.key] = token_ids, seed, room
-        self._turns.submit(episode.key, token_ids, seed=seed, max_tokens=room)
+        sampled = partial(self._sampled, episode)
+        self._ask([TurnRequest(key=episode.key, token_ids=token_ids, seed=seed, max_tokens=room, sampled=sampled)])
 
-    def _print_line(self, episode: _Episode, sampled: SampledTurn) -> None:
+    def _sampled(self, episode: _Episode, sampled: SampledTurn) -> None:
         """Process a sampled turn and pass it to the environment."""
         assert episode.transcript is not None and episode.environment is not None
-        del self._asked[episode.key]
         text = episode.transcript.add_turn(sampled.token_ids, sampled.logprobs, sampled.version, sampled.sampling_mask)
         number, episode.num_turns = episode.num_turns, episode.num_turns + 1
         episode.rewards.append(None)
@@ -287,7 +235,7 @@ class EpisodeRunner:
         if self._is_long(step.messages, self._room(episode)):
             return self._finish(episode, "length")
         episode.transcript.add_messages(step.messages)
-        self._ask(episode)
+        self._ask_turn(episode)
 
     def _finish(self, episode: _Episode, finish_reason: str, fault: str = "") -> None:
         self._open.discard(episode.key)
@@ -296,138 +244,8 @@ class EpisodeRunner:
             self._workers.submit(("close", episode.key), episode.environment.close)
 
 
-def _completion(episode: _Episode) -> Completion:
-    trajectory = episode.transcript.finished() if episode.transcript is not None else without_turns(episode.prompt.token_ids)
-    numbers = EpisodeNumbers(
-        finish_reason=episode.finish_reason,
-        num_turns=episode.num_turns,
-        seconds=episode.seconds,
-        metrics=episode.metrics,
-        fault=episode.fault,
-    )
-    record = EpisodeRecord(
-        numbers=numbers, messages=tuple(episode.messages), num_opening=episode.num_opening, turn_rewards=tuple(episode.rewards)
-    )
-    length = len(trajectory.sequence.token_ids)
-    return Completion(
-        sequence=trajectory.sequence,
-        logprobs=trajectory.logprobs,
-        text=turns_as_text(episode.messages[episode.num_opening :]),
-        finish_reason=episode.finish_reason,
-        versions=trajectory.versions or ((episode.version, length, length),),
-        record=record,
-    )
-
-
-def turns_as_text(messages: Sequence[Message], most: int = 20_000) -> str:
-    """Format messages as text, each after its role in brackets, with its tool calls.
-
-    Args:
-        messages: The messages.
-        most: Limit for one message in characters.
-    """
-    lines = []
-    for message in messages:
-        name, text = message.get("name"), message["content"]
-        who = f"{message['role']} {name}" if name else message["role"]
-        lines.append(f"[{who}] {text if len(text) <= most else f'{text[:most]} ... ({len(text):,} characters)'}")
-        lines += [f"-> {call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
-    return "\n".join(lines)
-
-
-logger = logging.getLogger(__name__)
-OnePlayer = TypeVar("OnePlayer", bound=Player)
-
-
-class PlayedSampler(Generic[OnePlayer]):
-    """`Sampler` whose completions a player makes from sampled turns. A subclass defines the player.
-
-    Args:
-        engine: Engine that samples the turns.
-    """
-
-    def __init__(self, engine: TurnEngine):
-        self.engine = engine
-        self._asked: object = None
-        self._player: OnePlayer | None = None
-
-    def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> OnePlayer:
-        """Make the player that plays these prompts from their beginning.
-
-        Args:
-            prompts: This rank's share of the prompts.
-            sampling: Sampling settings of the run.
-            seed: Seed of the run.
-        """
-        raise NotImplementedError  # every subclass implements it
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Play the prompts and return their groups. Collective.
-
-        A call with the same arguments after WeightsLostError resumes the open episodes.
-
-        Args:
-            prompts: The prompts of the round, the same on every rank.
-            sampling: Sampling settings of the run.
-            seed: Seed of the run.
-
-        Returns:
-            The groups that this rank scores.
-
-        Raises:
-            WeightsLostError: The sampler lost its weights. Sync the weights and call it again.
-        """
-        asked = ([prompt.number for prompt in prompts], sampling, seed)
-        if asked != self._asked:
-            self._drop()
-            self._asked = asked
-        try:
-            groups = self.engine.play(prompts, sampling, partial(self._begin, sampling=sampling, seed=seed))
-            self._check()
-        except WeightsLostError:
-            raise
-        except BaseException:
-            self._drop()
-            raise
-        self._drop()
-        return groups
-
-    def wake_up(self) -> AbstractContextManager[None]:
-        return self.engine.wake_up()
-
-    def _begin(self, prompts: Sequence[Prompt], *, sampling: SamplingSettings, seed: int) -> OnePlayer:
-        if self._player is None:
-            self._player = self.new_player(prompts, sampling, seed=seed)
-        return self._player
-
-    def _check(self) -> None:
-        """Check the result after all is played. Called on every rank; an exception ends the run on all of them."""
-
-    def _drop(self) -> None:
-        if self._player is not None:
-            self._player.close()
-        self._asked = self._player = None
-
-
-class EpisodeSampler(PlayedSampler[EpisodeRunner]):
-    """`Sampler` whose completions are episodes of an environment.
-
-    Args:
-        engine: Engine that samples the turns.
-        stage: Settings of the episodes.
-    """
-
-    def __init__(self, engine: TurnEngine, stage: EpisodeRunnerFactory):
-        super().__init__(engine)
-        self.stage = stage
-        self._reported: set[str] = set()
+class EpisodeSampler(PlayedSampler[EpisodeRunnerFactory, EpisodeRunner]):
+    """`Sampler` whose completions are episodes of an environment."""
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> EpisodeRunner:
         return EpisodeRunner(self.stage, prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
-
-    def _drop(self) -> None:
-        play = self._player
-        super()._drop()
-        for effect in {*play.side_effects} - self._reported if play is not None else ():
-            self._reported.add(effect)
-            logger.warning("The environment %s.", effect)

@@ -12,20 +12,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunError, raised
-from megatron_grpo.environments.episode_runner import PlayedSampler
+from megatron_grpo.environments.players import PlayedSampler, RequestingPlayer, TurnRequest
 from megatron_grpo.environments.rollout_func_output import CompletionRequest, InvalidRolloutOutputError, Limits, asked_of, completions_of
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.turns import Key, SampledTurn, TurnEngine, TurnSampler, request_seed
+from megatron_grpo.rollout.turns import SampledTurn, request_seed
 from megatron_grpo.types import Completion, Group, Prompt
 
-SECONDS_BETWEEN_LOOKS = 0.2  # longest wait for a request of the function while the sampler is idle
 RolloutFunction = Callable[[Sequence[CompletionRequest], "RolloutFuncEngine"], Any]
 
 
@@ -54,17 +52,6 @@ class SampledTokens:
     text: str  # without special tokens
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One context to sample after; its caller waits for `sampled`."""
-
-    key: Key
-    token_ids: tuple[int, ...]
-    seed: int
-    max_tokens: int
-    sampled: Future[SampledTurn] = field(default_factory=Future)
-
-
 class RolloutFuncEngine:
     """Sampler that a rollout function receives as its second argument.
 
@@ -83,18 +70,20 @@ class RolloutFuncEngine:
         max_completion_length: Limit for one completion in tokens.
         max_model_len: Limit for prompt plus completion in tokens.
         num_generations: Completions per prompt.
+        oldest_version: Oldest version of the weights that sampled a token; None before the first call.
     """
 
     def __init__(
         self,
         own: RolloutFunc,
         sampling: SamplingSettings,
-        ask: Callable[[Sequence[_Request]], None],
+        ask: Callable[[Sequence[TurnRequest]], None],
         seed_of: Callable[[int, int, int], int],
     ):
         self.tokenizer, self.temperature = own.tokenizer, sampling.temperature
         self.max_completion_length, self.max_model_len = own.limits.max_completion_length, own.limits.max_model_len
         self.num_generations = sampling.n
+        self.oldest_version: int | None = None
         self._own, self._ask, self._seed_of = own, ask, seed_of
         self._counts: Counter[tuple[int, int]] = Counter()  # requests so far of each completion
         self._lock = threading.Lock()
@@ -119,10 +108,16 @@ class RolloutFuncEngine:
         if len(contexts) != len(asked):
             raise ValueError(f"{len(contexts)} contexts for {len(asked)} entries of prompts; expected one each")
         requests = self._requests(asked, contexts, self.max_completion_length if max_tokens is None else max_tokens)
-        self._ask(requests)
-        return [self._sampled_tokens(request.sampled.result()) for request in requests]
+        self._ask([request for request, _ in requests])
+        sampled = [future.result() for _, future in requests]
+        with self._lock:
+            versions = [one.version for one in sampled] + ([] if self.oldest_version is None else [self.oldest_version])
+            self.oldest_version = min(versions, default=None)
+        return [self._sampled_tokens(one) for one in sampled]
 
-    def _requests(self, asked: Sequence[CompletionRequest], contexts: Sequence[tuple[int, ...]], most: int) -> list[_Request]:
+    def _requests(
+        self, asked: Sequence[CompletionRequest], contexts: Sequence[tuple[int, ...]], most: int
+    ) -> list[tuple[TurnRequest, Future[SampledTurn]]]:
         requests = []
         for one, ids in zip(asked, contexts, strict=True):
             room = min(most, self.max_model_len - len(ids))
@@ -136,7 +131,10 @@ class RolloutFuncEngine:
                 count = self._counts[one.number, one.generation]
                 self._counts[one.number, one.generation] += 1
             key = one.number, one.generation + self.num_generations * count  # unique, since a completion may have several open requests
-            requests.append(_Request(key, ids, self._seed_of(one.number, one.generation, count), room))
+            future, seed = Future[SampledTurn](), self._seed_of(one.number, one.generation, count)
+            cancel = partial(future.set_exception, _Over())
+            request = TurnRequest(key=key, token_ids=ids, seed=seed, max_tokens=room, sampled=future.set_result, cancel=cancel)
+            requests.append((request, future))
         return requests
 
     def _sampled_tokens(self, sampled: SampledTurn) -> SampledTokens:
@@ -144,7 +142,7 @@ class RolloutFuncEngine:
         return SampledTokens(token_ids=sampled.token_ids, logprobs=sampled.logprobs, is_cut=sampled.is_cut, text=text)
 
 
-class RolloutFuncRunner:
+class RolloutFuncRunner(RequestingPlayer):
     """`rollout.turns.Player` that passes requests and samples between the function's thread and the engine.
 
     Args:
@@ -155,49 +153,19 @@ class RolloutFuncRunner:
     """
 
     def __init__(self, own: RolloutFunc, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int):
-        self.own, self.prompts, self.n = own, list(prompts), sampling.n
+        super().__init__(prompts, sampling.n)
+        self.own = own
         self.problem: str | None = None
         self._seed_of = partial(request_seed, seed, n=sampling.n)
-        self._sampler = RolloutFuncEngine(own, sampling, self._ask, self._seed_of)
-        self._changed = threading.Condition()
-        self._waiting: list[_Request] = []
-        self._open: dict[Key, _Request] = {}
+        self._sampler = RolloutFuncEngine(own, sampling, self._ask_for, self._seed_of)
         self._completions: list[Completion] = []
         self._thread: threading.Thread | None = None
-        self._is_finished = self._is_closed = False
-        self._turns: TurnSampler | None = None
-        self._version, self._heard_at = 0, time.monotonic()
-        self._oldest: int | None = None  # oldest weights version that sampled a token
+        self._is_finished = False
+        self._heard_at = time.monotonic()
 
-    def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
-        """Pass requests to the sampler and samples to the function, as `rollout.turns.Player` documents.
-
-        Args:
-            turns: Sampler of turns.
-            seconds: Maximum time to wait.
-            version: Version of the weights that sample.
-        """
-        if turns is not self._turns:  # the first call, or a new sampler after lost weights
-            for request in self._open.values():
-                turns.submit(request.key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
-        self._turns, self._version = turns, version
-        if self._thread is None:
-            self._heard_at = time.monotonic()
-            self._thread = threading.Thread(target=self._run, name="rollout_func", daemon=True)
-            self._thread.start()
-        until = time.monotonic() + seconds
-        while True:
-            self._submit(turns)
-            if self._is_finished and not self._open:
-                return True
-            activity.advance(0)
-            if turns.num_running:
-                for key, sampled in turns.poll():
-                    self._take(key, sampled)
-            else:
-                self._rest()
-            if time.monotonic() >= until:
-                return False
+    @property
+    def is_over(self) -> bool:
+        return self._is_finished and not self._waiting and not self._asked
 
     def groups(self) -> list[Group]:
         """Return the groups in the order of the prompts, or an empty list if there is a `problem`."""
@@ -206,49 +174,26 @@ class RolloutFuncRunner:
         parts = [self._completions[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
         return [Group(prompt=prompt, completions=tuple(part)) for prompt, part in zip(self.prompts, parts, strict=True)]
 
-    def close(self) -> None:
-        """End waiting calls of the sampler. A function that executes other code is abandoned in its thread."""
-        with self._changed:
-            self._is_closed = True
-            left = [*self._waiting, *self._open.values()]
-            self._waiting.clear()
-            self._open.clear()
-        for request in left:
-            request.sampled.set_exception(_Over())
-
-    # ---- between the threads
-
-    def _submit(self, turns: TurnSampler) -> None:
-        with self._changed:
-            asked, self._waiting = self._waiting, []
-            self._open |= {request.key: request for request in asked}
-        if asked:
+    def _hear(self, seconds: float) -> None:
+        """Wait for a request or the end of the function. After its timeout, set `problem` and abandon the function."""
+        if self._thread is None:
             self._heard_at = time.monotonic()
-        for request in asked:
-            turns.submit(request.key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
-
-    def _take(self, key: Key, sampled: SampledTurn) -> None:
-        self._heard_at = time.monotonic()
-        self._oldest = sampled.version if self._oldest is None else min(self._oldest, sampled.version)
-        self._open.pop(key).sampled.set_result(sampled)
-
-    def _rest(self) -> None:
-        """Wait shortly for a request or the end of the function. After its timeout, set `problem` and abandon the function."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_finished, timeout=SECONDS_BETWEEN_LOOKS)
-        if time.monotonic() - self._heard_at > self.own.timeout and not self._waiting and not self._is_finished:
+            self._thread = threading.Thread(target=self._run, name="rollout_func", daemon=True)
+            self._thread.start()
+        if seconds:
+            self._wait(seconds, until=lambda: self._is_finished)
+        if self._waiting or self._asked:
+            self._heard_at = time.monotonic()
+        elif time.monotonic() - self._heard_at > self.own.timeout and not self._is_finished:
             self.problem = f"has neither called the sampler nor returned for {self.own.timeout:g} s (rollout_func_timeout)."
             self._is_finished = True
             self.close()
 
     # ---- in the function's thread
 
-    def _ask(self, requests: Sequence[_Request]) -> None:
-        with self._changed:
-            if self._is_closed or self._is_finished:
-                raise _Over
-            self._waiting += requests
-            self._changed.notify_all()
+    def _ask_for(self, requests: Sequence[TurnRequest]) -> None:
+        if self._is_finished or not self._ask(requests):
+            raise _Over
 
     def _run(self) -> None:
         found, problem = self._called()
@@ -263,7 +208,8 @@ class RolloutFuncRunner:
         try:
             returned = self.own.function(asked, self._sampler) if asked else {"completion_ids": [], "logprobs": []}
             decode = partial(self.own.tokenizer.decode, skip_special_tokens=True)
-            version = self._version if self._oldest is None else self._oldest
+            oldest = self._sampler.oldest_version
+            version = self._version if oldest is None else oldest
             return completions_of(returned, asked, self.own.limits, version=version, decode=decode), None
         except _Over:
             return [], "was ended with the rollout."
@@ -284,20 +230,11 @@ def _place(error: BaseException, function: Any) -> str:
     return f" (line {lines[-1]} of {file})" if lines else ""
 
 
-class RolloutFuncSampler(PlayedSampler[RolloutFuncRunner]):
-    """`Sampler` whose completions a user function makes.
-
-    Args:
-        engine: Engine that samples for the function.
-        own: The rollout function.
-    """
-
-    def __init__(self, engine: TurnEngine, own: RolloutFunc):
-        super().__init__(engine)
-        self.own = own
+class RolloutFuncSampler(PlayedSampler[RolloutFunc, RolloutFuncRunner]):
+    """`Sampler` whose completions a user function makes."""
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> RolloutFuncRunner:
-        return RolloutFuncRunner(self.own, prompts, sampling, seed=seed)
+        return RolloutFuncRunner(self.stage, prompts, sampling, seed=seed)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         """Sample as `PlayedSampler.generate` does. Collective.
@@ -317,4 +254,4 @@ class RolloutFuncSampler(PlayedSampler[RolloutFuncRunner]):
     def _check(self) -> None:
         problems = collectives.all_gather_object(self._player.problem if self._player is not None else None)
         if failed := [problem for problem in problems if problem is not None]:
-            raise RunError(f"rollout_func {self.own.name} {failed[0]}")
+            raise RunError(f"rollout_func {self.stage.name} {failed[0]}")

@@ -290,7 +290,7 @@ def test_an_example_of_the_agent_is_not_taken_for_what_the_model_said():
 
 
 ENDS = {
-    "raises": ("error", "raised ZeroDivisionError"),
+    "raises": ("error", "the agent raised ZeroDivisionError"),
     "nothing": ("error", "asked nothing"),
     "no reward": ("nonsense", "no reward"),
     "nan": ("nonsense", "nan"),
