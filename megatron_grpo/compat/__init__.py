@@ -64,16 +64,16 @@ class _Dialects(Mapping[str, Dialect]):
 
         return Translation(entries, dialect)
 
-    def unknown(self, found: Mapping[str, Sequence[str]], translation: Translation | None) -> list[Problem]:
+    def unknown(self, names_by_source: Mapping[str, Sequence[str]], translation: Translation | None) -> list[Problem]:
         """Return problems with suggestions for unknown names.
 
         Args:
-            found: Unknown names, by source.
+            names_by_source: Unknown names, by source.
             translation: Result of `translation`.
         """
         from megatron_grpo.compat.suggestions import problems_of_unknown
 
-        return list(problems_of_unknown(found, translation.dialect if translation else None, self))
+        return list(problems_of_unknown(names_by_source, translation.dialect if translation else None, self))
 
 
 DIALECTS = _Dialects()

@@ -1,8 +1,8 @@
-"""Functions that several dialects share: readers of one name, and parts of their SETTLE.
+"""Functions that several dialects share: readers of one name, and parts of their CONVERSIONS.
 
 A reader (`foreign_args.Reader`) takes the words after a name and all foreign names of the run. It returns native settings that are not
-yet parsed, and raises InvalidValueError for a value that cannot be translated. A part of SETTLE takes the native values and the foreign
-names, and yields the changes that follow from several of them.
+yet parsed, and raises InvalidValueError for a value that cannot be translated. A part of CONVERSIONS takes the native values and the
+foreign names, and yields the changes that follow from several of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.compat.foreign_args import OFF, Change, Given, Reader
+from megatron_grpo.compat.foreign_args import OFF, Change, ForeignArgs, Reader
 from megatron_grpo.config.servers import OF_THE_ENGINE
 from megatron_grpo.config.table import TRUE, InvalidValueError
 
@@ -28,15 +28,15 @@ def where_true(settings: str) -> Reader:
         settings: Native names and values, alternating.
     """
     words = settings.split()
-    return lambda theirs, given: dict(zip(words[::2], words[1::2])) if theirs[0].lower() in TRUE else {}
+    return lambda typed, args: dict(zip(words[::2], words[1::2])) if typed[0].lower() in TRUE else {}
 
 
-def no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def no_token(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Refuse a Hub token. The message does not repeat the secret.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     if " ".join(words).lower() in OFF:
         return {}
@@ -56,82 +56,82 @@ def listed(words: Sequence[str]) -> list[str]:
 _LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
-def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def best(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read metric_for_best_model: transformers compares metrics of an evaluation, and adds eval_ to a name without it.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     name = " ".join(words)
-    asked = name.removeprefix("eval_")
-    by_function = re.fullmatch(r"rewards/(.+?)(/mean)?", asked)
+    metric = name.removeprefix("eval_")
+    by_function = re.fullmatch(r"rewards/(.+?)(/mean)?", metric)
     if name.lower() in OFF:
         return {}
-    if asked == "reward" or name == "eval" or name.startswith("eval/"):
-        return {"metric_for_best_model": "eval" if asked == "reward" else name}
+    if metric == "reward" or name == "eval" or name.startswith("eval/"):
+        return {"metric_for_best_model": "eval" if metric == "reward" else name}
     if by_function:
         return {"metric_for_best_model": f"eval/{re.split('[.:]', by_function[1])[-1]}"}
-    if asked in _LENGTHS:
-        return {"metric_for_best_model": f"eval/{asked.partition('/')[2]}"}
+    if metric in _LENGTHS:
+        return {"metric_for_best_model": f"eval/{metric.partition('/')[2]}"}
     raise InvalidValueError(f"({name}) is not a metric of an evaluation here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}")
 
 
-def datasets(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def datasets(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read one or several training files; all their rows are used.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    found = [name for word in words for name in listed([word])]
-    return {"dataset": found[0], "further_datasets": found[1:]} if found else {}
+    names = [name for word in words for name in listed([word])]
+    return {"dataset": names[0], "further_datasets": names[1:]} if names else {}
 
 
-def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def held_out(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read evaluation files. Several files are several sets, each named after its folder and file.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    found = [name for word in words for name in listed([word])]
-    if len(found) < 2:
-        return {"eval_dataset": found[0]} if found else {}
-    return {"eval_datasets": {"_".join(name.rsplit(".", 1)[0].split("/")[-2:]): name for name in found}}
+    names = [name for word in words for name in listed([word])]
+    if len(names) < 2:
+        return {"eval_dataset": names[0]} if names else {}
+    return {"eval_datasets": {"_".join(name.rsplit(".", 1)[0].split("/")[-2:]): name for name in names}}
 
 
-def betas(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def betas(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read Adam's two betas.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    found = [part for word in words for part in listed([word])]
-    if len(found) != 2:
+    values = [part for word in words for part in listed([word])]
+    if len(values) != 2:
         raise InvalidValueError(f"requires two numbers, not {' '.join(words)!r}")
-    return {"adam_beta1": found[0], "adam_beta2": found[1]}
+    return {"adam_beta1": values[0], "adam_beta2": values[1]}
 
 
-def own_rewards(what: str) -> Reader:
+def own_rewards(description: str) -> Reader:
     """Return a reader of a foreign reward, which cannot be used here. It is ignored if reward_funcs is given, else refused.
 
     Args:
-        what: Noun phrase for the message, such as "a reward manager of verl".
+        description: Noun phrase for the message, such as "a reward manager of verl".
     """
 
-    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-        if not given.get("reward_funcs"):
+    def reader(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+        if not args.get("reward_funcs"):
             raise InvalidValueError(
-                f"({' '.join(words)}) is {what}, which is not supported: rewards come from reward_funcs. Add --reward_funcs"
+                f"({' '.join(words)}) is {description}, which is not supported: rewards come from reward_funcs. Add --reward_funcs"
             )
         return {}
 
-    return read
+    return reader
 
 
-def of_pictures(values: Mapping[str, Any], *, title: str, says: str) -> Iterator[Change]:
+def train_tower_with_images(values: Mapping[str, Any], *, title: str, flag: str) -> Iterator[Change]:
     """Train the vision tower where a script says that the model takes images, as the other system does by default.
 
     Without such a name the model's config.json decides, if it is available (`Dialect.trains_tower`).
@@ -139,28 +139,30 @@ def of_pictures(values: Mapping[str, Any], *, title: str, says: str) -> Iterator
     Args:
         values: Native settings so far.
         title: Name of the other system.
-        says: The foreign name that says that the model takes images.
+        flag: The foreign name that says that the model takes images.
     """
     if values.get("tuner_type") == "lora" or values.get("adapters"):
         return
     if thawed := {name: False for name in ("freeze_vit", "freeze_aligner") if name not in values}:
-        said = " and ".join(f"{name} false" for name in thawed)
-        yield Change(values=thawed, note=f"{says}: {title} trains the vision tower by default: {said}.")
+        settings = " and ".join(f"{name} false" for name in thawed)
+        yield Change(values=thawed, note=f"{flag}: {title} trains the vision tower by default: {settings}.")
 
 
-def idle_schedule(values: Mapping[str, Any], given: Given, *, style: str) -> Iterator[Change]:
+def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, *, style: str) -> Iterator[Change]:
     """Drop settings of learning-rate decay that the other system ignores with its decay style.
 
     Args:
         values: Native settings so far.
-        given: Foreign names of the run.
+        args: Foreign names of the run.
         style: Default decay style of the other system.
     """
     style = values.get("lr_decay_style", style)
-    of = {"lr_decay_iters": style != "constant", "lr_wsd_decay_iters": style == "WSD", "lr_wsd_decay_style": style == "WSD"}
-    if found := [name for name, is_read in of.items() if not is_read and values.get(name) is not None]:
-        note = f"{' and '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with lr_decay_style {style}, in both systems."
-        yield Change(values=dict.fromkeys(found), note=note)
+    is_read_by_name = {"lr_decay_iters": style != "constant", "lr_wsd_decay_iters": style == "WSD", "lr_wsd_decay_style": style == "WSD"}
+    if idle_names := [name for name, is_read in is_read_by_name.items() if not is_read and values.get(name) is not None]:
+        note = (
+            f"{' and '.join(idle_names)} {'have' if len(idle_names) > 1 else 'has'} no effect with lr_decay_style {style}, in both systems."
+        )
+        yield Change(values=dict.fromkeys(idle_names), note=note)
 
 
 # EngineArgs of vLLM that are settings here, with the same meaning.
@@ -173,92 +175,97 @@ _FLOW = re.compile(r"([{,]\s*['\"]?\w+['\"]?):(?=\S)")  # Hydra needs no space a
 
 def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a.b=1 to {"a": {"b": 1}}."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in words.items():
         *sections, last = name.split(".")
-        inner = found
+        inner = result
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[last] = value
-    return found
+    return result
 
 
-def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequence[str] = ()) -> Iterator[Change]:
+def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except_names: Sequence[str] = ()) -> Iterator[Change]:
     """Translate vLLM EngineArgs, given as one mapping or as one name each behind `prefix`.
 
     Args:
         values: Native settings so far.
-        given: Foreign names of the run.
+        args: Foreign names of the run.
         prefix: Foreign name of the mapping.
-        apart: Names behind the prefix that have their own row in the table.
+        except_names: Names behind the prefix that have their own row in the table.
 
     Raises:
         InvalidValueError: The value is not a mapping, or contradicts a native setting.
     """
     import yaml
 
-    flow = _FLOW.sub(r"\1: ", given.text(prefix, "{}"))
+    flow = _FLOW.sub(r"\1: ", args.text(prefix, "{}"))
     whole_of_it = {} if flow.lower() in OFF else yaml.safe_load(flow)
     if not isinstance(whole_of_it, dict):
-        raise InvalidValueError(f"{prefix} ({given.text(prefix, '')}) requires a mapping, such as {{max_model_len: 4096}}")
-    names = [name for name in given if name.startswith(f"{prefix}.") and name not in apart]
-    words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}}
-    ours = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
-    if clash := [name for name, value in ours.items() if values.get(name, value) != value]:
-        raise InvalidValueError(f"{prefix} sets {clash[0]} to {ours[clash[0]]}, but it is {values[clash[0]]} elsewhere. Use one of them")
-    more = _nested({name: value for name, value in words.items() if name not in _OF_THE_ENGINE and value is not None})
-    if ours or more:
-        note = f"{prefix} is passed to vLLM's EngineArgs: {', '.join([*ours, *(['vllm_engine_kwargs'] if more else [])])}."
-        yield Change(values=ours | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **more}} if more else {}), note=note)
+        raise InvalidValueError(f"{prefix} ({args.text(prefix, '')}) requires a mapping, such as {{max_model_len: 4096}}")
+    names = [name for name in args if name.startswith(f"{prefix}.") and name not in except_names]
+    words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(args[name])) for name in names}}
+    settings = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
+    if clash := [name for name, value in settings.items() if values.get(name, value) != value]:
+        raise InvalidValueError(
+            f"{prefix} sets {clash[0]} to {settings[clash[0]]}, but it is {values[clash[0]]} elsewhere. Use one of them"
+        )
+    engine_kwargs = _nested({name: value for name, value in words.items() if name not in _OF_THE_ENGINE and value is not None})
+    if settings or engine_kwargs:
+        note = f"{prefix} is passed to vLLM's EngineArgs: {', '.join([*settings, *(['vllm_engine_kwargs'] if engine_kwargs else [])])}."
+        yield Change(
+            values=settings | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **engine_kwargs}} if engine_kwargs else {}),
+            note=note,
+        )
 
 
-def template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read chat_template_kwargs as JSON or as a Hydra mapping.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     import yaml
 
     text = " ".join(words)
     try:
-        found = {} if text.lower() in OFF else yaml.safe_load(_FLOW.sub(r"\1: ", text))
+        kwargs = {} if text.lower() in OFF else yaml.safe_load(_FLOW.sub(r"\1: ", text))
     except yaml.YAMLError:
-        found = None
-    if not isinstance(found, dict):
+        kwargs = None
+    if not isinstance(kwargs, dict):
         raise InvalidValueError(f"requires a mapping, such as {{enable_thinking: false}}, not {text!r}")
-    return {"chat_template_kwargs": found} if found else {}
+    return {"chat_template_kwargs": kwargs} if kwargs else {}
 
 
-def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iterator[Change]:
+def of_template(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str) -> Iterator[Change]:
     """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting.
 
     Args:
         values: Native settings read so far, by name.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
         prefix: Prefix that the foreign names share.
     """
     import yaml
 
-    names = [name for name in given if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
-    if words := {name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}:
+    names = [name for name in args if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
+    if words := {name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(args[name])) for name in names}:
         yield Change(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
                      note=f"{prefix} is passed to the chat template: chat_template_kwargs.")  # fmt: skip
 
 
-def adapted(given: Given, section: str) -> dict[str, list[str]]:
+def adapted(args: ForeignArgs, section: str) -> dict[str, list[str]]:
     """Return target_modules and exclude_modules from the foreign `section`, if it has any.
 
     Args:
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
         section: Section of the foreign names, with its dot.
     """
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for name in ("target_modules", "exclude_modules"):
-        words = [part for word in given.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
-        found |= {name: words} if words else {}
-    return found
+        words = [part for word in args.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
+        result |= {name: words} if words else {}
+    return result
 
 
 def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[Change]:
@@ -270,10 +277,10 @@ def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: st
         buffer: Tokens before `longest` at which the penalty starts.
         name: The foreign name, for the note.
     """
-    found: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
+    changes: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
     if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
-        found["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
-    yield Change(values=found, note=f"{name} is the reward soft_overlong, in addition to reward_funcs.")
+        changes["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
+    yield Change(values=changes, note=f"{name} is the reward soft_overlong, in addition to reward_funcs.")
 
 
 def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, str]) -> Iterator[Change]:
@@ -284,26 +291,26 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
         per_rollout: Optimizer steps per rollout.
         names: Native name -> foreign name.
     """
-    found = {name: values[name] for name in names if values.get(name)}
-    if found and per_rollout > 1:
-        said = ", ".join(f"{names[name]} {count} is {name} {count * per_rollout}" for name, count in found.items())
+    in_rollouts = {name: values[name] for name in names if values.get(name)}
+    if in_rollouts and per_rollout > 1:
+        conversions = ", ".join(f"{names[name]} {count} is {name} {count * per_rollout}" for name, count in in_rollouts.items())
         yield Change(
-            values={name: count * per_rollout for name, count in found.items()},
-            note=f"One step of that system is one rollout, which is {per_rollout} optimizer steps here: {said}.",
+            values={name: count * per_rollout for name, count in in_rollouts.items()},
+            note=f"One step of that system is one rollout, which is {per_rollout} optimizer steps here: {conversions}.",
         )
 
 
-def loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def loggers(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read the list of experiment trackers. The console and files are always written, so they are dropped.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    found = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
-    if unknown := [name for name in found if name not in SERVICES]:
+    services = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
+    if unknown := [name for name in services if name not in SERVICES]:
         raise InvalidValueError(f"({', '.join(unknown)}) is not supported. Supported: {', '.join(SERVICES)}")
-    return {"report_to": found} if found else {}
+    return {"report_to": services} if services else {}
 
 
 SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
@@ -318,25 +325,25 @@ def holds_out(values: Mapping[str, Any]) -> bool:
     return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))
 
 
-def asked_once(values: Mapping[str, Any], **how: float) -> Iterator[Change]:
+def one_eval_completion(values: Mapping[str, Any], **defaults: float) -> Iterator[Change]:
     """Sample one completion per held-out prompt by default.
 
     Args:
         values: Native settings so far.
-        how: Default evaluation settings of the other system, by native name; includes eval_temperature.
+        defaults: Default evaluation settings of the other system, by native name; includes eval_temperature.
     """
     if holds_out(values):
-        found = {"num_generations_eval": 1, **how}
-        if not values.get("eval_temperature", how["eval_temperature"]):  # greedy
+        settings = {"num_generations_eval": 1, **defaults}
+        if not values.get("eval_temperature", defaults["eval_temperature"]):  # greedy
             cuts = ("eval_top_p", "eval_top_k", "eval_min_p")
             idle = [name for name in cuts if values.get(name)]
             if idle:
                 yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect at temperature 0, in both systems.")
             if (values.get("num_generations_eval") or 1) > 1:
-                said = f"{values['num_generations_eval']} greedy completions of a prompt are identical: num_generations_eval 1."
-                yield Change(values={"num_generations_eval": 1}, note=said)
-            found = {name: value for name, value in found.items() if name not in cuts}
-        yield Change(values={name: value for name, value in found.items() if name not in values})
+                note = f"{values['num_generations_eval']} greedy completions of a prompt are identical: num_generations_eval 1."
+                yield Change(values={"num_generations_eval": 1}, note=note)
+            settings = {name: value for name, value in settings.items() if name not in cuts}
+        yield Change(values={name: value for name, value in settings.items() if name not in values})
 
 
 def as_in_training(values: Mapping[str, Any], temperature: float, group: int) -> Mapping[str, Any]:
@@ -349,8 +356,8 @@ def as_in_training(values: Mapping[str, Any], temperature: float, group: int) ->
     """
     if values.get("eval_temperature") == 0:  # set natively, to greedy
         return {}
-    ours = {"eval_temperature": values.get("temperature", temperature), "num_generations_eval": group}
-    return {name: value for name, value in ours.items() if values.get(name) is None}
+    defaults = {"eval_temperature": values.get("temperature", temperature), "num_generations_eval": group}
+    return {name: value for name, value in defaults.items() if values.get(name) is None}
 
 
 def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[Change]:
@@ -373,17 +380,20 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
         yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 
 
-def idle(given: Given, defaults: Mapping[str, str], *, without: str) -> Iterator[Change]:
-    """Note names that have no effect because `without` is off, in the other system too.
+def idle(args: ForeignArgs, defaults: Mapping[str, str], *, required_setting: str) -> Iterator[Change]:
+    """Note names that have no effect because `required_setting` is off, in the other system too.
 
     Args:
-        given: Foreign names of the run.
+        args: Foreign names of the run.
         defaults: Foreign default of each name. Complete configuration files contain defaults too, which are not noted.
-        without: The foreign name that is off.
+        required_setting: The foreign name that is off.
     """
-    found = [name for name, default in defaults.items() if given.text(name, default).lower() != default]
-    if found:
-        yield Change(note=f"{' and '.join(found)} {'have' if len(found) > 1 else 'has'} no effect without {without}, in both systems.")
+    idle_names = [name for name, default in defaults.items() if args.text(name, default).lower() != default]
+    if idle_names:
+        yield Change(
+            note=f"{' and '.join(idle_names)} {'have' if len(idle_names) > 1 else 'has'} no effect without {required_setting}, in both "
+            "systems."
+        )
 
 
 def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
@@ -396,9 +406,9 @@ def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
     if values.get("vllm_mode") != "server":
         return
     yield Change(note=f"vllm_mode server: start servers with `megatron-grpo serve`; servers of `{program}` use another protocol.")
-    if found := [name for name in OF_THE_ENGINE if name in values]:
-        note = f"{', '.join(found)}: settings of the server's engine; pass {'them' if len(found) > 1 else 'it'} to `megatron-grpo serve`."
-        yield Change(values=dict.fromkeys(found), note=note)
+    if names := [name for name in OF_THE_ENGINE if name in values]:
+        note = f"{', '.join(names)}: settings of the server's engine; pass {'them' if len(names) > 1 else 'it'} to `megatron-grpo serve`."
+        yield Change(values=dict.fromkeys(names), note=note)
 
 
 def of_the_hub(values: Mapping[str, Any]) -> Iterator[Change]:

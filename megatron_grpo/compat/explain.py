@@ -31,11 +31,12 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
         if sizes.num_iterations == 1
         else f"{steps * sizes.num_iterations:g} optimizer steps ({sizes.num_iterations} passes of {steps:g})"
     )
-    same = f"Your old setup took {times} per rollout of {sizes.generation_batch_size} completions; so does this configuration"
+    statement = f"Your old setup took {times} per rollout of {sizes.generation_batch_size} completions; so does this configuration"
     if dialect in ("trl", "ms-swift"):
         w, title = sizes.micro_steps_per_rollout, {"trl": "TRL"}.get(dialect, dialect)
         yield (
-            f"{same}. {title} counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = {steps:g}, "
+            f"{statement}. {title} counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = "
+            f"{steps:g}, "
             "which is steps_per_generation here."
         )
         yield (
@@ -45,18 +46,18 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
     elif dialect in ("skyrl", "skyrl-doc"):
         mini, n, rollout = foreign["policy_mini_batch_size"], sizes.num_generations, sizes.generation_batch_size
         readings = {"skyrl": ("prompts, as SkyRL's code does", mini * n), "skyrl-doc": ("completions, as SkyRL's guide says", mini)}
-        how, size = readings[dialect]
-        other_how, other = readings["skyrl-doc" if dialect == "skyrl" else "skyrl"]
+        unit, size = readings[dialect]
+        other_how, other_size = readings["skyrl-doc" if dialect == "skyrl" else "skyrl"]
         yield (
-            f"{same}. policy_mini_batch_size ({mini}) is read in {how}: {size} completions an optimizer step, with "
-            f"gradient_accumulation_steps {a}. Read in {other_how}, it would be {other} completions and {rollout / other:g} "
-            f"optimizer steps "
+            f"{statement}. policy_mini_batch_size ({mini}) is read in {unit}: {size} completions an optimizer step, with "
+            f"gradient_accumulation_steps {a}. Read in {other_how}, it would be {other_size} completions and {rollout / other_size:g} "
+            "optimizer steps "
             "per rollout."
         )
     elif dialect == "verl":
         mini, n = foreign["ppo_mini_batch_size"], sizes.num_generations
         yield (
-            f"{same}. verl counts ppo_mini_batch_size ({mini}) in prompts, and its workers multiply it by rollout.n: {mini} x {n} = "
+            f"{statement}. verl counts ppo_mini_batch_size ({mini}) in prompts, and its workers multiply it by rollout.n: {mini} x {n} = "
             f"{sizes.global_batch_size} completions an optimizer step, with gradient_accumulation_steps {a}. One step of its trainer is "
             "one rollout."
         )
@@ -66,14 +67,15 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
         )
     elif dialect == "slime":
         yield (
-            f"{same}. slime counts global_batch_size in samples, as here, and rollout_batch_size in prompts: {sizes.num_rollout_prompts} x "
+            f"{statement}. slime counts global_batch_size in samples, as here, and rollout_batch_size in prompts: "
+            f"{sizes.num_rollout_prompts} x "
             f"{sizes.num_generations} = {sizes.generation_batch_size} completions. One step of num_rollout is one rollout; an epoch has as "
             "many rollouts as its rows fill, here too if their number is known (num_prompts)."
         )
     elif dialect == "swift-megatron":
-        yield f"{same}: names and meanings of the sizes are Megatron-SWIFT's. {_OF_SWIFT}"
+        yield f"{statement}: names and meanings of the sizes are Megatron-SWIFT's. {_OF_SWIFT}"
     elif dialect == "cs336":
-        yield f"{same}. train_batch_size is global_batch_size, and n_grpo_steps is max_steps, counted in optimizer steps."
+        yield f"{statement}. train_batch_size is global_batch_size, and n_grpo_steps is max_steps, counted in optimizer steps."
         per_rollout = steps * sizes.num_iterations
         if max_steps is not None and per_rollout != 1:
             yield (
@@ -95,8 +97,8 @@ def length_there(dialect: str, cfg: Config, sizes: BatchSizes, rows: int | None)
         (optimizer steps, or None if they are counted as here; notes on differences).
     """
     of_epochs = dialect in ("verl", "skyrl", "skyrl-doc") and cfg.data.dataset_drop_last
-    said = "What differs: prompts that dynamic_sample samples in addition shorten an epoch there, but not here."
-    notes = [said] if of_epochs and cfg.grpo.dynamic_sample else []
+    difference = "What differs: prompts that dynamic_sample samples in addition shorten an epoch there, but not here."
+    notes = [difference] if of_epochs and cfg.grpo.dynamic_sample else []
     return None if rows is None else _steps_there(dialect, cfg.run, sizes, rows, of_epochs), notes
 
 

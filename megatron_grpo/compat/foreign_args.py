@@ -10,57 +10,57 @@ from typing import Any
 from megatron_grpo.config.table import TRUE, InvalidValueError, Setting
 
 
-class Given(dict[str, list[str]]):
+class ForeignArgs(dict[str, list[str]]):
     """All foreign names of a run, with their words. Each method falls back to the other system's default."""
 
-    def text(self, name: str, otherwise: str) -> str:
+    def text(self, name: str, default: str) -> str:
         """Return the words of a name, joined by spaces.
 
         Args:
             name: Foreign name, with or without its section.
-            otherwise: Value if the name was not given: the other system's default.
+            default: Value if the name was not given: the other system's default.
         """
-        return " ".join(self.get(name, [otherwise]))
+        return " ".join(self.get(name, [default]))
 
-    def is_true(self, name: str, otherwise: str = "false") -> bool:
+    def is_true(self, name: str, default: str = "false") -> bool:
         """Return whether the value of a name is true.
 
         Args:
             name: Foreign name, with or without its section.
-            otherwise: Value if the name was not given: the other system's default.
+            default: Value if the name was not given: the other system's default.
         """
-        return self.text(name, otherwise).lower() in TRUE
+        return self.text(name, default).lower() in TRUE
 
-    def number(self, name: str, otherwise: float | str) -> float:
+    def number(self, name: str, default: float | str) -> float:
         """Return the value of a name as a float.
 
         Args:
             name: Foreign name, with or without its section.
-            otherwise: Value if the name was not given: the other system's default.
+            default: Value if the name was not given: the other system's default.
 
         Raises:
             ValueError: It is not a number.
         """
-        return float(self.text(name, str(otherwise)))
+        return float(self.text(name, str(default)))
 
-    def whole(self, name: str, otherwise: int) -> int:
+    def integer(self, name: str, default: int) -> int:
         """Return the value of a name as a whole number.
 
         Args:
             name: Foreign name, with or without its section.
-            otherwise: Value if the name was not given: the other system's default.
+            default: Value if the name was not given: the other system's default.
 
         Raises:
             InvalidValueError: It is not one.
         """
-        text = self.text(name, str(otherwise))
+        text = self.text(name, str(default))
         if not text.isdigit():
             raise InvalidValueError(f"{name} must be a whole number, not {text!r}")
         return int(text)
 
 
 # (words after the name, all foreign names of this run with their words) -> native settings, not yet parsed.
-Reader = Callable[[Sequence[str], Given], Mapping[str, Any]]
+Reader = Callable[[Sequence[str], ForeignArgs], Mapping[str, Any]]
 
 
 class OtherTaskError(InvalidValueError):
@@ -98,27 +98,27 @@ class ForeignArg:
     @property
     def says(self) -> str:
         """Phrase for the argument mapping on what the name is here."""
-        words = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in self.values.items())
+        words = ", ".join(f"`{foreign}` is `{native}`" for foreign, native in self.values.items())
         if self.native:
             return f"`{self.native}`" + (f"; {words}" if words else "")
         if self.read is not None:
             return f"read: {self.hint}"
         if self.lacks:
-            asked = [word for word in self.off if word not in OFF]
-            said = [f"`{word}`" for word in asked] + [f"`{one}` is given" for one in self.instead]
-            unless = f" (unless {' or '.join(said)})" if said else ""
+            refused_words = [word for word in self.off if word not in OFF]
+            exceptions = [f"`{word}`" for word in refused_words] + [f"`{remedy}` is given" for remedy in self.instead]
+            unless = f" (unless {' or '.join(exceptions)})" if exceptions else ""
             return f"refused{unless}: {self.lacks}"
         return f"set aside: {self.why or NOTHING}"
 
-    def refuses(self, words: Sequence[str], given: Mapping[str, Sequence[str]]) -> bool:
+    def refuses(self, words: Sequence[str], args: Mapping[str, Sequence[str]]) -> bool:
         """Return whether these words ask for something unsupported.
 
         Args:
             words: Words after the name.
-            given: All names of this run with their words.
+            args: All names of this run with their words.
         """
-        asked = [one.split() for one in self.instead]
-        is_said = any(name in given and (not value or list(given[name]) == value) for name, *value in asked)
+        remedies = [remedy.split() for remedy in self.instead]
+        is_said = any(name in args and (not value or list(args[name]) == value) for name, *value in remedies)
         return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_said
 
 
@@ -180,7 +180,7 @@ class Dialect:
     implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that the dialect sets
     trains_tower: bool = False  # the vision tower trains by default
     # each (native values, foreign names with their words) -> changes, applied once everything has been read
-    settle: Sequence[Callable[[Mapping[str, Any], Given], Iterable[Change]]] = ()
+    convert: Sequence[Callable[[Mapping[str, Any], ForeignArgs], Iterable[Change]]] = ()
 
     def row(self, name: str) -> tuple[str, ForeignArg | None]:
         """Return a name without its section, and its table row; None as the row if it is unknown or in the wrong section.
@@ -194,10 +194,10 @@ class Dialect:
             if name.startswith(section):
                 name = name.removeprefix(section)
                 break
-        found = self.names.get(name)
-        if found is None:
-            found = next((row for pattern, row in self.patterns.items() if fnmatchcase(name, pattern)), None)
-        return name, found
+        row = self.names.get(name)
+        if row is None:
+            row = next((row for pattern, row in self.patterns.items() if fnmatchcase(name, pattern)), None)
+        return name, row
 
     def makes(self, native: str) -> tuple[str, ...]:
         """Return the foreign names whose product is a native size.
@@ -223,7 +223,7 @@ class Dialect:
     def _is_astray(self, name: str) -> bool:
         section = next((section for section in self.sections if name.startswith(section)), "")
         head = name.removeprefix(section).partition(".")[0]
-        return any(head in words.split() for other, words in self.heads.items() if section and other != section)
+        return any(head in words.split() for other_section, words in self.heads.items() if section and other_section != section)
 
     def knows(self, name: str) -> bool:
         """Return whether the dialect has this name.

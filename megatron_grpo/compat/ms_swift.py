@@ -7,19 +7,19 @@ from typing import Any
 
 from megatron_grpo.compat import swift, trl
 from megatron_grpo.compat.common import drops_last
-from megatron_grpo.compat.foreign_args import OFF, Change, Given
+from megatron_grpo.compat.foreign_args import OFF, Change, ForeignArgs
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import InvalidValueError
 
 _DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
-def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     """Yield the changes specific to ms-swift, beyond those of both its trainers."""
-    kind = given.text("deepspeed", "none")
+    kind = args.text("deepspeed", "none")
     if kind not in (*_DEEPSPEED, *OFF):
-        there = ", ".join(_DEEPSPEED)
-        raise InvalidValueError(f"deepspeed ({kind}) is a file that is not read: {sentence('SHARDED_ELSEWHERE')}. Supported: {there}")
+        supported = ", ".join(_DEEPSPEED)
+        raise InvalidValueError(f"deepspeed ({kind}) is a file that is not read: {sentence('SHARDED_ELSEWHERE')}. Supported: {supported}")
     if kind not in ("zero0", *OFF):
         note = f"deepspeed {kind}: optimizer state is sharded here (use_distributed_optimizer, optimizer_cpu_offload for the host), and a "
         yield Change(note=f"{note}rank holds complete weights, except with tensor_model_parallel_size and other model parallelism.")
@@ -30,12 +30,12 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     estimator = values.get("advantage_estimator", "grpo")
     if estimator != "grpo" and "kl_in_reward" not in values:
         yield Change(values={"kl_in_reward": True}, untyped=("kl_in_reward", f"true with {estimator}"))
-    saves = given.text("save_strategy", "steps").lower()
+    saves = args.text("save_strategy", "steps").lower()
     if saves == "no":
         yield Change(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
-    if given.text("eval_strategy", saves).lower() == "no":
+    if args.text("eval_strategy", saves).lower() == "no":
         yield Change(values={"eval_steps": None}, note="eval_strategy no: eval_steps 0.")
     yield from drops_last(values, title="ms-swift")
 
 
-SETTLE = (*swift.of_both("lora"), _settle, trl.lowest_lr)
+CONVERSIONS = (*swift.of_both("lora"), _convert, trl.lowest_lr)

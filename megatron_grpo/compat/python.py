@@ -41,14 +41,14 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSe
     except SyntaxError as error:
         return [], [_problem(f"{source} line {error.lineno} is not Python: {error.msg}.")]
     bound = Counter(_bound(tree))
-    known = {name: value for line in ast.walk(tree) for name, value in _assigned(line) if bound[name] == 1}
+    assigned = {name: value for line in ast.walk(tree) for name, value in _assigned(line) if bound[name] == 1}
     calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
     configs = [call for call in calls if _name(call.func) == "GRPOConfig"]
     if len(configs) != 1:
-        found = f"{source} builds {len(configs) or 'no'} GRPOConfig"
-        return [], [_problem(f"{found}. Use a file that builds one, or pass its values as flags.")]
+        problem = f"{source} builds {len(configs) or 'no'} GRPOConfig"
+        return [], [_problem(f"{problem}. Use a file that builds one, or pass its values as flags.")]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    reader = _Reader(source, path or source, known, {node.name for node in ast.walk(tree) if isinstance(node, kinds)})
+    reader = _Reader(source, path or source, assigned, {node.name for node in ast.walk(tree) if isinstance(node, kinds)})
     reader.take(configs[0], None)
     for call in calls:
         if _name(call.func) == "GRPOTrainer":
@@ -56,14 +56,14 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSe
         elif _name(call.func) == "LoraConfig":
             reader.entries.append(TypedSetting(name="use_peft", raw=["true"], source=source))
             reader.take(call, _LORA)
-    given = {word.arg: word.value for call in calls if _name(call.func) == "GRPOTrainer" for word in call.keywords}
+    trainer_args = {word.arg: word.value for call in calls if _name(call.func) == "GRPOTrainer" for word in call.keywords}
     if (
         "use_peft" not in {entry.name for entry in reader.entries}
-        and reader.value(given.get("peft_config", ast.Constant(None))) is not None
+        and reader.value(trainer_args.get("peft_config", ast.Constant(None))) is not None
     ):
-        said = ast.unparse(given["peft_config"])
+        peft_config = ast.unparse(trainer_args["peft_config"])
         reader.problems.append(
-            _problem(f"{source}: GRPOTrainer's peft_config ({said}) cannot be determined. Write a LoraConfig in the file.")
+            _problem(f"{source}: GRPOTrainer's peft_config ({peft_config}) cannot be determined. Write a LoraConfig in the file.")
         )
     return reader.entries, reader.problems
 
@@ -71,18 +71,19 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSe
 class _Reader:
     """Reader of the calls in one file."""
 
-    def __init__(self, source: str, path: str, known: Mapping[str, ast.expr], defined: set[str]):
-        self.source, self.path, self.known, self.defined = source, path, known, defined
+    def __init__(self, source: str, path: str, assigned: Mapping[str, ast.expr], defined: set[str]):
+        self.source, self.path, self.known, self.defined = source, path, assigned, defined
         self.entries: list[TypedSetting] = []
         self.problems: list[Problem] = []
 
     def take(self, call: ast.Call, names: Mapping[str, str] | None) -> None:
         """Read the keyword arguments of a call. `names`: argument -> name here, for those to read; None reads all unchanged."""
         if names is None and (call.args or any(word.arg is None for word in call.keywords)):
-            said = ", ".join(ast.unparse(word) for word in [*call.args, *(word.value for word in call.keywords if word.arg is None)])
+            positional = ", ".join(ast.unparse(word) for word in [*call.args, *(word.value for word in call.keywords if word.arg is None)])
             self.problems.append(
                 _problem(
-                    f"{self.source}: GRPOConfig gets {said}, which cannot be determined without running the file. Write keyword arguments."
+                    f"{self.source}: GRPOConfig gets {positional}, which cannot be determined without running the file. Write keyword "
+                    "arguments."
                 )
             )
         for word in call.keywords:
@@ -96,10 +97,10 @@ class _Reader:
 
     def _not_taken(self, call: ast.Call, word: ast.keyword) -> None:
         """Report an argument that is not read here, unless its value asks for nothing."""
-        value, said = self.value(word.value), _NOTHING.get(word.arg or "", ())
-        if value is not None and value != [] and said is not None and value != said:
-            what = f"{_name(call.func)}'s {word.arg or '**'} ({ast.unparse(word.value)})"
-            self.problems.append(_problem(f"{self.source}: {what} is not read here and may change the training. Remove it."))
+        value, without_effect = self.value(word.value), _NOTHING.get(word.arg or "", ())
+        if value is not None and value != [] and without_effect is not None and value != without_effect:
+            argument = f"{_name(call.func)}'s {word.arg or '**'} ({ast.unparse(word.value)})"
+            self.problems.append(_problem(f"{self.source}: {argument} is not read here and may change the training. Remove it."))
 
     def value(self, node: ast.expr) -> Any:
         """Return a literal; file:name for a function or class of this file; the data set's name for load_dataset."""

@@ -110,7 +110,7 @@ class _Shell:
                 "space after the backslash, or a comment between two lines, ends it too). Fix that line."
             )
         else:
-            self.found += [behind] if (behind := _without_launcher(words, self.variables)) else []
+            self.found += [program] if (program := _without_launcher(words, self.variables)) else []
 
     def assign(self, words: list[str]) -> list[str]:
         """Execute the first assignment and return the remaining words. Values assigned in a condition or a loop are unknown."""
@@ -136,33 +136,33 @@ class _Shell:
 
     def expanded(self, word: str) -> list[str]:
         """Return a word with its variables expanded. An array becomes several words, and so does ARGS="--tp 2 --pp 2" where it is used."""
-        if rest := _ARGUMENTS.fullmatch(word):
-            return self.arguments[max(0, int(rest[1] or 1) - 1) :]
-        whole = _VARIABLE.fullmatch(word)
-        if whole and whole[2]:
-            return self.arrays.get(whole[1], [f"{UNKNOWN}{word}"])
+        if all_arguments := _ARGUMENTS.fullmatch(word):
+            return self.arguments[max(0, int(all_arguments[1] or 1) - 1) :]
+        variable = _VARIABLE.fullmatch(word)
+        if variable and variable[2]:
+            return self.arrays.get(variable[1], [f"{UNKNOWN}{word}"])
 
         def known_value(match: re.Match[str]) -> str:
             name, instead = match[1] or match[5], match[4]
-            given = self.arguments[int(name) - 1 : int(name)] if name.isdigit() and name != "0" else []
-            known = given[0] if given else self.variables.get(name, os.environ.get(name))
-            if known is None and name in self.arrays:
-                known = " ".join(self.arrays[name])
-            if known is None and instead is not None:
-                known = _VARIABLE.sub(known_value, instead)
+            argument = self.arguments[int(name) - 1 : int(name)] if name.isdigit() and name != "0" else []
+            value = argument[0] if argument else self.variables.get(name, os.environ.get(name))
+            if value is None and name in self.arrays:
+                value = " ".join(self.arrays[name])
+            if value is None and instead is not None:
+                value = _VARIABLE.sub(known_value, instead)
                 if match[3] == "=":
-                    self.variables[name] = known
-            return f"{UNKNOWN}{match[0]}" if known is None else known
+                    self.variables[name] = value
+            return f"{UNKNOWN}{match[0]}" if value is None else value
 
         def in_case(match: re.Match[str]) -> str:
-            known = self.variables.get(match[1], os.environ.get(match[1]))
+            value = self.variables.get(match[1], os.environ.get(match[1]))
             change = str.upper if "^" in match[2] else str.lower
-            return match[0] if known is None else change(known) if len(match[2]) > 1 else change(known[:1]) + known[1:]
+            return match[0] if value is None else change(value) if len(match[2]) > 1 else change(value[:1]) + value[1:]
 
         expanded = _ARITHMETIC.sub(lambda match: self.computed(match[1]), word)
-        before = ""
-        while before != expanded and UNKNOWN not in expanded:
-            before, expanded = expanded, _VARIABLE.sub(known_value, _IN_CASE.sub(in_case, expanded))
+        previous = ""
+        while previous != expanded and UNKNOWN not in expanded:
+            previous, expanded = expanded, _VARIABLE.sub(known_value, _IN_CASE.sub(in_case, expanded))
         expanded = expanded.replace("$(pwd)", os.getcwd())
         expanded = _PART_OF_PATH.sub(lambda match: str(getattr(Path(match[2]), _OF_PATH[match[1]])), expanded)
         if _ITS_DIRECTORY.search(word):
@@ -209,25 +209,25 @@ def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments
     """
     shell = _Shell(source=source, directory=Path(directory).absolute(), arguments=list(arguments))  # as `cd` and `pwd` print it
     shell.read(text)
-    found = shell.found or shell.scripts[-1:]
-    trains = [place for place, words in enumerate(found) if _PROGRAM.match(words[0].rpartition("/")[2])]
-    place = trains[-1] if trains else len(found) - 1
-    last, others = found[place] if found else [], found[: max(place, 0)]
+    commands = shell.found or shell.scripts[-1:]
+    trains = [index for index, words in enumerate(commands) if _PROGRAM.match(words[0].rpartition("/")[2])]
+    chosen = trains[-1] if trains else len(commands) - 1
+    last, earlier = commands[chosen] if commands else [], commands[: max(chosen, 0)]
     if name := started_script(last):
         inner, folder = text_of_file(name, shell.directory)
         if inner is not None and nested < _NESTED:
-            rest = last[last.index(name) + 1 :]
-            read = read_shell(inner, source=Path(name).name, directory=folder, arguments=rest, nested=nested + 1)
-            return replace(read, problems=[*shell.problems, *read.problems])
+            inner_arguments = last[last.index(name) + 1 :]
+            nested_script = read_shell(inner, source=Path(name).name, directory=folder, arguments=inner_arguments, nested=nested + 1)
+            return replace(nested_script, problems=[*shell.problems, *nested_script.problems])
         shell.problem(f"{source}: it starts {plain(name)}, which does not exist. Pass that script as config, together with its flags.")
-    stray = [word for before, word in zip(last, last[1:]) if _may_hold_flags(before, word)]
+    stray = [word for previous, word in zip(last, last[1:]) if _may_hold_flags(previous, word)]
     if stray:
-        where = f", because it sources {', '.join(shell.missing)}, which does not exist" if shell.missing else ""
-        shell.problem(f"{source}: {', '.join(map(plain, stray))} cannot be determined from the script{where}. Write its flags explicitly.")
+        cause = f", because it sources {', '.join(shell.missing)}, which does not exist" if shell.missing else ""
+        shell.problem(f"{source}: {', '.join(map(plain, stray))} cannot be determined from the script{cause}. Write its flags explicitly.")
     return Script(
         words=[word.replace(_PLAIN_DOLLAR, "$") for word in last if word not in stray],
         variables={name: plain(value) for name, value in shell.variables.items()},
-        others=[_program(words) for words in others],
+        others=[_program(words) for words in earlier],
         problems=shell.problems,
     )
 
@@ -259,12 +259,12 @@ def started_script(words: list[str]) -> str:
     return next((name for name in names if name.endswith((".sh", ".bash"))), "")
 
 
-def _may_hold_flags(before: str, word: str) -> bool:
+def _may_hold_flags(previous: str, word: str) -> bool:
     """Return whether `word` is an unknown variable that is not the value of the flag before it.
 
     The output of a program is assumed to be a value.
     """
-    return bool(_ALONE.fullmatch(word)) and (not before.startswith("--") or "[" in word)
+    return bool(_ALONE.fullmatch(word)) and (not previous.startswith("--") or "[" in word)
 
 
 def plain(word: str) -> str:
@@ -282,35 +282,35 @@ def commands(text: str) -> Iterator[str]:
     Args:
         text: Text of the script.
     """
-    command, place, quote, array = "", 0, "", False
-    while place < len(text):
-        char = text[place]
+    command, position, quote, array = "", 0, "", False
+    while position < len(text):
+        char = text[position]
         at_word = not command or command[-1].isspace() or command[-1] == _OPEN
-        if quote != "'" and text.startswith(("$(", "${"), place):
-            end = _closing(text, place + 1)
-            inner = text[place:end]
+        if quote != "'" and text.startswith(("$(", "${"), position):
+            end = _closing(text, position + 1)
+            inner = text[position:end]
             # One word for shlex, including its quotes, unless it is a variable or arithmetic, which contains none.
             command += inner if not set(inner) & set(" \t\n'\"|&;<>") else inner if quote and '"' not in inner else _one_word(inner, quote)
-            place = end
+            position = end
             continue
         if quote:
             if char == "\\" and quote == '"':
-                following = text[place + 1 : place + 2]
+                following = text[position + 1 : position + 2]
                 command += {"\n": "", "$": _PLAIN_DOLLAR}.get(following, char + following)
-                place += 2
+                position += 2
                 continue
             command += _PLAIN_DOLLAR if char == "$" and quote == "'" else char
             quote = "" if char == quote else quote
         elif char == "\\":
-            following = text[place + 1 : place + 2]
+            following = text[position + 1 : position + 2]
             command += {"\n": "", "$": _PLAIN_DOLLAR, "": ""}.get(following, char + following)
-            place += 2
+            position += 2
             continue
         elif char in "'\"":
             quote = char
             command += char
         elif char == "#" and at_word:
-            place = text.find("\n", place) if "\n" in text[place:] else len(text)
+            position = text.find("\n", position) if "\n" in text[position:] else len(text)
             continue
         elif char == "(" and command.endswith("=") and not array:
             array = True
@@ -320,25 +320,25 @@ def commands(text: str) -> Iterator[str]:
             command += f" {_CLOSE} "
         elif array and char == "\n":
             command += " "
-        elif (match := _REDIRECTION.match(text, place)) and (at_word or char in "<>"):
-            place = match.end()
+        elif (match := _REDIRECTION.match(text, position)) and (at_word or char in "<>"):
+            position = match.end()
             continue
         elif char in "\n;&|" and not array:
             yield command
             command = ""
         else:
             command += char
-        place += 1
+        position += 1
     yield command
 
 
 def _closing(text: str, start: int) -> int:
     """Return the position after the bracket that closes the one at `start`."""
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] in "({") - (text[place] in ")}")
+    for position in range(start, len(text)):
+        depth += (text[position] in "({") - (text[position] in ")}")
         if depth == 0:
-            return place + 1
+            return position + 1
     return len(text)
 
 
@@ -352,16 +352,16 @@ def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
     """Remove a launcher and its own arguments. The number of ranks given to torchrun or accelerate is kept in `variables`."""
     if "--" in words and any(_FLAG.match(word) for word in words[words.index("--") :]):  # ray job submit ... -- python3 train.py ...
         words = words[words.index("--") + 1 :]
-    wrapper = next((place for place, word in enumerate(words[:3]) if word in _WRAPPERS), None)
+    wrapper = next((index for index, word in enumerate(words[:3]) if word in _WRAPPERS), None)
     if wrapper is not None:
         inner = _behind_uv(words[wrapper + 1 :]) if words[wrapper] in _UV else words[wrapper + 1 :]
         if words[wrapper] not in _UV:
-            start = next((place for place, word in enumerate(inner) if _PROGRAM.match(word.rpartition("/")[2])), None)
+            start = next((index for index, word in enumerate(inner) if _PROGRAM.match(word.rpartition("/")[2])), None)
             inner = words if start is None else inner[start:]
         return inner if inner is words else _without_launcher(inner, variables)
     if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words[:3]):
         return words
-    start = next((place for place, word in enumerate(words) if word == "-m" and place > 2 or word.endswith(".py")), 0)
+    start = next((index for index, word in enumerate(words) if word == "-m" and index > 2 or word.endswith(".py")), 0)
     for word, following in zip(words[:start], words[1:]):
         name, _, value = word.partition("=")
         variable = _OF_LAUNCHERS.get(name.replace("-", "_").strip("_"))
@@ -372,10 +372,10 @@ def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
 
 def _behind_uv(words: list[str]) -> list[str]:
     """Return the command that uv starts, without uv's options."""
-    place = 0
-    while place < len(words) and (words[place] == "run" or words[place].startswith("-") and words[place] != "-m"):
-        place += 2 if words[place] in _OF_UV else 1
-    return words[place:]
+    index = 0
+    while index < len(words) and (words[index] == "run" or words[index].startswith("-") and words[index] != "-m"):
+        index += 2 if words[index] in _OF_UV else 1
+    return words[index:]
 
 
 def _program(words: list[str]) -> str:
@@ -397,16 +397,16 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
         (settings, problems).
     """
     script = read_shell(text, source=source, directory=directory)
-    typed, wrong = read_words(script.words, source=source, lenient=True)
-    problems = [*script.problems, *wrong]
+    settings, word_problems = read_words(script.words, source=source, lenient=True)
+    problems = [*script.problems, *word_problems]
     entries: list[TypedSetting] = []
     last: dict[str, TypedSetting] = {}
-    if not typed and not problems:
+    if not settings and not problems:
         problems.append(Problem(flags=("config",), message=f"{source} contains no command with flags that can be read."))
-    for entry in typed:
+    for entry in settings:
         if entry.name == "config" and entry.raw and UNKNOWN not in entry.raw[0] and text_of_file(entry.raw[0], directory)[0] is not None:
-            more, wrong = read_file(str(text_of_file(entry.raw[0], directory)[1] / Path(entry.raw[0]).name), read_program)
-            entries, problems = entries + more, problems + wrong
+            more_entries, word_problems = read_file(str(text_of_file(entry.raw[0], directory)[1] / Path(entry.raw[0]).name), read_program)
+            entries, problems = entries + more_entries, problems + word_problems
         elif entry.name == "config":
             problems.append(Problem(flags=("config",), message=f"{source}: config {' '.join(entry.raw)} does not exist. Pass it too."))
         else:

@@ -24,7 +24,7 @@ def by_name(part: str) -> Mapping[str, str]:
     Args:
         part: `same_as` or `said_with`.
     """
-    return {name: says for says, names in contents("remedies")[part].items() for name in names.split()}
+    return {name: text for text, names in contents("remedies")[part].items() for name in names.split()}
 
 
 def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str] = ()) -> str:
@@ -37,9 +37,9 @@ def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str
     """
     last = name.rpartition(".")[2]
     for key in (name, ".".join(name.split(".")[-2:]), last):
-        found = _from_tables(key, dialects, hidden)
-        if found:
-            return found
+        sentence = _from_tables(key, dialects, hidden)
+        if sentence:
+            return sentence
     return _alike(name, last, hidden)
 
 
@@ -47,9 +47,9 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
     if sentence := by_name("said_with").get(name):
         is_setting = sentence.partition(" ")[0] in names()  # settings keep their spelling
         return f" {sentence if is_setting else sentence[0].upper() + sentence[1:]}"
-    if (ours := by_name("same_as").get(name)) and ours not in hidden:
+    if (native := by_name("same_as").get(name)) and native not in hidden:
         counted = ", and counts completions: prompts times num_generations" if name in COUNTED_IN_PROMPTS else ""
-        return f" Here it is called {ours}{counted}."
+        return f" Here it is called {native}{counted}."
     for dialect in dialects.values():
         row = dialect.row(name)[1]
         if row is None:
@@ -61,8 +61,8 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
         if row.lacks:
             return f" It is a {dialect.title} setting: {row.lacks}. Omit it."
         if row.read is None:
-            why = f" ({row.why})" if row.why and row.why != NOTHING else ""
-            return f" It is a {dialect.title} setting that affects neither sampling nor training here{why}. Omit it."
+            reason = f" ({row.why})" if row.why and row.why != NOTHING else ""
+            return f" It is a {dialect.title} setting that affects neither sampling nor training here{reason}. Omit it."
     return ""
 
 
@@ -70,13 +70,15 @@ LIST = " `megatron-grpo train --help` lists all settings."
 
 
 def _alike(name: str, last: str, hidden: Collection[str]) -> str:
-    known = [known for known, setting in names().items() if setting.name not in hidden and known not in setting.formerly]
-    if last != name and last in known:
+    candidates = [
+        candidates for candidates, setting in names().items() if setting.name not in hidden and candidates not in setting.formerly
+    ]
+    if last != name and last in candidates:
         section, groups = name.rpartition(".")[0], sorted({setting.group for setting in table().values()})
         if section in groups or hidden:  # or of a dialect, which has other sections
             return f" {last} is a setting: on the command line, use --{last}."
         return f" {last} is a setting, but {section} is not a section. Sections: {', '.join(groups)}."
-    close = close_to(last, [*known, "config", "print_config"], limit=1, cutoff=ALIKE)
+    close = close_to(last, [*candidates, "config", "print_config"], limit=1, cutoff=ALIKE)
     return f" Did you mean {close[0]}?" if close else LIST
 
 
@@ -89,39 +91,41 @@ def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[D
     """
     best: tuple[Dialect, list[str]] | None = None
     for dialect in dialects.values():
-        known = [name for name in unknown if dialect.knows(name)]
-        if best is None or len(known) > len(best[1]):
-            best = dialect, known
+        known_names = [name for name in unknown if dialect.knows(name)]
+        if best is None or len(known_names) > len(best[1]):
+            best = dialect, known_names
     return best if best and len(best[1]) >= 3 and 2 * len(best[1]) > len(unknown) else None
 
 
-def problems_of_unknown(found: Mapping[str, Sequence[str]], dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> Iterator[Problem]:
+def problems_of_unknown(
+    names_by_source: Mapping[str, Sequence[str]], dialect: Dialect | None, dialects: Mapping[str, Dialect]
+) -> Iterator[Problem]:
     """Yield problems for unknown names, with suggestions.
 
     A source full of another system's names is one problem; each other name is one problem.
 
     Args:
-        found: Unknown names, by source.
+        names_by_source: Unknown names, by source.
         dialect: Dialect in use, if any.
         dialects: All dialects.
     """
-    for source, unknown in found.items():
-        where = "" if source == COMMAND_LINE else f" in {source}"
+    for source, unknown in names_by_source.items():
+        place = "" if source == COMMAND_LINE else f" in {source}"
         reads = reads_as(unknown, dialects) if dialect is None else None
         if reads:
-            other, known = reads
-            what = "This command line" if source == COMMAND_LINE else source
-            some = ", ".join(known[:4]) + (f" and {len(known) - 4} more" if len(known) > 4 else "")
-            message = f"{what} looks like a {other.title} file ({some}). Add `--dialect {other.name}`."
-            yield Problem(flags=tuple(known), message=message)
+            other_dialect, known_names = reads
+            subject = "This command line" if source == COMMAND_LINE else source
+            examples = ", ".join(known_names[:4]) + (f" and {len(known_names) - 4} more" if len(known_names) > 4 else "")
+            message = f"{subject} looks like a {other_dialect.title} file ({examples}). Add `--dialect {other_dialect.name}`."
+            yield Problem(flags=tuple(known_names), message=message)
         hints = {name: _hint(name, dialect, dialects) for name in unknown if not reads or name not in reads[1]}
-        if dialect and len(alike := [name for name, hint in hints.items() if LIST in hint]) > 1:
-            message = f"{', '.join(alike)}{where} are neither settings nor known {dialect.title} names, so they may \
+        if dialect and len(list_names := [name for name, hint in hints.items() if LIST in hint]) > 1:
+            message = f"{', '.join(list_names)}{place} are neither settings nor known {dialect.title} names, so they may \
 change the training."
-            yield Problem(flags=tuple(alike), message=message)
-            hints = {name: hint for name, hint in hints.items() if name not in alike}
+            yield Problem(flags=tuple(list_names), message=message)
+            hints = {name: hint for name, hint in hints.items() if name not in list_names}
         for name, hint in hints.items():
-            yield Problem(flags=(name,), message=f"{name}{where} is not a setting.{hint}")
+            yield Problem(flags=(name,), message=f"{name}{place} is not a setting.{hint}")
 
 
 def _hint(name: str, dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> str:
@@ -130,5 +134,5 @@ def _hint(name: str, dialect: Dialect | None, dialects: Mapping[str, Dialect]) -
     sizes = list(dialect.settings)
     if sizes and close_to(name, [*sizes, *dialect.hides], limit=1, cutoff=ALIKE):
         return f" Batch sizes in the {dialect.name} dialect: {', '.join(sizes)}."
-    found = remedy(name, dialects, hidden=dialect.hides)
-    return f"{found} It is not a known {dialect.title} name either, so it may change the training."
+    sentence = remedy(name, dialects, hidden=dialect.hides)
+    return f"{sentence} It is not a known {dialect.title} name either, so it may change the training."

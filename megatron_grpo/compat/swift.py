@@ -1,4 +1,4 @@
-"""Translation of Megatron-SWIFT beyond its table: readers of single names, and SETTLE for several names together."""
+"""Translation of Megatron-SWIFT beyond its table: readers of single names, and CONVERSIONS for several names together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.base.files import read_text
 from megatron_grpo.compat.common import BUILT_IN_REWARDS, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
-from megatron_grpo.compat.foreign_args import Change, Given, Reader
+from megatron_grpo.compat.foreign_args import Change, ForeignArgs, Reader
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import InvalidValueError
 
@@ -21,46 +21,52 @@ _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetit
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # Megatron-SWIFT's `math` is another function
 
 
-def _of_plugins(given: Given) -> dict[str, str]:
+def _of_plugins(args: ForeignArgs) -> dict[str, str]:
     """Return path:Class of each reward that a plugin registers as `orms["name"] = Class`, by name. The files are not run."""
-    found: dict[str, str] = {}
-    for file in given.get("external_plugins", ()):
+    result: dict[str, str] = {}
+    for file in args.get("external_plugins", ()):
         with suppress(OSError, SyntaxError, ValueError):
             for line in ast.parse(read_text(file)).body:
-                if isinstance(line, ast.Assign) and isinstance(line.value, ast.Name) and isinstance(of := line.targets[0], ast.Subscript):
-                    found |= {str(ast.literal_eval(of.slice)): f"{file}:{line.value.id}"} if ast.unparse(of.value) == "orms" else {}
-    return found
+                if (
+                    isinstance(line, ast.Assign)
+                    and isinstance(line.value, ast.Name)
+                    and isinstance(target := line.targets[0], ast.Subscript)
+                ):
+                    result |= (
+                        {str(ast.literal_eval(target.slice)): f"{file}:{line.value.id}"} if ast.unparse(target.value) == "orms" else {}
+                    )
+    return result
 
 
-def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read reward_funcs: built-in rewards of Megatron-SWIFT and rewards of plugins are translated.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    of_plugins = _of_plugins(given)
+    of_plugins = _of_plugins(args)
     unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *of_plugins) and ":" not in word]
     if unread:
-        plugins = given.get("external_plugins", ())
-        where = f"no file of external_plugins ({', '.join(plugins)}) that can be read registers it as orms['{unread[0]}'] = Class. "
+        plugins = args.get("external_plugins", ())
+        reason = f"no file of external_plugins ({', '.join(plugins)}) that can be read registers it as orms['{unread[0]}'] = Class. "
         raise InvalidValueError(
             f"({', '.join(unread)}) is a reward function of Megatron-SWIFT or of a plugin, and is not available here: "
-            f"{where if plugins else ''}Use a function or a class as {(*plugins, 'path/to/file.py')[0]}:name; {', '.join(_REWARDS)} are "
+            f"{reason if plugins else ''}Use a function or a class as {(*plugins, 'path/to/file.py')[0]}:name; {', '.join(_REWARDS)} are "
             "translated"
         )
     return {"reward_funcs": [of_plugins.get(word, _REWARDS.get(word, word)) for word in words]}
 
 
-def plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def plugins(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read external_plugins; refused if nothing of them is used. Missing names in them are reported where they are used.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    others = [word for word in given.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS)]
-    if not others and not {"gym_env", "multi_turn_scheduler"} & set(given):
+    unknown_funcs = [word for word in args.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS)]
+    if not unknown_funcs and not {"gym_env", "multi_turn_scheduler"} & set(args):
         raise InvalidValueError(f"({' '.join(words)}): {sentence('PLUGINS')}")
     return {}
 
@@ -72,15 +78,17 @@ def dataset(native: str) -> Reader:
         native: Name of the setting.
     """
 
-    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    def reader(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         if len(words) != 1 and native != "dataset":
             raise InvalidValueError(f"({' '.join(words)}) has {len(words)} data sets. Use eval_datasets, with a name for each")
-        names = [one if Path(one).exists() else one.removeprefix("hf::").removeprefix("HF::") for one in words]
-        if strange := [one for one in names if ":" in one and not Path(one).exists() and not re.match(r"[^:/]+/[^:/]+:[^:/]+$", one)]:
-            raise InvalidValueError(f"({strange[0]}) is on another hub. Use a file, a directory, or a Hub name (owner/name:subset)")
+        names = [word if Path(word).exists() else word.removeprefix("hf::").removeprefix("HF::") for word in words]
+        if other_hub := [
+            name for name in names if ":" in name and not Path(name).exists() and not re.match(r"[^:/]+/[^:/]+:[^:/]+$", name)
+        ]:
+            raise InvalidValueError(f"({other_hub[0]}) is on another hub. Use a file, a directory, or a Hub name (owner/name:subset)")
         return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
-    return read
+    return reader
 
 
 def one_adapter(native: str) -> Reader:
@@ -90,20 +98,20 @@ def one_adapter(native: str) -> Reader:
         native: Name of the setting.
     """
 
-    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    def reader(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         if len(words) != 1:
             raise InvalidValueError(f"({' '.join(words)}) has {len(words)} adapters. One adapter is trained, and one is the reference")
         return {native: words[0]}
 
-    return read
+    return reader
 
 
-def minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def minutes(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read ddp_timeout, which is in seconds.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     try:
         return {"distributed_timeout_minutes": float(words[0]) / 60}
@@ -111,41 +119,41 @@ def minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         raise InvalidValueError(f"must be a number of seconds, not {' '.join(words)!r}") from None
 
 
-def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def columns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read the mapping of columns to Megatron-SWIFT's standard names.
 
     `query` is the prompt here; other standard names are columns that rewards may read under the same name.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     text = " ".join(words).strip()
     try:
-        found = json.loads(text) if text.startswith("{") else dict(word.rsplit("=", 1) for word in words)
+        columns = json.loads(text) if text.startswith("{") else dict(word.rsplit("=", 1) for word in words)
     except ValueError:
         raise InvalidValueError(f'needs a mapping as JSON, such as {{"question": "query"}}, not {text!r}') from None
-    if "history" in found.values():
+    if "history" in columns.values():
         raise InvalidValueError("(history): earlier turns of a conversation must be in a column messages here")
-    return {"columns": {theirs: "prompt" if name == "query" else name for theirs, name in found.items()}}
+    return {"columns": {column: "prompt" if name == "query" else name for column, name in columns.items()}}
 
 
-def finetune(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def finetune(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read finetune, which has no effect without mcore_model.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    return {"finetune": list(words)} if given.get("mcore_model") else {}
+    return {"finetune": list(words)} if args.get("mcore_model") else {}
 
 
-def system(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def system(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     r"""Read the system prompt; \n is a line break.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     return {"system": [" ".join(words).replace("\\n", "\n")]}
 
@@ -153,79 +161,79 @@ def system(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that runs an `Env`
 
 
-def _of_a_class(words: Sequence[str], what: str) -> Mapping[str, Any]:
+def _of_a_class(words: Sequence[str], description: str) -> Mapping[str, Any]:
     (name,) = words
     if ":" not in name:
         raise InvalidValueError(
-            f"({name}) is {what} registered in Megatron-SWIFT, which is not available here. Use a class as path/to/file.py:Class"
+            f"({name}) is {description} registered in Megatron-SWIFT, which is not available here. Use a class as path/to/file.py:Class"
         )
     return {"environment": name}
 
 
-def scheduler(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def scheduler(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read multi_turn_scheduler as an environment class.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    return {} if list(words) == [GYM] and "gym_env" in given else _of_a_class(words, "a scheduler")
+    return {} if list(words) == [GYM] and "gym_env" in args else _of_a_class(words, "a scheduler")
 
 
-def gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read gym_env as an environment class.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     return _of_a_class(words, "an environment")
 
 
-def use_gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def use_gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Accept use_gym_env; `of_turns` translates it.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     return {}
 
 
-def max_turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def max_turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read max_turns; ignored if the scheduler or environment is refused already, to avoid a second problem.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    refused = [word for name in ("gym_env", "multi_turn_scheduler") for word in given.get(name, ()) if ":" not in word and word != GYM]
-    return {} if refused else {"max_turns": list(words)}
+    registered = [word for name in ("gym_env", "multi_turn_scheduler") for word in args.get(name, ()) if ":" not in word and word != GYM]
+    return {} if registered else {"max_turns": list(words)}
 
 
-def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     """Yield the changes for multi-turn runs.
 
     Args:
         values: Native settings read so far, by name.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
 
     Raises:
         InvalidValueError: use_gym_env without an environment.
     """
     if not (values.get("environment") or values.get("tools")):
-        if list(given.get("use_gym_env", ())) == ["true"] and not {"gym_env", "multi_turn_scheduler"} & set(given):
+        if list(args.get("use_gym_env", ())) == ["true"] and not {"gym_env", "multi_turn_scheduler"} & set(args):
             raise InvalidValueError(
                 "use_gym_env (true) uses rewards of an environment, which is not set. Use gym_env path/to/file.py:Class. The column "
                 "env_config of rows is not read"
             )
         return
-    if list(given.get("use_gym_env", ())) == ["true"] and "environment" not in values.get("reward_funcs", ()):
+    if list(args.get("use_gym_env", ())) == ["true"] and "environment" not in values.get("reward_funcs", ()):
         yield Change(
             values={"reward_funcs": [*values.get("reward_funcs", ()), "environment"]},
             note="use_gym_env true: the environment's rewards are the built-in reward `environment`.",
         )
-    if "completion_length_limit_scope" not in given:
+    if "completion_length_limit_scope" not in args:
         yield Change(
             note="max_completion_length limits one turn in Megatron-SWIFT by default (completion_length_limit_scope per_round). Here it "
             "limits the whole episode after its prompt, including tokens of the environment.",
@@ -235,7 +243,7 @@ def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield from not_left(values, "Megatron-SWIFT")
 
 
-def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     """Yield the changes specific to the Megatron trainer."""
     if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
         yield Change(values={"num_train_epochs": None}, note="train_iters takes precedence: Megatron-SWIFT ignores epochs with streaming.")
@@ -247,7 +255,7 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         )
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
-    yield from idle_schedule(values, given, style="cosine")
+    yield from idle_schedule(values, args, style="cosine")
     if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
         note = "weight_decay has no effect with start_weight_decay and end_weight_decay, in both systems."
         yield Change(values={"weight_decay": 0.0}, note=note)
@@ -258,7 +266,7 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield from _tuner(values)
 
 
-def _of_both(values: Mapping[str, Any], given: Given, *, tuner: str) -> Iterator[Change]:
+def _of_both(values: Mapping[str, Any], args: ForeignArgs, *, tuner: str) -> Iterator[Change]:
     """Yield the changes common to both trainers: rows, evaluation, servers, and the loss. `tuner`: default tuner_type."""
     if values.get("shuffle_buffer_size") and not values.get("streaming"):
         yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size has no effect without streaming, in both systems.")
@@ -269,10 +277,16 @@ def _of_both(values: Mapping[str, Any], given: Given, *, tuner: str) -> Iterator
             values={"eval_steps": None},
             note=f"eval_steps ({values['eval_steps']}) has no effect without val_dataset or split_dataset_ratio, in both systems.",
         )
-    room, asked = values.get("vllm_max_model_len"), values.get("max_prompt_length", 0) + values.get("max_completion_length", 512)
-    if room and room < asked and values.get("vllm_mode") != "server" and not values.get("environment"):
-        note = f"vllm_max_model_len ({room}) truncates completions in ms-swift; here it is max_length + max_completion_length, {asked}."
-        yield Change(values={"vllm_max_model_len": asked}, note=note)
+    max_model_len, required = (
+        values.get("vllm_max_model_len"),
+        values.get("max_prompt_length", 0) + values.get("max_completion_length", 512),
+    )
+    if max_model_len and max_model_len < required and values.get("vllm_mode") != "server" and not values.get("environment"):
+        note = (
+            f"vllm_max_model_len ({max_model_len}) truncates completions in ms-swift; here it is max_length + max_completion_length, "
+            f"{required}."
+        )
+        yield Change(values={"vllm_max_model_len": required}, note=note)
     if values.get("vllm_enable_lora") is False and values.get("tuner_type", tuner) == "full":
         yield Change(values={"vllm_enable_lora": None}, note="vllm_enable_lora has no effect with tuner_type full, in both systems.")
     yield from of_servers(values, program="swift rollout")
@@ -288,13 +302,13 @@ def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
     """Yield the changes for the loss, its corrections and a teacher."""
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
-        rest = (
+        remark = (
             " It then weights each token by its own ratio; here tokens have the ratio of the sequence." if mode == "sequence_mask" else ""
         )
         yield Change(
             values={"rollout_is_geometric": True},
             note=f"rollout_importance_sampling_mode {mode} uses the geometric mean over a sequence in Megatron-SWIFT: rollout_is_geometric "
-            f"true.{rest}",
+            f"true.{remark}",
         )
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
@@ -304,8 +318,8 @@ def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
             "neither side. A group may be in several micro-batches.",
         )
     if values.get("teacher_model_server"):
-        said = "must be a server of `megatron-grpo serve --frozen true` here; Megatron-SWIFT uses vLLM's or its own API"
-        yield Change(note=f"teacher_model_server {said}.")
+        requirement = "must be a server of `megatron-grpo serve --frozen true` here; Megatron-SWIFT uses vLLM's or its own API"
+        yield Change(note=f"teacher_model_server {requirement}.")
     elif "teacher_kl_coef" in values and not values.get("teacher_model"):
         yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef has no effect without a teacher, in both systems.")
     if "repetition" in values.get("reward_funcs", ()):
@@ -314,18 +328,20 @@ def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
 
 def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
     """Yield the changes for LoRA: its defaults, and tuner_type lora if only an adapter is given."""
-    given = [name for name in ("adapters", "ref_adapters") if values.get(name)]
-    if values.get("tuner_type", "full") != "lora" and given:
-        yield Change(values={"tuner_type": "lora"}, note=f"{' and '.join(given)}: as in Megatron-SWIFT, this implies tuner_type lora.")
+    adapter_names = [name for name in ("adapters", "ref_adapters") if values.get(name)]
+    if values.get("tuner_type", "full") != "lora" and adapter_names:
+        yield Change(
+            values={"tuner_type": "lora"}, note=f"{' and '.join(adapter_names)}: as in Megatron-SWIFT, this implies tuner_type lora."
+        )
     elif values.get("tuner_type", "full") != "lora":
         if "merge_lora" in values:
             yield Change(values={"merge_lora": None}, note="merge_lora has no effect with tuner_type full, in both systems.")
         if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
-            said = (
+            remark = (
                 "matched against Hugging Face names here; Megatron-SWIFT matches names of Megatron's modules, which count layers by "
                 "pipeline stage"
             )
-            yield Change(note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
+            yield Change(note=f"freeze_parameters and trainable_parameters, and their _regex, are {remark}.")
         return
     yield from adapter(values)
     if "merge_lora" not in values and values.get("export_hf", True):
@@ -352,7 +368,7 @@ def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
         )
 
 
-def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     """Translate reinforce_plus_plus, which in Megatron-SWIFT subtracts the group's mean and divides by the std of scale_rewards.
 
     Its guide says `batch`.
@@ -360,11 +376,11 @@ def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     estimator, scale = values.get("advantage_estimator"), values.get("scale_rewards")
     if estimator == "reinforce_plus_plus":
         if scale in (None, "batch"):
-            to = {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": "batch"}
+            settings = {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": "batch"}
         else:
-            to = {"advantage_estimator": "grpo"}
-        said = ", ".join(f"{name} {value}" for name, value in to.items())
-        yield Change(values=to, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {said} here.")
+            settings = {"advantage_estimator": "grpo"}
+        description = ", ".join(f"{name} {value}" for name, value in settings.items())
+        yield Change(values=settings, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {description} here.")
     elif estimator == "rloo" and scale not in (None, "none"):
         raise InvalidValueError(
             f"advantage_estimator rloo with scale_rewards {scale} divides by a standard deviation; rloo is not scaled here. Use "
@@ -373,7 +389,7 @@ def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def of_both(tuner: str) -> tuple[Callable[..., Iterator[Change]], ...]:
-    """Return the parts of SETTLE common to both trainers.
+    """Return the parts of CONVERSIONS common to both trainers.
 
     Args:
         tuner: Default tuner_type.
@@ -381,4 +397,4 @@ def of_both(tuner: str) -> tuple[Callable[..., Iterator[Change]], ...]:
     return partial(_of_both, tuner=tuner), of_turns, _advantages
 
 
-SETTLE = (_settle, *of_both("full"))
+CONVERSIONS = (_convert, *of_both("full"))

@@ -1,8 +1,8 @@
 """Loader of the tables `<system>.yaml`, which give the meaning of each foreign name. Arithmetic is in `<system>.py`.
 
 A table has, by foreign name: `same` (a native setting with another name), `read` (a function of `<system>.py` or `common.py` translates it;
-names with SETTLE are read together), `refused` (with a sentence), `aside` (with a reason), and `defaults` that differ from the native ones.
-Names with a star are patterns, of which the longest match counts. Sentences in capitals are keys of `common.yaml`.
+names with CONVERSIONS are read together), `refused` (with a sentence), `aside` (with a reason), and `defaults` that differ from the
+native ones. Names with a star are patterns, of which the longest match counts. Sentences in capitals are keys of `common.yaml`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def contents(name: str) -> dict[str, Any]:
     import yaml
 
     with (FOLDER / f"{name}.yaml").open(encoding="utf-8") as file:
-        found: dict[str, Any] = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    for other, keys in found.get("takes", {}).items():
-        found |= {key: contents(other)[key] | found.get(key, {}) for key in keys.split()}
-    for default in found.get("without", "").split():
-        del found["defaults"][default]
-    return contents(found["like"]) | found if "like" in found else found
+        table: dict[str, Any] = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    for source, keys in table.get("takes", {}).items():
+        table |= {key: contents(source)[key] | table.get(key, {}) for key in keys.split()}
+    for default in table.get("without", "").split():
+        del table["defaults"][default]
+    return contents(table["like"]) | table if "like" in table else table
 
 
 def _code(name: str) -> ModuleType | None:
@@ -82,7 +82,7 @@ def load(name: str) -> Dialect:
         defaults=[_default(name, row) for name, row in table.get("defaults", {}).items()],
         implies=table.get("implies", {}),
         trains_tower=table.get("trains_tower", False),
-        settle=getattr(_code(table.get("like", name)), table.get("settle", "SETTLE"), ()),
+        convert=getattr(_code(table.get("like", name)), table.get("convert", "CONVERSIONS"), ()),
     )
 
 
@@ -93,15 +93,15 @@ def rows_of(name: str) -> Mapping[str, ForeignArg]:
     Args:
         name: Name of the file without its extension.
     """
-    table, found = contents(name), dict[str, ForeignArg]()
-    for other in table.get("names_of", "").split():
-        found |= rows_of(other)
+    table, rows = contents(name), dict[str, ForeignArg]()
+    for source in table.get("names_of", "").split():
+        rows |= rows_of(source)
     modules = [_code(table.get("like", name)), _code("common")]
     for part in (_same(table), _read(table, modules), _refused(table)):
-        found |= part
-    for why, names in table.get("aside", {}).items():
-        found |= dict.fromkeys(names.split(), ForeignArg(why=sentence(why)))
-    return found
+        rows |= part
+    for key, names in table.get("aside", {}).items():
+        rows |= dict.fromkeys(names.split(), ForeignArg(why=sentence(key)))
+    return rows
 
 
 def _same(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:
@@ -118,34 +118,34 @@ def _same(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:
 def _read(table: Mapping[str, Any], modules: list[Any]) -> Iterator[tuple[str, ForeignArg]]:
     labels = table.get("labels", "").split()
     for hint, row in table.get("read", {}).items():
-        for reader, names in (row if isinstance(row, dict) else {"SETTLE": row}).items():
-            read = _reader(reader, modules)
-            yield from ((name, ForeignArg(read=read, hint=hint, is_label=name in labels)) for name in names.split())
+        for reader, names in (row if isinstance(row, dict) else {"CONVERSIONS": row}).items():
+            function = _reader(reader, modules)
+            yield from ((name, ForeignArg(read=function, hint=hint, is_label=name in labels)) for name in names.split())
 
 
-def _reader(said: str, modules: list[Any]) -> Callable[..., Mapping[str, Any]]:
+def _reader(spec: str, modules: list[Any]) -> Callable[..., Mapping[str, Any]]:
     """Return the function `name`, or the result of `name(argument)`."""
-    name, _, argument = said.partition(" ")
-    if name == "SETTLE":
+    name, _, argument = spec.partition(" ")
+    if name == "CONVERSIONS":
         return lambda words, given: {}
-    found = next(getattr(module, name) for module in modules if hasattr(module, name))
-    return found(argument) if argument else found
+    function = next(getattr(module, name) for module in modules if hasattr(module, name))
+    return function(argument) if argument else function
 
 
 def _refused(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:
     tasks = table.get("other_tasks", "").split()
-    for says, rows in table.get("refused", {}).items():
+    for key, rows in table.get("refused", {}).items():
         for row in rows if isinstance(rows, list) else [rows]:
             names, instead = (row["names"], row["or_with"]) if isinstance(row, dict) else (row, ())
             for word in names.split():
-                name, off = _off(word)
-                yield name, ForeignArg(lacks=sentence(says), off=off, instead=instead, is_task=name in tasks)
+                name, off_values = _off(word)
+                yield name, ForeignArg(lacks=sentence(key), off=off_values, instead=instead, is_task=name in tasks)
 
 
 def _off(word: str) -> tuple[str, tuple[str, ...]]:
     """Return (name, allowed values): `name=word` allows only this value, and `name|word` also those that ask for nothing."""
-    name, only, value = word.partition("=")
-    if only:
+    name, has_values, value = word.partition("=")
+    if has_values:
         return name, (value,) if value else ()
     name, *words = word.split("|")
     return name, (*OFF, *words)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.explain import explain, length_there
-from megatron_grpo.compat.foreign_args import UNKNOWN, Change, Dialect, ForeignArg, Given, OtherTaskError
+from megatron_grpo.compat.foreign_args import UNKNOWN, Change, Dialect, ForeignArg, ForeignArgs, OtherTaskError
 from megatron_grpo.compat.script import plain
 from megatron_grpo.config.config import Origin
 from megatron_grpo.config.parse import ForeignDefault, System
@@ -22,20 +22,20 @@ _LABELS = ("run_name", "project")  # training does not depend on them
 class Translation:
     """Translation of one command line with its files.
 
-    First `entries` translates name by name; then `settle` is called, when the values of all settings are known.
+    First `entries` translates name by name; then `convert` is called, when the values of all settings are known.
 
     Args:
-        typed: Settings as typed, in order.
+        settings: Settings as typed, in order.
         dialect: System whose names are used; None for a launch script with native names.
     """
 
-    def __init__(self, typed: Sequence[TypedSetting], dialect: Dialect | None):
+    def __init__(self, settings: Sequence[TypedSetting], dialect: Dialect | None):
         self.dialect = dialect
         self.sizes = dialect.settings if dialect else {}  # batch sizes under foreign names
         self.counts: dict[str, int] = {}  # their values
         self.origins: dict[str, Origin] = {}  # how native sizes follow from them
         self.hides = dialect.hides if dialect else ()  # native names that are unknown in this dialect
-        self.given = Given()  # every foreign name with its words, as typed
+        self.args = ForeignArgs()  # every foreign name with its words, as typed
         self.said: set[str] = set()  # names whose values are known, at any position
         self.notes: list[str] = []
         self.aside: dict[str, list[str]] = {}  # names without effect, by source
@@ -46,11 +46,11 @@ class Translation:
         self._launcher: dict[str, tuple[str, int]] = {}
         self._unknowable: dict[str, list[tuple[str, str]]] = {}  # by source: (name, name and words) with unknown values
         self._lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> refused (name, words)
-        for entry in typed:  # names that are read together need each other's words, in any order
+        for entry in settings:  # names that are read together need each other's words, in any order
             if entry.raw != () and not any(UNKNOWN in word for word in words_of(entry.raw)):
                 self.said.add(entry.name)
-                self.given[self._row(entry.name)[0]] = words_of(entry.raw) or ["true"]
-        self.entries = [ours for entry in typed for ours in self._translated(entry)]
+                self.args[self._row(entry.name)[0]] = words_of(entry.raw) or ["true"]
+        self.entries = [translated for entry in settings for translated in self._translated(entry)]
         if "$NPROC_PER_NODE" in self._launcher:
             source, per_node = self._launcher["$NPROC_PER_NODE"]
             self.world_size = per_node * self._launcher.get("$NNODES", ("", 1))[1], f"{source} (NPROC_PER_NODE x NNODES)"
@@ -80,21 +80,21 @@ class Translation:
     def _read(self, entry: TypedSetting, row: ForeignArg) -> Iterator[TypedSetting]:
         """Translate a name with a function, or refuse it, or set it aside."""
         words, name = words_of(entry.raw) or ["true"], self._row(entry.name)[0]
-        if words != self.given.get(name, words):  # given again later: the command line overrides a file
+        if words != self.args.get(name, words):  # given again later: the command line overrides a file
             return
         if row.read is not None:
             try:
-                for native, raw in row.read(words, self.given).items():
+                for native, raw in row.read(words, self.args).items():
                     setting = table()[native]
                     is_text = isinstance(raw, str) and setting.kind == "str" and not setting.choices and not setting.is_list
                     value = raw if is_text else read_value(setting, raw)
                     yield TypedSetting(name=native, raw=value, source=entry.source, typed=entry.name, is_read=True)
-            except InvalidValueError as bad:
-                yield TypedSetting(name=entry.name, raw=bad, source=entry.source)
+            except InvalidValueError as error:
+                yield TypedSetting(name=entry.name, raw=error, source=entry.source)
             except (TypeError, ValueError, KeyError, AttributeError):
-                strange = InvalidValueError(f"({' '.join(words)}) does not have the format of its system")
-                yield TypedSetting(name=entry.name, raw=strange, source=entry.source)
-        elif row.refuses(words, self.given):
+                format_error = InvalidValueError(f"({' '.join(words)}) does not have the format of its system")
+                yield TypedSetting(name=entry.name, raw=format_error, source=entry.source)
+        elif row.refuses(words, self.args):
             self._lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
             self.tasks |= {row.lacks} if row.is_task else set()
         elif not row.lacks or " ".join(words).lower() in row.off:
@@ -125,18 +125,19 @@ class Translation:
 
     def unknowable(self) -> Iterator[Problem]:
         """Yield problems for values that the script does not determine."""
-        for source, found in self._unknowable.items():
-            it = found[0][0] if len(found) == 1 else "them"
+        for source, entries in self._unknowable.items():
+            pronoun = entries[0][0] if len(entries) == 1 else "them"
             message = (
-                f"{source}: {', '.join(said for _, said in found)} cannot be determined from the script. Pass {it} on the command line."
+                f"{source}: {', '.join(text for _, text in entries)} cannot be determined from the script. Pass {pronoun} on the "
+                "command line."
             )
-            yield Problem(flags=tuple(name for name, _ in found), message=message)
+            yield Problem(flags=tuple(name for name, _ in entries), message=message)
 
     def lacking(self) -> Iterator[Problem]:
         """Yield problems for names that ask for something unsupported."""
-        for sentence, asked in self._lacking.items():
-            said = ", ".join(f"{name} ({words})" for name, words in asked)
-            yield Problem(flags=tuple(name for name, _ in asked), message=f"{said}: {sentence}.")
+        for sentence, entries in self._lacking.items():
+            listed = ", ".join(f"{name} ({words})" for name, words in entries)
+            yield Problem(flags=tuple(name for name, _ in entries), message=f"{listed}: {sentence}.")
 
     def system(self) -> System | None:
         """Return what a plan reports about the system; None without a dialect."""
@@ -149,7 +150,7 @@ class Translation:
             length=partial(length_there, dialect.name),
         )
 
-    def settle(self, values: dict[str, Any], sources: dict[str, str], typed: dict[str, str]) -> Iterator[Problem]:
+    def convert(self, values: dict[str, Any], sources: dict[str, str], typed_texts: dict[str, str]) -> Iterator[Problem]:
         """Apply the changes that follow from several names together, the foreign defaults, and the native batch sizes.
 
         The three mappings are modified in place. Foreign sizes in them are removed.
@@ -157,7 +158,7 @@ class Translation:
         Args:
             values: Value of each setting.
             sources: Source of each value.
-            typed: Name under which each setting was typed.
+            typed_texts: Name under which each setting was typed.
         """
         if self.dialect is None:
             return
@@ -165,35 +166,35 @@ class Translation:
         self.counts |= {name: values.pop(name) for name in self.sizes if name in values}
         placed = {name: sources.pop(name) for name in self.counts}
         for name in self.counts:
-            del typed[name]
+            del typed_texts[name]
         values["dialect"] = dialect.name
         for name, value in dialect.implies.items():
             values[name] = value
             sources.setdefault(name, f"implied by the {dialect.name} dialect")
-        before = dict(values)
-        for part in dialect.settle:  # one by one, so that all problems are reported at once
+        previous = dict(values)
+        for part in dialect.convert:  # one by one, so that all problems are reported at once
             try:
-                for change in part(before, self.given):
+                for change in part(previous, self.args):
                     for name, value in change.values.items():
                         if name in self.sizes:
                             self.counts[name] = value
                         else:
                             values[name] = table()[name].default if value is None else value
                             sources[name] = f"{dialect.title}'s rule"
-                    self._told(change)
-            except OtherTaskError as bad:
-                self.tasks.add(str(bad))
-                yield Problem(flags=("dialect",), message=f"{bad}.")
-            except (InvalidValueError, ValueError) as bad:  # ValueError: not a number, in names that are read together
-                yield Problem(flags=("dialect",), message=f"{bad}.")
-        self._take_defaults(dialect, values, sources)
+                    self._record(change)
+            except OtherTaskError as error:
+                self.tasks.add(str(error))
+                yield Problem(flags=("dialect",), message=f"{error}.")
+            except (InvalidValueError, ValueError) as error:  # ValueError: not a number, in names that are read together
+                yield Problem(flags=("dialect",), message=f"{error}.")
+        self._apply_defaults(dialect, values, sources)
         for name, setting in self.sizes.items():
             if setting.default is not None:
                 self.counts.setdefault(name, setting.default)
         for native, (unit, name) in dialect.products.items():
             self.origins[native] = self._origin(native, unit, name, placed)
             if name in self.counts and unit != "micro-steps":
-                values[native] = math.prod(self.counts[one] for one in dialect.makes(native))
+                values[native] = math.prod(self.counts[factor] for factor in dialect.makes(native))
             if name in placed:
                 sources[native] = placed[name]
 
@@ -202,27 +203,27 @@ class Translation:
         assert self.dialect is not None
         if name not in self.counts:
             return Origin(name=name, count=None, unit=unit)
-        said = [f"{one} {self.counts[one]}{'' if one in placed else ' by default'}" for one in self.dialect.makes(native)]
+        factors = [f"{factor} {self.counts[factor]}{'' if factor in placed else ' by default'}" for factor in self.dialect.makes(native)]
         if unit == "micro-steps":
-            of = self.dialect.products["gradient_accumulation_steps"][1]
-            said = [f"{said[0]} / {of} {self.counts[of]}"]
-        return Origin(name=name, count=self.counts[name], unit=unit, text=" x ".join(said))
+            divisor = self.dialect.products["gradient_accumulation_steps"][1]
+            factors = [f"{factors[0]} / {divisor} {self.counts[divisor]}"]
+        return Origin(name=name, count=self.counts[name], unit=unit, text=" x ".join(factors))
 
-    def _told(self, change: Change) -> None:
+    def _record(self, change: Change) -> None:
         if change.untyped:
-            (theirs_name, theirs), (native, value) = change.untyped, next(iter(change.values.items()))
-            ours, used = format_value(table()[native].default), f"{native} {format_value(value)}"
-            self.defaults.append(ForeignDefault(name=theirs_name, theirs=theirs, ours=ours, used=used))
+            (theirs_name, foreign_value), (native, value) = change.untyped, next(iter(change.values.items()))
+            default, used = format_value(table()[native].default), f"{native} {format_value(value)}"
+            self.defaults.append(ForeignDefault(name=theirs_name, theirs=foreign_value, ours=default, used=used))
         elif change.note:
             self.notes.append(change.note)
 
-    def _take_defaults(self, dialect: Dialect, values: dict[str, Any], sources: dict[str, str]) -> None:
+    def _apply_defaults(self, dialect: Dialect, values: dict[str, Any], sources: dict[str, str]) -> None:
         for row in dialect.defaults:
-            ours = {name: table()[name].default for name in row.native}
-            if row.name in self.given or set(row.native) & set(values) or (row.native and ours == dict(row.native)):
+            native_defaults = {name: table()[name].default for name in row.native}
+            if row.name in self.args or set(row.native) & set(values) or (row.native and native_defaults == dict(row.native)):
                 continue
-            kept = row.ours or format_value(next(iter(ours.values())))
-            used = row.theirs if row.native else kept
-            self.defaults.append(ForeignDefault(name=row.name, theirs=row.theirs, ours=kept, used=used))
+            default_text = row.ours or format_value(next(iter(native_defaults.values())))
+            used = row.theirs if row.native else default_text
+            self.defaults.append(ForeignDefault(name=row.name, theirs=row.theirs, ours=default_text, used=used))
             for name, value in row.native.items():
                 values[name], sources[name] = value, f"{dialect.title}'s default"

@@ -1,4 +1,4 @@
-"""Translation of TRL beyond its table: readers of single names, and SETTLE for several names together."""
+"""Translation of TRL beyond its table: readers of single names, and CONVERSIONS for several names together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_grpo.compat.common import (
     of_servers,
     of_the_hub,
 )
-from megatron_grpo.compat.foreign_args import OFF, Change, Given, Reader
+from megatron_grpo.compat.foreign_args import OFF, Change, ForeignArgs, Reader
 from megatron_grpo.config.read import format_value
 from megatron_grpo.config.table import FALSE, TRUE, InvalidValueError
 
@@ -32,52 +32,52 @@ def _is_on(words: Sequence[str]) -> bool:
     return word in TRUE
 
 
-def recompute(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def recompute(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read gradient_checkpointing.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     return _FULL if _is_on(words) else {"recompute_granularity": None}
 
 
-def use_peft(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def use_peft(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read use_peft as tuner_type.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     return {"tuner_type": "lora" if _is_on(words) else "full"}
 
 
-def sleep(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def sleep(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read vllm_enable_sleep_mode as sleep_level.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     return {"sleep_level": 2 if _is_on(words) else 0}
 
 
-def correction(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def correction(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read vllm_importance_sampling_correction; false switches the correction off.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     return {} if _is_on(words) else {"rollout_importance_sampling_mode": "none"}
 
 
-def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read reward_funcs: TRL's built-in rewards are translated, and functions are named as file.py:function or module:function.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     unread = [word for word in words if word not in (*_REWARDS, *BUILT_IN_REWARDS) and not {".", ":"} & set(word)]
     if unread:
@@ -85,18 +85,20 @@ def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
             f"({', '.join(unread)}) is a reward function of TRL that is not available here. Use a function as path/to/file.py:function or "
             f"package.module:function; {', '.join(_REWARDS)} are translated"
         )
-    found: dict[str, Any] = {"reward_funcs": [_REWARDS.get(word, word if ":" in word else ":".join(word.rsplit(".", 1))) for word in words]}
+    settings: dict[str, Any] = {
+        "reward_funcs": [_REWARDS.get(word, word if ":" in word else ":".join(word.rsplit(".", 1))) for word in words]
+    }
     if "get_soft_overlong_punishment" in words:  # TRL's script uses these values
-        found |= {"soft_max_length": 1280, "soft_cache_length": 256}
-    return found
+        settings |= {"soft_max_length": 1280, "soft_cache_length": 256}
+    return settings
 
 
-def warmup(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def warmup(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read warmup_steps: a number of steps, or a fraction of the run if below 1.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     try:
         share = float(words[0])
@@ -108,31 +110,32 @@ def warmup(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 _IDLE_OF_MODEL = ("attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
 
 
-def of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def of_model(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read the supported keys of model_init_kwargs.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     try:
-        found = {} if " ".join(words).lower() in OFF else dict(json.loads(" ".join(words)))
+        kwargs = {} if " ".join(words).lower() in OFF else dict(json.loads(" ".join(words)))
     except ValueError:
         raise InvalidValueError(f'needs a mapping as JSON, such as {{"dtype": "bfloat16"}}, not {" ".join(words)!r}') from None
-    ours = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "trust_remote_code": "trust_remote_code"}
-    if others := [name for name in found if name not in (*ours, *_IDLE_OF_MODEL)]:
+    translated = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "trust_remote_code": "trust_remote_code"}
+    if untranslated := [name for name in kwargs if name not in (*translated, *_IDLE_OF_MODEL)]:
         raise InvalidValueError(
-            f"({', '.join(others)}): only dtype and trust_remote_code are translated; everything else comes from the model's config.json"
+            f"({', '.join(untranslated)}): only dtype and trust_remote_code are translated; everything else comes from the model's "
+            "config.json"
         )
-    return {ours[name]: format_value(value) for name, value in found.items() if name in ours}
+    return {translated[name]: format_value(value) for name, value in kwargs.items() if name in translated}
 
 
-def no_limit(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def no_limit(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read max_steps; -1 means no limit.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
 
@@ -144,47 +147,47 @@ def steps(name: str) -> Reader:
         name: Foreign name of the interval.
     """
 
-    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    def reader(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         if re.fullmatch(r"0?\.\d+", " ".join(words)):
             raise InvalidValueError(
                 f"({' '.join(words)}) is a share of the run in TRL, and a number of optimizer steps here. Use a number of steps"
             )
         return {name: list(words)}
 
-    return read
+    return reader
 
 
-def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+def lowest_lr(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     """Translate lr_scheduler_kwargs of transformers' cosine_with_min_lr, given as one mapping or as one name each.
 
     Args:
         values: Native settings read so far, by name.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
-    words = " ".join(given.get("lr_scheduler_kwargs", ["{}"]))
+    words = " ".join(args.get("lr_scheduler_kwargs", ["{}"]))
     try:
-        found = {} if words.lower() in OFF else dict(json.loads(words))
+        kwargs = {} if words.lower() in OFF else dict(json.loads(words))
     except (ValueError, TypeError):
-        found = dict(word.partition("=")[::2] for word in given["lr_scheduler_kwargs"])
+        kwargs = dict(word.partition("=")[::2] for word in args["lr_scheduler_kwargs"])
     prefix = "lr_scheduler_kwargs."
-    found |= {name.removeprefix(prefix): " ".join(word) for name, word in given.items() if name.startswith(prefix)}
-    style = " ".join(given.get("lr_scheduler_type", ["linear"]))
-    if others := [name for name in found if name not in ("min_lr", "min_lr_rate") or style != "cosine_with_min_lr"]:
+    kwargs |= {name.removeprefix(prefix): " ".join(word) for name, word in args.items() if name.startswith(prefix)}
+    style = " ".join(args.get("lr_scheduler_type", ["linear"]))
+    if untranslated := [name for name in kwargs if name not in ("min_lr", "min_lr_rate") or style != "cosine_with_min_lr"]:
         raise InvalidValueError(
-            f"lr_scheduler_kwargs ({', '.join(others)}) of {style}: only min_lr and min_lr_rate of cosine_with_min_lr are translated"
+            f"lr_scheduler_kwargs ({', '.join(untranslated)}) of {style}: only min_lr and min_lr_rate of cosine_with_min_lr are translated"
         )
     lr = float(values.get("lr", 1e-6))
-    lowest = float(found["min_lr"]) if found.get("min_lr") else lr * float(found.get("min_lr_rate") or 0)
+    lowest = float(kwargs["min_lr"]) if kwargs.get("min_lr") else lr * float(kwargs.get("min_lr_rate") or 0)
     if lowest:
         yield Change(values={"min_lr": lowest}, note=f"lr_scheduler_kwargs of cosine_with_min_lr: min_lr {lowest:g}.")
 
 
-def iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def iterations(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read max_tool_calling_iterations: max_turns is one more, because it counts completions instead of rounds of tool calls.
 
     Args:
         words: Words of its value, as typed.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     try:
         return {"max_turns": int(words[0]) + 1}
@@ -192,31 +195,31 @@ def iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         raise InvalidValueError(f"must be a number of rounds of tool calls, not {' '.join(words)!r}") from None
 
 
-def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+def convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     """Yield the changes that follow from several of TRL's names.
 
     Args:
         values: Native settings read so far, by name.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     yield from of_servers(values, program="trl vllm-serve")
     yield from drops_last(values, title="TRL")
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
         yield Change(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
     if holds_out(values):  # with the generation config of training
-        yield Change(values=as_in_training(values, 1.0, given.whole("num_generations", 8)))
+        yield Change(values=as_in_training(values, 1.0, args.integer("num_generations", 8)))
     plays = values.get("environment") or values.get("tools")
     if "max_prompt_length" in values and "truncation_strategy" not in values and not plays:
         yield Change(values={"truncation_strategy": "left"}, note="max_prompt_length: longer prompts are cut on the left, as in TRL.")
-    if given.text("save_strategy", "steps").lower() in ("no", *OFF):
+    if args.text("save_strategy", "steps").lower() in ("no", *OFF):
         yield Change(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
-    off = given.get("eval_strategy", given.get("evaluation_strategy", ["no"])) == ["no"]
-    if values.get("eval_steps") and (off or not holds_out(values)):
-        why = "eval_strategy is no" if off else "eval_dataset is not set"
-        yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) has no effect: {why}.")
+    has_no_eval = args.get("eval_strategy", args.get("evaluation_strategy", ["no"])) == ["no"]
+    if values.get("eval_steps") and (has_no_eval or not holds_out(values)):
+        reason = "eval_strategy is no" if has_no_eval else "eval_dataset is not set"
+        yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) has no effect: {reason}.")
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
-    if not off and holds_out(values) and not values.get("eval_steps"):
+    if not has_no_eval and holds_out(values) and not values.get("eval_steps"):
         yield Change(values={"eval_steps": values.get("logging_steps", 10)}, untyped=("eval_steps", "logging_steps"))
     idle = [name for name in ADAPTIVE if name in values] if not values.get("use_adaptive_entropy") else []
     if idle:
@@ -241,12 +244,12 @@ def _peft(values: Mapping[str, Any]) -> Iterator[Change]:
         yield Change(values={"target_modules": ["q_proj", "v_proj"]}, untyped=("lora_target_modules", "PEFT's: q_proj v_proj"))
 
 
-def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     """Yield the changes for multi-turn runs.
 
     Args:
         values: Native settings read so far, by name.
-        given: All foreign names of the run, with their words.
+        args: All foreign names of the run, with their words.
     """
     if values.get("environment") or values.get("tools"):
         if "max_turns" not in values:
@@ -254,4 +257,4 @@ def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield from not_left(values, "TRL")
 
 
-SETTLE = (settle, of_turns, lowest_lr)
+CONVERSIONS = (convert, of_turns, lowest_lr)

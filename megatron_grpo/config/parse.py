@@ -244,7 +244,7 @@ class _Builder:
         """Build the configuration, once, from everything that was taken."""
         foreign, tasks = self.translation, set[str]()
         if foreign:
-            self.parsed.problems.extend([*foreign.lacking(), *foreign.settle(self.values, self.sources, self.typed)])
+            self.parsed.problems.extend([*foreign.lacking(), *foreign.convert(self.values, self.sources, self.typed)])
             self.parsed = replace(self.parsed, notes=foreign.notes, aside=foreign.aside, defaults=foreign.defaults, system=foreign.system())
             self.parsed.repeated[:0] = foreign.repeated
             tasks = foreign.tasks
