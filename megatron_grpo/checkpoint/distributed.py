@@ -30,7 +30,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, ReadItem  # noqa: TID251 - the file format
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
+from torch.distributed.checkpoint.planner import LoadItemType  # noqa: TID251 - the file format
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunError
@@ -184,9 +186,34 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     if left_over and not partly:
         raise CheckpointError(f"it has unexpected entries: {_some(left_over)}")
     with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
-        loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED, validate_access_integrity=False)
+        with _reads_counted():
+            loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED, validate_access_integrity=False)
         refuse_extra_state(loaded)
         return loaded
+
+
+@contextmanager
+def _reads_counted() -> Iterator[None]:
+    """Count the tensors that torch reads inside the block, which reports nothing until all are read."""
+    readers: Any = FileSystemReader
+    read_data = readers.read_data
+
+    def counted(reader: FileSystemReader, plan: LoadPlan, planner: Any) -> Any:
+        resolve = planner.resolve_tensor  # called once for each tensor, when it is read
+
+        def resolved(item: ReadItem) -> torch.Tensor:
+            activity.advance()
+            return resolve(item)
+
+        planner.resolve_tensor = resolved
+        with activity.phase("restoring", total=sum(item.type is LoadItemType.TENSOR for item in plan.items), unit="tensors"):
+            return read_data(reader, plan, planner)
+
+    readers.read_data = counted
+    try:
+        yield
+    finally:
+        readers.read_data = read_data
 
 
 def _some(names: set[str]) -> str:

@@ -17,7 +17,8 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.vllm_delta_net import patch_delta_net, patch_hybrids
+from megatron_grpo.weights.buckets import MIB
 
 # Warnings without a consequence, by logger; all other warnings of vLLM are shown. The filters are on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
@@ -52,6 +54,11 @@ _HARMLESS = {
         "Allocating",
     ),  # RotaryEmbedding has none
 }
+
+# Long calls of a worker while its engine starts, as shown to users.
+_PARTS_OF_START = {
+    "load_model": "loading weights", "determine_available_memory": "profiling memory", "compile_or_warm_up_model": "compiling, warming up",
+}  # fmt: skip
 
 
 def prepare_environment(*, on_gpu: bool) -> None:
@@ -246,6 +253,39 @@ class _Harmless(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(self.starts)
+
+
+@contextlib.contextmanager
+def start_reported(model_path: str | Path) -> Iterator[None]:
+    """Open a phase for each long part of the start of an engine in this process, and count the weights that it reads.
+
+    Args:
+        model_path: Checkpoint that the engine loads.
+    """
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    workers, loaders = cast(Any, WorkerWrapperBase), cast(Any, DefaultModelLoader)
+    method_of, weights_of = workers.__getattr__, loaders.get_all_weights
+    size = -(-sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors")) // MIB)
+
+    def reported(worker: Any, name: str) -> Any:
+        method, part = method_of(worker, name), _PARTS_OF_START.get(name)
+        total = size or None if name == "load_model" else None
+        return activity.phase(f"starting vLLM: {part}", total=total, unit="MiB", pause=activity.LONG)(method) if part else method
+
+    def counted(*args: Any) -> Iterator[Any]:
+        num_read = 0
+        for name, tensor in weights_of(*args):
+            num_read, before = num_read + tensor.nbytes, num_read
+            activity.advance(num_read // MIB - before // MIB)
+            yield name, tensor
+
+    workers.__getattr__, loaders.get_all_weights = reported, counted
+    try:
+        yield
+    finally:
+        workers.__getattr__, loaders.get_all_weights = method_of, weights_of
 
 
 def report_steps(llm: Any) -> None:

@@ -417,6 +417,29 @@ def restore_only(rank, world_size, folder, resume="auto"):
     return progress.step, heard
 
 
+def restore_watched(rank, world_size, folder):
+    """What the display of a rank shows at each progress while it restores."""
+    from megatron_grpo.base import activity
+
+    shown, advance = [], activity.advance
+
+    def noted(done=1):
+        advance(done)
+        shown.append(activity.describe(activity.current()))
+
+    activity.advance = noted
+    restore_only(rank, world_size, folder)
+    return shown
+
+
+def test_the_display_counts_the_tensors_that_are_restored_up_to_the_last(saved):
+    for shown in run_ranks(restore_watched, 2, saved):
+        counts = [re.fullmatch(r"restoring (\d+) of (\d+) tensors", line) for line in shown]
+        numbers = [(int(found[1]), int(found[2])) for found in counts if found]
+        total = numbers[0][1]
+        assert total > LAYERS and numbers == [(0, total), *((number, total) for number in range(1, total + 1))]
+
+
 def flip_a_byte(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

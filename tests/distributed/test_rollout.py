@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import glob
 import os
+import re
 import signal
 
 import pytest
@@ -71,6 +72,29 @@ def test_sampled_logprobs_equal_transformers_and_a_run_repeats(model_path):
                 torch.testing.assert_close(torch.tensor(scores), hf_logprobs(model, probe.token_ids.tolist()), atol=1e-4, rtol=0)
 
     run_ranks(body, 1)
+
+
+def test_the_display_names_the_parts_of_the_start_and_counts_the_weights_that_are_read(model_path):
+    def body(rank, world_size):
+        from megatron_grpo.base import activity
+        from megatron_grpo.rollout import vllm_patches
+
+        shown, advance, vllm_patches.MIB = [], activity.advance, 1024  # the model has less than a MiB
+
+        def noted(done=1):
+            advance(done)
+            shown.append(activity.describe(activity.current()[-1:]))
+
+        activity.advance = noted
+        with engine_at(model_path, rank, world_size):
+            return list(dict.fromkeys(shown))
+
+    (shown,) = run_ranks(body, 1)
+    loading = [line for line in shown if "loading weights" in line]
+    done, total = zip(*(map(int, re.fullmatch(r"starting vLLM: loading weights (\d+) of (\d+) MiB", line).groups()) for line in loading))
+    assert done[0] == 0 and list(done) == sorted(done) and len(done) > 3 and 0.9 * total[0] < done[-1] <= total[0]
+    parts = [line for line in shown if line.startswith("starting vLLM") and line not in loading]
+    assert parts == ["starting vLLM", "starting vLLM: profiling memory", "starting vLLM: compiling, warming up"]
 
 
 def test_where_a_completion_ends_and_what_it_is_drawn_from(model_path):
