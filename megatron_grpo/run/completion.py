@@ -6,7 +6,7 @@ A script contains everything that it offers, so a TAB starts no Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.config.show import WORDS
@@ -22,94 +22,73 @@ GENERAL = {  # flags of every command that takes settings
 }
 SEVERAL = ("config", "help", "help_search", "variant")  # flags besides lists and maps that take several words
 
-BASH = """\
-# Completion of megatron-grpo for bash, made by `megatron-grpo completion bash`.
-_megatron_grpo() {
-    local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} flag= flags= words= positional= place=0
-    local settings="@SETTINGS@"
-    COMPREPLY=()
-    if ((COMP_CWORD == 1)); then
-        COMPREPLY=($(compgen -W "@COMMANDS@ --help --version" -- "$current"))
-        return
-    fi
-    case ${COMP_WORDS[1]} in
-@OF_COMMANDS@
-    esac
-    # bash splits `--name=value` and `key=value` at `=`
-    if [[ $current == "=" ]]; then
-        current= flag=$previous
-    elif [[ $previous == "=" ]]; then
-        flag=${COMP_WORDS[COMP_CWORD-2]}
-    elif [[ $current == -* && $current != -[0-9]* ]]; then
-        current=${current#-} current=${current#-}
-        COMPREPLY=($(compgen -W "$flags" -- "--${current//-/_}"))
-        return
-    else
-        for ((place = COMP_CWORD - 1; place > 1; place--)); do
-            [[ ${COMP_WORDS[place]} == --* ]] && flag=${COMP_WORDS[place]} && break
-        done
-    fi
-    flag=${flag#--} flag=${flag//-/_}
-    case $flag in
-        @SEVERAL@) ;;
-        *) ((place == 0 || place == COMP_CWORD - 1)) || flag= ;;  # it has its value
-    esac
-    case $flag in
-        "") [[ $positional == file ]] || words=${positional:-$flags} ;;
-@VALUES@
-        @NUMBERS@) compopt +o default ;;
-    esac
-    [[ $words != *= ]] || compopt -o nospace
-    [[ -z $words ]] || COMPREPLY=($(compgen -W "$words" -- "$current"))
-}
-complete -o default -F _megatron_grpo megatron-grpo
-"""
-
-ZSH = """\
+# The part that both shells run: `flags` of the command, a line each, and the values that may come next, "file", "number", or "" for flags.
+SCRIPT = """\
 #compdef megatron-grpo
-# Completion of megatron-grpo for zsh, made by `megatron-grpo completion zsh`.
-_megatron_grpo() {
-    local flag= positional= words_of= place=0
-    local -a commands settings flags values
-    commands=(
+# Completion of megatron-grpo for @SHELL@, made by `megatron-grpo completion @SHELL@`.
+_megatron_grpo_after() {  # the words before the cursor: the command first, and `name=value` as three words
+    local word last= key= flag= count=0 settings=@SETTINGS@
+    case $1 in
 @COMMANDS@
-    )
-    if ((CURRENT == 2)); then
-        _describe command commands
-        return
-    fi
-    settings=(
-@SETTINGS@
-    )
-    case $words[2] in
-@OF_COMMANDS@
     esac
-    if [[ $PREFIX == *=* ]]; then
-        flag=${PREFIX%%=*}
-        compset -P 1 '*='
-    elif [[ $PREFIX == -* && $PREFIX != -[0-9]* ]]; then
-        _describe -o option flags -M 'm:-=_'
-        return
-    else
-        for ((place = CURRENT - 1; place > 2; place--)); do
-            [[ $words[place] == --* ]] && flag=$words[place] && break
-        done
-    fi
+    for word; do
+        case $word in
+            (--*=*) flag= key= ;;
+            (--*) flag=$word key= count=0 ;;
+            (=) key=$last ;;
+            (*) key= count=$((count + 1)) ;;
+        esac
+        last=$word
+    done
+    [[ -z $key ]] || { flag=$key; count=0; }
     flag=${flag#--} flag=${flag//-/_}
     case $flag in
         (@SEVERAL@) ;;
-        (*) ((place == 0 || place == CURRENT - 1)) || flag= ;;  # it has its value
+        (*) ((count == 0)) || flag= ;;  # it has its value
     esac
     case $flag in
-        ("") [[ -n $positional ]] || { _describe -o option flags -M 'm:-=_'; return }
-            [[ $positional == file ]] || words_of=$positional ;;
+        ("") ;;
 @VALUES@
-        (@NUMBERS@) _message number; return ;;
+        (@NUMBERS@) offered=number ;;
+        (*) offered=file ;;
     esac
-    values=(${=words_of})
-    if [[ $words_of == *= ]]; then
-        compadd -S '' -a values
-    elif [[ -z $words_of ]] || ! compadd -a values; then
+}
+"""
+BASH = """\
+_megatron_grpo() {
+    local current=${COMP_WORDS[COMP_CWORD]} flags= offered= before=("${COMP_WORDS[@]:1:COMP_CWORD-1}")
+    [[ $current != "=" ]] || { before+=("="); current=; }  # bash splits at `=`
+    _megatron_grpo_after "${before[@]}"
+    if [[ $current == -* && $current != -[0-9]* ]]; then
+        current=${current#-} current=${current#-}
+        offered=$flags current=--${current//-/_}
+    fi
+    COMPREPLY=()
+    case ${offered:=$flags} in
+        number) compopt +o default ;;
+        file) ;;
+        *=) compopt -o nospace ;&
+        *) COMPREPLY=($(compgen -W "$offered" -- "$current")) ;;
+    esac
+}
+complete -o default -F _megatron_grpo megatron-grpo
+"""
+ZSH = """\
+_megatron_grpo() {
+    local flags= offered=
+    local -a before=("${(@)words[2,CURRENT-1]}") described
+    [[ $PREFIX != *=* ]] || { before+=("${PREFIX%%=*}" =); compset -P 1 '*='; }
+    _megatron_grpo_after "$before[@]"
+    described=("${(@f)flags}")
+    if ((CURRENT == 2)); then
+        _describe command described
+    elif [[ -z $offered || $PREFIX == -* && $PREFIX != -[0-9]* ]]; then
+        _describe -o option described -M 'm:-=_'
+    elif [[ $offered == number ]]; then
+        _message number
+    elif [[ $offered == *= ]]; then
+        compadd -S '' ${=offered}
+    elif [[ $offered == file ]] || ! compadd ${=offered}; then
         _files
     fi
 }
@@ -127,70 +106,48 @@ def run_completion(words: Sequence[str], commands: Mapping[str, Callable]) -> in
     Raises:
         ConfigError: The word is not one of the shells.
     """
-    scripts = {"bash": bash_script, "zsh": zsh_script}
-    if len(words) != 1 or words[0] not in scripts:
+    if len(words) != 1 or words[0] not in ("bash", "zsh"):
         got = f", not {' '.join(words)!r}" if words else ""
         raise ConfigError(f"completion needs the name of a shell{got}: `megatron-grpo completion bash` or `megatron-grpo completion zsh`.")
-    print(scripts[words[0]](commands), end="")
+    print(completion_script(words[0], commands), end="")
     return EXIT_DONE
 
 
-def bash_script(commands: Mapping[str, Callable]) -> str:
-    """Return the completion script for bash.
+def completion_script(shell: str, commands: Mapping[str, Callable]) -> str:
+    """Return the completion script of a shell. In zsh it shows the first line of help of each command and setting.
 
     Args:
+        shell: "bash" or "zsh".
         commands: Functions by command name.
     """
-    arms = []
-    for command in commands:
-        own, has_settings, positional = _arguments(command)
-        flags = " ".join([f"--{name}" for name in own] + ["$settings"] * has_settings)
-        arms.append(f'{command}) flags="{flags}" positional="{positional}" ;;')
-    values = [f'{"|".join(names)}) words="{" ".join(words)}" ;;' for words, names in _values()]
-    return _filled(
-        BASH,
-        SETTINGS=" ".join(f"--{name}" for name in _offered()),
-        COMMANDS=" ".join(commands),
-        OF_COMMANDS=_lines(arms),
-        SEVERAL="|".join(_several()),
-        VALUES=_lines(values),
-        NUMBERS="|".join(_numbers()),
-    )
-
-
-def zsh_script(commands: Mapping[str, Callable]) -> str:
-    """Return the completion script for zsh, which also shows the first line of help of each command and setting.
-
-    Args:
-        commands: Functions by command name.
-    """
-    arms = []
-    for command in commands:
-        own, has_settings, positional = _arguments(command)
-        flags = " ".join([f"'--{name}'" for name in own] + ["$settings"] * has_settings)
-        arms.append(f'({command}) flags=({flags}) positional="{positional}" ;;')
+    has_help = shell == "zsh"
     helps = {name: (function.__doc__ or "").strip().splitlines()[0] for name, function in commands.items()}
-    values = [f'({"|".join(names)}) words_of="{" ".join(words)}" ;;' for words, names in _values()]
-    return _filled(
-        ZSH,
-        SETTINGS=_lines(_quoted(f"--{name}:{text}") for name, text in _offered().items()),
-        COMMANDS=_lines(_quoted(f"{name}:{text}") for name, text in helps.items()),
-        OF_COMMANDS=_lines(arms),
-        SEVERAL="|".join(_several()),
-        VALUES=_lines(values),
-        NUMBERS="|".join(_numbers()),
-    )
+    arms = [f"('') flags={_listed(helps | {'--help': '', '--version': ''}, has_help)} ;;", *map(_arm, commands)]
+    parts = {
+        "SHELL": shell,
+        "SETTINGS": _listed({f"--{name}": text for name, text in _offered().items()}, has_help),
+        "COMMANDS": "\n".join(f"        {arm}" for arm in arms),
+        "SEVERAL": "|".join(_several()),
+        "VALUES": "\n".join(f'        ({"|".join(names)}) offered="{" ".join(words)}" ;;' for words, names in _values()),
+        "NUMBERS": "|".join(_numbers()),
+    }
+    script = SCRIPT + (ZSH if shell == "zsh" else BASH)
+    return re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], script)
 
 
-def _arguments(command: str) -> tuple[list[str], bool, str]:
-    """Return (flags of a command besides settings, whether it takes settings, its positional argument).
+def _listed(texts: Mapping[str, str], has_help: bool) -> str:
+    """Return names, with their help or without it, as a quoted word of a shell with a line each."""
+    lines = [f"{name}:{text}" if has_help and text else name for name, text in texts.items()]
+    return "'" + "\n".join(lines).replace("'", "'\\''") + "'"
 
-    The last one is the words to choose from, "file", or "" without one.
-    """
+
+def _arm(command: str) -> str:
+    """Return the arm of `case` for a command: its flags, and its positional argument: words to choose from, "file", or "" for none."""
     usage = WORDS.get(command, "[settings]")
     first = usage.split()[0].strip("[]")
     positional = first.replace("|", " ") if re.fullmatch(r"[a-z]+(\|[a-z]+)+", first) else "file" if first.isupper() else ""
-    return [*re.findall(r"--([\w-]+)", usage), "help"], "[settings]" in usage, positional
+    flags = [*(f"--{name}" for name in re.findall(r"--([\w-]+)", usage)), "--help", *["$settings"] * ("[settings]" in usage)]
+    return f'({command}) offered="{positional}" flags="{chr(10).join(flags)}" ;;'
 
 
 def _offered() -> dict[str, str]:
@@ -231,15 +188,3 @@ def _numbers() -> list[str]:
 
 def _names(setting: Setting) -> tuple[str, ...]:
     return (setting.name, *setting.aliases, *setting.formerly)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
-
-
-def _lines(texts: Iterable[str]) -> str:
-    return "\n".join(f"        {text}" for text in texts)
-
-
-def _filled(script: str, **parts: str) -> str:
-    return re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], script)

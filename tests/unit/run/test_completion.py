@@ -12,7 +12,7 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import COMMANDS
 from megatron_grpo.config import parse
 from megatron_grpo.config.table import MAPS, read_value, table
-from megatron_grpo.run.completion import bash_script, run_completion, zsh_script
+from megatron_grpo.run.completion import completion_script, run_completion
 from tests.terminal import Terminal
 
 ANSWER = 'megatron-grpo() { echo "<$*>"; }\n'  # stands for the program, and shows the line that the shell has completed
@@ -41,7 +41,7 @@ def completed(terminal):
 
 
 def test_a_tab_in_bash_completes_commands_settings_their_values_and_files(tmp_path):
-    (tmp_path / "completion.bash").write_text(bash_script(COMMANDS) + ANSWER)
+    (tmp_path / "completion.bash").write_text(completion_script("bash", COMMANDS) + ANSWER)
     (tmp_path / "my_rewards.py").touch()
     terminal = Terminal(["bash", "--norc", "-i"], tmp_path)
     try:
@@ -53,7 +53,7 @@ def test_a_tab_in_bash_completes_commands_settings_their_values_and_files(tmp_pa
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_a_tab_in_zsh_completes_the_same(tmp_path):
-    (tmp_path / "completion.zsh").write_text(zsh_script(COMMANDS) + ANSWER)
+    (tmp_path / "completion.zsh").write_text(completion_script("zsh", COMMANDS) + ANSWER)
     (tmp_path / "my_rewards.py").touch()
     (tmp_path / ".zshrc").touch()
     terminal = Terminal(["zsh", "-d", "-i"], tmp_path)
@@ -67,7 +67,7 @@ def test_a_tab_in_zsh_completes_the_same(tmp_path):
 def offered(tmp_path, *words):
     """What bash offers for the last word."""
     script = tmp_path / "completion.bash"
-    script.write_text(bash_script(COMMANDS))
+    script.write_text(completion_script("bash", COMMANDS))
     line = ["megatron-grpo", *words]
     program = f"""source {script}; COMP_WORDS=({" ".join(f"'{word}'" for word in line)}); COMP_CWORD={len(line) - 1}
 _megatron_grpo 2>/dev/null; printf '%s\\n' "${{COMPREPLY[@]}}" """
@@ -106,7 +106,7 @@ def test_after_the_value_of_a_setting_come_settings_and_after_a_number_no_files(
 
 
 def test_scripts_have_the_syntax_of_their_shells(tmp_path):
-    for shell, script in (("bash", bash_script(COMMANDS)), ("zsh", zsh_script(COMMANDS))):
+    for shell, script in (("bash", completion_script("bash", COMMANDS)), ("zsh", completion_script("zsh", COMMANDS))):
         if shutil.which(shell):
             assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).stderr == ""
 
