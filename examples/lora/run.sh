@@ -6,9 +6,10 @@
 #   bash examples/lora/run.sh
 #   bash examples/lora/run.sh --lora_rank 4 --lr 1e-2
 #   AGAIN=1 bash examples/lora/run.sh                     train both again although nothing has changed
+#   RANKS=2 bash examples/lora/run.sh                     train both on two ranks
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-here=examples/lora output=output/lora
+here=examples/lora output=output/lora RANKS="${RANKS:-1}"
 source examples/steps.sh
 
 echo "[lora] 1/4 environment"

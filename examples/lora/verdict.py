@@ -41,7 +41,7 @@ def summary_of(run: Path) -> Row:
     checkpoints = sorted((run / "checkpoints").glob("iter_*"))
     return {
         "trained parameters": cost["trainable_parameters"],
-        "bytes pushed per step": cost["weight_push_bytes"],
+        "bytes synced per step": cost["weight_push_bytes"],
         "checkpoint bytes": sum(f.stat().st_size for f in checkpoints[-1].rglob("*") if f.is_file()) if checkpoints else 0,
         "held-out accuracy": read(run / "evaluations.jsonl")[-1]["correct"],
     }

@@ -46,13 +46,13 @@ wait_for_step() {  # wait_for_step N: until the run has taken N optimizer steps;
 }
 
 disturb() {  # what happens to the servers while the run trains
-    wait_for_step 40 || return 0
+    wait_for_step 30 || return 0
     kill -KILL "${servers[one]}"
     rm -f "$addresses/one"  # a killed server cannot take its address away
-    echo "[servers] step 40: server one is killed"
-    wait_for_step 60 || return 0
+    echo "[servers] step 30: server one is killed"
+    wait_for_step 50 || return 0
     start three
-    echo "[servers] step 60: server three is started"
+    echo "[servers] step 50: server three is started"
 }
 
 echo "[servers] 1/5 environment"
