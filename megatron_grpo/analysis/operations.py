@@ -169,7 +169,7 @@ def alone(scorer: ModelScorer, temperature: float | None = None) -> Score:
         temperature: Temperature of the log-probs; None for that of the scorer.
     """
     cut = replace(scorer.cut, micro_batch_size=1, max_tokens=None)
-    return partial(ModelScorer(scorer.model, scorer.parallel, cut, around=scorer.around).score, temperature=temperature)
+    return partial(ModelScorer(scorer.model, scorer.parallel, cut, context=scorer.around).score, temperature=temperature)
 
 
 def look_at(side: Side, row: ComparedRow) -> list[Operation]:

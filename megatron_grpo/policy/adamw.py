@@ -91,35 +91,35 @@ class AdamW(torch.optim.Optimizer):
                         self._move(parameter, number, part, group)
 
     def _move(self, parameter: torch.Tensor, number: int, part: slice, group: dict[str, Any]) -> None:
-        now = {name: self._read(parameter, name, number, part) for name in self._dtypes}
+        state = {name: self._read(parameter, name, number, part) for name in self._dtypes}
         beta1, beta2 = group["betas"]
         adamw(
-            [now["master_param"]], [parameter.decoupled_grad[part].float()],  # type: ignore[attr-defined]  # Megatron's
-            [now["exp_avg"]], [now["exp_avg_sq"]], [], [torch.tensor(float(group["step"] - 1))], amsgrad=False, maximize=False,
+            [state["master_param"]], [parameter.decoupled_grad[part].float()],  # type: ignore[attr-defined]  # Megatron's
+            [state["exp_avg"]], [state["exp_avg_sq"]], [], [torch.tensor(float(group["step"] - 1))], amsgrad=False, maximize=False,
             beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
-        for name, values in now.items():
+        for name, values in state.items():
             self._keep(parameter, name, number, part, values)
         if parameter.dtype is not torch.float32:  # the main weight as it is stored, not as it was before rounding
             parameter[part].copy_(self._read(parameter, "master_param", number, part))
 
     def _read(self, parameter: torch.Tensor, name: str, number: int, part: slice) -> torch.Tensor:
         """Return a block of state in float32: the stored block itself if it is float32, else a copy."""
-        kept = self.state[parameter][name][part]
-        return kept.float() * self._scales[parameter][name][number] if kept.dtype in _LARGEST else kept.float()
+        stored = self.state[parameter][name][part]
+        return stored.float() * self._scales[parameter][name][number] if stored.dtype in _LARGEST else stored.float()
 
     def _keep(self, parameter: torch.Tensor, name: str, number: int, part: slice, values: torch.Tensor) -> None:
-        kept = self.state[parameter][name][part]
-        if kept.dtype in _LARGEST and values.numel():
-            scale = _scale_of(values, _LARGEST[kept.dtype])
+        stored = self.state[parameter][name][part]
+        if stored.dtype in _LARGEST and values.numel():
+            scale = _scale_of(values, _LARGEST[stored.dtype])
             self._scales[parameter][name][number] = scale
             scaled = values / scale
             if name == "exp_avg_sq":
                 # A positive second moment stays positive: a step divides by its root, and a zero would make the step arbitrarily large.
-                scaled = torch.where(values > 0, scaled.clamp(min=_SMALLEST[kept.dtype]), scaled)
+                scaled = torch.where(values > 0, scaled.clamp(min=_SMALLEST[stored.dtype]), scaled)
             values = scaled
-        if values.data_ptr() != kept.data_ptr():
-            kept.copy_(values)
+        if values.data_ptr() != stored.data_ptr():
+            stored.copy_(values)
 
     # ---- interface for Megatron-Core and checkpoints ---------------------------------------------------------------------------------
 
@@ -130,10 +130,10 @@ class AdamW(torch.optim.Optimizer):
             parameter: The parameter.
             name: "master_param", "exp_avg" or "exp_avg_sq".
         """
-        kept = self.state[parameter][name]
-        if kept.dtype is torch.float32:
-            return kept
-        return torch.cat([self._read(parameter, name, number, part) for number, part in _blocks(parameter)] or [kept.float()])
+        stored = self.state[parameter][name]
+        if stored.dtype is torch.float32:
+            return stored
+        return torch.cat([self._read(parameter, name, number, part) for number, part in _blocks(parameter)] or [stored.float()])
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
@@ -163,9 +163,9 @@ class AdamW(torch.optim.Optimizer):
             parameter: The parameter.
             name: "master_param", "exp_avg" or "exp_avg_sq".
         """
-        lent = self._lent.setdefault(parameter, {})
-        lent[name] = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
-        return lent[name]
+        buffers = self._lent.setdefault(parameter, {})
+        buffers[name] = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+        return buffers[name]
 
     @torch.no_grad()
     def take_back(self) -> None:

@@ -88,13 +88,13 @@ def gpu_kernel(dtype: torch.dtype, channels: int) -> Chosen:
         dtype: Dtype of queries, keys and values.
         channels: Channels of one head.
     """
-    lacks = flash_obstacle(str(dtype).removeprefix("torch."), channels)
-    if lacks is None and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
-        found, least = (".".join(map(str, version)) for version in (torch.cuda.get_device_capability(), FLASH_CAPABILITY))
-        lacks = f"flash attention needs a GPU of compute capability {least}, this one has {found}"
-    if lacks is None:
-        lacks = fault_of(FLASH_ON_GPU, dtype, channels, torch.device("cuda"))
-    return Chosen(FLASH_ON_GPU, None) if lacks is None else Chosen(PLAIN, lacks)
+    obstacle = flash_obstacle(str(dtype).removeprefix("torch."), channels)
+    if obstacle is None and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
+        present, least = (".".join(map(str, version)) for version in (torch.cuda.get_device_capability(), FLASH_CAPABILITY))
+        obstacle = f"flash attention needs a GPU of compute capability {least}, this one has {present}"
+    if obstacle is None:
+        obstacle = fault_of(FLASH_ON_GPU, dtype, channels, torch.device("cuda"))
+    return Chosen(FLASH_ON_GPU, None) if obstacle is None else Chosen(PLAIN, obstacle)
 
 
 def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
@@ -114,18 +114,18 @@ def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.de
     packed = packed_stream(segments, 1, 0, lambda array: torch.from_numpy(array).to(device))
     draw = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(96, heads, channels, generator=draw).to(device, dtype) for heads in (4, 2, 2, 4))
-    found = []
+    results = []
     with torch.enable_grad():
-        for one in (PLAIN, kernel):
+        for implementation in (PLAIN, kernel):
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             try:
-                out = _Attention.apply(*inputs, packed, None, one)
-                found.append((out.detach(), *torch.autograd.grad(out, inputs, grad)))
+                out = _Attention.apply(*inputs, packed, None, implementation)
+                results.append((out.detach(), *torch.autograd.grad(out, inputs, grad)))
             except RuntimeError as error:  # torch was built without the kernel, or this GPU cannot run it
                 return f"flash attention does not run on this GPU ({str(error).splitlines()[0]})"
     rounding = 4 * torch.finfo(dtype).eps
-    for name, right, other in zip(("its output", "the gradient of queries", "of keys", "of values"), *found, strict=True):
-        difference = float((right - other).norm() / right.norm())
+    for name, right, value in zip(("its output", "the gradient of queries", "of keys", "of values"), *results, strict=True):
+        difference = float((right - value).norm() / right.norm())
         if not difference < rounding:
             return (
                 f"torch's flash attention gives another result on this GPU: {name} differs by {difference:.1e}, more than rounding "
@@ -158,11 +158,11 @@ class _RunByRun(NamedTuple):
 
     def backward(self, grad, q, k, v, out, lse, part: Part, scale):
         runs = _runs(part, (grad, q, out, lse.t()), (k, v))
-        found = (
+        gradients = (
             self.differentiate(of_grad, of_q, of_k, of_v, of_out, of_lse.contiguous(), 0.0, part.is_causal, scale=scale)
             for of_grad, of_q, of_out, of_lse, of_k, of_v in runs
         )
-        return tuple(map(_joined, zip(*found, strict=True)))
+        return tuple(map(_joined, zip(*gradients, strict=True)))
 
 
 def _joined(runs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -207,10 +207,10 @@ def _plain(q, k, v, dropout, is_causal, *, scale):
 
 def _plain_backward(grad, q, k, v, out, lse, dropout, is_causal, *, scale):
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    said = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
-    grad, keys, values = (x.to(said.dtype) for x in (grad, _for_heads(k, q), _for_heads(v, q)))
-    of_scores = said * (grad @ values.mT - (grad * out).sum(dim=-1, keepdim=True)) * scale
-    of_keys, of_values = of_scores.mT @ q.to(said.dtype), said.mT @ grad
+    probs = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
+    grad, keys, values = (x.to(probs.dtype) for x in (grad, _for_heads(k, q), _for_heads(v, q)))
+    of_scores = probs * (grad @ values.mT - (grad * out).sum(dim=-1, keepdim=True)) * scale
+    of_keys, of_values = of_scores.mT @ q.to(probs.dtype), probs.mT @ grad
     in_groups = [x.unflatten(1, (k.shape[1], -1)).sum(dim=2).to(k.dtype) for x in (of_keys, of_values)]
     return (of_scores @ keys).to(q.dtype), *in_groups
 
@@ -240,10 +240,10 @@ def _in_halves(q, k, v, dropout, is_causal, *, scale):
         return _on_cpu(q, k, v, dropout, is_causal, scale=scale)
     (q1, q2), (k1, k2), (v1, v2) = map(_halves, (q, k, v))
     (first, first_lse), (second, second_lse) = (_in_halves(*half, dropout, True, scale=scale) for half in ((q1, k1, v1), (q2, k2, v2)))
-    across, across_lse = _on_cpu(q2, k1, v1, dropout, False, scale=scale)
+    across_out, across_lse = _on_cpu(q2, k1, v1, dropout, False, scale=scale)
     lse = torch.logaddexp(second_lse, across_lse)
     share = (across_lse - lse).exp_().unsqueeze(-1)
-    second = torch.lerp(second.to(share.dtype), across.to(share.dtype), share).to(q.dtype)
+    second = torch.lerp(second.to(share.dtype), across_out.to(share.dtype), share).to(q.dtype)
     return _both(first, second), torch.cat([first_lse, lse], dim=2)
 
 
@@ -254,8 +254,8 @@ def _in_halves_backward(grad, q, k, v, out, lse, dropout, is_causal, *, scale):
     first = _in_halves_backward(grad1, q1, k1, v1, out1, lse1, dropout, True, scale=scale)
     second = _in_halves_backward(grad2, q2, k2, v2, out2, lse2, dropout, True, scale=scale)
     across = _on_cpu_backward(grad2, q2, k1, v1, out2, lse2.contiguous(), dropout, False, scale=scale)
-    for total, found in zip((second[0], *first[1:]), across, strict=True):
-        total += found
+    for total, addend in zip((second[0], *first[1:]), across, strict=True):
+        total += addend
     return tuple(map(_both, first, second))
 
 
@@ -282,19 +282,19 @@ class _Attention(torch.autograd.Function):
         if packed.causal is None:
             out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1::-1])
         else:
-            found = _part_forward(kernel, q, k, v, packed.causal, scale)
-            out, lse = (_whole(x, packed.causal.queries, len(q), dim) for dim, x in enumerate(found))
+            part_out = _part_forward(kernel, q, k, v, packed.causal, scale)
+            out, lse = (_whole(x, packed.causal.queries, len(q), dim) for dim, x in enumerate(part_out))
         for part in packed.full:
-            found, found_lse = _part_forward(kernel, q, k, v, part, scale)
-            before = lse[:, part.queries]
-            both = torch.logaddexp(before, found_lse)
-            share = (found_lse - both).exp_().t().unsqueeze(-1)
-            out[part.queries] = torch.lerp(out[part.queries].to(share.dtype), found.to(share.dtype), share).to(out.dtype)
-            lse[:, part.queries] = both
+            part_out, found_lse = _part_forward(kernel, q, k, v, part, scale)
+            causal_lse = lse[:, part.queries]
+            total_lse = torch.logaddexp(causal_lse, found_lse)
+            share = (found_lse - total_lse).exp_().t().unsqueeze(-1)
+            out[part.queries] = torch.lerp(out[part.queries].to(share.dtype), part_out.to(share.dtype), share).to(out.dtype)
+            lse[:, part.queries] = total_lse
         if sinks is not None:
-            both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out = (out * (lse - both).exp().t().unsqueeze(-1)).to(out.dtype)
-            lse = both
+            total_lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out = (out * (lse - total_lse).exp().t().unsqueeze(-1)).to(out.dtype)
+            lse = total_lse
         ctx.save_for_backward(q, k, v, out, lse, *([] if sinks is None else [sinks]))
         ctx.packed, ctx.scale, ctx.kernel = packed, scale, kernel
         return out
@@ -304,13 +304,25 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *sinks = ctx.saved_tensors
         packed, totals = ctx.packed, []
         for part in (*filter(None, [packed.causal]), *packed.full):
-            at, of = part.queries, part.keys
-            found = ctx.kernel.backward(grad[at], q[at], k[of], v[of], out[at], lse[:, at].contiguous(), part, ctx.scale)
+            query_index, key_index = part.queries, part.keys
+            gradients = ctx.kernel.backward(
+                grad[query_index],
+                q[query_index],
+                k[key_index],
+                v[key_index],
+                out[query_index],
+                lse[:, query_index].contiguous(),
+                part,
+                ctx.scale,
+            )
             if not totals:  # each index occurs once in the causal part
-                totals = [_whole(x, places, len(to), 0) for x, places, to in zip(found, (at, of, of), (q, k, v), strict=True)]
+                totals = [
+                    _whole(x, index, len(like), 0)
+                    for x, index, like in zip(gradients, (query_index, key_index, key_index), (q, k, v), strict=True)
+                ]
             else:
-                for total, places, value in zip(totals, (at, of, of), found, strict=True):
-                    _add(total, places, value)
+                for total, index, value in zip(totals, (query_index, key_index, key_index), gradients, strict=True):
+                    _add(total, index, value)
         of_sinks = None
         if sinks:  # the value of a sink is 0, so the gradient of its probability is 0
             rows = (grad * out).sum(dim=-1, dtype=lse.dtype).t()
@@ -322,19 +334,19 @@ def _part_forward(kernel: Kernel, q, k, v, part: Part, scale):
     return kernel.forward(q[part.queries], k[part.keys], v[part.keys], part, scale)
 
 
-def _whole(x: torch.Tensor, places: Places, size: int, dim: int) -> torch.Tensor:
-    """Return a tensor of `size` rows in `dim` with x at `places` and 0 elsewhere; x itself if `places` are all rows."""
-    if isinstance(places, slice) and x.shape[dim] == size:
+def _whole(x: torch.Tensor, index: Places, size: int, dim: int) -> torch.Tensor:
+    """Return a tensor of `size` rows in `dim` with x at `index` and 0 elsewhere; x itself if `index` are all rows."""
+    if isinstance(index, slice) and x.shape[dim] == size:
         return x
     shape = list(x.shape)
     shape[dim] = size
-    whole = x.new_zeros(shape)
-    whole[(slice(None),) * dim + (places,)] = x
-    return whole
+    full = x.new_zeros(shape)
+    full[(slice(None),) * dim + (index,)] = x
+    return full
 
 
-def _add(total: torch.Tensor, places: Places, values: torch.Tensor) -> None:
-    if isinstance(places, slice):
-        total[places] += values
+def _add(total: torch.Tensor, index: Places, values: torch.Tensor) -> None:
+    if isinstance(index, slice):
+        total[index] += values
     else:
-        total.index_put_((places,), values, accumulate=True)  # keys may occur several times; sorted on a GPU, so the sum is repeatable
+        total.index_put_((index,), values, accumulate=True)  # keys may occur several times; sorted on a GPU, so the sum is repeatable

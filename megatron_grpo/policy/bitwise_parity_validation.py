@@ -39,8 +39,8 @@ def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the setting that restricts sampling to a part of the vocabulary, and its value that does not."""
     if not is_cut(c.cfg.rollout):
         return None
-    flag, off = ("top_p", 1.0) if c.top_p < 1 else ("min_p", 0.0) if c.min_p else ("top_k", 0)
-    return {"flag": flag, "off": off}
+    flag, disabled_value = ("top_p", 1.0) if c.top_p < 1 else ("min_p", 0.0) if c.min_p else ("top_k", 0)
+    return {"flag": flag, "off": disabled_value}
 
 
 # fmt: off

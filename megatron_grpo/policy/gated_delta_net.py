@@ -54,15 +54,15 @@ class PackedGatedDeltaNet(MegatronModule):
         self.num_groups, num_heads = delta.num_key_heads // ranks, delta.num_value_heads // ranks
         keys, _, values, *_ = delta.sections
         channels = (2 * keys + values) // ranks
-        place = dict(device=torch.cuda.current_device(), dtype=config.params_dtype)
+        factory_kwargs = dict(device=torch.cuda.current_device(), dtype=config.params_dtype)
         linear = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
         self.in_proj = ColumnParallelLinear(
             config.hidden_size, sum(delta.sections), init_method=config.init_method, gather_output=False, skip_bias_add=False, **linear
         )
-        self.conv1d = torch.nn.Conv1d(channels, channels, delta.conv_kernel_dim, groups=channels, bias=False, **place)
-        self.dt_bias = torch.nn.Parameter(torch.ones(num_heads, **place))
-        self.A_log = torch.nn.Parameter(torch.zeros(num_heads, **place))
-        self.out_norm = torch.nn.RMSNorm(delta.value_head_dim, **place)  # of each head; the same on all ranks
+        self.conv1d = torch.nn.Conv1d(channels, channels, delta.conv_kernel_dim, groups=channels, bias=False, **factory_kwargs)
+        self.dt_bias = torch.nn.Parameter(torch.ones(num_heads, **factory_kwargs))
+        self.A_log = torch.nn.Parameter(torch.zeros(num_heads, **factory_kwargs))
+        self.out_norm = torch.nn.RMSNorm(delta.value_head_dim, **factory_kwargs)  # of each head; the same on all ranks
         self.out_proj = RowParallelLinear(
             values, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True, **linear
         )
@@ -97,7 +97,9 @@ class PackedGatedDeltaNet(MegatronModule):
         keys, values = delta.key_head_dim, heads * delta.value_head_dim
         mixed = mixed.float()
         qkv, gate, strength, decay = mixed.split([2 * keys + values, values, heads, heads], dim=-1)
-        kernel, a_log, dt_bias = (self._of_rank(one).float() for one in (self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias))
+        kernel, a_log, dt_bias = (
+            self._of_rank(parameter).float() for parameter in (self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
+        )
         qkv = F.silu(convolve(qkv.flatten(1), kernel, stream.previous)).view_as(qkv)
         query, key, value = qkv.split([keys, keys, values], dim=-1)
         query, key = (l2norm(x).repeat_interleave(heads, dim=1) for x in (query, key))
@@ -123,9 +125,9 @@ class PackedGatedDeltaNet(MegatronModule):
             metadata: Options of Megatron-Core's checkpoints.
         """
         cut = {"conv1d.weight": 0, "dt_bias": 0, "A_log": 0}
-        own = {name: tensor for name, tensor in self.state_dict(keep_vars=True).items() if name in (*cut, "out_norm.weight")}
+        local = {name: tensor for name, tensor in self.state_dict(keep_vars=True).items() if name in (*cut, "out_norm.weight")}
         groups = dict(tp_group=self.tp_group, dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])
-        state = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets, **groups)
+        state = make_sharded_tensors_for_checkpoint(local, prefix, cut, sharded_offsets, **groups)
         for name in ("in_proj", "out_proj"):
             state |= sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
         return state
@@ -149,7 +151,7 @@ def convolve(x: torch.Tensor, kernel: torch.Tensor, previous: torch.Tensor) -> t
         previous: See `Recurrence`.
     """
     padded = F.pad(x, (0, 0, 0, 1))
-    return sum((padded[places] * kernel[:, -2 - back] for back, places in enumerate(previous)), start=x * kernel[:, -1])
+    return sum((padded[index] * kernel[:, -2 - shift] for shift, index in enumerate(previous)), start=x * kernel[:, -1])
 
 
 def gated_delta_rule(query, key, value, decay, strength, stream: Recurrence) -> torch.Tensor:
@@ -170,22 +172,22 @@ def gated_delta_rule(query, key, value, decay, strength, stream: Recurrence) -> 
     query, key, value = (F.pad(x, (0, 0, 0, 0, 0, 1))[stream.chunks].transpose(1, 2) for x in (query, key, value))
     decay, strength = (F.pad(x, (0, 0, 0, 1))[stream.chunks].transpose(1, 2)[..., None] for x in (decay, strength))
     total = decay.cumsum(dim=2)
-    between = (total - total.mT).tril().exp().tril()  # decay from one token of a chunk to a later one
+    decay_between = (total - total.mT).tril().exp().tril()  # decay from one token of a chunk to a later one
     from_state, to_end = total.exp(), (total[..., -1:, :] - total).exp()
     written = key * strength
-    system = written @ key.mT * between  # only the part below the diagonal is used
+    system = written @ key.mT * decay_between  # only the part below the diagonal is used
     new_values, read_keys = (
         torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True) for x in (value * strength, written * from_state)
     )
-    scores, query, key, fade = query @ key.mT * between, query * from_state, key * to_end, total[..., -1:, :].exp()
+    scores, query, key, fade = query @ key.mT * decay_between, query * from_state, key * to_end, total[..., -1:, :].exp()
 
-    found, last = [value[:0]], value.new_zeros(0)
+    outputs, last = [value[:0]], value.new_zeros(0)
     for wave in stream.waves:
         state = key.new_zeros(wave.num_segments, *key.shape[1::2], value.shape[-1]) if wave.parents is None else last[wave.parents]
         for begin, end in wave.steps:
-            one, going = slice(begin, end), state[: end - begin]
-            moved = new_values[one] - read_keys[one] @ going
-            found.append(query[one] @ going + scores[one] @ moved)
-            state = torch.cat([going * fade[one] + key[one].mT @ moved, state[end - begin :]])
+            rows, carried = slice(begin, end), state[: end - begin]
+            moved = new_values[rows] - read_keys[rows] @ carried
+            outputs.append(query[rows] @ carried + scores[rows] @ moved)
+            state = torch.cat([carried * fade[rows] + key[rows].mT @ moved, state[end - begin :]])
         last = state
-    return F.pad(torch.cat(found).transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[stream.places]
+    return F.pad(torch.cat(outputs).transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[stream.places]

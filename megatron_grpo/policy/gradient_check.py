@@ -62,12 +62,12 @@ class GradNormSpikeCheck:
     all norms have grown. Norms of 0 are not: a step whose groups all have zero std says nothing about the other steps.
 
     Args:
-        above: Largest norm that is accepted; None for no bound.
+        max_norm: Largest norm that is accepted; None for no bound.
         factor: Largest accepted multiple of the running median; None for no bound.
     """
 
-    def __init__(self, *, above: float | None = None, factor: float | None = None):
-        self.above, self.factor = above, factor
+    def __init__(self, *, max_norm: float | None = None, factor: float | None = None):
+        self.above, self.factor = max_norm, factor
         self.reason: str | None = None  # why the last gradient was refused
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
@@ -108,13 +108,13 @@ class SkipCounter:
     total: int = 0
     in_a_row: int = 0  # the last step included
 
-    def after(self, *, refused: bool) -> SkipCounter:
+    def after(self, *, is_skipped: bool) -> SkipCounter:
         """Return the counts after one more step.
 
         Args:
-            refused: Whether the gradient of that step was refused.
+            is_skipped: Whether the gradient of that step was refused.
         """
-        return SkipCounter(total=self.total + refused, in_a_row=self.in_a_row + 1 if refused else 0)
+        return SkipCounter(total=self.total + is_skipped, in_a_row=self.in_a_row + 1 if is_skipped else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,51 +162,56 @@ class SkippedStep:
         """All rows of `culprits`."""
         return tuple(row for culprit in self.culprits for row in culprit.rows)
 
-    def lines(self, places: Places) -> list[str]:
+    def lines(self, row_info: Places) -> list[str]:
         """Return the description as lines of text.
 
         Args:
-            places: Rollout, row, prompt number and data set row of each row.
+            row_info: Rollout, row, prompt number and data set row of each row.
         """
         if self.weights:
-            named = "; ".join(f"rank {rank}: {name}" for rank, name in self.weights[:SHOWN])
-            return [f"the weights are not finite ({named}), so no further step can succeed"]
-        found = [_describe(culprit, places) for culprit in self.culprits]
+            names = "; ".join(f"rank {rank}: {name}" for rank, name in self.weights[:SHOWN])
+            return [f"the weights are not finite ({names}), so no further step can succeed"]
+        lines = [_describe(culprit, row_info) for culprit in self.culprits]
         if self.more:
-            found.append(f"and at least {self.more} more micro-batches")
-        if self.ranks and not found:
-            found.append(
+            lines.append(f"and at least {self.more} more micro-batches")
+        if self.ranks and not lines:
+            lines.append(
                 f"the gradient was not finite on {_several('rank', self.ranks)}, but finite when each micro-batch was run separately; "
                 "if this repeats, check the hardware"
             )
-        return found
+        return lines
 
-    def record(self, places: Places) -> dict[str, Any]:
+    def record(self, row_info: Places) -> dict[str, Any]:
         """Return the description as JSON.
 
         Args:
-            places: Rollout, row, prompt number and data set row of each row.
+            row_info: Rollout, row, prompt number and data set row of each row.
         """
         culprits = [
-            {"micro_batch": one.micro_batch, "ranks": list(one.ranks), "what": one.what, "rows": [dict(places[row]) for row in one.rows]}
-            for one in self.culprits
+            {
+                "micro_batch": item.micro_batch,
+                "ranks": list(item.ranks),
+                "what": item.what,
+                "rows": [dict(row_info[row]) for row in item.rows],
+            }
+            for item in self.culprits
         ]
         skips = {"in_a_row": self.skips.in_a_row, "skipped_iterations": self.skips.total}
-        return {"why": self.why, **skips, "ranks": list(self.ranks), "weights": [list(one) for one in self.weights], "culprits": culprits,
+        return {"why": self.why, **skips, "ranks": list(self.ranks), "weights": [list(item) for item in self.weights], "culprits": culprits,
                 "more": self.more}  # fmt: skip
 
 
-def _describe(culprit: BadMicroBatch, places: Places) -> str:
-    named = "row {row} of rollout {rollout} (prompt {prompt_number}, row {dataset_row} of the data set)"
-    rows = ", ".join(named.format(**places[row]) for row in culprit.rows[:SHOWN]) + (", ..." if len(culprit.rows) > SHOWN else "")
+def _describe(culprit: BadMicroBatch, row_info: Places) -> str:
+    template = "row {row} of rollout {rollout} (prompt {prompt_number}, row {dataset_row} of the data set)"
+    rows = ", ".join(template.format(**row_info[row]) for row in culprit.rows[:SHOWN]) + (", ..." if len(culprit.rows) > SHOWN else "")
     norm = f", norm {culprit.norm:.4g} alone" if math.isfinite(culprit.norm) else ""
-    what = f": {culprit.what} not finite" if culprit.what else ""
-    return f"{_several('rank', culprit.ranks)}, micro-batch {culprit.micro_batch}{norm}: {rows}{what}"
+    cause = f": {culprit.what} not finite" if culprit.what else ""
+    return f"{_several('rank', culprit.ranks)}, micro-batch {culprit.micro_batch}{norm}: {rows}{cause}"
 
 
 def _several(noun: str, numbers: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
+    listed = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {listed}"
 
 
 MOST = 8  # micro-batches that a rank reports, and that the result lists
@@ -215,13 +220,13 @@ RunAlone = Callable[[TrainingMicroBatch], "np.ndarray | None"]
 Rows = tuple[tuple[RowKey, ...], str]  # rows, and which of their values is not finite
 
 
-def ranks_not_finite(own: torch.Tensor) -> tuple[int, ...]:
+def ranks_not_finite(local_sum: torch.Tensor) -> tuple[int, ...]:
     """Return the ranks whose own gradient was not finite. Collective.
 
     Args:
-        own: Norm of this rank's own gradient.
+        local_sum: Norm of this rank's own gradient.
     """
-    return tuple(rank for rank, is_finite in enumerate(collectives.all_gather_object(math.isfinite(float(own)))) if not is_finite)
+    return tuple(rank for rank, is_finite in enumerate(collectives.all_gather_object(math.isfinite(float(local_sum)))) if not is_finite)
 
 
 def weights_not_finite(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, str], ...]:
@@ -230,9 +235,9 @@ def weights_not_finite(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, st
     Args:
         chunks: Model chunks of this stage.
     """
-    named = ((name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters())
-    mine = next((name for name, parameter in named if not bool(torch.isfinite(parameter.detach()).all())), None)
-    return tuple((rank, name) for rank, name in enumerate(collectives.all_gather_object(mine)) if name is not None)
+    parameters = ((name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters())
+    local_name = next((name for name, parameter in parameters if not bool(torch.isfinite(parameter.detach()).all())), None)
+    return tuple((rank, name) for rank, name in enumerate(collectives.all_gather_object(local_name)) if name is not None)
 
 
 def search(
@@ -260,7 +265,7 @@ def search(
     Returns:
         The micro-batches found, the same on every rank; and the number of further ones that ranks reported.
     """
-    mine: list[_Told] = []
+    local: list[_Told] = []
     rows: dict[int, Rows] = {}  # by micro-batch of this data-parallel rank, on ranks of the last stage
     for micro, logprobs in each_alone(wrapped, micro_batches, run_alone):
         if logprobs is not None:
@@ -268,16 +273,16 @@ def search(
         is_wrong = bool(rows.get(micro.number, ((), ""))[1])
         norm, dense = float(own_norm(wrapped)), float(own_norm(wrapped, with_experts=False))
         if finite or is_wrong or not math.isfinite(norm):
-            told = norm if math.isfinite(norm) else math.inf
-            mine.append(_Told(told, micro.number, finite or is_wrong or not math.isfinite(dense)))
-    worst = sorted(mine, key=lambda told: -told.norm)[: 1 if finite else MOST]
-    found = _together(collectives.all_gather_object((parallel.dp_rank, worst)))
-    named = sorted(found, key=lambda place: -max(told.norm for told, _ in found[place]))[: 1 if finite else MOST]
-    speaks = {(parallel.dp_rank, number): of for number, of in rows.items()} if parallel.reports_its_rows else {}
-    asked = collectives.all_gather_object({place: speaks[place] for place in named if place in speaks})
-    of_place = {place: of for part in asked for place, of in part.items()}
-    culprits = (_culprit(found[place], *of_place[place]) for place in sorted(named, key=lambda place: (place[1], place[0])))
-    return tuple(culprits), 0 if finite else len(found) - len(named)
+            reported_norm = norm if math.isfinite(norm) else math.inf
+            local.append(_Told(reported_norm, micro.number, finite or is_wrong or not math.isfinite(dense)))
+    worst = sorted(local, key=lambda entry: -entry.norm)[: 1 if finite else MOST]
+    by_micro_batch = _together(collectives.all_gather_object((parallel.dp_rank, worst)))
+    worst_keys = sorted(by_micro_batch, key=lambda key: -max(entry.norm for entry, _ in by_micro_batch[key]))[: 1 if finite else MOST]
+    speaks = {(parallel.dp_rank, number): rows_and_cause for number, rows_and_cause in rows.items()} if parallel.reports_its_rows else {}
+    parts = collectives.all_gather_object({key: speaks[key] for key in worst_keys if key in speaks})
+    of_place = {key: rows_and_cause for part in parts for key, rows_and_cause in part.items()}
+    culprits = (_culprit(by_micro_batch[key], *of_place[key]) for key in sorted(worst_keys, key=lambda key: (key[1], key[0])))
+    return tuple(culprits), 0 if finite else len(by_micro_batch) - len(worst_keys)
 
 
 def each_alone(
@@ -315,29 +320,29 @@ class _Told(NamedTuple):
     is_own: bool
 
 
-def _together(told: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
+def _together(reports: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
     """Group the reports by micro-batch.
 
     Args:
-        told: (data-parallel rank, its reports), by rank.
+        reports: (data-parallel rank, its reports), by rank.
 
     Returns:
         {(data-parallel rank, micro-batch): [(report, reporting rank)]}. If some rank reports `is_own` of a micro-batch index, reports about
         that index without `is_own` are left out.
     """
-    origins = {one.micro_batch for _, its in told for one in its if one.is_own}
-    found: dict[tuple[int, int], list[tuple[_Told, int]]] = {}
-    for rank, (share, its) in enumerate(told):
-        for one in its:
-            if one.is_own or one.micro_batch not in origins:
-                found.setdefault((share, one.micro_batch), []).append((one, rank))
-    return found
+    origins = {entry.micro_batch for _, entries in reports for entry in entries if entry.is_own}
+    by_micro_batch: dict[tuple[int, int], list[tuple[_Told, int]]] = {}
+    for rank, (share, entries) in enumerate(reports):
+        for entry in entries:
+            if entry.is_own or entry.micro_batch not in origins:
+                by_micro_batch.setdefault((share, entry.micro_batch), []).append((entry, rank))
+    return by_micro_batch
 
 
-def _culprit(told: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], what: str) -> BadMicroBatch:
-    norm = max(one.norm for one, _ in told)
-    ranks = tuple(rank for one, rank in told if one.norm == norm)  # where it is finite, one has the largest part
-    return BadMicroBatch(micro_batch=told[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=what)
+def _culprit(entries: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], what: str) -> BadMicroBatch:
+    norm = max(entry.norm for entry, _ in entries)
+    ranks = tuple(rank for entry, rank in entries if entry.norm == norm)  # where it is finite, one has the largest part
+    return BadMicroBatch(micro_batch=entries[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=what)
 
 
 def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:
@@ -359,12 +364,12 @@ def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.nd
         "the teacher's log-probs": np.where(np.isnan(micro.teacher_logprobs), 0.0, micro.teacher_logprobs),
         "the sampler's log-probs": np.where(np.isnan(micro.sampler_logprobs), 0.0, micro.sampler_logprobs),
     }
-    wrong = {name: ~np.isfinite(values) for name, values in numbers.items() if values is not None}
-    names = [name for name, places in wrong.items() if places.any()]
+    is_wrong = {name: ~np.isfinite(values) for name, values in numbers.items() if values is not None}
+    names = [name for name, flags in is_wrong.items() if flags.any()]
     if not names:
         return micro.rows, ""
-    places = np.unique(micro.sequence[np.any([wrong[name] for name in names], axis=0)])
-    return tuple(micro.rows[place] for place in places.tolist()), " and ".join(names)
+    indices = np.unique(micro.sequence[np.any([is_wrong[name] for name in names], axis=0)])
+    return tuple(micro.rows[index] for index in indices.tolist()), " and ".join(names)
 
 
 @contextmanager
@@ -372,7 +377,7 @@ def _unsummed(wrapped: Sequence[Any]) -> Iterator[None]:
     """Keep each rank's own gradient inside the block: no gradient is summed over ranks, neither during a pass nor after it."""
     config = wrapped[0].config
     names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
-    before = {name: getattr(config, name) for name in names}
+    saved = {name: getattr(config, name) for name in names}
     with ExitStack() as stack:
         for chunk in wrapped:
             stack.enter_context(chunk.no_sync())
@@ -381,5 +386,5 @@ def _unsummed(wrapped: Sequence[Any]) -> Iterator[None]:
         try:
             yield
         finally:
-            for name, value in before.items():
+            for name, value in saved.items():
                 setattr(config, name, value)

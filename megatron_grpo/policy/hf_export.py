@@ -50,7 +50,7 @@ class MegatronToHF:
         Args:
             chunks: Model chunks of this rank.
         """
-        found = {}
+        tensors = {}
         for chunk in chunks:
             first_layer = min((layer.layer_number for layer in chunk.decoder.layers), default=1) - 1
             num_experts = chunk.config.num_moe_experts or 0
@@ -58,8 +58,8 @@ class MegatronToHF:
             for local, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
                 name = with_global_numbers(local, first_layer=first_layer, first_expert=first_expert)
                 if is_of_adapter(name) == self.of_adapters and (isinstance(tensor, torch.nn.Parameter) or name in self._buffers):
-                    found[name] = tensor
-        return found
+                    tensors[name] = tensor
+        return tensors
 
     @torch.no_grad()
     def load(self, chunks: Sequence[GPTModel], read: Callable[[str], torch.Tensor]) -> None:
@@ -73,14 +73,14 @@ class MegatronToHF:
             ValueError: If a tensor of the model is on no rank, because training would continue without it; or if a shard has another shape
                 than the parameter.
         """
-        mine = self.tensors(chunks)
-        self.map.check_held(owned.name for owned in self._catalogue(mine))
-        with activity.phase("loading weights", total=len(mine), unit="tensors"):
-            self._load(mine, read)
+        local = self.tensors(chunks)
+        self.map.check_held(owned.name for owned in self._catalogue(local))
+        with activity.phase("loading weights", total=len(local), unit="tensors"):
+            self._load(local, read)
 
-    def _load(self, mine: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:
+    def _load(self, local: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:
         p = self.parallel
-        for name, tensor in mine.items():
+        for name, tensor in local.items():
             self.mark(name, tensor)
             shard = self.map.load(name, read, tp_rank=p.tp_rank, tp_size=p.tp_size, expert_tp_rank=p.etp_rank, expert_tp_size=p.etp_size)
             if shard.shape != tensor.shape:
@@ -106,7 +106,7 @@ class MegatronToHF:
             tensor.allreduce = False
 
     def stream(
-        self, mine: dict[str, torch.Tensor], kind: str, *, prepare: Prepare = lambda tensor: tensor
+        self, local: dict[str, torch.Tensor], kind: str, *, prepare: Prepare = lambda tensor: tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) of every weight, layer by layer. Collective.
 
@@ -115,36 +115,36 @@ class MegatronToHF:
         A yielded tensor may be a view, also of a live parameter, and stays valid until the stream ends: clone it to keep it longer.
 
         Args:
-            mine: This rank's parameters, or tensors that are sharded like them, such as their gradients.
+            local: This rank's parameters, or tensors that are sharded like them, such as their gradients.
             kind: Name of the kind of stream, the same on every rank. All streams of one kind have the same names, shapes and dtypes.
             prepare: Converts each tensor to what is sent, when its turn comes; shape and dtype stay the same.
         """
-        streamed = self.plan(mine, kind).stream(mine, prepare)
+        streamed = self.plan(local, kind).stream(local, prepare)
         return streamed if self.of_adapters else as_stored(streamed, self.map.shape)
 
-    def plan(self, mine: dict[str, torch.Tensor], kind: str) -> PushPlan:
+    def plan(self, local: dict[str, torch.Tensor], kind: str) -> PushPlan:
         """Return the plan of a kind of stream, which is made at its first stream. Collective.
 
         The caller names the kind. A stage that has no tensor of either of two kinds could not tell them apart by its own list, and would
         not take part when the other stages plan the second kind.
 
         Args:
-            mine: This rank's tensors.
+            local: This rank's tensors.
             kind: Name of the kind of stream, the same on every rank.
         """
         if kind not in self._plans:
             make = Rank0WeightGather if self.gather else PushPlan
-            self._plans[kind] = make(self._catalogue(mine), self.map, self.parallel, bucket_bytes=self.bucket_bytes)
+            self._plans[kind] = make(self._catalogue(local), self.map, self.parallel, bucket_bytes=self.bucket_bytes)
         return self._plans[kind]
 
-    def whole_bytes(self, mine: dict[str, torch.Tensor]) -> int:
+    def whole_bytes(self, local: dict[str, torch.Tensor]) -> int:
         """Return the size of the whole model in bytes, as it would be written. Collective.
 
         Args:
-            mine: This rank's tensors.
+            local: This rank's tensors.
         """
         p, total = self.parallel, 0
-        for owned in self._catalogue(mine):
+        for owned in self._catalogue(local):
             kind = self.map.entry(owned.name)
             pieces = 1 if kind.cut is ShardCut.REPLICATED else p.etp_size if kind.is_expert else p.tp_size
             total += owned.num_bytes * pieces
@@ -155,11 +155,11 @@ class MegatronToHF:
         for plan in self._plans.values():
             plan.memory.forget()
 
-    def _catalogue(self, mine: dict[str, torch.Tensor]) -> list[Owned]:
+    def _catalogue(self, local: dict[str, torch.Tensor]) -> list[Owned]:
         """Return every exported parameter of the model once, in the same order on every rank. Collective."""
         p = self.parallel
-        here = [self._owned(name, tensor) for name, tensor in mine.items() if not self.map.entry(name).is_copy]
-        over_pp = [owned for rank in collectives.all_gather_object(here, p.pp_group) for owned in rank]
+        on_stage = [self._owned(name, tensor) for name, tensor in local.items() if not self.map.entry(name).is_copy]
+        over_pp = [owned for rank in collectives.all_gather_object(on_stage, p.pp_group) for owned in rank]
         return list({owned.name: owned for rank in collectives.all_gather_object(over_pp, p.ep_group) for owned in rank}.values())
 
     def _owned(self, name: str, tensor: torch.Tensor) -> Owned:
@@ -168,9 +168,16 @@ class MegatronToHF:
         on_rank, expert_rank = expert, 0
         if kind.is_expert:
             expert_rank, on_rank = divmod(expert, self.map.shape.num_experts // p.ep_size)
-        place = (layer, row, on_rank)
+        position = (layer, row, on_rank)
         return Owned(
-            name, tuple(tensor.shape), tensor.dtype, tensor.nbytes, BucketPart.of(kind.cut, kind.is_expert), place, p.pp_rank, expert_rank
+            name,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.nbytes,
+            BucketPart.of(kind.cut, kind.is_expert),
+            position,
+            p.pp_rank,
+            expert_rank,
         )
 
 
@@ -191,13 +198,13 @@ class PushPlan:
         self.map, self.parallel = weight_map, parallel
         self._groups = {BucketPart.DENSE: parallel.tp_group, BucketPart.EXPERTS: parallel.expert_group}
         self._place = {part: collectives.rank_in(group) for part, group in self._groups.items()}  # this rank's row of a gather
-        places = collectives.all_gather_object((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
-        self._row = {place: row for row, place in enumerate(places)}  # row of each rank in a gather of experts
-        self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(places))
+        positions = collectives.all_gather_object((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
+        self._row = {position: row for row, position in enumerate(positions)}  # row of each rank in a gather of experts
+        self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(positions))
         self.buckets = fill(owned, self.ranks, bucket_bytes)
         self.memory = Memory(parallel.device, most_bytes(self.buckets, self.ranks))
 
-    def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self, local: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) of every tensor, on every rank. Collective.
 
         A yielded tensor may be a view of a live parameter or of a bucket. It stays valid until the stream ends. While the receiver uses one
@@ -205,38 +212,38 @@ class PushPlan:
         collectives.
 
         Args:
-            mine: This rank's tensors.
+            local: This rank's tensors.
             prepare: Converts each tensor to what is sent; shape and dtype stay the same.
 
         Raises:
-            ValueError: If `mine` is not what was planned.
+            ValueError: If `local` is not what was planned.
         """
-        self._check(mine)
-        own = self._own(mine, prepare)
-        rest, coming = iter(self.buckets), deque[PendingBucket]()
+        self._check(local)
+        tensors = self._own(local, prepare)
+        remaining, in_flight = iter(self.buckets), deque[PendingBucket]()
 
         def send_next() -> None:
-            coming.extend(self._send(bucket, own) for bucket in islice(rest, 1))
+            in_flight.extend(self._send(bucket, tensors) for bucket in islice(remaining, 1))
 
         try:
             send_next()
-            while coming:
+            while in_flight:
                 # The receiver holds a tensor of the previous bucket until it has one of this bucket: only then is there room for the next.
-                for number, named in enumerate(self._unpack(coming.popleft(), own)):
-                    yield named
+                for number, named_tensor in enumerate(self._unpack(in_flight.popleft(), tensors)):
+                    yield named_tensor
                     if number == 0:
                         send_next()
         except GeneratorExit:
-            for sent in coming:
-                sent.wait()
-            for bucket in rest:
-                self._send(bucket, own).wait()
+            for pending in in_flight:
+                pending.wait()
+            for bucket in remaining:
+                self._send(bucket, tensors).wait()
             raise
 
-    def _own(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> LocalTensors:
-        return LocalTensors(mine, prepare, self.memory)
+    def _own(self, local: Mapping[str, torch.Tensor], prepare: Prepare) -> LocalTensors:
+        return LocalTensors(local, prepare, self.memory)
 
-    def _check(self, mine: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, local: Mapping[str, torch.Tensor]) -> None:
         p = self.parallel
         planned = {
             slot.names[rank]
@@ -245,14 +252,14 @@ class PushPlan:
             for slot in bucket.slots
             if (rank := p.ep_rank if slot.part is BucketPart.EXPERTS else 0) in slot.names
         }
-        given = {name for name in mine if not self.map.entry(name).is_copy}
-        if wrong := sorted(planned ^ given):
-            raise ValueError(f"{len(wrong)} tensors differ from the plan of this weight sync: {', '.join(wrong[:3])}")
+        present = {name for name in local if not self.map.entry(name).is_copy}
+        if different := sorted(planned ^ present):
+            raise ValueError(f"{len(different)} tensors differ from the plan of this weight sync: {', '.join(different[:3])}")
 
-    def _send(self, bucket: Bucket, own: LocalTensors) -> PendingBucket:
+    def _send(self, bucket: Bucket, tensors: LocalTensors) -> PendingBucket:
         p = self.parallel
         rows: list[torch.Tensor | None] = [None, None, None]
-        works = []
+        handles = []
         for part in BucketPart:
             size, sharing = bucket.sizes[part], self.ranks.sharing(part)
             if not size or not self.ranks.travels(part):
@@ -260,32 +267,32 @@ class PushPlan:
             is_mine, slots = p.pp_rank == bucket.stage, [slot for slot in bucket.slots if slot.part is part]
             if is_mine and sharing == 1 and len(slots) == 1 and slots[0].num_bytes == size:
                 # A single tensor, as the embedding often is, is sent from its own memory.
-                found = own.tensor(slots[0].names[0], slots[0]).contiguous().view(1, -1).view(torch.uint8)
+                buffer = tensors.tensor(slots[0].names[0], slots[0]).contiguous().view(1, -1).view(torch.uint8)
             else:
-                found = own.memory.take(sharing * size).view(sharing, size)
+                buffer = tensors.memory.take(sharing * size).view(sharing, size)
                 if is_mine:
-                    self._pack(bucket, part, found[self._place.get(part, 0)], own)
-            rows[part], mine = found, found[self._place.get(part, 0)]
+                    self._pack(bucket, part, buffer[self._place.get(part, 0)], tensors)
+            rows[part], own_rows = buffer, buffer[self._place.get(part, 0)]
             # Shards cross the stages, not full tensors: over the slow links a rank receives only its own shard.
-            collectives.from_member_(mine, bucket.stage, p.pp_group)
+            collectives.from_member_(own_rows, bucket.stage, p.pp_group)
             if sharing > 1:
-                works += collectives.start_gather(found, self._groups[part], at_once=bucket.at_once(sharing))
+                handles += collectives.start_gather(buffer, self._groups[part], at_once=bucket.at_once(sharing))
         is_on_gpu = p.device.type == "cuda" and any(row is not None for row in rows)
-        return PendingBucket(bucket, rows, works, torch.cuda.current_stream() if is_on_gpu else None)
+        return PendingBucket(bucket, rows, handles, torch.cuda.current_stream() if is_on_gpu else None)
 
-    def _pack(self, bucket: Bucket, part: BucketPart, run: torch.Tensor, own: LocalTensors) -> None:
+    def _pack(self, bucket: Bucket, part: BucketPart, run: torch.Tensor, tensors: LocalTensors) -> None:
         """Copy this rank's shards of one part of a bucket into `run`, uint8 [bytes]."""
         expert_rank = self.parallel.ep_rank if part is BucketPart.EXPERTS else 0
         for slot in bucket.slots:
             if slot.part is part and expert_rank in slot.names:
-                _view(run, slot).copy_(own.tensor(slot.names[expert_rank], slot))
+                _view(run, slot).copy_(tensors.tensor(slot.names[expert_rank], slot))
 
-    def _unpack(self, coming: PendingBucket, own: LocalTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        coming.wait()
-        for slot in coming.bucket.slots:
-            rows = coming.rows[slot.part]
+    def _unpack(self, pending: PendingBucket, tensors: LocalTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        pending.wait()
+        for slot in pending.bucket.slots:
+            rows = pending.rows[slot.part]
             for expert_rank, name in slot.names.items():
-                shards = [own.tensor(name, slot)] if rows is None else self._shards(slot, rows, expert_rank, self.map.entry(name).cut)
+                shards = [tensors.tensor(name, slot)] if rows is None else self._shards(slot, rows, expert_rank, self.map.entry(name).cut)
                 yield from self.map.export(name, shards)
 
     def _shards(self, slot: BucketSlot, rows: torch.Tensor, expert_rank: int, cut: ShardCut) -> list[torch.Tensor]:
@@ -307,11 +314,11 @@ class Memory:
 
     Args:
         device: Device of the memory.
-        most: Bytes that are kept, in use or not.
+        max_bytes: Bytes that are kept, in use or not.
     """
 
-    def __init__(self, device: torch.device, most: int):
-        self._device, self._most = device, most
+    def __init__(self, device: torch.device, max_bytes: int):
+        self._device, self._most = device, max_bytes
         self._mine: list[torch.Tensor] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
@@ -322,13 +329,13 @@ class Memory:
         """
         if self._device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        idle = sorted((one for one in self._mine if _is_idle(one)), key=len)
-        for one in idle:
-            if len(one) >= num_bytes:
-                return one[:num_bytes]
+        idle = sorted((buffer for buffer in self._mine if _is_idle(buffer)), key=len)
+        for buffer in idle:
+            if len(buffer) >= num_bytes:
+                return buffer[:num_bytes]
         while idle and sum(map(len, self._mine)) + num_bytes > self._most:
             dropped = idle.pop()
-            self._mine = [one for one in self._mine if one is not dropped]
+            self._mine = [buffer for buffer in self._mine if buffer is not dropped]
         self._mine.append(torch.empty(num_bytes, dtype=torch.uint8))
         return self._mine[-1][:num_bytes]
 
@@ -350,13 +357,13 @@ class LocalTensors:
     """This rank's tensors, each prepared when its turn comes, with the memory for the bytes that are sent.
 
     Args:
-        mine: This rank's tensors by name.
+        local: This rank's tensors by name.
         prepare: Converts each tensor to what is sent.
         memory: Memory for buckets.
     """
 
-    def __init__(self, mine: Mapping[str, torch.Tensor], prepare: Prepare, memory: Memory):
-        self._mine, self._prepare, self.memory = mine, prepare, memory
+    def __init__(self, local: Mapping[str, torch.Tensor], prepare: Prepare, memory: Memory):
+        self._mine, self._prepare, self.memory = local, prepare, memory
 
     def tensor(self, name: str, slot: BucketSlot) -> torch.Tensor:
         """Return the prepared tensor of a name.
@@ -381,12 +388,12 @@ class PendingBucket:
     Args:
         bucket: The bucket.
         rows: Gathered bytes by part, uint8 [ranks, bytes]; None for a part of which nothing is sent.
-        works: The collectives that are running.
+        handles: The collectives that are running.
         packed_on: CUDA stream on which the bucket was packed; None on a CPU.
     """
 
-    def __init__(self, bucket: Bucket, rows: list[torch.Tensor | None], works: list[Any], packed_on: Any):
-        self.bucket, self.rows, self._works, self._packed_on = bucket, rows, works, packed_on
+    def __init__(self, bucket: Bucket, rows: list[torch.Tensor | None], handles: list[Any], packed_on: Any):
+        self.bucket, self.rows, self._works, self._packed_on = bucket, rows, handles, packed_on
 
     def wait(self) -> None:
         """Wait for the bucket.
@@ -396,12 +403,12 @@ class PendingBucket:
         for work in self._works:
             work.wait()
         self._works = []
-        if self._packed_on is None or self._packed_on == (now := torch.cuda.current_stream()):
+        if self._packed_on is None or self._packed_on == (stream := torch.cuda.current_stream()):
             return
-        now.wait_stream(self._packed_on)  # the receiver works on another CUDA stream
+        stream.wait_stream(self._packed_on)  # the receiver works on another CUDA stream
         for rows in self.rows:
             if rows is not None:
-                rows.record_stream(now)
+                rows.record_stream(stream)
 
 
 def _view(run: torch.Tensor, slot: BucketSlot) -> torch.Tensor:
@@ -429,42 +436,44 @@ class Rank0WeightGather(PushPlan):
             first.setdefault((BucketPart.DENSE, stage, tp), rank)
             first.setdefault((BucketPart.EXPERTS, stage, expert), rank)
             first.setdefault((BucketPart.WHOLE, stage, 0), rank)
-        places = {
+        positions = {
             BucketPart.WHOLE: [0],
             BucketPart.DENSE: list(range(p.tp_size)),
             BucketPart.EXPERTS: sorted(self._row, key=self._row.__getitem__),
         }
         # Sending ranks by part and stage, in the order of the rows of a gather.
         self._senders = {
-            (part, stage): [first[part, stage, place] for place in places[part]] for part in BucketPart for stage in range(p.pp_size)
+            (part, stage): [first[part, stage, position] for position in positions[part]]
+            for part in BucketPart
+            for stage in range(p.pp_size)
         }
 
-    def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self, local: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
         if self.parallel.rank == 0:
-            yield from super().stream(mine, prepare)
+            yield from super().stream(local, prepare)
             return
-        self._check(mine)
-        own = self._own(mine, prepare)
+        self._check(local)
+        tensors = self._own(local, prepare)
         for bucket in self.buckets:
-            self._send(bucket, own)
+            self._send(bucket, tensors)
 
-    def _send(self, bucket: Bucket, own: LocalTensors) -> PendingBucket:
+    def _send(self, bucket: Bucket, tensors: LocalTensors) -> PendingBucket:
         """Start to receive a bucket on rank 0; send this rank's shards on the others."""
-        me, stage = self.parallel.rank, bucket.stage
+        own_rank, stage = self.parallel.rank, bucket.stage
         rows: list[torch.Tensor | None] = [None, None, None]
-        works = []
+        handles = []
         for part in BucketPart:
             size, senders = bucket.sizes[part], self._senders[part, stage]
-            if not size or senders == [0] or me not in (0, *senders):
+            if not size or senders == [0] or own_rank not in (0, *senders):
                 continue
-            found = own.memory.take((len(senders) if me == 0 else 1) * size).view(-1, size)
-            for row, rank in zip(found, senders if me == 0 else [me], strict=True):
-                if rank == me:
-                    self._pack(bucket, part, row, own)
+            buffer = tensors.memory.take((len(senders) if own_rank == 0 else 1) * size).view(-1, size)
+            for row, rank in zip(buffer, senders if own_rank == 0 else [own_rank], strict=True):
+                if rank == own_rank:
+                    self._pack(bucket, part, row, tensors)
                 else:
-                    works.append(collectives.start_receive(row, rank))
-            if me == 0:
-                rows[part] = found
+                    handles.append(collectives.start_receive(row, rank))
+            if own_rank == 0:
+                rows[part] = buffer
             else:
-                collectives.send(found[0], 0)
-        return PendingBucket(bucket, rows, works, torch.cuda.current_stream() if self.parallel.device.type == "cuda" else None)
+                collectives.send(buffer[0], 0)
+        return PendingBucket(bucket, rows, handles, torch.cuda.current_stream() if self.parallel.device.type == "cuda" else None)

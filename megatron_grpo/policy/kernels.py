@@ -129,17 +129,17 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         gate, up = x.chunk(2, dim=-1)
-        opened = F.silu(gate)
-        ctx.save_for_backward(x, opened)
-        return opened * up
+        activated = F.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, opened = ctx.saved_tensors
+        x, activated = ctx.saved_tensors
         grad_x = torch.empty_like(x)  # both halves are written in place: no concatenation afterwards
         (gate, up), (grad_gate, grad_up) = x.chunk(2, dim=-1), grad_x.chunk(2, dim=-1)
-        torch.mul(grad, opened, out=grad_up)
+        torch.mul(grad, activated, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return grad_x
 

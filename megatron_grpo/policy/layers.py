@@ -86,17 +86,17 @@ class FusedAttention(PackedAttention):
         layer_number: Index of the layer in the model, from 1.
         softmax_scale: Multiplies the scores; None for 1 / sqrt of the query's channels.
         pg_collection: Megatron-Core's process groups.
-        more: Megatron's arguments for Transformer Engine's attention.
+        kwargs: Megatron's arguments for Transformer Engine's attention.
     """
 
     DTYPES = (torch.bfloat16, torch.float16)  # in this layout Transformer Engine has kernels for these dtypes only, and none for parents
 
-    def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **more):
+    def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **kwargs):
         super().__init__(config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection)
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         self.fused = TEDotProductAttention(
-            config=config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection, **more
+            config=config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection, **kwargs
         )
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedBatch):
@@ -154,8 +154,8 @@ class WholeNorm(MegatronModule):
         super().__init__(config)
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.channels, self.eps = heads * hidden_size, eps
-        here = self.channels // self.tp_group.size()
-        self.weight = torch.nn.Parameter(torch.ones(here, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        local_channels = self.channels // self.tp_group.size()
+        self.weight = torch.nn.Parameter(torch.ones(local_channels, dtype=config.params_dtype, device=torch.cuda.current_device()))
 
     def forward(self, x):
         """Normalise x [t, 1, heads of this rank, channels].
@@ -163,9 +163,9 @@ class WholeNorm(MegatronModule):
         Args:
             x: [t, 1, heads of this rank, channels].
         """
-        whole = x.flatten(-2).float()
-        mean = sum_over_ranks(whole.square().sum(dim=-1, keepdim=True), self.tp_group) / self.channels
-        return (whole * (mean + self.eps).rsqrt() * self.weight).to(x.dtype).view_as(x)
+        flat = x.flatten(-2).float()
+        mean = sum_over_ranks(flat.square().sum(dim=-1, keepdim=True), self.tp_group) / self.channels
+        return (flat * (mean + self.eps).rsqrt() * self.weight).to(x.dtype).view_as(x)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return _cut_in_one_dimension(self, "weight", prefix, sharded_offsets, metadata)

@@ -74,24 +74,24 @@ class LoraLinear:
         return (out if self.lora_use is None else out + self._delta(x, self.lora_use)), bias
 
     def _delta(self: Any, x, use: str):
-        place, (a, b, scale) = self.lora_place, (getattr(self, f"{use}_{part}") for part in ("a", "b", "scale"))
-        is_cut = place.group.size() > 1
-        if is_cut and place.sums_outside:
-            a, b = (copy_to_ranks(a, place.group), b) if place.is_column else (a, copy_to_ranks(b, place.group))
+        layout, (a, b, scale) = self.lora_place, (getattr(self, f"{use}_{part}") for part in ("a", "b", "scale"))
+        is_cut = layout.group.size() > 1
+        if is_cut and layout.sums_outside:
+            a, b = (copy_to_ranks(a, layout.group), b) if layout.is_column else (a, copy_to_ranks(b, layout.group))
         inner = (F.linear(self._dropped(x), a) * scale).to(x.dtype)
-        if is_cut and not place.sums_outside:
+        if is_cut and not layout.sums_outside:
             inner = self._shared_by_ranks(inner)
         return F.linear(inner, self._spread(b))
 
     def _shared_by_ranks(self: Any, inner):
-        place = self.lora_place
-        if place.is_column and place.sequence_parallel:
-            return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=place.group)
-        if place.is_column:
-            return copy_to_ranks(inner, place.group)
-        if place.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(inner, group=place.group)
-        return reduce_from_tensor_model_parallel_region(inner, group=place.group)
+        layout = self.lora_place
+        if layout.is_column and layout.sequence_parallel:
+            return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=layout.group)
+        if layout.is_column:
+            return copy_to_ranks(inner, layout.group)
+        if layout.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(inner, group=layout.group)
+        return reduce_from_tensor_model_parallel_region(inner, group=layout.group)
 
     def _spread(self: Any, b):
         """Put each row's values [rows, r] into the columns of its module's A, [rows, P * r]."""
@@ -136,13 +136,13 @@ class LoraLinear:
         if not hasattr(self, "lora_a"):
             return state  # only the reference has an adapter here
         cut = {"lora_b": 0} if self.lora_place.is_column else {"lora_a": 1}
-        own = make_sharded_tensors_for_checkpoint(
+        local = make_sharded_tensors_for_checkpoint(
             {"lora_a": self.lora_a, "lora_b": self.lora_b}, prefix, cut, sharded_offsets,
             tp_group=self.lora_place.group, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
         if self.lora_place.is_gated:
-            own[f"{prefix}lora_b"] = apply_swiglu_sharded_factory(own[f"{prefix}lora_b"], sharded_offsets)
-        return state | own
+            local[f"{prefix}lora_b"] = apply_swiglu_sharded_factory(local[f"{prefix}lora_b"], sharded_offsets)
+        return state | local
 
 
 @functools.cache
@@ -218,14 +218,14 @@ class Adapters:
         """
         return self.trimmed(self.tensors(), "adapter")
 
-    def trimmed(self, mine: dict[str, torch.Tensor], kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def trimmed(self, local: dict[str, torch.Tensor], kind: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same as `named` for other tensors that are sharded like the matrices, such as their gradients. Collective.
 
         Args:
-            mine: This rank's tensors.
+            local: This rank's tensors.
             kind: Name of the kind of stream; see `MegatronToHF.stream`.
         """
-        return trimmed(self.exchange.stream(mine, kind), self.sizes)
+        return trimmed(self.exchange.stream(local, kind), self.sizes)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -254,11 +254,11 @@ class Adapters:
         Returns:
             The previous values, for `restore`.
         """
-        mine = self.tensors()
-        kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
+        local = self.tensors()
+        saved = {name: tensor.detach().clone() for name, tensor in local.items()}
         read = padded(random_adapter_far_from_zero(self.settings, self.sizes, seed), self.sizes, self._even(self.settings))
-        self.restore({name: self._shard(self.exchange, name, read) for name in mine})
-        return kept
+        self.restore({name: self._shard(self.exchange, name, read) for name in local})
+        return saved
 
     def restore(self, values: dict[str, torch.Tensor]) -> None:
         """Set the adapters to the values that `randomize` returned.
@@ -272,14 +272,14 @@ class Adapters:
     # ---- construction ------------------------------------------------------------------------------------------------------------
 
     def _add(self, use: str, settings: LoraSettings, read: Read, weights: MegatronToHF) -> None:
-        names, even = {id(tensor): name for name, tensor in self.base.tensors(self.chunks).items()}, self._even(settings)
-        read = padded(read, own_sizes(settings, self.base.map.shape), even)
+        names, padded_sizes = {id(tensor): name for name, tensor in self.base.tensors(self.chunks).items()}, self._even(settings)
+        read = padded(read, own_sizes(settings, self.base.map.shape), padded_sizes)
         for module in [module for chunk in self.chunks for module in chunk.modules()]:
             stem = names.get(id(getattr(module, "weight", None)), "").removesuffix(".weight")
             if not any(settings.rank_of(name) for name in self._modules.get(stem, ())):
                 continue
             if stem not in self.linears:
-                self.linears[stem] = self._adapted(module, stem, weights, even)
+                self.linears[stem] = self._adapted(module, stem, weights, padded_sizes)
             linear = self.linears[stem]
             self._register(linear, stem, use, read, weights)
             scales = torch.tensor([settings.scale_of(module) for module in self._modules[stem]], dtype=torch.float32)
@@ -287,7 +287,7 @@ class Adapters:
             linear.register_buffer(f"{use}_scale", scale, persistent=False)
         self._by_weight = {id(linear.weight): linear for linear in self.linears.values() if hasattr(linear, "lora_a")}
 
-    def _adapted(self, linear: Any, stem: str, weights: MegatronToHF, even: Sizes) -> Any:
+    def _adapted(self, linear: Any, stem: str, weights: MegatronToHF, padded_sizes: Sizes) -> Any:
         """Turn a layer into a `LoraLinear`, in place: its parameters, hooks and sharding stay."""
         linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
         kind = weights.map.entry(f"{stem}.lora_b")
@@ -302,31 +302,31 @@ class Adapters:
         modules = self._modules[stem]
         # The module of each row: matrices filled with the module's number, packed and cut as B is.
         number = {module + B: float(index) for index, module in enumerate(modules)}
-        rows = self._shard(weights, f"{stem}.lora_b", lambda name: torch.full(even[name], number[name]))[:, 0].long()
+        rows = self._shard(weights, f"{stem}.lora_b", lambda name: torch.full(padded_sizes[name], number[name]))[:, 0].long()
         part = F.one_hot(rows, len(modules)).to(linear.weight) if len(modules) > 1 else None
         linear.register_buffer("lora_part", part, persistent=False)
         return linear
 
     def _register(self, linear: Any, stem: str, use: str, read: Read, weights: MegatronToHF) -> None:
-        for which in "ab":
-            shard = self._shard(weights, f"{stem}.lora_{which}", read).to(linear.weight.device, linear.weight.dtype)
+        for matrix in "ab":
+            shard = self._shard(weights, f"{stem}.lora_{matrix}", read).to(linear.weight.device, linear.weight.dtype)
             if use == REFERENCE:
-                linear.register_buffer(f"{use}_{which}", shard, persistent=False)
+                linear.register_buffer(f"{use}_{matrix}", shard, persistent=False)
             else:
-                linear.register_parameter(f"{use}_{which}", torch.nn.Parameter(shard))
-                weights.mark(f"{stem}.lora_{which}", getattr(linear, f"{use}_{which}"))
+                linear.register_parameter(f"{use}_{matrix}", torch.nn.Parameter(shard))
+                weights.mark(f"{stem}.lora_{matrix}", getattr(linear, f"{use}_{matrix}"))
         if use == TRAINED:
             self._mark_shared(linear)
 
     def _mark_shared(self, linear: Any) -> None:
         """Set the attributes of the matrix that is whole on every rank: how its gradient is summed, and which rank counts it."""
-        place = linear.lora_place
-        shared = linear.lora_a if place.is_column else linear.lora_b
+        layout = linear.lora_place
+        shared = linear.lora_a if layout.is_column else linear.lora_b
         # Never in experts: their gradients are summed over expert data parallelism, which TP ranks are part of.
-        shared.sequence_parallel = place.sequence_parallel and not place.is_expert
-        if place.is_expert:
+        shared.sequence_parallel = layout.sequence_parallel and not layout.is_expert
+        if layout.is_expert:
             # Megatron takes an unmarked parameter for a copy on every rank whose *dense* TP rank is not 0. So this names the counting rank.
-            shared.tensor_model_parallel, shared.shared = place.group.rank() == 0, place.group.rank() != 0
+            shared.tensor_model_parallel, shared.shared = layout.group.rank() == 0, layout.group.rank() != 0
 
     def _exchange_of(self, settings: LoraSettings) -> MegatronToHF:
         weights = adapter_map(self.base.map, widest_rank(settings, self.base.map.shape))

@@ -30,7 +30,7 @@ class PolicyOffloader:
     A little stays on the device: Adam's step counters, rotary frequencies, and the states of random number generators.
 
     Args:
-        held: Returns every tensor of the policy with its role, as they are at the time of the call.
+        tensors_by_role: Returns every tensor of the policy with its role, as they are at the time of the call.
         movable: Roles that may be offloaded.
         device: The device of the policy.
         timers: Timers that record the offload.
@@ -40,9 +40,13 @@ class PolicyOffloader:
     """
 
     def __init__(
-        self, held: Callable[[], Iterable[tuple[Role, torch.Tensor]]], movable: Collection[Role], device: torch.device, timers: Timers
+        self,
+        tensors_by_role: Callable[[], Iterable[tuple[Role, torch.Tensor]]],
+        movable: Collection[Role],
+        device: torch.device,
+        timers: Timers,
     ):
-        self._held, self.movable, self._device, self._timers = held, movable, device, timers
+        self._held, self.movable, self._device, self._timers = tensors_by_role, movable, device, timers
         self._offloaded: dict[Role, list[tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[Role, list[torch.Tensor]] = {role: [] for role in ROLES}
         self._in_use: list[Part] = []
@@ -125,25 +129,25 @@ class PolicyOffloader:
 
     def _storages(self) -> dict[Role, list[torch.UntypedStorage]]:
         """Return the storages on the device by role, each once. Offloaded ones are empty and not among them."""
-        found: dict[int, tuple[Role, torch.UntypedStorage]] = {}
-        for role, tensor in sorted(self._held(), key=lambda held: ROLES.index(held[0])):
+        storages: dict[int, tuple[Role, torch.UntypedStorage]] = {}
+        for role, tensor in sorted(self._held(), key=lambda item: ROLES.index(item[0])):
             storage = tensor.untyped_storage()
             if tensor.device.type == self._device.type and storage.nbytes():  # an optimizer may be on the host permanently
-                found.setdefault(storage._cdata, (role, storage))
-        return {role: [storage for its, storage in found.values() if its == role] for role in ROLES}
+                storages.setdefault(storage._cdata, (role, storage))
+        return {role: [storage for storage_role, storage in storages.values() if storage_role == role] for role in ROLES}
 
     def _copy(self, role: Role, storages: Sequence[torch.UntypedStorage], *, to_host: bool) -> None:
         """Copy between these storages and the role's memory on the host, where they are concatenated."""
         host = self._host_memory(role, sum(storage.nbytes() for storage in storages))
         chunk = offset = 0
         for storage in storages:
-            rest = self._bytes(storage)
-            while len(rest):
-                theirs = host[chunk][offset : offset + len(rest)]
-                ours, rest = rest[: len(theirs)], rest[len(theirs) :]
-                target, source = (theirs, ours) if to_host else (ours, theirs)
+            remaining = self._bytes(storage)
+            while len(remaining):
+                host_part = host[chunk][offset : offset + len(remaining)]
+                device_part, remaining = remaining[: len(host_part)], remaining[len(host_part) :]
+                target, source = (host_part, device_part) if to_host else (device_part, host_part)
                 target.copy_(source, non_blocking=True)
-                chunk, offset = (chunk, offset + len(theirs)) if offset + len(theirs) < len(host[chunk]) else (chunk + 1, 0)
+                chunk, offset = (chunk, offset + len(host_part)) if offset + len(host_part) < len(host[chunk]) else (chunk + 1, 0)
 
     def _host_memory(self, role: Role, size: int) -> list[torch.Tensor]:
         """Return at least `size` bytes of host memory, allocated once and reused."""

@@ -194,11 +194,11 @@ class PolicyModel(GPTModel):
         """
         positions = batch.positions.float()
         # With three axes [3, t] each frequency belongs to one of them.
-        places = positions[self.axes].T if positions.dim() > 1 else positions[:, None]
+        coordinates = positions[self.axes].T if positions.dim() > 1 else positions[:, None]
         if not self.config.multi_latent_attention:
-            rotations = tuple(Rotation.of(places * frequencies) for frequencies in self.inverse_frequencies)
+            rotations = tuple(Rotation.of(coordinates * frequencies) for frequencies in self.inverse_frequencies)
             return None, dataclasses.replace(batch.packed, rotations=rotations)
-        angles = places * self.inverse_frequencies[0]
+        angles = coordinates * self.inverse_frequencies[0]
         return torch.cat([angles, angles], dim=-1)[:, None, None, :], batch.packed
 
 
@@ -219,9 +219,9 @@ def build_chunks(
         tower: Vision tower; None if the model has none, and on later stages. See `policy.vision`.
     """
     config = transformer_config(shape, cfg.model, cfg.parallel, use_te=use_te, plain_linears=plain_linears, kernels=cfg.kernels)
-    more: dict[str, Any] = {"use_te": use_te, "plain_linears": plain_linears}
+    kwargs: dict[str, Any] = {"use_te": use_te, "plain_linears": plain_linears}
     chunks = [
-        PolicyModel(shape, config, cfg, parallel, index=index, tower=tower if index == 0 else None, **more).to(parallel.device)
+        PolicyModel(shape, config, cfg, parallel, index=index, tower=tower if index == 0 else None, **kwargs).to(parallel.device)
         for index in range(parallel.layout.num_chunks)
     ]  # parameters are initialized in params_dtype; a sigmoid router's bias stays float32
     # Megatron-Core 0.19 builds the norms of queries and keys only with this flag. In training the flag makes it sum their gradients over
@@ -239,10 +239,10 @@ def let_gradients_in(chunks: Sequence[GPTModel]) -> None:
         chunks: Model chunks of this stage.
     """
 
-    def ask(module, inputs, output):
+    def require_grad(module, inputs, output):
         if torch.is_grad_enabled():
             output.requires_grad_(True)
 
     for chunk in chunks:
         if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
-            chunk.embedding.register_forward_hook(ask)
+            chunk.embedding.register_forward_hook(require_grad)

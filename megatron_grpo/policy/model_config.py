@@ -257,13 +257,13 @@ def _put_delta_nets(block: TransformerBlockSubmodules, shape: ModelShape, config
     layout, first = config.pipeline_model_parallel_layout, get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage) if layout else itertools.count(first)
     shared, copies = list(block.layer_specs), dict[tuple[int, bool], ModuleSpec]()
-    for place, (layer, number) in enumerate(zip(shared, numbers)):
+    for index, (layer, number) in enumerate(zip(shared, numbers)):
         key = id(layer), shape.is_delta_net_layer(number)
         if key not in copies:
             copies[key] = copy.deepcopy(layer)
             if shape.is_delta_net_layer(number):
                 copies[key].submodules.self_attention = ModuleSpec(PackedGatedDeltaNet, {"delta": shape.delta_net})
-        block.layer_specs[place] = copies[key]
+        block.layer_specs[index] = copies[key]
 
 
 # Checkpoints have Transformer Engine's names of norms, which it fuses with the following linear layer. Megatron's local layers always use

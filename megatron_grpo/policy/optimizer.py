@@ -156,7 +156,7 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
         cfg: The optimizer settings.
     """
     config = wrapped[0].config
-    how = MegatronOptimizerConfig(
+    optimizer_config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=cfg.lr,
         min_lr=cfg.min_lr,
@@ -175,16 +175,16 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
     if cfg.optimizer_cpu_offload:
         # Otherwise a second copy of the float32 weights stays on the GPU, and a checkpoint lacks the host's copy, from which the next step
         # starts. Set after construction: there Megatron-Core 0.16 asks for the version of Transformer Engine, which may not be installed.
-        how.use_precision_aware_optimizer = how.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-        how.store_param_remainders = False
+        optimizer_config.use_precision_aware_optimizer = optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        optimizer_config.store_param_remainders = False
     is_precision_aware = cfg.use_precision_aware_optimizer and not cfg.optimizer_cpu_offload
     if is_precision_aware:
         # The main weights belong to the inner optimizer, which `_keep_in_dtypes` replaces. Only this one of the two flags works without
         # Transformer Engine's optimizer.
-        how.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     # Float32 weights: inner optimizers refuse views that require gradients.
     with torch.set_grad_enabled(not (cfg.optimizer_cpu_offload or is_precision_aware)):
-        optimizer = get_megatron_optimizer(how, list(wrapped), **_overrides(cfg))
+        optimizer = get_megatron_optimizer(optimizer_config, list(wrapped), **_overrides(cfg))
         if is_precision_aware:
             _keep_in_dtypes(optimizer, cfg)
             share_rounded(optimizer, wrapped)
@@ -206,8 +206,8 @@ def _keep_in_dtypes(optimizer: Any, cfg: OptimizerConfig) -> None:
             setattr(part, name, partial(_norms, getattr(part, name)))
 
 
-def _norms(gradients: Callable[..., Sequence[torch.Tensor]], *of: Any) -> list[torch.Tensor]:
-    return [_norm(gradient).view(1) for gradient in gradients(*of)]
+def _norms(gradients: Callable[..., Sequence[torch.Tensor]], *args: Any) -> list[torch.Tensor]:
+    return [_norm(gradient).view(1) for gradient in gradients(*args)]
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:
@@ -228,23 +228,23 @@ def reload_main_params(optimizer: Any, wrapped: Sequence[DistributedDataParallel
 
 
 @torch.no_grad()
-def gradient_norm(optimizer: Any, *others: float) -> float:
+def gradient_norm(optimizer: Any, *other_values: float) -> float:
     """Return the norm of the gradient that `optimizer.step` would use, over all ranks and before clipping. Collective.
 
-    Megatron-Core counts a parameter that several ranks hold on one of them, and each rank relies on its own result. Hence `others`, and one
-    maximum over all ranks.
+    Megatron-Core counts a parameter that several ranks hold on one of them, and each rank relies on its own result. Hence `other_values`,
+    and one maximum over all ranks.
 
     `step` prepares the gradient again, to the same values: the check before the step costs one more copy and one more norm.
 
     Args:
         optimizer: Megatron-Core's optimizer.
-        others: Further numbers of this rank that must be finite, such as its loss.
+        other_values: Further numbers of this rank that must be finite, such as its loss.
 
     Returns:
-        The same number on every rank; infinite if on any rank the norm or one of `others` is not finite.
+        The same number on every rank; infinite if on any rank the norm or one of `other_values` is not finite.
     """
-    found = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
-    return collectives.all_reduce_max(found if all(map(math.isfinite, (found, *others))) else math.inf)
+    norm = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
+    return collectives.all_reduce_max(norm if all(map(math.isfinite, (norm, *other_values))) else math.inf)
 
 
 def _overrides(cfg: OptimizerConfig) -> dict:

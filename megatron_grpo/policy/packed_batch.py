@@ -199,19 +199,19 @@ def sequences(packed: PackedBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]
     """
     if packed.has_parents:
         raise ValueError("expected sequences without parents")
-    earlier = {int(queries[0]): keys for part in packed.full for queries, keys in _pairs(part)}
+    shared_keys = {int(queries[0]): keys for part in packed.full for queries, keys in _pairs(part)}
     for queries, keys in _pairs(packed.causal) if packed.causal else ():
-        before = earlier.get(int(queries[0]))
-        yield queries, keys if before is None else torch.cat([before, keys])
+        prefix_keys = shared_keys.get(int(queries[0]))
+        yield queries, keys if prefix_keys is None else torch.cat([prefix_keys, keys])
 
 
 def _pairs(part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     ways = ((part.queries, part.cu_queries), (part.keys, part.cu_keys))
-    return zip(*(_tensor(places, bounds).split(bounds.diff().tolist()) for places, bounds in ways), strict=True)
+    return zip(*(_tensor(index, bounds).split(bounds.diff().tolist()) for index, bounds in ways), strict=True)
 
 
-def _tensor(places: Places, bounds: torch.Tensor) -> torch.Tensor:
-    return torch.arange(places.start, places.stop, device=bounds.device) if isinstance(places, slice) else places
+def _tensor(index: Places, bounds: torch.Tensor) -> torch.Tensor:
+    return torch.arange(index.start, index.stop, device=bounds.device) if isinstance(index, slice) else index
 
 
 ToDevice = Callable[[np.ndarray], torch.Tensor]
@@ -226,52 +226,54 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         moe_layers: MoE layers of this stage, by their index among those of the model.
     """
     cp, rank, device = parallel.cp_size, parallel.cp_rank, parallel.device
-    held = held_tokens(batch.segments, cp, rank)
-    place = np.full(batch.num_tokens, -1)
-    place[held] = np.arange(len(held))
-    trained = np.flatnonzero(place[batch.logit_positions] >= 0)
-    trained = trained[np.argsort(place[batch.logit_positions[trained]], kind="stable")]
+    local_positions = held_tokens(batch.segments, cp, rank)
+    local_index = np.full(batch.num_tokens, -1)
+    local_index[local_positions] = np.arange(len(local_positions))
+    trained = np.flatnonzero(local_index[batch.logit_positions] >= 0)
+    trained = trained[np.argsort(local_index[batch.logit_positions[trained]], kind="stable")]
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return LocalBatch(
         number=batch.number,
-        held=held,
-        token_ids=tensor(batch.token_ids[held])[None],
-        positions=tensor(batch.positions[..., held]),
-        num_references=tensor(batch.num_references[held]),
+        held=local_positions,
+        token_ids=tensor(batch.token_ids[local_positions])[None],
+        positions=tensor(batch.positions[..., local_positions]),
+        num_references=tensor(batch.num_references[local_positions]),
         packed=packed_stream(batch.segments, cp, rank, tensor, by_length=device.type == "cpu"),
-        logit_positions=tensor(place[batch.logit_positions[trained]]),
+        logit_positions=tensor(local_index[batch.logit_positions[trained]]),
         targets=tensor(batch.targets[trained]),
         trained=trained,
-        experts={} if batch.experts is None else {layer: tensor(batch.experts[held, layer]) for layer in moe_layers},
+        experts={} if batch.experts is None else {layer: tensor(batch.experts[local_positions, layer]) for layer in moe_layers},
         sampling_mask=None if batch.sampling_mask is None else VocabMask.of(*batch.sampling_mask.take(trained), device),
-        image_tokens=_seen(batch, place, tensor),
+        image_tokens=_seen(batch, local_index, tensor),
     )
 
 
-def _seen(batch: MicroBatch, place: np.ndarray, tensor: ToDevice) -> LocalImages | None:
+def _seen(batch: MicroBatch, local_index: np.ndarray, tensor: ToDevice) -> LocalImages | None:
     """Return the images of which this rank holds tokens.
 
     Args:
         batch: The micro-batch.
-        place: Index of each token of the stream among the tokens of this rank, -1 for tokens of other ranks.
+        local_index: Index of each token of the stream among the tokens of this rank, -1 for tokens of other ranks.
         tensor: Moves an array to the device.
     """
-    here = np.flatnonzero(place[batch.image_positions] >= 0)
-    if not len(here):
+    local = np.flatnonzero(local_index[batch.image_positions] >= 0)
+    if not len(local):
         return None
     ends = np.cumsum([num_tokens(image) for image in batch.images])
-    which = np.searchsorted(ends, batch.image_token_index[here], side="right")  # the image of each token
-    needed = np.unique(which)
+    image_of_token = np.searchsorted(ends, batch.image_token_index[local], side="right")  # the image of each token
+    image_numbers = np.unique(image_of_token)
     counts = np.diff(ends, prepend=0)
     begins = np.zeros(len(ends), dtype=np.int64)
-    begins[needed] = np.cumsum(counts[needed]) - counts[needed]  # first token of each needed image among those of the needed ones
-    token = batch.image_token_index[here] - (ends - counts)[which] + begins[which]
-    at = place[batch.image_positions[here]]
-    order = np.argsort(at, kind="stable")
-    return LocalImages(tuple(batch.images[i] for i in needed), tensor(at[order]), tensor(token[order]))
+    begins[image_numbers] = (
+        np.cumsum(counts[image_numbers]) - counts[image_numbers]
+    )  # first token of each needed image among those of the needed ones
+    token = batch.image_token_index[local] - (ends - counts)[image_of_token] + begins[image_of_token]
+    local_rows = local_index[batch.image_positions[local]]
+    order = np.argsort(local_rows, kind="stable")
+    return LocalImages(tuple(batch.images[i] for i in image_numbers), tensor(local_rows[order]), tensor(token[order]))
 
 
 def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDevice, *, by_length: bool = False) -> PackedBatch:
@@ -292,9 +294,9 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
 
     @functools.cache
     def windowed(window: int) -> tuple[Part | None, tuple[Part, ...]]:
-        own, bands, image_tokens = _in_window(causal, full, window)
+        causal_pairs, bands, image_tokens = _in_window(causal, full, window)
         parts = ((bands, True), (image_tokens, False))
-        return diagonal(own), tuple(_part(pairs, tensor, is_causal=is_causal) for pairs, is_causal in parts if pairs)
+        return diagonal(causal_pairs), tuple(_part(pairs, tensor, is_causal=is_causal) for pairs, is_causal in parts if pairs)
 
     return PackedBatch(
         causal=diagonal(causal),
@@ -302,7 +304,7 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
         has_parents=any(segment.parent >= 0 for segment in segments),
         windowed=windowed,
         recurrence=functools.cache(functools.partial(_recurrence, segments, cp, tensor)),
-        longest=max(one.end - one.start + (segments[one.parent].length if one.parent >= 0 else 0) for one in segments),
+        longest=max(segment.end - segment.start + (segments[segment.parent].length if segment.parent >= 0 else 0) for segment in segments),
         cu_seqlens=tensor(cu),
         max_seqlen=max(segment.end - segment.start for segment in segments),
     )
@@ -318,12 +320,12 @@ def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], l
         if not segment.length:
             continue
         if cp == 1:
-            places = np.arange(segment.start, segment.end)
-            causal.append((places, places))
+            positions = np.arange(segment.start, segment.end)
+            causal.append((positions, positions))
             continue
         keys, chunk = gathered_places(segment, total, cp), (segment.end - segment.start) // (2 * cp)
-        for place, number in enumerate((rank, 2 * cp - 1 - rank)):  # the chunks that this rank holds, in the order it holds them
-            queries = segment.start // cp + place * chunk + np.arange(chunk)
+        for slot, number in enumerate((rank, 2 * cp - 1 - rank)):  # the chunks that this rank holds, in the order it holds them
+            queries = segment.start // cp + slot * chunk + np.arange(chunk)
             causal.append((queries, keys[number * chunk : (number + 1) * chunk]))
             if number:
                 full.append((queries, keys[: number * chunk]))
@@ -341,17 +343,17 @@ def _in_window(causal: Sequence[Pair], full: Sequence[Pair], window: int) -> tup
         full: Full pairs of `_own`.
         window: Tokens that a token attends to, itself included.
     """
-    own: list[Pair] = []
+    causal_pairs: list[Pair] = []
     bands: list[Pair] = []
     image_tokens: list[Pair] = []
     for queries, keys in causal:
         for begin in range(0, len(queries), window):
-            own.append((queries[begin : begin + window], keys[begin : begin + window]))
+            causal_pairs.append((queries[begin : begin + window], keys[begin : begin + window]))
             if begin:
                 _add_band(queries[begin : begin + window], keys[begin - window : begin], window, bands, image_tokens)
     for queries, keys in full:  # earlier chunks of the segment, which end at the first query
         _add_band(queries[:window], keys[-window:], window, bands, image_tokens)
-    return own, bands, image_tokens
+    return causal_pairs, bands, image_tokens
 
 
 def _add_band(queries: np.ndarray, keys: np.ndarray, window: int, bands: list[Pair], image_tokens: list[Pair]) -> None:
@@ -365,11 +367,11 @@ def _add_band(queries: np.ndarray, keys: np.ndarray, window: int, bands: list[Pa
     see_all = window - 1 - len(keys)
     if len(queries[:see_all]):
         image_tokens.append((queries[:see_all], keys))
-    late = queries[see_all:]
-    if len(late):
-        bands.append((late[::-1], keys[: len(late)][::-1]))
-        if len(late) < len(keys):
-            image_tokens.append((late, keys[len(late) :]))
+    late_queries = queries[see_all:]
+    if len(late_queries):
+        bands.append((late_queries[::-1], keys[: len(late_queries)][::-1]))
+        if len(late_queries) < len(keys):
+            image_tokens.append((late_queries, keys[len(late_queries) :]))
 
 
 def _by_length(pairs: Sequence[Pair]) -> Sequence[Pair]:
@@ -390,26 +392,26 @@ def _inherited(segments: Sequence[Segment], cp: int) -> list[Pair]:
             children.setdefault(segment.parent, []).append(segment)
     return [
         (
-            np.arange(found[0].start // cp, found[-1].end // cp),
+            np.arange(siblings[0].start // cp, siblings[-1].end // cp),
             gathered_places(segments[number], segments[-1].end, cp)[: segments[number].length],
         )
-        for number, found in children.items()
+        for number, siblings in children.items()
     ]
 
 
 def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: int, chunk: int) -> Recurrence:
     total = segments[-1].end
-    to_stream = np.concatenate([gathered_places(one, total, cp) for one in segments])
-    waves, found = _waves(segments, chunk)
-    chunks = np.full((len(found), chunk), total)
-    for row, tokens in zip(chunks, found, strict=True):
+    to_stream = np.concatenate([gathered_places(segment, total, cp) for segment in segments])
+    waves, token_chunks = _waves(segments, chunk)
+    chunks = np.full((len(token_chunks), chunk), total)
+    for row, tokens in zip(chunks, token_chunks, strict=True):
         row[: len(tokens)] = tokens
-    places = np.full(total + 1, chunks.size)  # the last one takes what stands for no token
-    places[chunks.reshape(-1)] = np.arange(chunks.size)
+    chunk_index = np.full(total + 1, chunks.size)  # the last one takes what stands for no token
+    chunk_index[chunks.reshape(-1)] = np.arange(chunks.size)
     return Recurrence(
         previous=tensor(_previous(segments, kernel)),
         chunks=tensor(chunks),
-        places=tensor(places[:total]),
+        places=tensor(chunk_index[:total]),
         waves=tuple(Wave(count, steps, None if parents is None else tensor(parents)) for count, steps, parents in waves),
         to_stream=tensor(to_stream),
         to_ranks=tensor(np.argsort(to_stream)),
@@ -419,17 +421,17 @@ def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: 
 def _previous(segments: Sequence[Segment], kernel: int) -> np.ndarray:
     """Return `Recurrence.previous`."""
     total = segments[-1].end
-    found = np.full((kernel - 1, total), total)
-    for one in segments:
-        before = np.full(kernel - 1, total)
-        if one.parent >= 0:
-            parent = segments[one.parent]
+    index = np.full((kernel - 1, total), total)
+    for segment in segments:
+        preceding = np.full(kernel - 1, total)
+        if segment.parent >= 0:
+            parent = segments[segment.parent]
             last = np.arange(parent.start, parent.start + parent.length)[1 - kernel :]
-            before[kernel - 1 - len(last) :] = last
-        tokens = np.concatenate([before, np.arange(one.start, one.end)])
-        for back in range(1, kernel):
-            found[back - 1, one.start : one.end] = tokens[kernel - 1 - back : len(tokens) - back]
-    return found
+            preceding[kernel - 1 - len(last) :] = last
+        tokens = np.concatenate([preceding, np.arange(segment.start, segment.end)])
+        for shift in range(1, kernel):
+            index[shift - 1, segment.start : segment.end] = tokens[kernel - 1 - shift : len(tokens) - shift]
+    return index
 
 
 _WaveFields = tuple[int, tuple[tuple[int, int], ...], np.ndarray | None]  # of a `Wave`, with the parents in numpy
@@ -441,16 +443,16 @@ def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[_WaveFields], 
     chunks: list[np.ndarray] = []
     index: dict[int, int] = {}  # of a segment in its wave
     for has_parent in (False, True):
-        numbers = [i for i, one in enumerate(segments) if one.length and (one.parent >= 0) == has_parent]
+        numbers = [i for i, segment in enumerate(segments) if segment.length and (segment.parent >= 0) == has_parent]
         numbers.sort(key=lambda i: -segments[i].length)
         steps, first = list[tuple[int, int]](), 0
-        while going := [segments[i] for i in numbers if segments[i].length > first]:
-            steps.append((len(chunks), len(chunks) + len(going)))
-            chunks += [np.arange(one.start + first, one.start + min(first + chunk, one.length)) for one in going]
+        while active := [segments[i] for i in numbers if segments[i].length > first]:
+            steps.append((len(chunks), len(chunks) + len(active)))
+            chunks += [np.arange(segment.start + first, segment.start + min(first + chunk, segment.length)) for segment in active]
             first += chunk
         if numbers:
             waves.append((len(numbers), tuple(steps), np.array([index[segments[i].parent] for i in numbers]) if has_parent else None))
-        index = {i: place for place, i in enumerate(numbers)}
+        index = {i: position for position, i in enumerate(numbers)}
     return waves, chunks
 
 
@@ -476,10 +478,10 @@ def _part(pairs: Sequence[Pair], tensor: ToDevice, *, is_causal: bool) -> Part:
 
 
 def _places(runs: Sequence[np.ndarray], tensor: ToDevice) -> Places:
-    places = np.concatenate(runs)
-    first, last = int(places[0]), int(places[-1])
-    is_slice = last - first == len(places) - 1 and (np.diff(places) == 1).all()
-    return slice(first, last + 1) if is_slice else tensor(places)
+    index = np.concatenate(runs)
+    first, last = int(index[0]), int(index[-1])
+    is_slice = last - first == len(index) - 1 and (np.diff(index) == 1).all()
+    return slice(first, last + 1) if is_slice else tensor(index)
 
 
 def held_positions(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
@@ -522,6 +524,6 @@ def gathered_places(segment: Segment, total: int, cp_size: int) -> np.ndarray:
         cp_size: Number of context-parallel ranks.
     """
     length = segment.end - segment.start
-    held = np.concatenate([held_positions(length, cp_size, rank) for rank in range(cp_size)])
-    mine = segment.start // cp_size + np.arange(length // cp_size)
-    return np.concatenate([rank * (total // cp_size) + mine for rank in range(cp_size)])[np.argsort(held)]
+    order = np.concatenate([held_positions(length, cp_size, rank) for rank in range(cp_size)])
+    local = segment.start // cp_size + np.arange(length // cp_size)
+    return np.concatenate([rank * (total // cp_size) + local for rank in range(cp_size)])[np.argsort(order)]

@@ -47,14 +47,14 @@ def train(
         What `loss` kept of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
     """
 
-    def finish(batch: MicroBatch, mine: LocalBatch, logprobs, entropy):
-        value, kept = loss(batch, mine, logprobs, entropy)
+    def finish(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
+        value, detail = loss(batch, local, logprobs, entropy)
         # Megatron would divide by this count. Nothing is divided here: `policy.optimizer` ignores it.
-        return value, torch.ones([], dtype=torch.int, device=value.device), kept
+        return value, torch.ones([], dtype=torch.int, device=value.device), detail
 
     with torch.enable_grad():
-        asked = dict(with_entropy=loss.with_entropy, temperature=None)
-        return _run(model, micro_batches, finish, parallel, asked, slope_of=loss.slope_of, routing=routing, trains=True)
+        model_kwargs = dict(with_entropy=loss.with_entropy, temperature=None)
+        return _run(model, micro_batches, finish, parallel, model_kwargs, slope_of=loss.slope_of, routing=routing, trains=True)
 
 
 @contextmanager
@@ -63,13 +63,13 @@ def _without_dropout(model: SequenceOf[torch.nn.Module]) -> Iterator[None]:
 
     Adapters may have dropout, and a policy in training is in training mode.
     """
-    was = [chunk.training for chunk in model]
+    training_flags = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
     try:
         yield
     finally:
-        for chunk, training in zip(model, was, strict=True):
+        for chunk, training in zip(model, training_flags, strict=True):
             chunk.train(training)
 
 
@@ -80,16 +80,24 @@ def _group_at_most(chunk: torch.nn.Module, num_micro_batches: int) -> Iterator[N
     Megatron-Core refuses a larger value, and a pass that only scores may have few micro-batches.
     """
     config = get_model_config(chunk)
-    asked = config.microbatch_group_size_per_vp_stage
-    config.microbatch_group_size_per_vp_stage = min(asked, num_micro_batches)
+    configured = config.microbatch_group_size_per_vp_stage
+    config.microbatch_group_size_per_vp_stage = min(configured, num_micro_batches)
     try:
         yield
     finally:
-        config.microbatch_group_size_per_vp_stage = asked
+        config.microbatch_group_size_per_vp_stage = configured
 
 
 def _run(
-    model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf | None = None, routing: RouterPass, trains: bool
+    model,
+    micro_batches,
+    finish,
+    parallel,
+    model_kwargs: dict[str, Any],
+    *,
+    slope_of: SlopeOf | None = None,
+    routing: RouterPass,
+    trains: bool,
 ) -> list[Any]:
     """Run one pass of Megatron-Core's schedule.
 
@@ -98,7 +106,7 @@ def _run(
         micro_batches: The micro-batches of this data-parallel rank.
         finish: Called on the last stage with (micro-batch, local batch, log-probs [c], entropies [c] or None).
         parallel: The layout and the process groups of this rank.
-        asked: Arguments of the model's forward, besides the slope.
+        model_kwargs: Arguments of the model's forward, besides the slope.
         slope_of: Returns the slope of a micro-batch's loss for the head.
         routing: What the routers replay or record.
         trains: Whether to run the backward too.
@@ -107,13 +115,13 @@ def _run(
     local = [to_local(batch, parallel, moe_layers) for batch in micro_batches]
 
     def step(batches: Iterator[tuple[MicroBatch, LocalBatch]], chunk: torch.nn.Module):
-        batch, mine = next(batches)
+        batch, local = next(batches)
         activity.advance()
-        routing.in_forward = mine.number
-        output = chunk(mine, **asked, slope=slope_of(batch, mine) if slope_of else None)
+        routing.in_forward = local.number
+        output = chunk(local, **model_kwargs, slope=slope_of(batch, local) if slope_of else None)
 
         def of_output(output: torch.Tensor, non_loss_data: bool = False):
-            return finish(batch, mine, output[0], output[1] if asked["with_entropy"] else None)
+            return finish(batch, local, output[0], output[1] if model_kwargs["with_entropy"] else None)
 
         return output, of_output
 
@@ -144,7 +152,7 @@ class ModelScorer:
         model: This stage's chunks, as Megatron's schedule takes them.
         parallel: The layout and the process groups of this rank.
         cut: Partitioner for the sequences of `score`.
-        around: Context that is active during a pass; inside it the chunks are the model to be scored.
+        context: Context that is active during a pass; inside it the chunks are the model to be scored.
         replay: A `router_replay_mode`. A reference always routes by itself.
     """
 
@@ -154,10 +162,10 @@ class ModelScorer:
         parallel: ParallelState,
         cut: BatchPartitioner,
         *,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
         replay: str = "disabled",
     ):
-        self.model, self.parallel, self.cut, self.around, self.replay = model, parallel, cut, around, replay
+        self.model, self.parallel, self.cut, self.around, self.replay = model, parallel, cut, context, replay
 
     def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
         """Return the log-probs of the masked tokens of each sequence, float32 [T], 0 at all other tokens.
@@ -171,15 +179,21 @@ class ModelScorer:
         """
         if not sequences:
             return []
-        filled = partition_for_scoring([SequenceLengths(tuple(end - begin for begin, end in one.contexts)) for one in sequences], self.cut)
+        filled = partition_for_scoring(
+            [SequenceLengths(tuple(end - begin for begin, end in sample.contexts)) for sample in sequences], self.cut
+        )
         micro_specs = filled[self.parallel.dp_rank]
-        whole = [*sequences, *[sequences[0]] * sum(len(micro_spec.rows) for mine in filled for micro_spec in mine)]
-        micro_batches = collate_specs(whole, micro_specs, self.cut.alignment)
-        found: dict[int, np.ndarray] = {}
+        padded = [*sequences, *[sequences[0]] * sum(len(micro_spec.rows) for of_replica in filled for micro_spec in of_replica)]
+        micro_batches = collate_specs(padded, micro_specs, self.cut.alignment)
+        rows_to_values: dict[int, np.ndarray] = {}
         scores = self.last_stage_logprobs(micro_batches, temperature=temperature)
         for micro_spec, micro, values in zip(micro_specs, micro_batches, scores, strict=False):
-            found |= dict(zip(micro_spec.rows, micro.by_sequence(values), strict=True))
-        scored = {i: v for part in collectives.all_gather_object(found if self.parallel.reports_its_rows else {}) for i, v in part.items()}
+            rows_to_values |= dict(zip(micro_spec.rows, micro.by_sequence(values), strict=True))
+        scored = {
+            i: v
+            for part in collectives.all_gather_object(rows_to_values if self.parallel.reports_its_rows else {})
+            for i, v in part.items()
+        }
         return [sequence.scatter(scored[i]) for i, sequence in enumerate(sequences)]
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
@@ -238,23 +252,25 @@ class ModelScorer:
         """
         return self._read(micro_batches, lambda _, entropy: entropy, temperature=None, with_entropy=True)
 
-    def _read(self, micro_batches: SequenceOf[MicroBatch], which: Callable, *, routing: RouterPass | None = None, **asked: Any) -> list:
+    def _read(
+        self, micro_batches: SequenceOf[MicroBatch], select: Callable, *, routing: RouterPass | None = None, **model_kwargs: Any
+    ) -> list:
         """Run the forward only.
 
         Args:
             micro_batches: The micro-batches of this data-parallel rank.
-            which: Chooses from log-probs and entropies [c].
+            select: Chooses from log-probs and entropies [c].
             routing: What the routers replay or record; None for an ordinary pass.
-            asked: Further arguments of the model's forward.
+            model_kwargs: Further arguments of the model's forward.
         """
 
         def finish(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
-            return self.whole(batch, local, which(logprobs, entropy))
+            return self.whole(batch, local, select(logprobs, entropy))
 
         require_on_device(self.model)
         with self.around(), torch.no_grad(), _without_dropout(self.model):
             routing = routing or self.router_pass()
-            return _run(self.model, micro_batches, finish, self.parallel, asked, routing=routing, trains=False)
+            return _run(self.model, micro_batches, finish, self.parallel, model_kwargs, routing=routing, trains=False)
 
     def whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
         """Gather values [c] of the context-parallel ranks to float32 [C] on each of them. Collective.
@@ -264,9 +280,9 @@ class ModelScorer:
             local: This rank's part of it.
             values: Values at this rank's trained positions, [c].
         """
-        whole = torch.zeros(len(batch.targets), device=self.parallel.device)
-        whole[torch.from_numpy(local.trained).to(whole.device)] = values.detach().float()
-        return collectives.add_(whole, self.parallel.cp_group).cpu().numpy()
+        full = torch.zeros(len(batch.targets), device=self.parallel.device)
+        full[torch.from_numpy(local.trained).to(full.device)] = values.detach().float()
+        return collectives.add_(full, self.parallel.cp_group).cpu().numpy()
 
 
 OfSequences = tuple[np.ndarray, np.ndarray]  # values and slopes of `classification`, float64 [S]
@@ -347,24 +363,24 @@ class StepLoss:
             trained: The positions, int64 indices into its C trained positions.
         """
 
-        def mine(array: np.ndarray) -> torch.Tensor:
+        def local(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array[trained]).to(self.parallel.device)
 
         inputs = LossInputs(
-            token_weights=mine(micro.token_weights),
-            advantages=mine(micro.advantages),
-            teacher_logprobs=mine(micro.teacher_logprobs),
-            sampler_logprobs=mine(micro.sampler_logprobs),
-            old_logprobs=mine(micro.old_logprobs),
-            is_compared=mine(micro.is_compared),
-            sequence=mine(micro.sequence),
+            token_weights=local(micro.token_weights),
+            advantages=local(micro.advantages),
+            teacher_logprobs=local(micro.teacher_logprobs),
+            sampler_logprobs=local(micro.sampler_logprobs),
+            old_logprobs=local(micro.old_logprobs),
+            is_compared=local(micro.is_compared),
+            sequence=local(micro.sequence),
             num_sequences=micro.num_sequences,
             num_loss_tokens=self.batch.num_loss_tokens,
-            place=mine(micro.place),
+            place=local(micro.place),
             longest=int(micro.place.max(initial=0)) + 1,
-            labels=None if self._labels is None else Labels(*(mine(of[micro.sequence]) for of in self._labels[micro.number])),
+            labels=None if self._labels is None else Labels(*(local(values[micro.sequence]) for values in self._labels[micro.number])),
         )
-        return inputs, mine(self.reference[micro.number]) if self.reference else None
+        return inputs, local(self.reference[micro.number]) if self.reference else None
 
 
 def _entropy_threshold(batch: GlobalBatch, scorer: ModelScorer, quantile: float) -> float | None:
@@ -386,14 +402,14 @@ def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[O
     """
     is_stale = any((~np.isnan(micro.old_logprobs)).any() for micro in batch.micro_batches)
     scores = scorer.last_stage_logprobs(batch.micro_batches) if collectives.all_reduce_max(int(is_stale)) else []
-    mine = _scores_of_rows(batch.micro_batches, scores, scorer.parallel)
-    rows = {row: said for part in collectives.all_gather_object(mine) for row, said in part.items()}
+    local = _scores_of_rows(batch.micro_batches, scores, scorer.parallel)
+    rows = {row: score for part in collectives.all_gather_object(local) for row, score in part.items()}
     if not scorer.parallel.is_last_stage:
         return None
     groups, values, advantages, trains = zip(*rows.values(), strict=True)
-    found = dict(zip(rows, zip(*classification(values, advantages, groups, trains, tau=tau), strict=True), strict=True))
-    of_micros = [np.array([found[row] for row in micro.rows]).reshape(-1, 2) for micro in batch.micro_batches]
-    return [(both[:, 0], both[:, 1]) for both in of_micros]
+    label_of_row = dict(zip(rows, zip(*classification(values, advantages, groups, trains, tau=tau), strict=True), strict=True))
+    of_micros = [np.array([label_of_row[row] for row in micro.rows]).reshape(-1, 2) for micro in batch.micro_batches]
+    return [(pair[:, 0], pair[:, 1]) for pair in of_micros]
 
 
 def _scores_of_rows(
@@ -403,14 +419,14 @@ def _scores_of_rows(
 
     Has the rows of this data-parallel rank, on the one rank that reports them; empty elsewhere.
     """
-    found = {}
+    scores_of_rows = {}
     for micro in micro_batches if parallel.reports_its_rows else ():
         shift = np.zeros(len(micro.targets))
         if logprobs:
             shift = np.nan_to_num(logprobs[micro.number].astype(np.float64) - micro.old_logprobs)  # 0 where it is on-policy
         trained = micro.token_weights > 0
         for i, (row, prompt) in enumerate(zip(micro.rows, micro.prompts, strict=True)):
-            at = np.flatnonzero(trained & (micro.sequence == i))
-            score, advantage = (float(shift[at].mean()), float(micro.advantages[at[0]])) if len(at) else (0.0, 0.0)
-            found[row] = (row[0], prompt), score, advantage, bool(len(at))
-    return found
+            indices = np.flatnonzero(trained & (micro.sequence == i))
+            score, advantage = (float(shift[indices].mean()), float(micro.advantages[indices[0]])) if len(indices) else (0.0, 0.0)
+            scores_of_rows[row] = (row[0], prompt), score, advantage, bool(len(indices))
+    return scores_of_rows

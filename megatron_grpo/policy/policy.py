@@ -175,7 +175,7 @@ class Policy:
         """Version of the weights: the number of optimizer steps so far, skipped steps included."""
         return self.scheduler.num_steps
 
-    def train_step(self, batch: GlobalBatch, beside: GradientHooks | None = None) -> TrainedStep:
+    def train_step(self, batch: GlobalBatch, hooks: GradientHooks | None = None) -> TrainedStep:
         """Take one optimizer step on this rank's share of a global batch.
 
         A batch without trained tokens (everything filtered) and a batch whose gradient is refused change no weight, no moment and no step
@@ -183,7 +183,7 @@ class Policy:
 
         Args:
             batch: The micro-batches of this data-parallel rank, with token weights fixed over the whole step.
-            beside: Hooks that run before the optimizer acts.
+            hooks: Hooks that run before the optimizer acts.
 
         Returns:
             The metrics of the step, the log-probs of its rows, and why it was skipped if it was.
@@ -201,27 +201,27 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         routing = self.scorer.router_pass()
-        kept = passes.train(self.wrapped, batch.micro_batches, loss, self.parallel, routing)
-        metrics = self._reduce_logs([logs for logs, *_ in kept]) | routing.metrics(self.parallel)
+        results = passes.train(self.wrapped, batch.micro_batches, loss, self.parallel, routing)
+        metrics = self._reduce_logs([logs for logs, *_ in results]) | routing.metrics(self.parallel)
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if self.offloader.movable:
             metrics["memory/offloaded_gb"] = self.offloader.offloaded_bytes / 1e9
         skipped: str | None = "all completions were filtered, no token is trained"
         skipped_step: SkippedStep | None = None
-        logprobs = _by_row((micro, values) for _, micro, values in kept)
+        logprobs = _by_row((micro, values) for _, micro, values in results)
         if batch.num_loss_tokens > 0:
-            own = self.sums.own
-            metrics["grad_norm"] = gradient_norm(self.optimizer, float(own), metrics["loss"])
+            local_sum = self.sums.own
+            metrics["grad_norm"] = gradient_norm(self.optimizer, float(local_sum), metrics["loss"])
             references = _by_row(zip(batch.micro_batches, reference))
             gradient = SummedGradient(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
-            if beside is not None:
-                beside.on_gradients_reduced(gradient)
+            if hooks is not None:
+                hooks.on_gradients_reduced(gradient)
             allowed = self.gradient_check.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
-            self.skips = self.skips.after(refused=not allowed)
+            self.skips = self.skips.after(is_skipped=not allowed)
             if not allowed:
-                skipped_step = self._refusal(loss, metrics["grad_norm"], own)
-            if beside is not None:
-                beside.on_pre_optimizer_step(gradient, skipped_step)
+                skipped_step = self._refusal(loss, metrics["grad_norm"], local_sum)
+            if hooks is not None:
+                hooks.on_pre_optimizer_step(gradient, skipped_step)
             skipped = skipped_step.why if skipped_step else None
             if allowed:
                 self.optimizer.step()
@@ -239,8 +239,8 @@ class Policy:
         """
         if self.entropy is None or "entropy" not in metrics:
             return {}
-        found = collectives.all_reduce_max(metrics["entropy"])  # one number for all ranks, so that all are on the same side of the target
-        applied, self.entropy = self.entropy.applied, self.entropy.after(found)
+        entropy = collectives.all_reduce_max(metrics["entropy"])  # one number for all ranks, so that all are on the same side of the target
+        applied, self.entropy = self.entropy.applied, self.entropy.after(entropy)
         return {"entropy_coef": self.entropy.coef, "entropy_coef/applied": applied}
 
     def _references(self, batch: GlobalBatch) -> list[np.ndarray]:
@@ -250,27 +250,27 @@ class Policy:
         """
         return self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
 
-    def _refusal(self, loss: StepLoss, norm: float, own: torch.Tensor) -> SkippedStep:
+    def _refusal(self, loss: StepLoss, norm: float, local_sum: torch.Tensor) -> SkippedStep:
         """Find the origin of a gradient that the gradient check refused. Collective.
 
         Args:
             loss: The loss of the refused step.
             norm: Norm of the summed gradient.
-            own: Norm of this rank's own gradient, before any sum over ranks.
+            local_sum: Norm of this rank's own gradient, before any sum over ranks.
         """
-        why = getattr(self.gradient_check, "reason", None) or f"the gradient was rejected (norm {norm:.4g})"
+        reason = getattr(self.gradient_check, "reason", None) or f"the gradient was rejected (norm {norm:.4g})"
         finite = math.isfinite(norm)
-        ranks = () if finite else checks.ranks_not_finite(own)
+        ranks = () if finite else checks.ranks_not_finite(local_sum)
         weights = () if finite else checks.weights_not_finite(self.chunks)
-        found, more = ((), 0) if weights else checks.search(
+        culprits, num_more = ((), 0) if weights else checks.search(
             self.wrapped, loss.batch.micro_batches, self._run_alone(loss), self.parallel, references=loss.reference, finite=finite
         )  # fmt: skip
-        return SkippedStep(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
+        return SkippedStep(why=reason, skips=self.skips, ranks=ranks, weights=weights, culprits=culprits, more=num_more)
 
     def _run_alone(self, loss: StepLoss) -> checks.RunAlone:
         def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:
-            kept = passes.train(self.wrapped, [micro] * self.cut.multiple, loss, self.parallel, self.scorer.router_pass())
-            return kept[0][2] if kept else None
+            results = passes.train(self.wrapped, [micro] * self.cut.multiple, loss, self.parallel, self.scorer.router_pass())
+            return results[0][2] if results else None
 
         return run_alone
 
@@ -286,8 +286,8 @@ class Policy:
             The micro-batch; its log-probs, float32 [C], on ranks of the last stage and None elsewhere; and the norm of the gradient that it
             adds on this rank.
         """
-        alone = self._run_alone(StepLoss(self.loss, batch, self.scorer, self._references(batch), self.entropy))
-        for micro, logprobs in checks.each_alone(self.wrapped, batch.micro_batches, alone):
+        run_alone = self._run_alone(StepLoss(self.loss, batch, self.scorer, self._references(batch), self.entropy))
+        for micro, logprobs in checks.each_alone(self.wrapped, batch.micro_batches, run_alone):
             yield micro, logprobs, float(own_norm(self.wrapped))
 
     def gradient_check_state(self) -> dict[str, Any]:
@@ -327,10 +327,10 @@ class Policy:
         """
         metrics = None
         if self.parallel.is_last_stage:
-            mine, group = combine(logs), self.parallel.dp_cp_group
-            sums = collectives.add_(torch.stack(list(mine.sums.values())).to(self.parallel.device), group).tolist()
-            maxima = collectives.max_(torch.stack(list(mine.maxima.values())).to(self.parallel.device), group).tolist()
-            metrics = finish(dict(zip(mine.sums, sums, strict=True)), dict(zip(mine.maxima, maxima, strict=True)))
+            local, group = combine(logs), self.parallel.dp_cp_group
+            sums = collectives.add_(torch.stack(list(local.sums.values())).to(self.parallel.device), group).tolist()
+            maxima = collectives.max_(torch.stack(list(local.maxima.values())).to(self.parallel.device), group).tolist()
+            metrics = finish(dict(zip(local.sums, sums, strict=True)), dict(zip(local.maxima, maxima, strict=True)))
         return self.parallel.from_last_stage(metrics)
 
     # ---- weights -------------------------------------------------------------------------------------------------------------
@@ -365,22 +365,22 @@ class Policy:
             return
         with self.on_device("weights"):
             self.tensors()  # gathers all parameters before the adapters are saved
-            kept = self.adapters.randomize(seed=0)
+            saved = self.adapters.randomize(seed=0)
         try:
             yield list(self.updates(NO_VERSION, has_base=True))[-1]
         finally:
             with self.on_device("weights"):
-                self.adapters.restore(kept)
+                self.adapters.restore(saved)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) of every weight, on every rank, with adapters merged."""
         return self._stream("weights" if self.adapters is None else "merged", with_tower=True)
 
     def _stream(self, kind: str, *, with_tower: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        mine = self.tensors()
+        local = self.tensors()
         if self.exchange.map.shape.vision and not with_tower:
-            mine, kind = {name: tensor for name, tensor in mine.items() if not name.startswith(TOWER)}, f"{kind} but the tower"
-        return self.exchange.stream(mine, kind, **({} if self.adapters is None else {"prepare": self.adapters.merged}))
+            local, kind = {name: tensor for name, tensor in local.items() if not name.startswith(TOWER)}, f"{kind} but the tower"
+        return self.exchange.stream(local, kind, **({} if self.adapters is None else {"prepare": self.adapters.merged}))
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full matrix) of every adapter, on every rank, with current values.
@@ -466,6 +466,6 @@ class Policy:
         self.offloader.offload(keep=keep)
 
 
-def _by_row(found: Iterable[tuple[TrainingMicroBatch, np.ndarray]]) -> dict[RowKey, np.ndarray]:
+def _by_row(results: Iterable[tuple[TrainingMicroBatch, np.ndarray]]) -> dict[RowKey, np.ndarray]:
     """Split values at the trained positions, [C] per micro-batch, by row."""
-    return {row: of_row for micro, values in found for row, of_row in zip(micro.rows, micro.by_sequence(values), strict=True)}
+    return {row: of_row for micro, values in results for row, of_row in zip(micro.rows, micro.by_sequence(values), strict=True)}

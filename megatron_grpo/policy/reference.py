@@ -75,29 +75,29 @@ class FrozenReference:
 
 
 class SyncedReference(FrozenReference):
-    """Reference that is mixed with the policy every `every` optimizer steps (TR-DPO, arXiv:2404.09656).
+    """Reference that is mixed with the policy every `sync_steps` optimizer steps (TR-DPO, arXiv:2404.09656).
 
     For each weight: reference = alpha * policy + (1 - alpha) * reference.
 
     Args:
         scorer: Scorer of the reference model.
         tensors: Returns this rank's current parameters of the reference.
-        every: Interval in optimizer steps.
+        sync_steps: Interval in optimizer steps.
         alpha: Weight of the policy; 1 copies it.
     """
 
-    def __init__(self, scorer: ModelScorer, *, tensors: Tensors, every: int, alpha: float):
+    def __init__(self, scorer: ModelScorer, *, tensors: Tensors, sync_steps: int, alpha: float):
         super().__init__(scorer)
         self.saved_chunks = scorer.model
-        self._tensors, self._every, self._alpha = tensors, every, alpha
+        self._tensors, self._every, self._alpha = tensors, sync_steps, alpha
 
     @torch.no_grad()
     def after_step(self, step: int, policy: Tensors) -> None:
         if step % self._every:
             return
-        ours = policy()
-        for name, theirs in self._tensors().items():
-            theirs.lerp_(ours[name].to(theirs.dtype), self._alpha)
+        policy_tensors = policy()
+        for name, reference in self._tensors().items():
+            reference.lerp_(policy_tensors[name].to(reference.dtype), self._alpha)
 
 
 class FrozenPolicy:

@@ -39,12 +39,14 @@ class RouterPass:
         self._recorded: dict[tuple[int, int], torch.Tensor] = {}  # (micro-batch, layer) -> int64 [tokens of the router, k]
         self._counts: torch.Tensor | None = None  # float64 [3], see `metrics`
 
-    def choose(self, scores: torch.Tensor, own: torch.Tensor, router: PolicyRouter, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(
+        self, scores: torch.Tensor, chosen_now: torch.Tensor, router: PolicyRouter, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the experts of the tokens of one micro-batch.
 
         Args:
             scores: Router scores, [t, experts].
-            own: Experts that the router would choose, int64 [t, k].
+            chosen_now: Experts that the router would choose, int64 [t, k].
             router: The router that asks.
             number: Number of the micro-batch.
 
@@ -52,19 +54,19 @@ class RouterPass:
             The scores of the chosen experts, [t, k]; and the experts, int64 [t, k].
         """
         if self.records:
-            self._recorded[number, router.place] = own
+            self._recorded[number, router.place] = chosen_now
         if not self.replays:
-            return scores.gather(1, own), own
-        given = self.batches[number].experts.get(router.place)
-        forced = torch.full_like(own, -1) if given is None else router.own_share(given).long()
+            return scores.gather(1, chosen_now), chosen_now
+        recorded = self.batches[number].experts.get(router.place)
+        replayed = torch.full_like(chosen_now, -1) if recorded is None else router.own_share(recorded).long()
         if torch.is_grad_enabled():  # once per token, recomputed or not
-            self._count(own, forced, router.copies.double())
-        chosen = torch.where(forced[:, :1] >= 0, forced, own)
+            self._count(chosen_now, replayed, router.copies.double())
+        chosen = torch.where(replayed[:, :1] >= 0, replayed, chosen_now)
         return scores.gather(1, chosen), chosen
 
-    def _count(self, own: torch.Tensor, forced: torch.Tensor, copies: torch.Tensor) -> None:
-        agreement = (own[:, :, None] == forced[:, None, :]).any(dim=1).double().mean(dim=1)
-        counts = torch.stack([torch.ones_like(copies), (forced[:, 0] >= 0).double(), agreement]) @ copies
+    def _count(self, chosen_now: torch.Tensor, replayed: torch.Tensor, copies: torch.Tensor) -> None:
+        agreement = (chosen_now[:, :, None] == replayed[:, None, :]).any(dim=1).double().mean(dim=1)
+        counts = torch.stack([torch.ones_like(copies), (replayed[:, 0] >= 0).double(), agreement]) @ copies
         self._counts = counts if self._counts is None else self._counts + counts
 
     def metrics(self, parallel: ParallelState) -> dict[str, float]:
@@ -80,8 +82,8 @@ class RouterPass:
         counts = torch.zeros(3, dtype=torch.float64) if self._counts is None else self._counts
         counts = counts.to(parallel.device)
         tokens, replayed, agreeing = collectives.add_(counts, None).tolist()
-        found = {"routing/replayed": replayed / max(tokens, 1)}
-        return found | ({"routing/agreement": agreeing / replayed} if replayed else {})
+        metrics = {"routing/replayed": replayed / max(tokens, 1)}
+        return metrics | ({"routing/agreement": agreeing / replayed} if replayed else {})
 
     def recorded(self, micro_batches: Sequence[MicroBatch], parallel: ParallelState, shape: tuple[int, int]) -> list[np.ndarray]:
         """Return the recorded experts of each micro-batch, int16 [T, MoE layers, k], on every rank of the model-parallel group. Collective.
@@ -91,20 +93,20 @@ class RouterPass:
             parallel: The layout and the process groups of this rank.
             shape: MoE layers of the whole model, and k.
         """
-        found = []
+        routes = []
         for micro in micro_batches:
-            whole = torch.zeros(micro.num_tokens, *shape, dtype=torch.int32, device=parallel.device)
-            held = torch.from_numpy(self.batches[micro.number].held).to(parallel.device)
+            full = torch.zeros(micro.num_tokens, *shape, dtype=torch.int32, device=parallel.device)
+            local_positions = torch.from_numpy(self.batches[micro.number].held).to(parallel.device)
             if parallel.sequence_parallel:
-                held = held.chunk(parallel.tp_size)[parallel.tp_rank]
+                local_positions = local_positions.chunk(parallel.tp_size)[parallel.tp_rank]
             if parallel.sequence_parallel or parallel.tp_rank == 0:  # without sequence parallelism all TP ranks have the same tokens
                 for layer in range(shape[0]):
                     if (micro.number, layer) in self._recorded:
-                        whole[held, layer] = self._recorded[micro.number, layer].int()
+                        full[local_positions, layer] = self._recorded[micro.number, layer].int()
             for group in (parallel.tp_group, parallel.cp_group, parallel.pp_group):
-                collectives.add_(whole, group)
-            found.append(whole.cpu().numpy().astype(np.int16))
-        return found
+                collectives.add_(full, group)
+            routes.append(full.cpu().numpy().astype(np.int16))
+        return routes
 
 
 class PolicyRouter(TopKRouter):
@@ -185,8 +187,8 @@ class _Asked:
         self.router, self.number = router, number
 
     def get_replay_topk(self, scores, topk, num_groups, group_topk, compute_topk):
-        _, own = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return self.router.running.choose(scores, own, self.router, self.number)
+        _, chosen = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self.router.running.choose(scores, chosen, self.router, self.number)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -231,11 +233,11 @@ def routed(model: Sequence[torch.nn.Module], batches: Sequence[LocalBatch], runn
         running: What the routers replay or record.
     """
     running.batches = {batch.number: batch for batch in batches}
-    mine = list(routers(model))
-    for router in mine:
+    local_routers = list(routers(model))
+    for router in local_routers:
         router.running = running
     try:
         yield
     finally:
-        for router in mine:
+        for router in local_routers:
             del router.running

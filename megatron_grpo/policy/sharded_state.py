@@ -49,21 +49,21 @@ def sharded_state(
         is_loading: Describe where to load to, instead of what to save. The state of a distributed optimizer is then loaded in place.
     """
     is_whole = _all_train(chunks)
-    how = RESHARDABLE if is_whole else RESHARDABLE | ONE_BY_ONE
-    models = {name: unwrapped(chunk).sharded_state_dict(metadata=dict(how)) for name, chunk in _named(chunks)}
+    options = RESHARDABLE if is_whole else RESHARDABLE | ONE_BY_ONE
+    models = {name: unwrapped(chunk).sharded_state_dict(metadata=dict(options)) for name, chunk in _named(chunks)}
     state: dict[str, Any] = {
         name: models[name] if is_whole else _what_trains(unwrapped(chunk), models[name]) for name, chunk in _named(chunks)
     }
     state = {name: without_extra_state(described) for name, described in state.items()}
     if optimizer is not None:
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
-        whole = models["model"] if len(chunks) == 1 else models
+        model_state = models["model"] if len(chunks) == 1 else models
         _free_memory(optimizer)
         if is_distributed(optimizer):
-            kept = (box for part in chain(optimizer) for box in kept_here(part, whole, is_loading=is_loading))
-            state["optimizer"] = {str(place): box for place, box in enumerate(kept)}
+            parts = (box for part in chain(optimizer) for box in kept_here(part, model_state, is_loading=is_loading))
+            state["optimizer"] = {str(index): box for index, box in enumerate(parts)}
         else:
-            described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(how))
+            described = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(options))
             state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, described)
         state["optimizer_step"] = int(
             collectives.all_reduce_max(steps_counted(optimizer))
@@ -71,7 +71,7 @@ def sharded_state(
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     for name, chunk in _named(reference or ()):
-        described = without_extra_state(chunk.sharded_state_dict(metadata=dict(how)))
+        described = without_extra_state(chunk.sharded_state_dict(metadata=dict(options)))
         add_prefix_for_sharding(described, REFERENCE)
         state[REFERENCE + name] = described
     return state
@@ -134,11 +134,11 @@ def _load_weights(module: Any, values: dict[str, Any], *, everything: bool) -> N
     Raises:
         ValueError: If a required tensor is missing or an unknown one is present.
     """
-    found = module.load_state_dict(values, strict=False)
-    lost = {name for name in found.missing_keys if not EXTRA.search(name)}
-    lost = lost if everything else lost & _trained(module)
-    if found.unexpected_keys or lost:
-        raise ValueError(f"the loaded checkpoint lacks {sorted(lost)[:3]} and has unexpected {found.unexpected_keys[:3]}")
+    result = module.load_state_dict(values, strict=False)
+    missing = {name for name in result.missing_keys if not EXTRA.search(name)}
+    missing = missing if everything else missing & _trained(module)
+    if result.unexpected_keys or missing:
+        raise ValueError(f"the loaded checkpoint lacks {sorted(missing)[:3]} and has unexpected {result.unexpected_keys[:3]}")
 
 
 def _all_train(chunks: Sequence[Any]) -> bool:
@@ -203,7 +203,7 @@ def _free_memory_on_host(optimizer: HybridDeviceOptimizer) -> None:
 def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
     """Load an optimizer that is not distributed. Megatron-Core looks for torch's `step` among the tensors."""
     parts = chain(optimizer)
-    states = [state] if len(parts) == 1 else [state[place] for place in range(len(parts))]
+    states = [state] if len(parts) == 1 else [state[index] for index in range(len(parts))]
     for part, values in zip(parts, states, strict=True):
         if isinstance(part.optimizer, torch.optim.Adam):
             values.get("optimizer", values)["state"]["common_step"] = torch.tensor(float(step))
@@ -232,8 +232,8 @@ def steps_counted(optimizer: Any) -> int:
     Args:
         optimizer: Megatron-Core's optimizer, possibly a chain of several.
     """
-    places = (place for inner in torch_optimizers(optimizer) for place in [*inner.param_groups, *inner.state.values()])
-    return max((int(place["step"]) for place in places if "step" in place), default=0)
+    holders = (holder for inner in torch_optimizers(optimizer) for holder in [*inner.param_groups, *inner.state.values()])
+    return max((int(holder["step"]) for holder in holders if "step" in holder), default=0)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
@@ -335,15 +335,15 @@ def _in_float32(
 ) -> dict[str, torch.Tensor]:
     """Return states in float32. Those stored in another dtype are on the host: a copy, or a buffer to load into."""
     inner: AdamW = optimizer.optimizer
-    group, place = optimizer.model_param_group_index_map[parameter]
-    shard = inner.param_groups[group]["params"][place]
-    found = {}
+    group, index = optimizer.model_param_group_index_map[parameter]
+    shard = inner.param_groups[group]["params"][index]
+    result = {}
     for name, values in states.items():
-        own = "master_param" if name == "param" else name  # Megatron-Core's two words
-        if not inner.is_kept_in_float32(shard, own):
-            values = inner.lend(shard, own) if is_loading else values.cpu()
-        found[name] = values
-    return found
+        state_name = "master_param" if name == "param" else name  # Megatron-Core's two words
+        if not inner.is_kept_in_float32(shard, state_name):
+            values = inner.lend(shard, state_name) if is_loading else values.cpu()
+        result[name] = values
+    return result
 
 
 Run = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]  # a weight; the start and end of its elements on this rank; its states
@@ -363,17 +363,17 @@ def runs_of(optimizer: Any) -> Iterator[Run]:
 def _runs(optimizer: DistributedOptimizer) -> Iterator[Run]:
     for ranges in optimizer.gbuf_ranges:
         for bucket in (bucket for buckets in ranges.values() for bucket in buckets):
-            for parameter, places in bucket["param_map"].items():
+            for parameter, spans in bucket["param_map"].items():
                 states = optimizer._get_main_param_and_optimizer_states(parameter)
-                yield parameter, places["param"].start, places["param"].end, states
+                yield parameter, spans["param"].start, spans["param"].end, states
 
 
 def _parts(leaf: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype) -> list[ShardedTensor]:
     """Return the weight's tensors in the checkpoint, without memory: one, or several for the halves of a gated layer."""
-    nothing = torch.empty(leaf.data.shape, dtype=dtype, device="meta")
+    empty = torch.empty(leaf.data.shape, dtype=dtype, device="meta")
     if isinstance(leaf, ShardedTensor):
-        return [replace(leaf, key=key, data=nothing, dtype=dtype)]
-    return list(nested_values({"parts": replace(leaf, key=key, data=nothing).build()}))
+        return [replace(leaf, key=key, data=empty, dtype=dtype)]
+    return list(nested_values({"parts": replace(leaf, key=key, data=empty).build()}))
 
 
 def _boxes_of(part: ShardedTensor, run: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
@@ -387,14 +387,14 @@ def _boxes_of(part: ShardedTensor, run: torch.Tensor, first: int) -> Iterator[Sh
     assert part.data is not None and part.data.is_contiguous(), f"{part.key} is not a set of whole rows of its weight"
     begins, size = part.data.storage_offset(), part.data.numel()
     start, end = max(first, begins), min(first + len(run), begins + size)
-    outer, at = part.prepend_axis_num, start - first
+    outer, offset_in_run = part.prepend_axis_num, start - first
     for offset, shape in boxes(start - begins, end - begins, tuple(part.local_shape)):
-        values, at = run[at : at + prod(shape)], at + prod(shape)
-        inside = (a + b for a, b in zip(part.global_offset[outer:], offset, strict=True))
+        values, offset_in_run = run[offset_in_run : offset_in_run + prod(shape)], offset_in_run + prod(shape)
+        inner_offset = (a + b for a, b in zip(part.global_offset[outer:], offset, strict=True))
         shape = (1,) * outer + shape
         yield replace(
-            part, data=values.view(shape), local_shape=shape, global_offset=(*part.global_offset[:outer], *inside), prepend_axis_num=0,
-            axis_fragmentations=None, replica_id=(*part.replica_id[:2], 0),  # no other data-parallel rank has it
+            part, data=values.view(shape), local_shape=shape, global_offset=(*part.global_offset[:outer], *inner_offset),
+            prepend_axis_num=0, axis_fragmentations=None, replica_id=(*part.replica_id[:2], 0),  # no other data-parallel rank has it
         )  # fmt: skip
 
 

@@ -174,8 +174,8 @@ def _unshareable(c: SimpleNamespace) -> dict[str, Any] | None:
     reason = sharing_obstacle(c.cfg, c.shape)
     if c.share_prefix != "true" or reason is None:
         return None
-    others = {"lora_dropout": ", or lora_dropout 0", "merged partial attention": ", or bitwise_parity false"}
-    return {"reason": reason, "other": next((words for begin, words in others.items() if reason.startswith(begin)), "")}
+    alternatives = {"lora_dropout": ", or lora_dropout 0", "merged partial attention": ", or bitwise_parity false"}
+    return {"reason": reason, "other": next((words for begin, words in alternatives.items() if reason.startswith(begin)), "")}
 
 
 def _adapts_fused_experts(c: SimpleNamespace) -> bool:
@@ -192,11 +192,11 @@ def _late_tower(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message's values if the tower adds features to more layers (DeepStack) than the first model chunk has."""
     if not c.shape.vision or not c.shape.vision.num_deepstack:
         return None
-    here, chunks = first_chunk_layers(c.cfg, c.shape.num_layers), c.virtual_pipeline_model_parallel_size or 1
-    if here >= c.shape.vision.num_deepstack:
+    first_layers, chunks = first_chunk_layers(c.cfg, c.shape.num_layers), c.virtual_pipeline_model_parallel_size or 1
+    if first_layers >= c.shape.vision.num_deepstack:
         return None
-    several = {"more": " virtual_pipeline_model_parallel_size", "told": f", {chunks} chunks per stage"} if chunks > 1 else {}
-    return {"here": here, "least": c.shape.vision.num_deepstack * chunks, "more": "", "told": "", **several}
+    chunk_note = {"more": " virtual_pipeline_model_parallel_size", "told": f", {chunks} chunks per stage"} if chunks > 1 else {}
+    return {"here": first_layers, "least": c.shape.vision.num_deepstack * chunks, "more": "", "told": "", **chunk_note}
 
 
 def _useless_exchange(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -209,8 +209,8 @@ def _useless_exchange(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _without_experts(c: SimpleNamespace) -> dict[str, Any] | None:
-    asked = [name for name in ("moe_permute_fusion", "moe_shared_expert_overlap", "moe_enable_deepep") if getattr(c, name)]
-    return {"first": asked[0], "all": " and ".join(asked)} if asked and not c.moe else None
+    unused = [name for name in ("moe_permute_fusion", "moe_shared_expert_overlap", "moe_enable_deepep") if getattr(c, name)]
+    return {"first": unused[0], "all": " and ".join(unused)} if unused and not c.moe else None
 
 
 def _no_overlap(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -230,13 +230,16 @@ def _short_units(c: SimpleNamespace) -> dict[str, Any] | None:
     if not (c.recompute_granularity == "full" and c.recompute_method == "uniform" and size):
         return None
     counts = {count for row in layer_counts(c.cfg.parallel, c.shape.num_layers) for count in row} - {0}
-    wrong = sorted(n for n in counts if n % size)
-    if not wrong:
+    indivisible = sorted(n for n in counts if n % size)
+    if not indivisible:
         return None
-    works = [n for n in range(max(counts), 0, -1) if all(count % n == 0 for count in counts)]
-    near = [n for n in works if n < size][:1] + [n for n in works if n > size][-1:]
-    told = f"{wrong[0]} = {wrong[0] // size} x {size} + {wrong[0] % size}. Use {' or '.join(str(n) for n in reversed(works))}"
-    return {"told": told, "near": near}
+    working = [n for n in range(max(counts), 0, -1) if all(count % n == 0 for count in counts)]
+    nearest = [n for n in working if n < size][:1] + [n for n in working if n > size][-1:]
+    arithmetic = (
+        f"{indivisible[0]} = {indivisible[0] // size} x {size} + {indivisible[0] % size}. Use "
+        f"{' or '.join(str(n) for n in reversed(working))}"
+    )
+    return {"told": arithmetic, "near": nearest}
 
 
 def _odd_sides(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -248,17 +251,22 @@ def _odd_sides(c: SimpleNamespace) -> dict[str, Any] | None:
     ffn = shape.moe.ffn_hidden_size // c.expert_tensor_parallel_size if shape.moe else shape.ffn_hidden_size // tp
     sizes = {"hidden_size": shape.hidden_size, "query, key and value rows per rank": heads // tp,
              "intermediate_size per rank": ffn, "attention output per rank": shape.num_attention_heads * shape.head_dim // tp}  # fmt: skip
-    wrong = [f"{name} ({size})" for name, size in sizes.items() if size % multiple]
-    return {"multiple": multiple, "wrong": ", ".join(wrong)} if wrong else None
+    indivisible = [f"{name} ({size})" for name, size in sizes.items() if size % multiple]
+    return {"multiple": multiple, "wrong": ", ".join(indivisible)} if indivisible else None
 
 
 def _old_gpu(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message's values if the GPU cannot compute FP8 with this scaling."""
     if not c.fp8_format or not c.capability or c.capability >= (least := FP8_NEEDS[c.fp8_recipe][0]):
         return None
-    here, needed = (".".join(map(str, version)) for version in (c.capability, least))
-    others = [name for name, (at_least, _) in FP8_NEEDS.items() if at_least <= c.capability]
-    return {"here": here, "needed": needed, "others": others, "do": f"Use {' or '.join(others)}" if others else "Leave fp8_format out"}
+    present, required = (".".join(map(str, version)) for version in (c.capability, least))
+    supported = [name for name, (at_least, _) in FP8_NEEDS.items() if at_least <= c.capability]
+    return {
+        "here": present,
+        "needed": required,
+        "others": supported,
+        "do": f"Use {' or '.join(supported)}" if supported else "Leave fp8_format out",
+    }
 
 
 def _not_as_vllm(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -266,7 +274,7 @@ def _not_as_vllm(c: SimpleNamespace) -> dict[str, Any] | None:
     if not shape.sinks:
         return None
     rope, yarn = shape.rope, yarn_mscale(shape.rope.factor)
-    others = {
+    conditions = {
         "rms_norm_eps 1e-5": shape.norm_epsilon == 1e-5,
         "swiglu_alpha 1.702 and swiglu_limit 7": shape.clamp == (1.702, 7.0),
         "attention_bias true": shape.qkv_bias,
@@ -274,8 +282,8 @@ def _not_as_vllm(c: SimpleNamespace) -> dict[str, Any] | None:
         "a sliding window in every other layer, from the first": all(bool(window) != bool(i % 2) for i, window in enumerate(shape.windows)),
         "YaRN without attention_factor": rope.type == "yarn" and rope.attention_scaling == yarn,
     }
-    wrong = [words for words, holds in others.items() if not holds]
-    return {"wrong": "; ".join(wrong)} if wrong else None
+    violated = [words for words, holds in conditions.items() if not holds]
+    return {"wrong": "; ".join(violated)} if violated else None
 
 
 # fmt: off

@@ -124,12 +124,12 @@ class Vision(torch.nn.Module):
         self._added = []
         if batch.image_tokens is None:
             return self._touched(hidden)
-        at, token = self._mine(batch.image_tokens, len(hidden))
-        if not len(at):
+        rows, token = self._mine(batch.image_tokens, len(hidden))
+        if not len(rows):
             return self._touched(hidden)
         tokens, *deep = (features[token].to(hidden.dtype) for features in self._features(batch.image_tokens.images))
-        self._added = [torch.zeros_like(hidden[:, 0]).index_copy(0, at, features)[:, None] for features in deep]
-        return hidden[:, 0].index_copy(0, at, tokens)[:, None]
+        self._added = [torch.zeros_like(hidden[:, 0]).index_copy(0, rows, features)[:, None] for features in deep]
+        return hidden[:, 0].index_copy(0, rows, tokens)[:, None]
 
     @contextmanager
     def in_layers(self) -> Iterator[None]:
@@ -148,8 +148,8 @@ class Vision(torch.nn.Module):
         if not self.sequence_parallel:
             return image_tokens.at, image_tokens.token
         first = self.tp_group.rank() * rows
-        mine = (image_tokens.at >= first) & (image_tokens.at < first + rows)
-        return image_tokens.at[mine] - first, image_tokens.token[mine]
+        is_local = (image_tokens.at >= first) & (image_tokens.at < first + rows)
+        return image_tokens.at[is_local] - first, image_tokens.token[is_local]
 
     def _touched(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the same values, connected to every parameter of the tower that trains.
@@ -165,8 +165,8 @@ class Vision(torch.nn.Module):
     def _deepen(self, number: int, output: Any) -> Any:
         if number >= len(self._added):
             return output
-        hidden, *others = output
-        return hidden + self._added[number], *others
+        hidden, *extras = output
+        return hidden + self._added[number], *extras
 
     def _features(self, images: Sequence[Image]) -> Features:
         """Return the features of all images, concatenated."""
@@ -174,24 +174,24 @@ class Vision(torch.nn.Module):
             return self._encode(images)
         with torch.no_grad():
             # One by one: the last bits of cached features must not depend on which other images are in the batch.
-            found = [self._kept.get(image.key) or self._encode([image]) for image in images]
-        for image, features in zip(images, found, strict=True):
+            encoded = [self._kept.get(image.key) or self._encode([image]) for image in images]
+        for image, features in zip(images, encoded, strict=True):
             self._keep(image.key, features)
-        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+        return [torch.cat(parts) for parts in zip(*encoded, strict=True)]
 
     def _keep(self, key: str, features: Features) -> None:
         self._kept[key] = features
         self._kept.move_to_end(key)
-        while sum(one.nbytes for kept in self._kept.values() for one in kept) > KEPT_BYTES:
+        while sum(tensor.nbytes for cached in self._kept.values() for tensor in cached) > KEPT_BYTES:
             self._kept.popitem(last=False)
 
     def _encode(self, images: Sequence[Image]) -> Features:
         first = next(self.tower.parameters())
         patches = torch.from_numpy(np.concatenate([image.patches() for image in images]))
         grids = torch.tensor([image.grid for image in images], dtype=torch.int64)
-        found = self.tower(patches.to(first.device, first.dtype), grid_thw=grids.to(first.device))
-        features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
-        wanted = sum(map(num_tokens, images))
-        if any(len(one) != wanted for one in features):
-            raise ValueError(f"the vision tower returned {[len(one) for one in features]} tokens for images of {wanted} tokens")
+        output = self.tower(patches.to(first.device, first.dtype), grid_thw=grids.to(first.device))
+        features = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+        expected = sum(map(num_tokens, images))
+        if any(len(tensor) != expected for tensor in features):
+            raise ValueError(f"the vision tower returned {[len(tensor) for tensor in features]} tokens for images of {expected} tokens")
         return features

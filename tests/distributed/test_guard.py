@@ -165,7 +165,7 @@ def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_thei
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world, policy.parallel)
         usual = policy.train_step(cases.batch_of(policy, first, 0)).metrics["grad_norm"]
-        policy.gradient_check = GradNormSpikeCheck(above=10 * usual)
+        policy.gradient_check = GradNormSpikeCheck(max_norm=10 * usual)
         with spoilt(policy, BAD_RANK, lambda gradient: 1e6 * gradient):
             trained, same, _ = nothing_moved(policy, lambda: policy.train_step(cases.batch_of(policy, second, 1)))
         assert same and 10 * usual < trained.metrics["grad_norm"] < math.inf

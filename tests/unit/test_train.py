@@ -123,7 +123,7 @@ class Policy:
         self.version += 1
         self.has_trained = True
         refused = batch.step in self.refuses
-        self.skips = self.skips.after(refused=refused)
+        self.skips = self.skips.after(is_skipped=refused)
         if refused:
             skipped_step = SkippedStep(why="this is a test", skips=self.skips, culprits=(culprit_of(batch),))
             return SimpleNamespace(metrics={}, logprobs={}, skipped=skipped_step.why, skipped_step=skipped_step)

@@ -68,7 +68,7 @@ def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> 
         initial: Scorer of the initial model.
         tensors: Returns the tensors of the initial model, which the mixing updates.
     """
-    return SyncedReference(initial, tensors=tensors, every=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
+    return SyncedReference(initial, tensors=tensors, sync_steps=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
 
 
 REFERENCES: dict[bool, MakeReference] = {False: build_frozen, True: build_following}  # by sync_ref_model
@@ -281,7 +281,7 @@ def build_policy(
     held_to = None
     if cfg.grpo.beta:
         if adapters is not None and ref_model_path is None:  # the same model without adapters, or with its initial ones
-            initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
+            initial = ModelScorer(model.wrapped, parallel, cut, context=adapters.reference)
         else:
             copies = loaded_chunks(ref_model_path)
             if cfg.run.mcore_model and ref_model_path is None:
@@ -295,7 +295,7 @@ def build_policy(
         loss=loss,
         reference=held_to,
         gradient_check=parts.gradient_check
-        or GradNormSpikeCheck(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
+        or GradNormSpikeCheck(max_norm=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
         exchange=exchange,
         timers=timers,
         offload=offload,

@@ -30,7 +30,7 @@ def test_without_a_bound_any_other_norm_may_be_used(norm):
 
 
 def test_a_norm_above_the_bound_is_refused_and_the_bound_itself_is_not():
-    gradient_check = GradNormSpikeCheck(above=2.0)
+    gradient_check = GradNormSpikeCheck(max_norm=2.0)
     assert allows(gradient_check, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
     assert allows(gradient_check, 2.5) == [False] and gradient_check.reason == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
 
@@ -59,9 +59,9 @@ def test_steps_that_teach_nothing_and_norms_that_are_no_number_are_no_part_of_th
 
 @given(st.lists(st.floats(1e-3, 1e3) | st.sampled_from([0.0, math.inf, math.nan]), max_size=300), st.integers(0, 300))
 def test_a_guard_that_is_restored_answers_as_the_one_that_was_saved(norms, at):
-    whole, first = GradNormSpikeCheck(above=500.0, factor=2.0), GradNormSpikeCheck(above=500.0, factor=2.0)
+    whole, first = GradNormSpikeCheck(max_norm=500.0, factor=2.0), GradNormSpikeCheck(max_norm=500.0, factor=2.0)
     begun = allows(first, *norms[:at])
-    again = GradNormSpikeCheck(above=500.0, factor=2.0)
+    again = GradNormSpikeCheck(max_norm=500.0, factor=2.0)
     again.restore(json.loads(json.dumps(first.state())))
     assert allows(whole, *norms) == begun + allows(again, *norms[at:])
 
@@ -80,7 +80,7 @@ def test_the_answers_are_those_of_sorting_the_last_norms_by_hand(norms):
 def test_refusals_are_counted_and_a_step_that_is_allowed_ends_the_row_of_them():
     skips = SkipCounter()
     for refused in (True, True, False, True):
-        skips = skips.after(refused=refused)
+        skips = skips.after(is_skipped=refused)
     assert skips == SkipCounter(total=3, in_a_row=1)
 
 
