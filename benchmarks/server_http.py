@@ -64,7 +64,7 @@ def main() -> None:
         server.wait()
         client = partial(http.Server, token=TOKEN, incarnation="1")
         server_group = TrainingServerGroup(lambda: [Address(server.host, server.port, False)], client, run="a run",
-                      incarnation="1", needs=ServerRequirements(max_model_len=longest), timeout=240.0, say=print)  # fmt: skip
+                      incarnation="1", requirements=ServerRequirements(max_model_len=longest), timeout=240.0, say=print)  # fmt: skip
         server_group.gather()
         push(Trainer().link(server), [(name, read(name)) for name in read.names], server, bucket_bytes=16 << 20, version=1)
         server_group.gather()

@@ -135,7 +135,7 @@ class Trainer:
             )
             joins.append(Asked(lambda server=server, join=join: server.call("/join", join)))
             first += size
-        link = WeightSender(self.meeting, name=name, world=1 + sum(sizes), near="127.0.0.1", seconds=self.seconds)
+        link = WeightSender(self.meeting, name=name, world=1 + sum(sizes), local_host="127.0.0.1", seconds=self.seconds)
         for join in joins:
             join.answer()
         return link

@@ -253,7 +253,7 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
         judge = RewardManager([RewardFunction(name="right", function=right, timeout=60, on_error="raise")])
         sampling = SamplingSettings(n=one.group_size, max_completion_length=one.length)
         rollouts = Rollouts(
-            RolloutGenerator(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, timers=Timers(), again=lambda: None),
+            RolloutGenerator(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, timers=Timers(), sync_again=lambda: None),
             Prompts(), cfg=GrpoConfig(), schedule=table, policy=SimpleNamespace(cut=cut, parallel=parallel), logger=logger,
         )  # fmt: skip
         real = rows_that_wait._send_to_dp_ranks

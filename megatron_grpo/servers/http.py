@@ -37,12 +37,12 @@ class ServerGoneError(Exception):
     """The server did not answer, or stopped in the middle of a response.
 
     Args:
-        why: End of a sentence about the server.
+        reason: End of a sentence about the server.
         is_silent: True if the connection was not closed: the server's machine or the network hangs, and another call would wait as long.
     """
 
-    def __init__(self, why: str, *, is_silent: bool = False):
-        super().__init__(printable(why))
+    def __init__(self, reason: str, *, is_silent: bool = False):
+        super().__init__(printable(reason))
         self.is_silent = is_silent
 
 
@@ -136,11 +136,11 @@ class Server:
         line: list[bytes] = []
         async with self._opened("POST", path, body, SILENCE) as answer:
             async for piece in answer.aiter_raw():
-                *ends, rest = piece.split(b"\n")
+                *ends, last = piece.split(b"\n")
                 for end in ends:
                     take(b"".join([*line, end, b"\n"]))
                     line = []
-                line.append(rest)
+                line.append(last)
         if any(line):
             take(b"".join(line))
 
@@ -166,12 +166,12 @@ class Server:
 
 
 async def _beginning(answer: httpx2.Response) -> bytes:
-    found = b""
+    beginning = b""
     async for piece in answer.aiter_raw():
-        found += piece
-        if len(found) >= _REFUSAL:
+        beginning += piece
+        if len(beginning) >= _REFUSAL:
             break
-    return found[:_REFUSAL]
+    return beginning[:_REFUSAL]
 
 
 @contextmanager
@@ -196,10 +196,10 @@ def _as_gone() -> Iterator[None]:
 
 def _root(error: BaseException) -> BaseException:
     """Return the innermost OSError (of the operating system or TLS) in the chain of causes, or the error itself."""
-    root, below = error, error.__cause__ or error.__context__
-    while below is not None:
-        root = below if isinstance(below, OSError) else root
-        below = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below.__cause__ or below.__context__
+    root, inner = error, error.__cause__ or error.__context__
+    while inner is not None:
+        root = inner if isinstance(inner, OSError) else root
+        inner = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner.__cause__ or inner.__context__
     return root
 
 
@@ -231,18 +231,18 @@ def begun(work: Coroutine[Any, Any, Answered]) -> Future[Answered]:
     return asyncio.run_coroutine_threadsafe(work, _loop())
 
 
-def together(works: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
+def together(coroutines: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
     """Execute coroutines concurrently on the event loop, and wait for all results.
 
     Args:
-        works: The coroutines.
+        coroutines: The coroutines.
 
     Returns:
         Their results in order. The first exception of any of them is raised.
     """
 
     async def all_of_them() -> list[Answered]:
-        return await asyncio.gather(*works)
+        return await asyncio.gather(*coroutines)
 
     return begun(all_of_them()).result()
 

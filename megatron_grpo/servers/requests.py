@@ -84,8 +84,8 @@ class RequestRouter(Generic[Key, Answered]):
         if self.deadly or any(self._is_suspect(key) for call in self._with.get(server, ()) for key in call):
             return ()
         suspects = [key for key in self._waiting if self._is_suspect(key)]
-        others = [key for key in self._waiting if not self._is_suspect(key)][:size]
-        chosen = tuple(others or ([] if self._with.get(server) else suspects[:1]))
+        keys = [key for key in self._waiting if not self._is_suspect(key)][:size]
+        chosen = tuple(keys or ([] if self._with.get(server) else suspects[:1]))
         for key in chosen:
             del self._waiting[key]
         if chosen:
@@ -103,17 +103,17 @@ class RequestRouter(Generic[Key, Answered]):
             self.answers[key] = answer
             self._waiting.pop(key, None)
 
-    def ended(self, server: str, call: tuple[Key, ...], *, died: bool = False) -> None:
+    def ended(self, server: str, call: tuple[Key, ...], *, is_lost: bool = False) -> None:
         """Record the end of a call, and queue its unanswered prompts again.
 
         Args:
             server: Name of the server.
             call: The prompts of the call, as `next_for` returned them.
-            died: Whether the server died during the call.
+            is_lost: Whether the server died during the call.
         """
         self._with[server].remove(call)
         open_ones = {key: None for key in call if key not in self.answers}
-        if died:
+        if is_lost:
             for key in open_ones:
                 self.deaths.setdefault(key, []).append(server)
         self._waiting = {key: None for key in self._keys if key in self._waiting or key in open_ones}
@@ -211,7 +211,7 @@ class Calls(ABC, Generic[Answered]):
             await asyncio.wait_for(self._changed.wait(), 1.0)
 
     async def _ask(self, calls: Iterable[Awaitable[None]]) -> None:
-        tasks = [asyncio.ensure_future(one) for one in calls]
+        tasks = [asyncio.ensure_future(call) for call in calls]
         for task in tasks:
             task.add_done_callback(self._notify)
         try:
@@ -224,18 +224,18 @@ class Calls(ABC, Generic[Answered]):
         if deadly := self._router.deadly:
             raise RunError(self._of_deadly(deadly))
 
-    async def _serve(self, servers: ServerGroup, member: ServerHandle, size: int, since: int) -> None:
-        """Make calls to a server one after the other, until no item is left or the server is lost or claimed anew (`since` differs)."""
-        while not self._is_over and member.trouble is None and member.times_claimed == since:
+    async def _serve(self, servers: ServerGroup, member: ServerHandle, size: int, claim: int) -> None:
+        """Make calls to a server one after the other, until no item is left or the server is lost or claimed anew (`claim` differs)."""
+        while not self._is_over and member.trouble is None and member.times_claimed == claim:
             chunk = self._router.next_for(str(member), size)
             if not chunk:  # other servers have the remaining items, and may be lost
                 await self._change()
                 continue
-            died = False
+            is_lost = False
             try:
-                died = await servers.during(member, self._hear(member, chunk))
+                is_lost = await servers.during(member, self._hear(member, chunk))
             finally:
-                self._router.ended(str(member), chunk, died=died)
+                self._router.ended(str(member), chunk, is_lost=is_lost)
                 self._notify()
 
 
@@ -258,19 +258,19 @@ class ToSend:
             image_spec: Image processor of the model; None: text only.
         """
         bounds = wire.Bounds(min_pixels=image_spec.min_pixels, max_pixels=image_spec.max_pixels) if image_spec else None
-        return cls(image_data={image.key: image for one in images for _, image in one}, bounds=bounds)
+        return cls(image_data={image.key: image for placed in images for _, image in placed}, bounds=bounds)
 
-    def but(self, known: Collection[str], keys: Iterable[str]) -> tuple[wire.ImageData, ...]:
+    def but(self, known_keys: Collection[str], keys: Iterable[str]) -> tuple[wire.ImageData, ...]:
         """Read the files of images that a server does not have.
 
         Args:
-            known: Keys of the images that the server has.
+            known_keys: Keys of the images that the server has.
             keys: Keys of the required images.
 
         Raises:
             ConfigError: A file is missing or has changed since the data were read.
         """
-        return tuple(wire.ImageData(key=key, data=self.image_data[key].data()) for key in dict.fromkeys(keys) if key not in known)
+        return tuple(wire.ImageData(key=key, data=self.image_data[key].data()) for key in dict.fromkeys(keys) if key not in known_keys)
 
 
 NOTHING = ToSend()
@@ -282,11 +282,11 @@ def on_the_wire(images: PlacedImages) -> tuple[wire.PlacedImage, ...]:
     Args:
         images: (index of the first image token, image) pairs.
     """
-    return tuple(wire.PlacedImage(key=image.key, place=place, tokens=num_tokens(image)) for place, image in images)
+    return tuple(wire.PlacedImage(key=image.key, place=position, tokens=num_tokens(image)) for position, image in images)
 
 
 async def generate(
-    member: ServerHandle, body: wire.Generate, take: Callable[[wire.Request, wire.Answer], object], *, things: str = "prompts"
+    member: ServerHandle, body: wire.Generate, take: Callable[[wire.Request, wire.Answer], object], *, noun: str = "prompts"
 ) -> None:
     """Send a body to /generate of a server, and pass each answer to `take` as it arrives.
 
@@ -294,31 +294,31 @@ async def generate(
         member: The server.
         body: The requests.
         take: Called with each request and its answer.
-        things: Name of the requests in error messages.
+        noun: Name of the requests in error messages.
 
     Raises:
         ServerGoneError: The stream ended early.
         ServerRefusedError: The server refused the body.
         MalformedMessageError: An answer does not belong to a request, or its completions are invalid.
     """
-    left = {request.key: request for request in body.requests}
+    remaining = {request.key: request for request in body.requests}
 
     def stream(line: bytes) -> None:
         answer = wire.decode_line(wire.Answer, line)
         activity.advance(0)  # heartbeats count as activity, also while completions are long
         if answer is None:
             return
-        if answer.key not in left:
+        if answer.key not in remaining:
             raise wire.MalformedMessageError(f"it returned a response for unknown request ID {answer.key!r}")
-        request = left.pop(answer.key)
+        request = remaining.pop(answer.key)
         is_one = answer.error is None and not answer.lacks
-        if is_one and (wrong := fault_of_answer(answer.completions, request.n, body.version)):
-            raise wire.MalformedMessageError(wrong)
+        if is_one and (fault := fault_of_answer(answer.completions, request.n, body.version)):
+            raise wire.MalformedMessageError(fault)
         take(request, answer)
 
     await member.server.stream("/generate", body, stream)
-    if left:
-        raise ServerGoneError(f"its response ended with {len(left)} of {len(body.requests)} {things} missing")
+    if remaining:
+        raise ServerGoneError(f"its response ended with {len(remaining)} of {len(body.requests)} {noun} missing")
 
 
 class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
@@ -390,14 +390,14 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
     async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
         by_key = {self.requests[number].key: number for number in chunk}
         requests = tuple(self.requests[number] for number in chunk)
-        images = [one.key for request in requests for one in request.images]
+        images = [image.key for request in requests for image in request.images]
         try:
-            sent = await asyncio.to_thread(self._to_send.but, member.image_keys, images)
+            image_data = await asyncio.to_thread(self._to_send.but, member.image_keys, images)
         except ConfigError as error:  # a file is missing or has changed
             raise RunError(str(error)) from error
         member.image_keys.update(images)
         bounds = self._to_send.bounds if images else None
-        body = wire.Generate(version=self.version, sampling=self.sampling, requests=requests, image_data=sent, bounds=bounds)
+        body = wire.Generate(version=self.version, sampling=self.sampling, requests=requests, image_data=image_data, bounds=bounds)
 
         def take(request: wire.Request, answer: wire.Answer) -> None:
             number = by_key[request.key]
@@ -434,7 +434,7 @@ def fault_of_answer(completions: Sequence[wire.SampledCompletion], n: int, versi
     """
     if len(completions) != n:
         return f"it returned {len(completions)} of {n} completions"
-    if ends := {one.reason for one in completions} - {*ENDS}:
+    if ends := {completion.reason for completion in completions} - {*ENDS}:
         return f"a completion has finish reason {ends.pop()!r}"
-    others = {span[0] for one in completions for span in one.versions} - {version}
-    return f"it sampled with the weights of version {others.pop()}, not {version}" if others else None
+    other_versions = {span[0] for completion in completions for span in completion.versions} - {version}
+    return f"it sampled with the weights of version {other_versions.pop()}, not {version}" if other_versions else None

@@ -56,9 +56,9 @@ class AuthenticationMiddleware:
                 self._metrics.refusals.labels(status=message["status"]).inc()
             await send(message)
 
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
         # Compares digests, so that the response time reveals neither the length of the token nor a matching prefix.
-        if scope["type"] != "http" or not hmac.compare_digest(hashlib.sha256(given).digest(), self._wanted):
+        if scope["type"] != "http" or not hmac.compare_digest(hashlib.sha256(authorization).digest(), self._wanted):
             refusal = _error(401, "the token is missing or wrong")
             refusal.headers["Connection"] = "close"
             return await refusal(scope, receive, counted)
@@ -113,8 +113,8 @@ class App:
         readable = (self.state, self.metrics)
         routes = [Route(f"/{route.__name__}", route, methods=["GET"]) for route in readable]
         routes += [Route(f"/{route.__name__}", route, methods=["POST"]) for route in self.served()]
-        known = (*_STATUS, self._engine.Dead, HTTPException, Exception)
-        app = Starlette(routes=routes, exception_handlers={kind: _failed for kind in known})
+        exceptions = (*_STATUS, self._engine.Dead, HTTPException, Exception)
+        app = Starlette(routes=routes, exception_handlers={kind: _failed for kind in exceptions})
         return AuthenticationMiddleware(app, token, self._metrics, let_in)
 
     def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
@@ -174,9 +174,10 @@ class App:
         return _json(self._build_state())
 
     def _build_state(self) -> wire.State:
-        engine, own = self._engine, self.ownership
+        engine, ownership = self._engine, self.ownership
         return wire.State(
-            boot=self._boot, version=own.version, has_base=own.has_base, owner=own.owner, running=self.running, model=self._model,
+            boot=self._boot, version=ownership.version, has_base=ownership.has_base, owner=ownership.owner, running=self.running,
+            model=self._model,
             dtype=engine.dtype, world_size=engine.world_size, max_model_len=engine.max_model_len, max_num_seqs=engine.max_num_seqs,
             adapter_rank=engine.adapter_rank, returns_experts=engine.returns_experts, max_mask_size=MOST, limit_images=engine.limit_images,
             max_pixels=engine.max_pixels, shape=self._shape,
@@ -263,36 +264,41 @@ class App:
         self._require_owner(request)
         self.ownership.require_version(body.version)
 
-        def works() -> Iterator[Coroutine[Any, Any, wire.Answer]]:
-            came = self._images.take(body.image_data)
-            for place, one in enumerate(body.requests):
-                image_data = self._images.find([placed.key for placed in one.images], came)
-                yield self._engine.answer(one, body.sampling, version=body.version, place=place, image_data=image_data, bounds=body.bounds)
+        def answers() -> Iterator[Coroutine[Any, Any, wire.Answer]]:
+            new_images = self._images.take(body.image_data)
+            for index, request in enumerate(body.requests):
+                image_data = self._images.find([placed.key for placed in request.images], new_images)
+                yield self._engine.answer(
+                    request, body.sampling, version=body.version, index=index, image_data=image_data, bounds=body.bounds
+                )
 
-        return self._streamed(works, lambda answer: "error" if answer.error is not None else "answered")
+        return self._streamed(answers, lambda answer: "error" if answer.error is not None else "answered")
 
-    def _streamed(self, works: Callable[[], Iterable[Coroutine[Any, Any, Line]]], outcome_of: Callable[[Line], str]) -> Response:
-        return StreamingResponse(self._as_they_end(works, outcome_of, self._over), media_type=wire.STREAM_TYPE)
+    def _streamed(self, coroutines: Callable[[], Iterable[Coroutine[Any, Any, Line]]], outcome_of: Callable[[Line], str]) -> Response:
+        return StreamingResponse(self._as_they_end(coroutines, outcome_of, self._over), media_type=wire.STREAM_TYPE)
 
     async def _as_they_end(
-        self, works: Callable[[], Iterable[Coroutine[Any, Any, Line]]], outcome_of: Callable[[Line], str], over: asyncio.Future[None]
+        self,
+        coroutines: Callable[[], Iterable[Coroutine[Any, Any, Line]]],
+        outcome_of: Callable[[Line], str],
+        epoch_end: asyncio.Future[None],
     ) -> AsyncIterator[bytes]:
         """Yield one line per result, and empty lines as heartbeats.
 
         The stream ends early when the weights or the owner change; the client notices that lines are missing.
         """
-        if over.done():
+        if epoch_end.done():
             return
-        weight_epoch, waiting = self.ownership.weight_epoch, {self._start(work) for work in works()}
+        weight_epoch, waiting = self.ownership.weight_epoch, {self._start(work) for work in coroutines()}
         try:
             while waiting:
-                done = await _first([*waiting, over], wire.BEAT_SECONDS)
-                if over.done():
+                done_tasks = await _first([*waiting, epoch_end], wire.BEAT_SECONDS)
+                if epoch_end.done():
                     return
                 self.ownership.heard(weight_epoch)
-                ended = [task for task in waiting if task in done]
-                waiting.difference_update(ended)
-                lines = [task.result() for task in ended]
+                ended_tasks = [task for task in waiting if task in done_tasks]
+                waiting.difference_update(ended_tasks)
+                lines = [task.result() for task in ended_tasks]
                 for line in lines:
                     self._metrics.answered.labels(outcome=outcome_of(line)).inc()
                 yield b"".join(map(wire.encode_line, lines)) or b"\n"
@@ -314,9 +320,9 @@ class App:
         version = self.ownership.version
         if version is None:
             raise RequestRefusedError("this server has no weights; update the weights first")
-        task, over = self._start(self._engine.score(body)), self._over
-        await _first([task, over])
-        if over.done():
+        task, epoch_end = self._start(self._engine.score(body)), self._over
+        await _first([task, epoch_end])
+        if epoch_end.done():
             raise RequestRefusedError("the weights or the owner changed during scoring")
         return _json(wire.ScoreResponse(version=version, logprobs=task.result()))
 
@@ -345,8 +351,8 @@ class App:
 
     async def _end_weight_epoch(self) -> None:
         """Cancel all work of the current weight epoch without answering it, and begin a new one."""
-        over, self._over = self._over, asyncio.Future()
-        over.set_result(None)
+        epoch_end, self._over = self._over, asyncio.Future()
+        epoch_end.set_result(None)
         work = list(self._work)
         for task in work:
             task.cancel()
@@ -360,19 +366,19 @@ class FrozenApp(App):
         args: As for `App`.
         vocabulary: `data.chat.vocabulary_of` the model's tokenizer.
         fingerprint: `model_fingerprint` of the model.
-        more: As for `App`.
+        kwargs: As for `App`.
     """
 
-    def __init__(self, *args: Any, vocabulary: str, fingerprint: str, **more: Any):
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, vocabulary: str, fingerprint: str, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._vocabulary, self._fingerprint = vocabulary, fingerprint
 
     def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
         return (self.prompt_logprobs, *(_refused(route.__name__) for route in super().served()))
 
     def _build_state(self) -> wire.State:
-        own = dict(vocabulary=self._vocabulary, fingerprint=self._fingerprint, vocab_size=self._engine.vocab_size)
-        return structs.replace(super()._build_state(), is_frozen=True, **own)
+        fields = dict(vocabulary=self._vocabulary, fingerprint=self._fingerprint, vocab_size=self._engine.vocab_size)
+        return structs.replace(super()._build_state(), is_frozen=True, **fields)
 
     def _require_owner(self, request: Request) -> None:
         """Accept every caller with the token, since a frozen server has no owner."""
@@ -387,9 +393,9 @@ class FrozenApp(App):
         if fault := body.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.MalformedMessageError(fault)
 
-        async def scored(place: int) -> wire.Scored:
-            logprobs = await self._engine.prompt_logprobs(body.sequences[place], place)
-            return wire.Scored(place=place, logprobs=np.array(logprobs[body.first[place] - 1 :], np.float32))
+        async def scored(index: int) -> wire.Scored:
+            logprobs = await self._engine.prompt_logprobs(body.sequences[index], index)
+            return wire.Scored(place=index, logprobs=np.array(logprobs[body.first[index] - 1 :], np.float32))
 
         return self._streamed(lambda: map(scored, range(len(body.sequences))), lambda line: "answered")
 

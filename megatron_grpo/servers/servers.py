@@ -97,7 +97,7 @@ class ServerEngine:
         self.prepare()
 
     @classmethod
-    def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, needs: ServerRequirements,
+    def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, requirements: ServerRequirements,
               device: torch.device, lora: LoraSync | None = None, image_spec: ImageProcessorSpec | None = None,
               trust_remote_code: bool = False) -> ServerEngine:  # fmt: skip
         """Claim the servers that the settings name for the run that writes to `output_dir`. Collective.
@@ -107,7 +107,7 @@ class ServerEngine:
             model_path: Directory of the model, for its tokenizer.
             shape: Shape of the model.
             output_dir: Output directory of the run; the name of the run is stored there.
-            needs: Requirements that each server must meet.
+            requirements: Requirements that each server must meet.
             device: Device of rank 0 from which weights are sent.
             lora: How adapters are synced; None: full weights are trained.
             image_spec: Image processor of a vision-language model; None: text only.
@@ -122,7 +122,7 @@ class ServerEngine:
             is_new = run_name(output_dir) is None
             server_group = TrainingServerGroup(
                 partial(addresses_of, cfg), partial(Server, token=token, incarnation=incarnation, trust=trust), run=named_run(output_dir),
-                incarnation=incarnation, needs=needs, timeout=cfg.vllm_server_timeout, waits_for_all=is_new,
+                incarnation=incarnation, requirements=requirements, timeout=cfg.vllm_server_timeout, waits_for_all=is_new,
             )  # fmt: skip
             bucket_bytes = (cfg.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[device.type]) * MIB
             return WeightBroadcaster(
@@ -131,7 +131,11 @@ class ServerEngine:
 
         tokenizer = load_tokenizer(str(model_path), trust_remote_code=trust_remote_code)
         return cls(
-            broadcaster, tokenizer=tokenizer, vocab_size=shape.vocab_size, returns_experts=needs.returns_experts, image_spec=image_spec
+            broadcaster,
+            tokenizer=tokenizer,
+            vocab_size=shape.vocab_size,
+            returns_experts=requirements.returns_experts,
+            image_spec=image_spec,
         )
 
     def _run_on_rank_zero(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
@@ -175,9 +179,9 @@ class ServerEngine:
         return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._max_model_len, image_spec=self._image_spec)
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
-        found: dict[str, list[list[float]]] = {}  # of all servers on rank 0, empty on other ranks
-        self._run_on_rank_zero(lambda broadcaster: found.update(broadcaster.scores(sequences, self.version, self._image_spec)))
-        return found
+        scores: dict[str, list[list[float]]] = {}  # of all servers on rank 0, empty on other ranks
+        self._run_on_rank_zero(lambda broadcaster: scores.update(broadcaster.scores(sequences, self.version, self._image_spec)))
+        return scores
 
     # ---- sampling
 
@@ -187,9 +191,9 @@ class ServerEngine:
         yield
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        asked = ([prompt.number for prompt in prompts], sampling, seed)
-        if self._answering is None or self._answering[0] != asked:  # else resume, with the answers from before the servers were lost
-            self._answering = asked, self.begin(prompts, sampling, seed=seed)
+        request = ([prompt.number for prompt in prompts], sampling, seed)
+        if self._answering is None or self._answering[0] != request:  # else resume, with the answers from before the servers were lost
+            self._answering = request, self.begin(prompts, sampling, seed=seed)
         groups = self._answering[1].groups()
         self._answering = None
         return groups
@@ -212,7 +216,7 @@ class ServerEngine:
         self.require_weights()
         parts: dict[int, Sequence[Group]] = {}
 
-        def played(broadcaster: WeightBroadcaster) -> int:
+        def play(broadcaster: WeightBroadcaster) -> int:
             """Fill `parts` with the groups of each rank. Returns the number of open turns if no server is left, else 0."""
             player, rows = begin(prompts), {prompt.number: prompt.row for prompt in prompts}
             turns = ServerTurns(
@@ -233,7 +237,7 @@ class ServerEngine:
             parts.update(dealt(player.groups()))
             return 0
 
-        self._require_all(played, "{} turns are not sampled", "{} turns are not sampled")
+        self._require_all(play, "{} turns are not sampled", "{} turns are not sampled")
         return [group for part in collectives.exchange(parts) for group in part]
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerGenerationFuture:
@@ -277,13 +281,13 @@ class ServerEngine:
 
         self._require_all(wait, "{} prompts are not completed", "{} prompts are not completed")
 
-    def _require_all(self, work: Callable[[WeightBroadcaster], int], left: str, lost: str) -> None:
+    def _require_all(self, work: Callable[[WeightBroadcaster], int], waiting_text: str, lost_text: str) -> None:
         """Execute `work` on rank 0. Collective.
 
         Args:
             work: Returns the number of items that are unfinished because no server is left, else 0.
-            left: Format string of the log line, with one place for that number.
-            lost: Format string for the exception.
+            waiting_text: Format string of the log line, with one place for that number.
+            lost_text: Format string for the exception.
 
         Raises:
             WeightsLostError: Some items are unfinished.
@@ -292,13 +296,13 @@ class ServerEngine:
         def counted(broadcaster: WeightBroadcaster) -> int:
             if count := work(broadcaster):
                 broadcaster.server_group.print_line(
-                    f"{left.format(count)}, and no rollout server is available: weights are synced again as soon as one responds"
+                    f"{waiting_text.format(count)}, and no rollout server is available: weights are synced again as soon as one responds"
                 )
             return count
 
         if count := self._run_on_rank_zero(counted):
             version, self.version, self.has_base = self.version, NO_VERSION, False
-            raise WeightsLostError(f"No rollout server has the weights of version {version} any more, and {lost.format(count)}")
+            raise WeightsLostError(f"No rollout server has the weights of version {version} any more, and {lost_text.format(count)}")
 
     def close(self) -> None:
         if self._broadcaster is not None:
@@ -337,10 +341,10 @@ class ServerGenerationFuture:
         is_anew, self._was_heard = self._was_heard, True
         self._engine.resume_request(self._question, is_anew=is_anew)
         answers = [] if self._question is None else [self._question.answers[prompt.number] for prompt in self._prompts]
-        mine = [sampled for part in collectives.exchange(dealt(answers)) for sampled in part]
+        local = [sampled for part in collectives.exchange(dealt(answers)) for sampled in part]
         prompts = self._prompts[collectives.rank() :: collectives.num_ranks()]
         return [
-            _group(prompt, sampled, returns_experts=self._engine.returns_experts) for prompt, sampled in zip(prompts, mine, strict=True)
+            _group(prompt, sampled, returns_experts=self._engine.returns_experts) for prompt, sampled in zip(prompts, local, strict=True)
         ]
 
     def drop(self) -> None:
@@ -352,16 +356,16 @@ class ServerGenerationFuture:
         return 0.0 if self._question is None else self._question.seconds
 
 
-def dealt(things: Sequence[Value]) -> dict[int, Sequence[Value]]:
+def dealt(values: Sequence[Value]) -> dict[int, Sequence[Value]]:
     """Deal things to the ranks that score them, round-robin.
 
     Args:
-        things: One per prompt, in the order of the prompts.
+        values: One per prompt, in the order of the prompts.
 
     Returns:
         Rank -> its things; ranks without any are missing.
     """
-    return {rank: things[rank :: collectives.num_ranks()] for rank in range(min(collectives.num_ranks(), len(things)))}
+    return {rank: values[rank :: collectives.num_ranks()] for rank in range(min(collectives.num_ranks(), len(values)))}
 
 
 def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Request:
@@ -379,10 +383,12 @@ def _on_the_wire(sampling: SamplingSettings) -> wire.Sampling:
 def _group(prompt: Prompt, answers: Sequence[wire.SampledCompletion], *, returns_experts: bool) -> Group:
     experts: Sequence[np.ndarray | None] = [None] * len(answers)
     if returns_experts:
-        if not all(one.experts is not None for one in answers):
+        if not all(answer.experts is not None for answer in answers):
             raise InvalidRoutingError("A rollout server returned no routed experts.")
-        experts = of_group([cast(np.ndarray, one.experts) for one in answers], len(prompt.token_ids))
-    return Group(prompt=prompt, completions=tuple(_completion(prompt, one, routes) for one, routes in zip(answers, experts, strict=True)))
+        experts = of_group([cast(np.ndarray, answer.experts) for answer in answers], len(prompt.token_ids))
+    return Group(
+        prompt=prompt, completions=tuple(_completion(prompt, answer, routes) for answer, routes in zip(answers, experts, strict=True))
+    )
 
 
 def _completion(prompt: Prompt, sampled: wire.SampledCompletion, experts: np.ndarray | None) -> Completion:

@@ -52,8 +52,8 @@ class TeacherRequirements:
         longest = longest_prompt + cfg.rollout.max_completion_length
         if cfg.turns.environment or cfg.turns.has_agent or cfg.rollout.rollout_func:
             # These may extend the prompt, up to the context length of the sampler.
-            given = cfg.rollout.vllm_max_model_len if cfg.rollout.rollout_func else None
-            longest = given or longest_context(cfg, longest_prompt)
+            configured = cfg.rollout.vllm_max_model_len if cfg.rollout.rollout_func else None
+            longest = configured or longest_context(cfg, longest_prompt)
         return cls(max_model_len=longest + 1, vocabulary=vocabulary_of(tokenizer), vocab_size=shape.vocab_size)
 
     def problem(self, state: wire.State) -> str | None:
@@ -89,10 +89,10 @@ class TeacherServerGroup(ServerGroup):
     """Servers of one teacher model. Exists on rank 0 alone.
 
     Args:
-        where: As for `ServerGroup`.
-        needs: Requirements of the run.
+        args: As for `ServerGroup`.
+        requirements: Requirements of the run.
         should_cancel: True if the run is to stop.
-        more: As for `ServerGroup`.
+        kwargs: As for `ServerGroup`.
     """
 
     WHOM, NONE = "teacher servers", "No teacher server"
@@ -100,18 +100,18 @@ class TeacherServerGroup(ServerGroup):
     REFUSAL = "Teacher server {} cannot score the completions: {}."
     SAYS_WHO_IS_MISSING = False
 
-    def __init__(self, *where: Any, needs: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False, **more: Any):
-        super().__init__(*where, **more)
-        self._needs, self.should_cancel = needs, should_cancel
+    def __init__(self, *args: Any, requirements: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._needs, self.should_cancel = requirements, should_cancel
         self._fingerprint: str | None = None  # of the teacher model, as the first server reports it
 
     @classmethod
-    def build(cls, cfg: Config, needs: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False) -> TeacherServerGroup:
+    def build(cls, cfg: Config, requirements: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False) -> TeacherServerGroup:
         """Make the group for the servers that the settings name.
 
         Args:
             cfg: The settings.
-            needs: Requirements of the run.
+            requirements: Requirements of the run.
             should_cancel: True if the run is to stop.
 
         Raises:
@@ -122,7 +122,7 @@ class TeacherServerGroup(ServerGroup):
         return cls(
             partial(teacher_addresses, cfg.grpo),
             server_at,
-            needs=needs,
+            needs=requirements,
             timeout=cfg.rollout.vllm_server_timeout,
             should_cancel=should_cancel,
         )
@@ -143,9 +143,9 @@ class TeacherServerGroup(ServerGroup):
             self._read_addresses()
         except ValueError as error:
             raise config_error(FLAG, f"{FLAG}: {error}.") from error
-        answered = together(map(self._look_at, self.members.values()))
-        wrong = [member for member in answered if member is not None and member.trouble is not None]
-        return [problem_with(FLAG, f"Teacher server {member} {member.trouble}.") for member in wrong]
+        members = together(map(self._look_at, self.members.values()))
+        troubled = [member for member in members if member is not None and member.trouble is not None]
+        return [problem_with(FLAG, f"Teacher server {member} {member.trouble}.") for member in troubled]
 
     # ---- checks
 
@@ -155,9 +155,9 @@ class TeacherServerGroup(ServerGroup):
         Raises:
             ConfigError: The first time, if a server does not meet the requirements.
         """
-        wrong = self.problems()
-        if wrong and not self._has_begun:
-            raise ConfigError(wrong)
+        problems = self.problems()
+        if problems and not self._has_begun:
+            raise ConfigError(problems)
 
     async def _look_at(self, member: ServerHandle) -> ServerHandle | None:
         """Update the state of a server. Returns it if it answered, else None."""
@@ -194,10 +194,10 @@ class TeacherServerGroup(ServerGroup):
         """
         request = _ScoringRequest(to_score, timeout=self.timeout)
         while not request.is_done:
-            before = request.num_answered
+            num_before = request.num_answered
             self.gather()
             request.ask(self)
-            if request.hangs and request.num_answered == before:
+            if request.hangs and request.num_answered == num_before:
                 raise NoRolloutServerError(
                     f"No teacher server has scored a sequence for {self.timeout:g} s (vllm_server_timeout): "
                     f"{named(list(self.members.values()))}"
@@ -226,7 +226,7 @@ class _ScoringRequest(Calls[np.ndarray]):
         return len(self._router.answers)
 
     def answers(self) -> list[np.ndarray]:
-        return [self._router.answers[place] for place in range(len(self._to_score))]
+        return [self._router.answers[index] for index in range(len(self._to_score))]
 
     def ask(self, teacher: TeacherServerGroup) -> None:
         """Wait until all is answered, or all servers that are used now are lost."""
@@ -238,29 +238,31 @@ class _ScoringRequest(Calls[np.ndarray]):
         return "A completion was in flight on three teacher servers when they died. See their logs."
 
     async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
-        to_score = [self._to_score[place] for place in chunk]
-        body = wire.PromptLogprobs(sequences=tuple(one.ids for one in to_score), first=tuple(one.first for one in to_score))
-        left, heard = set(chunk), time.monotonic()
+        to_score = [self._to_score[index] for index in chunk]
+        body = wire.PromptLogprobs(
+            sequences=tuple(sequence.ids for sequence in to_score), first=tuple(sequence.first for sequence in to_score)
+        )
+        remaining, last_line = set(chunk), time.monotonic()
 
         def stream(line: bytes) -> None:
-            nonlocal heard
+            nonlocal last_line
             activity.advance(0)
-            if time.monotonic() - heard > self._timeout:
+            if time.monotonic() - last_line > self._timeout:
                 self.hangs = True
                 raise ServerGoneError(
                     f"it responds, but has not scored a sequence for {self._timeout:g} s (vllm_server_timeout)", is_silent=True
                 )
-            if not (found := wire.decode_line(wire.Scored, line)):
+            if not (scored := wire.decode_line(wire.Scored, line)):
                 return
-            place, logprobs = found.place, found.logprobs
-            if not 0 <= place < len(chunk) or len(logprobs) != len(to_score[place].ids) - to_score[place].first:
-                raise wire.MalformedMessageError(f"it returned {len(logprobs)} log-probs for sequence {place} of {len(chunk)}")
+            index, logprobs = scored.place, scored.logprobs
+            if not 0 <= index < len(chunk) or len(logprobs) != len(to_score[index].ids) - to_score[index].first:
+                raise wire.MalformedMessageError(f"it returned {len(logprobs)} log-probs for sequence {index} of {len(chunk)}")
             if not (np.isfinite(logprobs) & (logprobs <= LARGEST)).all():
                 raise RunError(f"The teacher ({member}) returned a log-prob that is positive or not finite.")
-            left.discard(chunk[place])
-            heard = time.monotonic()
-            self._take(chunk[place], logprobs)
+            remaining.discard(chunk[index])
+            last_line = time.monotonic()
+            self._take(chunk[index], logprobs)
 
         await member.server.stream("/prompt_logprobs", body, stream)
-        if left:
-            raise ServerGoneError(f"its response ended with {len(left)} of {len(chunk)} sequences missing")
+        if remaining:
+            raise ServerGoneError(f"its response ended with {len(remaining)} of {len(chunk)} sequences missing")

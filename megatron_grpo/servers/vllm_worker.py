@@ -37,14 +37,14 @@ class WeightTransferWorker:
         """
         self.leave_link()
         parallel = self.vllm_config.parallel_config
-        place = parallel.data_parallel_index * parallel.world_size + self.rank
+        worker = parallel.data_parallel_index * parallel.world_size + self.rank
         try:
             self.linked = WeightReceiverWorker(
-                address=join["address"], port=join["port"], rank=join["first_rank"] + place, world=join["world"], name=join["name"],
+                address=join["address"], port=join["port"], rank=join["first_rank"] + worker, world=join["world"], name=join["name"],
                 seconds=join["seconds"], device=self.device,
             )  # fmt: skip
         except LinkError as error:
-            return f"worker {place}: {error}"
+            return f"worker {worker}: {error}"
         return ""
 
     def leave_link(self: Any) -> None:
@@ -63,8 +63,8 @@ class WeightTransferWorker:
         """
         self.loader = self.loader or WeightLoader()
         try:
-            with closing(self.linked_as(link).receive()) as named:
-                missing = self.loader.load(self, named, has_tower=has_tower, is_tower_there=is_tower_there)
+            with closing(self.linked_as(link).receive()) as tensors:
+                missing = self.loader.load(self, tensors, has_tower=has_tower, is_tower_there=is_tower_there)
         except (LinkError, WeightSyncError) as error:
             return str(error)
         finally:
@@ -82,11 +82,11 @@ class WeightTransferWorker:
             modules: Hugging Face names of the modules that have an adapter in this run.
         """
         try:
-            with closing(self.linked_as(link).receive()) as named:
-                wrong = take_adapter(self, number, config, named, modules)
+            with closing(self.linked_as(link).receive()) as tensors:
+                fault = take_adapter(self, number, config, tensors, modules)
         except LinkError as error:
             return str(error)
-        return f"is incomplete: {wrong}" if wrong else ""
+        return f"is incomplete: {fault}" if fault else ""
 
     def linked_as(self: Any, link: str) -> WeightReceiverWorker:
         """Return the joined link.

@@ -97,27 +97,27 @@ class WeightBroadcaster:
         Raises:
             ReceiverChangedError: A server was lost, or has weights of another version.
         """
-        images = [one.images for one in sequences]
+        images = [sequence.images for sequence in sequences]
         to_send = ToSend.of(images, image_spec)
         body = wire.Score(
-            sequences=tuple(tuple(one.token_ids.tolist()) for one in sequences), images=tuple(map(on_the_wire, images)),
+            sequences=tuple(tuple(sequence.token_ids.tolist()) for sequence in sequences), images=tuple(map(on_the_wire, images)),
             image_data=to_send.but((), to_send.image_data), bounds=to_send.bounds,
         )  # fmt: skip
-        found: dict[str, list[list[float]]] = {}
-        asked = [(member, begun(within(SCORE_SECONDS, self._scores_of(member, body)))) for member in self._members()]
-        lost = False
-        for member, call in asked:
+        scores_by_server: dict[str, list[list[float]]] = {}
+        calls = [(member, begun(within(SCORE_SECONDS, self._scores_of(member, body)))) for member in self._members()]
+        is_any_lost = False
+        for member, call in calls:
             try:
                 scores = call.result()
             except LOST as error:
                 self.server_group.lose(member, error)
-                lost = True
+                is_any_lost = True
                 continue
-            lost = lost or scores.version != version  # restarted meanwhile, without the run's weights
-            found[str(member)] = [list(row) for row in scores.logprobs]
-        if lost:
+            is_any_lost = is_any_lost or scores.version != version  # restarted meanwhile, without the run's weights
+            scores_by_server[str(member)] = [list(row) for row in scores.logprobs]
+        if is_any_lost:
             raise ReceiverChangedError("A rollout server was lost before it reported its weights")
-        return found
+        return scores_by_server
 
     async def _scores_of(self, member: ServerHandle, body: wire.Score) -> wire.ScoreResponse:
         return wire.decode(wire.ScoreResponse, await member.server.call("POST", "/score", body, timeout=SCORE_SECONDS))
@@ -132,21 +132,25 @@ class WeightBroadcaster:
 
     def _link_of(self, members: Sequence[ServerHandle]) -> WeightSender:
         """Return the existing link if its members are the same processes, else build a new one."""
-        wanted = [(member, member.state.boot) for member in members if member.state is not None]
-        if self._link is not None and self._link.is_whole and self._linked == wanted:
+        boots = [(member, member.state.boot) for member in members if member.state is not None]
+        if self._link is not None and self._link.is_whole and self._linked == boots:
             return self._link
         self.drop()
         name, first, calls = secrets.token_hex(8), 1, []
         world = 1 + sum(member.state.world_size for member in members if member.state is not None)
-        places = rendezvous_addresses([self._near(member) for member in members])
-        for member, place in zip(members, places, strict=True):
+        addresses = rendezvous_addresses([self._near(member) for member in members])
+        for member, address in zip(members, addresses, strict=True):
             assert member.state is not None
-            body = wire.Join(address=place, port=self._rendezvous.port, first_rank=first, world=world, name=name, seconds=self.link_seconds)
+            body = wire.Join(
+                address=address, port=self._rendezvous.port, first_rank=first, world=world, name=name, seconds=self.link_seconds
+            )
             calls.append((member, begun(member.server.call("POST", "/join", body, timeout=self.link_seconds + 5))))
             first += member.state.world_size
         link, broke = None, None
         try:
-            link = WeightSender(self._rendezvous, name=name, world=world, near=places[0], seconds=self.link_seconds, device=self.device)
+            link = WeightSender(
+                self._rendezvous, name=name, world=world, local_host=addresses[0], seconds=self.link_seconds, device=self.device
+            )
         except LinkError as error:
             broke = error
         failed = self._settle(calls, self.link_seconds)
@@ -154,7 +158,7 @@ class WeightBroadcaster:
             if link is not None:
                 link.drop()
             raise ReceiverChangedError(f"Cannot create the link to the rollout servers: {_describe_failures(failed) or broke}") from broke
-        self._link, self._linked = link, wanted
+        self._link, self._linked = link, boots
         return link
 
     def _near(self, member: ServerHandle) -> str:
@@ -188,10 +192,10 @@ class WeightBroadcaster:
     def _settle(self, calls: Sequence[tuple[ServerHandle, Future[Any]]], seconds: float) -> list[tuple[ServerHandle, Exception]]:
         """Wait for all calls. Returns the servers that failed with their exceptions; those that did not answer are marked as lost."""
         failed: list[tuple[ServerHandle, Exception]] = []
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         for member, call in calls:
             try:
-                answer = answer_of(call, until - time.monotonic())
+                answer = answer_of(call, deadline - time.monotonic())
                 if isinstance(answer, wire.State):
                     member.state = answer
             except LOST as error:
@@ -223,8 +227,8 @@ def rendezvous_addresses(nears: Sequence[str]) -> list[str]:
     Args:
         nears: This machine's address as seen by each server.
     """
-    outward = next((near for near in nears if not _is_loopback(near)), None)
-    return [outward if outward is not None and _is_loopback(near) else near for near in nears]
+    outward = next((address for address in nears if not _is_loopback(address)), None)
+    return [outward if outward is not None and _is_loopback(address) else address for address in nears]
 
 
 def _is_loopback(address: str) -> bool:

@@ -57,7 +57,7 @@ class _Link:
         name: Name of the link.
         rank: Rank of this member; 0 is the sender.
         world: Number of members.
-        near: This machine's address on the route to the others (`local_address`).
+        local_host: This machine's address on the route to the others (`local_address`).
         seconds: Timeout for other members, also of every transfer.
         device: Device of the tensors. It is the CPU if two members share a GPU.
 
@@ -65,7 +65,7 @@ class _Link:
         LinkError: A member died or did not join within `seconds`.
     """
 
-    def __init__(self, store: Any, *, name: str, rank: int, world: int, near: str, seconds: float, device: torch.device | str):
+    def __init__(self, store: Any, *, name: str, rank: int, world: int, local_host: str, seconds: float, device: torch.device | str):
         self.name, self.device = name, torch.device(device)
         self._group: Any = None
         limit, prefixed = timedelta(seconds=seconds), dist.PrefixStore(name, store)
@@ -75,7 +75,7 @@ class _Link:
             if self.device.type == "cpu":
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
                 # Not the address of the hostname, which is 127.0.1.1 on many machines.
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=near)]
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_host)]
                 options._timeout = limit
                 self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
             else:
@@ -124,21 +124,21 @@ class WeightSender(_Link):
         meeting: Store at which the members meet.
         name: Name of the link.
         world: Number of members.
-        near: This machine's address on the route to the others.
+        local_host: This machine's address on the route to the others.
         seconds: Timeout for other members.
         device: Device of the tensors.
     """
 
-    def __init__(self, meeting: Rendezvous, *, name: str, world: int, near: str, seconds: float, device: torch.device | str = "cpu"):
-        super().__init__(meeting.store, name=name, rank=0, world=world, near=near, seconds=seconds, device=device)
+    def __init__(self, meeting: Rendezvous, *, name: str, world: int, local_host: str, seconds: float, device: torch.device | str = "cpu"):
+        super().__init__(meeting.store, name=name, rank=0, world=world, near=local_host, seconds=seconds, device=device)
 
-    def send(self, named: Iterable[Named], bucket_bytes: int) -> tuple[int, int]:
+    def send(self, tensors: Iterable[Named], bucket_bytes: int) -> tuple[int, int]:
         """Send tensors to all other members.
 
-        Iterates over `named` once, and holds one bucket at a time.
+        Iterates over `tensors` once, and holds one bucket at a time.
 
         Args:
-            named: (name, tensor) pairs. An exception of this iterable is raised unchanged after the other members were notified; the link
+            tensors: (name, tensor) pairs. An exception of this iterable is raised unchanged after the other members were notified; the link
                 stays usable.
             bucket_bytes: Largest size of a bucket in bytes; a larger tensor forms a bucket alone.
 
@@ -149,7 +149,7 @@ class WeightSender(_Link):
             LinkError: The link broke; it is closed.
         """
         count = total = number = 0
-        source = _buckets(named, bucket_bytes)
+        source = _buckets(tensors, bucket_bytes)
         while True:
             try:
                 bucket = next(source, None)
@@ -195,10 +195,10 @@ class WeightReceiverWorker(_Link):
     def __init__(self, *, address: str, port: int, rank: int, world: int, name: str, seconds: float, device: torch.device | str = "cpu"):
         try:
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
-            near = local_address(address, port)
+            local_host = local_address(address, port)
         except (RuntimeError, OSError) as error:
             raise LinkError(f"the trainer's store at {address}:{port} does not answer: {_reason(error)}") from error
-        super().__init__(store, name=name, rank=rank, world=world, near=near, seconds=seconds, device=device)
+        super().__init__(store, name=name, rank=rank, world=world, near=local_host, seconds=seconds, device=device)
 
     def receive(self) -> Iterator[Named]:
         """Yield the (name, tensor) pairs of one weight sync.
@@ -213,9 +213,11 @@ class WeightReceiverWorker(_Link):
         try:
             count = number = 0
             while True:
-                mark, theirs, first, second = self._numbers(0, 0, 0, 0)
-                if theirs != number or mark not in _Mark.__members__.values():
-                    raise LinkError(f"expected message {number} of a weight update on the link {self.name}, received ({mark}, {theirs})")
+                mark, sender_number, first, second = self._numbers(0, 0, 0, 0)
+                if sender_number != number or mark not in _Mark.__members__.values():
+                    raise LinkError(
+                        f"expected message {number} of a weight update on the link {self.name}, received ({mark}, {sender_number})"
+                    )
                 if mark == _Mark.GAVE_UP:
                     is_whole = True
                     raise TransferCancelledError("the trainer cancelled this weight update")
@@ -254,9 +256,9 @@ def gpu_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, mine: str) -> bool:
+def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, own_gpu: str) -> bool:
     """Return whether two members of a link share a GPU, as when a server runs on the trainer's GPU. Collective over all members."""
-    store.set(f"gpu/{rank}", mine)
+    store.set(f"gpu/{rank}", own_gpu)
     names = [f"gpu/{member}" for member in range(world)]
     store.wait(names, limit)
     return len({store.get(name) for name in names}) < world
@@ -289,11 +291,11 @@ def _view(flat: torch.Tensor, start: int, dtype: torch.dtype, shape: torch.Size)
     return flat[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
 
 
-def _buckets(named: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+def _buckets(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
     """Group tensors into buckets of at most `bucket_bytes`; a larger tensor forms a bucket alone."""
     bucket: list[Named] = []
     size = 0
-    for name, tensor in named:
+    for name, tensor in tensors:
         if bucket and size + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0

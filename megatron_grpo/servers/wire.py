@@ -360,16 +360,17 @@ def fault_of(request: Request, max_model_len: int) -> str | None:
     Returns:
         The end of a sentence about the request, or None if it is valid.
     """
-    needed = len(request.ids) + request.max_tokens
-    if any(one.place < 0 or one.tokens < 1 or one.place + one.tokens > len(request.ids) for one in request.images):
+    num_needed = len(request.ids) + request.max_tokens
+    if any(image.place < 0 or image.tokens < 1 or image.place + image.tokens > len(request.ids) for image in request.images):
         return f"an image position is outside its prompt of {len(request.ids)} tokens"
     if not request.ids:
         return "its prompt has no tokens"
     if request.n < 1 or request.max_tokens < 1 or not 0 <= request.seed < 2**63:
         return f"n ({request.n}) and max_tokens ({request.max_tokens}) must be at least 1, and seed ({request.seed}) between 0 and 2**63"
-    if needed > max_model_len:
+    if num_needed > max_model_len:
         return (
-            f"its prompt has {len(request.ids)} tokens, and {len(request.ids)} + max_tokens ({request.max_tokens}) = {needed} exceeds the "
+            f"its prompt has {len(request.ids)} tokens, and {len(request.ids)} + max_tokens ({request.max_tokens}) = {num_needed} exceeds "
+            "the "
             f"server's max_model_len ({max_model_len})"
         )
     return None

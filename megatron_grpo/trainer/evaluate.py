@@ -53,40 +53,42 @@ class EvaluationSpec:
         Args:
             name: Name of the set.
         """
-        asked = (self.sampling, self.score, self.seed_of(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
-        return hashlib.blake2b(repr(asked).encode(), digest_size=12).hexdigest()
+        parts = (self.sampling, self.score, self.seed_of(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
+        return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettings:
-    """Return the sampling settings of an evaluation: those of training, with the overrides in `how`.
+def sampling_of(training: SamplingSettings, config: HowEvaluated) -> SamplingSettings:
+    """Return the sampling settings of an evaluation: those of training, with the overrides in `config`.
 
-    Greedy sampling (temperature 0) uses the whole vocabulary, without top-p, top-k and min-p unless `how` sets them.
+    Greedy sampling (temperature 0) uses the whole vocabulary, without top-p, top-k and min-p unless `config` sets them.
 
     Args:
         training: Sampling settings of training.
-        how: Evaluation settings; None in a field keeps the value of training.
+        config: Evaluation settings; None in a field keeps the value of training.
     """
     training = replace(training, returns_sampling_mask=False)  # nothing is trained on these completions
-    training = replace(training, top_p=1.0, top_k=0, min_p=0.0) if not how.temperature else training
-    said = {name: getattr(how, name) for name in ("top_p", "top_k", "min_p", "max_completion_length", "more")}
-    return replace(training, n=how.n, temperature=how.temperature, **{name: value for name, value in said.items() if value is not None})
+    training = replace(training, top_p=1.0, top_k=0, min_p=0.0) if not config.temperature else training
+    overrides = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "max_completion_length", "more")}
+    return replace(
+        training, n=config.n, temperature=config.temperature, **{name: value for name, value in overrides.items() if value is not None}
+    )
 
 
 class Evaluator:
     """Evaluator of the sampler's current weights. Without sets it is never due."""
 
-    def __init__(self, question: EvaluationSpec, sampler: Sampler, reward_manager: RewardManager, *, every: int = 0, last_step: int = 0):
+    def __init__(self, spec: EvaluationSpec, sampler: Sampler, reward_manager: RewardManager, *, eval_steps: int = 0, last_step: int = 0):
         """Set up the evaluator.
 
         Args:
-            question: Prompts, sampling settings and score.
+            spec: Prompts, sampling settings and score.
             sampler: The sampler of training, so that an environment that plays training episodes plays these too.
             reward_manager: The run's reward functions.
-            every: Optimizer steps between evaluations, 0 for only the first and the last.
+            eval_steps: Optimizer steps between evaluations, 0 for only the first and the last.
             last_step: Number of optimizer steps of the whole run.
         """
-        self.question, self.sampler, self.reward_manager = question, sampler, reward_manager
-        self.every, self.last_step = every, last_step
+        self.question, self.sampler, self.reward_manager = spec, sampler, reward_manager
+        self.every, self.last_step = eval_steps, last_step
 
     def is_due(self, steps: Iterable[int]) -> bool:
         """Return whether an evaluation is due: before the first step, after the last, and every `every` steps between.
@@ -94,53 +96,54 @@ class Evaluator:
         Args:
             steps: Numbers of completed optimizer steps to check.
         """
-        asks = any(self.question.sets.values())
-        return asks and any(step in (0, self.last_step) or (self.every > 0 and step % self.every == 0) for step in steps)
+        has_prompts = any(self.question.sets.values())
+        return has_prompts and any(step in (0, self.last_step) or (self.every > 0 and step % self.every == 0) for step in steps)
 
     def run(self) -> list[Evaluated]:
         """Evaluate every set, in order. Collective."""
-        asked = self.question
+        spec = self.question
         with self.sampler.wake_up():
-            answered = {
-                name: self.sampler.generate(list(prompts), asked.sampling, seed=asked.seed_of(name)) for name, prompts in asked.sets.items()
+            groups_by_name = {
+                name: self.sampler.generate(list(prompts), spec.sampling, seed=spec.seed_of(name)) for name, prompts in spec.sets.items()
             }
-        return [self._scored(name, groups) for name, groups in answered.items()]
+        return [self._scored(name, groups) for name, groups in groups_by_name.items()]
 
     def _scored(self, name: str, groups: Sequence[Group]) -> Evaluated:
         prompts, n = self.question.sets[name], self.question.sampling.n
-        numbers = {prompt.number: place for place, prompt in enumerate(prompts)}
-        places = [numbers[group.prompt.number] for group in groups]
-        scored = self.reward_manager(groups, places=places)
-        found = gather_metadata(scored)
-        rows = [found[prompt.number] for prompt in prompts]
-        names, asked = self.reward_manager.names, self.question
+        numbers = {prompt.number: position for position, prompt in enumerate(prompts)}
+        positions = [numbers[group.prompt.number] for group in groups]
+        scored = self.reward_manager(groups, positions=positions)
+        metadata = gather_metadata(scored)
+        rows = [metadata[prompt.number] for prompt in prompts]
+        names, spec = self.reward_manager.names, self.question
         rewards = np.array(
-            [[[np.nan if value is None else value for value in one] for one in row.rewards] for row in rows], dtype=np.float64
+            [[[np.nan if value is None else value for value in completion_rewards] for completion_rewards in row.rewards] for row in rows],
+            dtype=np.float64,
         ).reshape(len(prompts), n, len(names))
-        right: float | np.ndarray = 1.0
-        if asked.score == SUM:
+        passed: float | np.ndarray = 1.0
+        if spec.score == SUM:
             scores = total_rewards(rewards, self.reward_manager.reward_weights)
-            right = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), asked.most) - 1e-9
+            passed = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), spec.most) - 1e-9
         else:
-            scores = rewards[:, :, names.index(asked.score)]
+            scores = rewards[:, :, names.index(spec.score)]
         return Evaluated(
-            name=name, n=n, temperature=asked.sampling.temperature, score=asked.score,
-            question=asked.digest(name) + (f" {self.reward_manager.reward_weights}" if asked.score == SUM else ""),
+            name=name, n=n, temperature=spec.sampling.temperature, score=spec.score,
+            question=spec.digest(name) + (f" {self.reward_manager.reward_weights}" if spec.score == SUM else ""),
             rows=[prompt.row for prompt in prompts], scores=scores,
-            pass_threshold=right if asked.pass_threshold is None else asked.pass_threshold, others=_means(names, rewards, rows),
-            table=self._table(dict(zip(places, scored, strict=True))),
+            pass_threshold=passed if spec.pass_threshold is None else spec.pass_threshold, others=_means(names, rewards, rows),
+            table=self._table(dict(zip(positions, scored, strict=True))),
         )  # fmt: skip
 
-    def _table(self, mine: Mapping[int, ScoredGroup]) -> dict[str, list[Any]]:
+    def _table(self, local: Mapping[int, ScoredGroup]) -> dict[str, list[Any]]:
         """Return all completions by column, in the order of the prompts, on rank 0. Collective."""
-        parts = collectives.gather_object({place: self._columns(one) for place, one in mine.items()})
-        groups = {place: columns for part in parts or [] for place, columns in part.items()}
-        return joined([groups[place] for place in sorted(groups)])
+        parts = collectives.gather_object({position: self._columns(scored) for position, scored in local.items()})
+        groups = {position: columns for part in parts or [] for position, columns in part.items()}
+        return joined([groups[position] for position in sorted(groups)])
 
     def _columns(self, scored: ScoredGroup) -> dict[str, list[Any]]:
         rewards = {
-            f"rewards/{name}": [None if value is None else float(value) for value in given]
-            for name, given in zip(self.reward_manager.names, zip(*scored.rewards, strict=True), strict=True)
+            f"rewards/{name}": [None if value is None else float(value) for value in rewards]
+            for name, rewards in zip(self.reward_manager.names, zip(*scored.rewards, strict=True), strict=True)
         }
         return {**said_in(scored.group), **rewards, **counted_in(scored.group)}
 
@@ -150,10 +153,10 @@ def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[GroupMetada
 
     For episodes also the mean number of turns and the number that failed. With several rewards also how often each is 1 or more.
     """
-    given = {name: values[~np.isnan(values)] for name, values in zip(names, np.moveaxis(rewards, -1, 0), strict=True)}
-    means = {name: float(values.mean()) for name, values in given.items() if len(values)}
+    known_rewards = {name: values[~np.isnan(values)] for name, values in zip(names, np.moveaxis(rewards, -1, 0), strict=True)}
+    means = {name: float(values.mean()) for name, values in known_rewards.items() if len(values)}
     if len(names) > 1:
-        means |= {EACH + name: float((given[name] >= 1.0).mean()) for name in means}
+        means |= {EACH + name: float((known_rewards[name] >= 1.0).mean()) for name in means}
     means["mean_length"] = float(np.mean([length for row in rows for length in row.num_sampled]))
     means["clipped_ratio"] = float(np.mean([is_cut for row in rows for is_cut in row.is_truncated]))
     episodes = [episode for row in rows for episode in row.episodes]

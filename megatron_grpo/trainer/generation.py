@@ -43,8 +43,8 @@ class RolloutGenerator:
         sampling: SamplingSettings,
         seed: int,
         timers: Timers,
-        again: Callable[[], object],
-        before: Callable[[], object] = lambda: None,
+        sync_again: Callable[[], object],
+        before_sampling: Callable[[], object] = lambda: None,
         experts: ExpertLayers | None = None,
     ):
         """Set up the generator.
@@ -55,12 +55,12 @@ class RolloutGenerator:
             sampling: Sampling settings of training.
             seed: Seed of the run.
             timers: Measures the time of sampling and scoring.
-            again: Syncs the policy's weights to the sampler. Collective.
-            before: Frees memory for the sampler, each time before it wakes. Collective.
+            sync_again: Syncs the policy's weights to the sampler. Collective.
+            before_sampling: Frees memory for the sampler, each time before it wakes. Collective.
             experts: Checks the recorded experts, if the sampler must return them; None otherwise.
         """
         self.sampler, self.reward_manager, self.sampling, self.seed, self.timers = sampler, reward_manager, sampling, seed, timers
-        self._again, self._before, self._experts = again, before, experts
+        self._again, self._before, self._experts = sync_again, before_sampling, experts
         self._futures: list[GenerationFuture] = []
         self._begun: set[int] = set()  # numbers of prompts sampled ahead: the same on every rank
         self._landed: dict[int, Group] = {}  # finished groups of this rank, by prompt number
@@ -107,19 +107,19 @@ class RolloutGenerator:
         Returns:
             Whether all are finished, the same on every rank.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         deadline, took = time.monotonic() + (seconds or 0.0), 0.0
         with self.timers("rollout"):
             for future in self._futures:
-                left = None if seconds is None else max(0.0, collectives.broadcast_object(deadline - time.monotonic()))
-                groups = self._groups_of(future, left)
+                remaining = None if seconds is None else max(0.0, collectives.broadcast_object(deadline - time.monotonic()))
+                groups = self._groups_of(future, remaining)
                 if groups is None:
                     return False
                 self._landed |= {group.prompt.number: group for group in groups}
                 took = max(took, future.seconds)
         self._futures = []
         if took:
-            self.timers.beside("rollout_overlapped", max(0.0, took - (time.perf_counter() - began)))
+            self.timers.beside("rollout_overlapped", max(0.0, took - (time.perf_counter() - start)))
         return True
 
     def _groups_of(self, future: GenerationFuture, seconds: float | None) -> list[Group] | None:
@@ -150,10 +150,10 @@ class RolloutGenerator:
         Args:
             prompts: The prompts. Those that were not begun ahead are sampled now.
         """
-        others = [prompt for prompt in prompts if prompt.number not in self._begun]
-        asked = self.generate(others, self.sampling, seed=self.seed) if others else []
-        found = self._landed | {group.prompt.number: group for group in asked}
-        return [found[prompt.number] for prompt in prompts if prompt.number in found]
+        missing = [prompt for prompt in prompts if prompt.number not in self._begun]
+        sampled = self.generate(missing, self.sampling, seed=self.seed) if missing else []
+        groups_by_number = self._landed | {group.prompt.number: group for group in sampled}
+        return [groups_by_number[prompt.number] for prompt in prompts if prompt.number in groups_by_number]
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[GroupMetadata]:
         """Generate and score the completions of the prompts. Collective.
@@ -182,12 +182,12 @@ class RolloutGenerator:
             if self.sampling.returns_sampling_mask:
                 check_sampling_mask(sequence, self.sampling.top_k)
         groups = [replace(group, prefix=prefix_of(group.completions)) for group in groups]
-        places = {prompt.number: place for place, prompt in enumerate(prompts)}
+        positions = {prompt.number: position for position, prompt in enumerate(prompts)}
         with self.timers("reward"):
-            scored = self.reward_manager(groups, places=[places[group.prompt.number] for group in groups])
+            scored = self.reward_manager(groups, positions=[positions[group.prompt.number] for group in groups])
             metas = gather_metadata(scored)
         self.reward_manager.warn_of_sameness([row for meta in metas.values() for row in meta.rewards])
-        self._held |= {one.group.prompt.number: one for one in scored}
+        self._held |= {group.group.prompt.number: group for group in scored}
         return [metas[prompt.number] for prompt in prompts]
 
     def take(self, metas: Sequence[GroupMetadata]) -> dict[int, ScoredGroup]:
@@ -199,8 +199,8 @@ class RolloutGenerator:
         Returns:
             {index in `metas`: scored group}.
         """
-        held, self._held = self._held, {}
-        return {place: held[meta.prompt_number] for place, meta in enumerate(metas) if meta.prompt_number in held}
+        scored, self._held = self._held, {}
+        return {position: scored[meta.prompt_number] for position, meta in enumerate(metas) if meta.prompt_number in scored}
 
 
 # ---- invalid log-probs -----------------------------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ def first_invalid_logprob(logprobs: np.ndarray) -> int | None:
     Args:
         logprobs: float [n], in nats.
     """
-    wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > ROUNDING))
-    return int(wrong[0]) if len(wrong) else None
+    invalid = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > ROUNDING))
+    return int(invalid[0]) if len(invalid) else None
 
 
 def exclude_invalid_logprobs(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
@@ -232,40 +232,42 @@ def exclude_invalid_logprobs(groups: Sequence[Group]) -> tuple[list[Group], list
     Returns:
         The groups, in which such completions have `is_refused`, and a description of each such completion.
     """
-    found: list[str] = []
+    faults: list[str] = []
 
-    def exclude_if_invalid(group: Group, place: int, completion: Completion) -> Completion:
+    def exclude_if_invalid(group: Group, number: int, completion: Completion) -> Completion:
         sampled = completion.logprobs[completion.sequence.mask]
-        wrong = first_invalid_logprob(sampled)
-        if wrong is None:
+        index = first_invalid_logprob(sampled)
+        if index is None:
             return completion
-        found.append(
-            f"completion {place} of prompt {group.prompt.number} (row {group.prompt.row} of the data), token {wrong + 1} of "
-            f"{len(sampled)}: {sampled[wrong]}"
+        faults.append(
+            f"completion {number} of prompt {group.prompt.number} (row {group.prompt.row} of the data), token {index + 1} of "
+            f"{len(sampled)}: {sampled[index]}"
         )
         return replace(completion, logprobs=np.where(completion.sequence.mask, np.float32(np.nan), np.float32(0.0)))
 
     checked = [
-        replace(group, completions=tuple(exclude_if_invalid(group, place, one) for place, one in enumerate(group.completions)))
+        replace(
+            group, completions=tuple(exclude_if_invalid(group, number, completion) for number, completion in enumerate(group.completions))
+        )
         for group in groups
     ]
-    return checked, found
+    return checked, faults
 
 
-def invalid_logprobs_warning(found: Sequence[str], total: int) -> str | None:
+def invalid_logprobs_warning(faults: Sequence[str], total: int) -> str | None:
     """Return the warning about refused completions, or None if there are none.
 
     Args:
-        found: Descriptions of the refused completions, of all ranks.
+        faults: Descriptions of the refused completions, of all ranks.
         total: Number of completions that were sampled together.
 
     Raises:
         InvalidLogprobsError: All completions were refused.
     """
-    if not found:
+    if not faults:
         return None
-    warning = f"{len(found)} of {total} completions have an invalid log-prob (NaN, infinite or above 0; the first: {found[0]})"
-    if len(found) == total:
+    warning = f"{len(faults)} of {total} completions have an invalid log-prob (NaN, infinite or above 0; the first: {faults[0]})"
+    if len(faults) == total:
         raise InvalidLogprobsError(f"{warning}. The sampler's weights or kernels are faulty.")
     return f"{warning}; these completions are not trained"
 
@@ -302,11 +304,11 @@ def check_sampling_mask(sequence: Tokens, top_k: int) -> None:
     owners = np.repeat(np.arange(len(tokens)), counts)
     has_itself = np.zeros(len(tokens), dtype=bool)
     has_itself[owners[sampling_mask.ids == tokens[owners]]] = True
-    most = 1 + top_k + TIES
+    max_size = 1 + top_k + TIES
     num_different = len(np.unique(owners << 32 | sampling_mask.ids))
-    if not has_itself.all() or counts.max(initial=0) > most or num_different < len(sampling_mask.ids):
-        place = int(np.argmin(has_itself)) if not has_itself.all() else int(np.argmax(counts))
+    if not has_itself.all() or counts.max(initial=0) > max_size or num_different < len(sampling_mask.ids):
+        index = int(np.argmin(has_itself)) if not has_itself.all() else int(np.argmax(counts))
         raise InvalidSamplingMaskError(
-            f"The sampler returned an invalid sampling mask of {counts[place]} token IDs for token {place} of a completion "
-            f"({tokens[place]}): the IDs must be distinct, include the token itself, and be at most {most} with top_k {top_k}."
+            f"The sampler returned an invalid sampling mask of {counts[index]} token IDs for token {index} of a completion "
+            f"({tokens[index]}): the IDs must be distinct, include the token itself, and be at most {max_size} with top_k {top_k}."
         )

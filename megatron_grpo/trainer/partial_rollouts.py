@@ -67,16 +67,16 @@ class PartialRollouts:
             seed: Seed of the run.
         """
         oldest = {prompt.number: version for prompt, version in prompts}
-        kept = [one for one in self._kept if one.versions[0] >= oldest.get(one.prompt_number, 0)]
+        usable = [completion for completion in self._kept if completion.versions[0] >= oldest.get(completion.prompt_number, 0)]
         self._prompts = {prompt.number: prompt for prompt, _ in prompts}
-        num_dropped = sum(collectives.all_gather_object(len(self._kept) - len(kept)))
+        num_dropped = sum(collectives.all_gather_object(len(self._kept) - len(usable)))
         if num_dropped and collectives.rank() == 0:
             logger.warning(
                 "%d partial completions are dropped and sampled again: they have tokens that would be older than async_rollout_depth "
                 "allows when their rollout is trained.",
                 num_dropped,
             )
-        generation = self._sampler.resume([prompt for prompt, _ in prompts], sampling, seed=seed, partial=kept)
+        generation = self._sampler.resume([prompt for prompt, _ in prompts], sampling, seed=seed, partial=usable)
         self._generation, self._version = generation, generation.version
         with CleanUp(self._close):
             yield
@@ -96,21 +96,21 @@ class PartialRollouts:
         Raises:
             WeightSyncError: The log-probs of interrupted completions are not those of the weights that sampled them.
         """
-        later = [one for one in self._found if one.prompt_number >= first]
-        drawn = [one.num_sampled_by(self._version) for one in self._found]
+        unfinished = [completion for completion in self._found if completion.prompt_number >= first]
+        num_sampled = [completion.num_sampled_by(self._version) for completion in self._found]
         counts = np.array([
-            len(later), sum(len(one.token_ids) for one in later),
-            sum(len(one.token_ids) - num for one, num in zip(self._found, drawn, strict=True) if num),
-            sum(one.num_sampled_by(self._version) for one in later), sum(drawn),
+            len(unfinished), sum(len(completion.token_ids) for completion in unfinished),
+            sum(len(completion.token_ids) - num for completion, num in zip(self._found, num_sampled, strict=True) if num),
+            sum(completion.num_sampled_by(self._version) for completion in unfinished), sum(num_sampled),
         ])  # fmt: skip
-        rows, tokens, recomputed, ahead, every = sum(collectives.all_gather_object(counts)).tolist()
+        rows, tokens, recomputed, ahead_tokens, all_tokens = sum(collectives.all_gather_object(counts)).tolist()
         stats = {
             "rollout/partial_rows": rows,
             "rollout/partial_tokens": tokens,
             "rollout/recomputed_tokens": recomputed,
-            "rollout/ahead_share": ahead / max(1, every),
+            "rollout/ahead_share": ahead_tokens / max(1, all_tokens),
         }
-        return stats | (self._check(later, self._prompts, self._version) if self._check else {})
+        return stats | (self._check(unfinished, self._prompts, self._version) if self._check else {})
 
     def commit(self, first: int) -> None:
         """Keep what was sampled for later rollouts, for the next `sampling` and for checkpoints.
@@ -118,7 +118,7 @@ class PartialRollouts:
         Args:
             first: Number of the first prompt that the next rollout needs.
         """
-        self._kept, self._found = [one for one in self._found if one.prompt_number >= first], []
+        self._kept, self._found = [completion for completion in self._found if completion.prompt_number >= first], []
 
     def to_save(self) -> list[PartialCompletion]:
         """Return the partial completions that this rank writes to a checkpoint."""
@@ -160,38 +160,42 @@ class VersionCheck:
         Raises:
             WeightSyncError: The log-probs differ too much. Raised on every rank.
         """
-        mine = {one.key: one for one in partial if one.num_sampled_by(version)}
-        chosen = sorted(key for part in collectives.all_gather_object(list(mine)) for key in part)[: self.count]
-        told = collectives.all_gather_object([mine[key] for key in chosen if key in mine])
-        found = sorted((one for part in told for one in part), key=lambda one: one.key)
-        if not found:
+        local = {completion.key: completion for completion in partial if completion.num_sampled_by(version)}
+        chosen = sorted(key for part in collectives.all_gather_object(list(local)) for key in part)[: self.count]
+        gathered = collectives.all_gather_object([local[key] for key in chosen if key in local])
+        completions = sorted((completion for part in gathered for completion in part), key=lambda completion: completion.key)
+        if not completions:
             return {}
-        asked = [_last_part(one, prompts[one.prompt_number], version) for one in found]
+        sequences = [_last_part(completion, prompts[completion.prompt_number], version) for completion in completions]
         with self.policy.on_device("weights"):
-            scored = self.policy.scorer.score(asked)
-        logprobs = np.concatenate([one.logprobs[-sequence.num_masked :] for one, sequence in zip(found, asked, strict=True)])
-        policy = np.concatenate([values[sequence.mask] for values, sequence in zip(scored, asked, strict=True)])
+            scored = self.policy.scorer.score(sequences)
+        logprobs = np.concatenate(
+            [completion.logprobs[-sequence.num_masked :] for completion, sequence in zip(completions, sequences, strict=True)]
+        )
+        policy = np.concatenate([values[sequence.mask] for values, sequence in zip(scored, sequences, strict=True)])
         differences = np.abs(logprobs - policy)
         worst, mean = float(differences.max()), float(differences.mean())
         bound = (BFLOAT16_MEAN if self.is_coarse else FLOAT32_MAX) * max(1.0, 1 / self.temperature)
         if not (mean if self.is_coarse else worst) <= bound:  # NaN is not within the bound
-            place = np.repeat(range(len(asked)), [one.num_masked for one in asked])[np.argmax(differences)]
+            worst_index = np.repeat(range(len(sequences)), [completion.num_masked for completion in sequences])[np.argmax(differences)]
             raise WeightSyncError(
                 f"Interrupted completions do not come from the weights of version {version}: their log-probs differ from the policy's by "
-                f"{worst:.3g} at most and {mean:.3g} on average over {len(differences)} tokens of {len(found)} completions, more than "
-                f"{bound:g} {'on average' if self.is_coarse else 'at a token'} (the largest: prompt {found[place].prompt_number}). The KV "
+                f"{worst:.3g} at most and {mean:.3g} on average over {len(differences)} tokens of {len(completions)} completions, more "
+                "than "
+                f"{bound:g} {'on average' if self.is_coarse else 'at a token'} (the largest: prompt "
+                f"{completions[worst_index].prompt_number}). The KV "
                 "cache was kept over a weight sync, or the parts of a completion were joined wrongly. To go on without the check, use "
                 "verify_versions 0."
             )
         return {"sampling/version_error/mean": mean, "sampling/version_error/max": worst}
 
 
-def _last_part(one: PartialCompletion, prompt: Prompt, version: int) -> Scored:
+def _last_part(completion: PartialCompletion, prompt: Prompt, version: int) -> Scored:
     """Return a partial completion as a sequence in which the tokens that a version sampled, the last ones, are scored."""
-    token_ids = np.array([*prompt.token_ids, *one.token_ids.tolist()], dtype=np.int64)
-    num_scored = one.num_sampled_by(version)
+    token_ids = np.array([*prompt.token_ids, *completion.token_ids.tolist()], dtype=np.int64)
+    num_scored = completion.num_sampled_by(version)
     mask, offsets, ids = np.arange(len(token_ids)) >= len(token_ids) - num_scored, None, None
-    if one.sampling_mask is not None:
-        kept = one.sampling_mask.take(np.arange(len(one.token_ids) - num_scored, len(one.token_ids)))
-        offsets, ids = kept.at, kept.ids
+    if completion.sampling_mask is not None:
+        part = completion.sampling_mask.take(np.arange(len(completion.token_ids) - num_scored, len(completion.token_ids)))
+        offsets, ids = part.at, part.ids
     return Scored(token_ids=token_ids, mask=mask, mask_offsets=offsets, mask_ids=ids)

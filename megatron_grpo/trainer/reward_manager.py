@@ -44,19 +44,19 @@ class RewardManager:
         """Names of the reward functions."""
         return [function.name for function in self.functions]
 
-    def __call__(self, groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> list[ScoredGroup]:
+    def __call__(self, groups: Sequence[Group], *, positions: Sequence[int] | None = None, trainer_state: Any = None) -> list[ScoredGroup]:
         """Score every completion of this rank's groups with every function. Collective.
 
         Args:
             groups: This rank's groups.
-            places: Index of each group among all that were sampled together (default: its index here); errors name rows by it.
+            positions: Index of each group among all that were sampled together (default: its index here); errors name rows by it.
             trainer_state: Passed to the functions that ask for it.
 
         Raises:
             RewardError: A reward function failed. Raised on every rank, with the same message.
             CancelledError: The run has no time left to score. Raised on every rank, with the same message.
         """
-        batch = as_batch(groups, places=places, trainer_state=trainer_state)
+        batch = as_batch(groups, positions=positions, trainer_state=trainer_state)
         local: RewardScores | RewardError | CancelledError
         try:
             # A call of one function may take its whole timeout without reporting progress.
@@ -67,9 +67,12 @@ class RewardManager:
             local = error
         self._agree(local)
         assert isinstance(local, RewardScores)
-        given, none = iter(local.rows), (None,) * len(self.functions)
+        scores, no_rewards = iter(local.rows), (None,) * len(self.functions)
         return [
-            ScoredGroup(group=group, rewards=tuple(none if one.is_failed else next(given) for one in group.completions)) for group in groups
+            ScoredGroup(
+                group=group, rewards=tuple(no_rewards if completion.is_failed else next(scores) for completion in group.completions)
+            )
+            for group in groups
         ]
 
     def warn_of_sameness(self, rows: Sequence[Sequence[Score]]) -> None:
@@ -88,14 +91,14 @@ class RewardManager:
     def _agree(self, local: RewardScores | RewardError | CancelledError) -> None:
         """Raise an error of any rank on all ranks, and log notices once, on rank 0."""
         collectives.barrier_with_timeout()  # scoring may take minutes longer for the rows of one rank
-        everyone = collectives.all_gather_object(local.notices if isinstance(local, RewardScores) else local)
-        errors = [str(found) for found in everyone if isinstance(found, RewardError)]
+        outcomes = collectives.all_gather_object(local.notices if isinstance(local, RewardScores) else local)
+        errors = [str(outcome) for outcome in outcomes if isinstance(outcome, RewardError)]
         if errors:
             raise RewardError("\n".join(errors))
-        for found in everyone:
-            if isinstance(found, CancelledError):
-                raise found
-        _warn_once(self.functions, [notice for notices in everyone for notice in notices], aloud=collectives.rank() == 0)
+        for outcome in outcomes:
+            if isinstance(outcome, CancelledError):
+                raise outcome
+        _warn_once(self.functions, [notice for notices in outcomes for notice in notices], aloud=collectives.rank() == 0)
 
 
 class CompletionIds(Sequence[list[int]]):
@@ -111,12 +114,12 @@ class CompletionIds(Sequence[list[int]]):
     def __len__(self) -> int:
         return len(self._completions)
 
-    def __getitem__(self, place: Any) -> Any:
-        found = self._completions[place]
-        return CompletionIds(found) if isinstance(place, slice) else list(found.answer_ids)
+    def __getitem__(self, index: Any) -> Any:
+        selected = self._completions[index]
+        return CompletionIds(selected) if isinstance(index, slice) else list(selected.answer_ids)
 
 
-def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
+def as_batch(groups: Sequence[Group], *, positions: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
     """Return the completions of all groups in TRL's shape.
 
     A column that a row lacks is None there. A failed episode is left out: it is not scored. For other episodes the columns of `of_episodes`
@@ -124,26 +127,26 @@ def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, tr
 
     Args:
         groups: The groups.
-        places: See `RewardManager.__call__`.
+        positions: See `RewardManager.__call__`.
         trainer_state: Passed to the functions that ask for it.
     """
     names = list(dict.fromkeys(name for group in groups for name in group.prompt.columns))
-    places = range(len(groups)) if places is None else places
+    positions = range(len(groups)) if positions is None else positions
     rows = [
-        (group.prompt, place * len(group.completions) + number, number, completion)
-        for group, place in zip(groups, places, strict=True)
+        (group.prompt, position * len(group.completions) + number, number, completion)
+        for group, position in zip(groups, positions, strict=True)
         for number, completion in enumerate(group.completions)
         if not completion.is_failed
     ]
     records = [completion.record for *_, completion in rows if completion.record is not None]
-    own = list(dict.fromkeys(name for *_, completion in rows for name in completion.columns or ()))
+    own_columns = list(dict.fromkeys(name for *_, completion in rows for name in completion.columns or ()))
     return RewardBatch(
         prompts=[prompt.raw for prompt, *_ in rows],
         completions=[_completion_argument(prompt, completion) for prompt, _, _, completion in rows],
         completion_ids=CompletionIds([completion for *_, completion in rows]),
         columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names}
         | (of_episodes(records) if records else {})
-        | {name: [(completion.columns or {}).get(name) for *_, completion in rows] for name in own},
+        | {name: [(completion.columns or {}).get(name) for *_, completion in rows] for name in own_columns},
         labels=[f"row {row} of the rollout (data-set row {prompt.row}, completion number {number})" for prompt, row, number, _ in rows],
         trainer_state=trainer_state,
     )
@@ -167,10 +170,10 @@ def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
         records: Record of each episode.
     """
     return {
-        "messages": [[dict(message) for message in one.messages] for one in records],
-        "turn_rewards": [list(one.turn_rewards) for one in records],
-        "num_turns": [one.numbers.num_turns for one in records],
-        "ended": [one.numbers.finish_reason for one in records],
+        "messages": [[dict(message) for message in record.messages] for record in records],
+        "turn_rewards": [list(record.turn_rewards) for record in records],
+        "num_turns": [record.numbers.num_turns for record in records],
+        "ended": [record.numbers.finish_reason for record in records],
     }
 
 
@@ -191,31 +194,31 @@ def gather_metadata(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
     Args:
         scored: The groups that this rank has scored.
     """
-    mine = [GroupMetadata.of(one) for one in scored]
-    return {meta.prompt_number: meta for part in collectives.all_gather_object(mine) for meta in part}
+    local = [GroupMetadata.of(scored_group) for scored_group in scored]
+    return {meta.prompt_number: meta for part in collectives.all_gather_object(local) for meta in part}
 
 
 class EnvironmentFailuresError(RunError):
     """Too many episodes of a rollout ended because their environment failed."""
 
 
-def check_failures(metas: Sequence[GroupMetadata], most: float) -> None:
+def check_failures(metas: Sequence[GroupMetadata], max_share: float) -> None:
     """Check how many episodes of a rollout failed.
 
     Args:
         metas: Metadata of all groups that were sampled.
-        most: Largest allowed share of failed episodes.
+        max_share: Largest allowed share of failed episodes.
 
     Raises:
-        EnvironmentFailuresError: All episodes failed, or a larger share than `most`. The message names the most frequent failure.
+        EnvironmentFailuresError: All episodes failed, or a larger share than `max_share`. The message names the most frequent failure.
     """
     episodes = [episode for meta in metas for episode in meta.episodes]
     faults = Counter(episode.fault for episode in episodes if episode.finish_reason in FAULTS)
     count = faults.total()
-    if not count or (count < len(episodes) and count <= most * len(episodes)):
+    if not count or (count < len(episodes) and count <= max_share * len(episodes)):
         return
     sentence, times = faults.most_common(1)[0]
     raise EnvironmentFailuresError(
-        f"{count} of {len(episodes)} episodes of a rollout failed because of an environment error (max_failed_episodes {most:g}); the "
+        f"{count} of {len(episodes)} episodes of a rollout failed because of an environment error (max_failed_episodes {max_share:g}); the "
         f"most frequent error ({times} times): {sentence}."
     )

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 def result(
     take: Callable[[int], list[Prompt]],
     give_back: Callable[[int], None],
-    ask: Callable[[Sequence[Prompt]], Iterable[GroupMetadata]],
+    generate: Callable[[Sequence[Prompt]], Iterable[GroupMetadata]],
     are_zero_std: Callable[[Sequence[GroupMetadata]], Iterable[bool]],
     *,
     num_groups: int,
@@ -66,7 +66,7 @@ def result(
     Args:
         take: Takes a number of prompts from the stream.
         give_back: Returns a number of the last taken prompts to the stream.
-        ask: Generates and scores completions of prompts.
+        generate: Generates and scores completions of prompts.
         are_zero_std: Returns which groups are zero-std groups.
         num_groups: Groups to train on.
         oversample_ratio: Every round samples this many times the prompts it needs.
@@ -82,17 +82,17 @@ def result(
     zero_std: list[GroupMetadata] = []
     num_rounds = 0
     while num_rounds == 0 or (dynamic_sample and len(varied) < num_groups and num_rounds <= max_resample_times):
-        found = list(ask(take(num_asked(num_groups - len(varied), oversample_ratio))))
-        sampled += found
-        for meta, is_zero_std in zip(found, are_zero_std(found), strict=True):
+        metas = list(generate(take(num_asked(num_groups - len(varied), oversample_ratio))))
+        sampled += metas
+        for meta, is_zero_std in zip(metas, are_zero_std(metas), strict=True):
             (zero_std if is_zero_std else varied).append(meta)
         num_rounds += 1
     first_cut = varied[num_groups].prompt_number if len(varied) > num_groups else sampled[-1].prompt_number + 1
     num_given_back = sampled[-1].prompt_number + 1 - first_cut
     give_back(num_given_back)
-    kept = sorted([*varied[:num_groups], *zero_std[: max(0, num_groups - len(varied))]], key=lambda meta: meta.prompt_number)
+    used = sorted([*varied[:num_groups], *zero_std[: max(0, num_groups - len(varied))]], key=lambda meta: meta.prompt_number)
     return DynamicSamplingResult(
-        kept=kept,
+        kept=used,
         sampled=sampled,
         num_rounds=num_rounds,
         num_given_back=num_given_back,
@@ -135,12 +135,12 @@ class KlPenalty:
                 score_rows(placed, score=without_experts(logprobs), cut=cut, parallel=parallel)
                 for logprobs in (self.policy.scorer.logprobs, self.reference.logprobs)
             )
-        ours, theirs = scored.logprobs, held_to.logprobs
-        mine = [(*key, self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum())) for key in ours]
+        policy, reference = scored.logprobs, held_to.logprobs
+        local = [(*key, self.beta * float((policy[key].astype(np.float64) - reference[key]).sum())) for key in policy]
         penalties = np.empty(len(placed.rows))
-        for part in collectives.all_gather_object(np.array(mine if parallel.is_model_parallel_src else []).reshape(-1, 3)):
+        for part in collectives.all_gather_object(np.array(local if parallel.is_model_parallel_src else []).reshape(-1, 3)):
             penalties[placed.rows.places_of(part[:, 0].astype(np.int64), part[:, 1].astype(np.int64))] = part[:, 2]
-        return penalties, local_samples(ours, scored.rows.rows, placed.rows.dp_rank, parallel)
+        return penalties, local_samples(policy, scored.rows.rows, placed.rows.dp_rank, parallel)
 
 
 class Teacher(Protocol):
@@ -206,29 +206,31 @@ class Rollouts:
             ahead: Numbers of the rollouts that follow, whose prompts may be sampled in free slots of the engine. What is unfinished when
                 `numbers` are complete continues at the next call. Only with `partial`.
         """
-        wanted = list(numbers)
-        if not wanted:
+        requested = list(numbers)
+        if not requested:
             return []
         partial = self.partial
         if partial is None:
             with self.generator.wake_up():
-                found = [self._dynamic_sampling() for _ in wanted]
-            return [self._finish(number, *one, drained_at=None) for number, one in zip(wanted, found, strict=True)]
-        window = self._window([*wanted, *ahead])
+                results = [self._dynamic_sampling() for _ in requested]
+            return [self._finish(number, *sampled, drained_at=None) for number, sampled in zip(requested, results, strict=True)]
+        window = self._window([*requested, *ahead])
         with self.generator.wake_up(), partial.sampling(window, self.generator.sampling, seed=self.generator.seed):
-            found = [self._dynamic_sampling() for _ in wanted]
-        num_used = sum(reaped.num_prompts for reaped, _ in found)
+            results = [self._dynamic_sampling() for _ in requested]
+        num_used = sum(reaped.num_prompts for reaped, _ in results)
         stats = partial.stats(window[0][0].number + num_used)
-        done = [self._finish(number, *one, drained_at=None, partial=stats) for number, one in zip(wanted, found, strict=True)]
+        rollouts = [
+            self._finish(number, *sampled, drained_at=None, partial=stats) for number, sampled in zip(requested, results, strict=True)
+        ]
         partial.commit(window[0][0].number + num_used)
-        return done
+        return rollouts
 
     def _window(self, numbers: Sequence[int]) -> list[tuple[Prompt, int]]:
         """Return the next prompts of the stream that some rollouts are expected to need, each with the oldest version that it may have."""
         count = num_asked(self.num_groups, self.cfg.oversample_ratio)
         prompts = self.prompts.take(count * len(numbers))
         self.prompts.give_back(len(prompts))
-        return [(prompt, self.schedule.oldest_version(numbers[place // count])) for place, prompt in enumerate(prompts)]
+        return [(prompt, self.schedule.oldest_version(numbers[index // count])) for index, prompt in enumerate(prompts)]
 
     def launch(self, number: int) -> None:
         """Begin to sample a rollout with the engine's current weights. Returns at once. Collective.
@@ -236,10 +238,10 @@ class Rollouts:
         Args:
             number: Number of the rollout.
         """
-        earlier = sum(self._under_way.values())
+        num_under_way = sum(self._under_way.values())
         count = num_asked(self.num_groups, self.cfg.oversample_ratio)
-        self.generator.begin(self.prompts.take(earlier + count)[earlier:])
-        self.prompts.give_back(earlier + count)
+        self.generator.begin(self.prompts.take(num_under_way + count)[num_under_way:])
+        self.prompts.give_back(num_under_way + count)
         self._under_way[number] = count
 
     def collect(self, numbers: Iterable[int]) -> list[Rollout]:
@@ -251,11 +253,11 @@ class Rollouts:
         Raises:
             KeyError: Other rollouts were launched.
         """
-        wanted = [number for number in numbers if number not in self._drained]
-        if not wanted:
+        missing = [number for number in numbers if number not in self._drained]
+        if not missing:
             return []
-        if wanted != list(self._under_way):
-            raise KeyError(f"expected rollouts {list(self._under_way)} to be collected next, got {wanted}")
+        if missing != list(self._under_way):
+            raise KeyError(f"expected rollouts {list(self._under_way)} to be collected next, got {missing}")
         return self._collect_launched(drained_at=None)
 
     def drain(self, step: int, *, at_most: float | None = None) -> list[Rollout]:
@@ -286,9 +288,9 @@ class Rollouts:
         self.generator.wait()
         numbers, self._under_way = list(self._under_way), {}
         with self.generator.wake_up():
-            found = [self._dynamic_sampling() for _ in numbers]
+            results = [self._dynamic_sampling() for _ in numbers]
         self.generator.forget()
-        return [self._finish(number, *one, drained_at=drained_at) for number, one in zip(numbers, found, strict=True)]
+        return [self._finish(number, *sampled, drained_at=drained_at) for number, sampled in zip(numbers, results, strict=True)]
 
     def _dynamic_sampling(self) -> tuple[DynamicSamplingResult, dict[int, ScoredGroup]]:
         cfg = self.cfg
@@ -306,7 +308,7 @@ class Rollouts:
         return reaped, self.generator.take(reaped.kept)
 
     def _finish(
-        self, number: int, reaped: DynamicSamplingResult, mine: Mapping[int, ScoredGroup], *, drained_at: int | None,
+        self, number: int, reaped: DynamicSamplingResult, scored_groups: Mapping[int, ScoredGroup], *, drained_at: int | None,
         partial: Mapping[str, float] | None = None,
     ) -> Rollout:  # fmt: skip
         """Turn the scored groups of a rollout into rows and samples.
@@ -314,108 +316,117 @@ class Rollouts:
         Args:
             number: Number of the rollout.
             reaped: The groups to train on.
-            mine: The scored groups that this rank generated, by their index in `reaped.kept`.
+            scored_groups: The scored groups that this rank generated, by their index in `reaped.kept`.
             drained_at: Number of optimizer steps done, if the rollout is collected before its own step.
             partial: Metrics of partial rollouts; None without them.
         """
-        table, kept, came_in = self.schedule, reaped.kept, self.schedule.version_of(number)
-        _check_versions(number, reaped.sampled, at_least=table.oldest_version(number), at_most=came_in)
-        rows, trains = self._rows(number, kept, came_in)
-        held = self._held(rows, mine)
-        placed = PlacedRows(rows=rows, sequences={key: one.sequence for key, one in held.items()})
+        table, metas, version_collected = self.schedule, reaped.kept, self.schedule.version_of(number)
+        _check_versions(number, reaped.sampled, at_least=table.oldest_version(number), at_most=version_collected)
+        rows, trains = self._rows(number, metas, version_collected)
+        completions = self._held(rows, scored_groups)
+        placed = PlacedRows(rows=rows, sequences={key: completion.sequence for key, completion in completions.items()})
         penalty, logprobs = None, None
         if self.penalty is not None:
             with self.generator.timers("ref_logprobs"):
                 of_rows, logprobs = self.penalty(placed)
-                penalty = of_rows.reshape(len(kept), -1)
-        found = advantages([meta.rewards for meta in kept], self.cfg, self.generator.reward_manager.reward_weights, kl_penalty=penalty)
-        taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
+                penalty = of_rows.reshape(len(metas), -1)
+        group_advantages = advantages(
+            [meta.rewards for meta in metas], self.cfg, self.generator.reward_manager.reward_weights, kl_penalty=penalty
+        )
+        taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(completions)
         if self.teacher is not None:
             with self.generator.timers("teacher"):
                 taught = self.teacher(placed)
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
-        arrived = None if partial is None else Arrival(version=came_in, metrics=partial)
-        self.logger.rollout(ScoredRollout(number=number, result=reaped, advantages=found, penalty=penalty, held=mine, arrived=arrived))
-        size, group_size = self.cut.rows_per_slice, len(kept[0].rewards)
-        rows = replace(rows, is_zero_std=np.repeat(found.is_zero_std, group_size), is_zero_advantage=np.ravel(found.advantages) == 0.0)
+        arrived = None if partial is None else Arrival(version=version_collected, metrics=partial)
+        self.logger.rollout(
+            ScoredRollout(number=number, result=reaped, advantages=group_advantages, penalty=penalty, held=scored_groups, arrived=arrived)
+        )
+        size, group_size = self.cut.rows_per_slice, len(metas[0].rewards)
+        rows = replace(
+            rows,
+            is_zero_std=np.repeat(group_advantages.is_zero_std, group_size),
+            is_zero_advantage=np.ravel(group_advantages.advantages) == 0.0,
+        )
         # The policy's log-probs are the old log-probs of stale slices, if the weights are those of the rollout's own step.
-        if logprobs is not None and drained_at in (None, came_in) and table.sizes.old_logprobs != "always":
-            needed = np.array([table.needs_old_logprobs(number, place) for place in range(-(-len(rows) // size))])
-            rows = replace(rows, has_old_logprobs=needed[rows.row // size])
+        if logprobs is not None and drained_at in (None, version_collected) and table.sizes.old_logprobs != "always":
+            needs_old_logprobs = np.array([table.needs_old_logprobs(number, slice_index) for slice_index in range(-(-len(rows) // size))])
+            rows = replace(rows, has_old_logprobs=needs_old_logprobs[rows.row // size])
         samples = {}
-        for key, completion in held.items():
-            place = key[1]
-            advantage = found.advantages[divmod(place, group_size)]
-            sample = _sample(rows, place, completion, advantage, taught[key], trains=bool(trains[place]))
+        for key, completion in completions.items():
+            index = key[1]
+            advantage = group_advantages.advantages[divmod(index, group_size)]
+            sample = _sample(rows, index, completion, advantage, taught[key], trains=bool(trains[index]))
             if table.sizes.old_logprobs == "rollout":
                 sample = sample.with_old_logprobs(sample.sampler_logprobs, "rollout")
-            if rows.has_old_logprobs[place] and logprobs is not None:
+            if rows.has_old_logprobs[index] and logprobs is not None:
                 sample = sample.with_old_logprobs(logprobs[key] * sample.mask, "recompute")
             samples[key] = sample
         return Rollout(number=number, rows=rows, samples=samples, num_prompts=reaped.num_prompts)
 
-    def _held(self, rows: TrainingRows, mine: Mapping[int, ScoredGroup]) -> dict[RowKey, Completion]:
+    def _held(self, rows: TrainingRows, scored_groups: Mapping[int, ScoredGroup]) -> dict[RowKey, Completion]:
         """Send the completions of a rollout to their homes; return those that this data-parallel rank holds. Collective."""
         sampled = {
-            place * len(scored.group.completions) + i: completion
-            for place, scored in mine.items()
+            position * len(scored.group.completions) + i: completion
+            for position, scored in scored_groups.items()
             for i, completion in enumerate(scored.group.completions)
         }
-        held = deliver(
+        completions = deliver(
             {(int(rows.rollout[row]), row): (int(rows.dp_rank[row]), completion) for row, completion in sampled.items()}, self.parallel
         )
-        return {key: held[key] for key in sorted(held)}
+        return {key: completions[key] for key in sorted(completions)}
 
-    def _rows(self, number: int, kept: Sequence[GroupMetadata], came_in: int) -> tuple[TrainingRows, np.ndarray]:
+    def _rows(self, number: int, metas: Sequence[GroupMetadata], version_collected: int) -> tuple[TrainingRows, np.ndarray]:
         """Return the rows of a rollout, and whether the sampled tokens of each may be trained.
 
         Args:
             number: Number of the rollout.
-            kept: Metadata of its groups.
-            came_in: Weights version at which the rollout arrives, where a ratio against the trainer's log-probs is 1. Against the sampler's
+            metas: Metadata of its groups.
+            version_collected: Weights version at which the rollout arrives, where a ratio against the trainer's log-probs is 1. Against
+            the sampler's
                 log-probs it is 1 at the version that sampled.
         """
 
         def of_group(values: Iterable[int]) -> np.ndarray:
-            return np.repeat(np.array(list(values), dtype=np.int64), len(kept[0].rewards))
+            return np.repeat(np.array(list(values), dtype=np.int64), len(metas[0].rewards))
 
         def of_row(values: Iterable[Iterable[int]], dtype: type = np.int64) -> np.ndarray:
             return np.array(list(chain.from_iterable(values)), dtype=dtype)
 
-        trains, none = of_row((meta.trains for meta in kept), bool), np.zeros(len(kept) * len(kept[0].rewards), dtype=np.int64)
-        version, num_versions, excess = of_group(meta.version for meta in kept), none + 1, none
-        if any(meta.spans for meta in kept):
-            spans = [of_completion for meta in kept for of_completion in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)]
-            by = [{version for version, _, _ in one} for one in spans]
-            version, num_versions = np.array(list(map(min, by))), np.array(list(map(len, by)))
-            excess = np.array([version_excess(min(versions), one) for versions, one in zip(by, spans, strict=True)])
+        trains, zeros = of_row((meta.trains for meta in metas), bool), np.zeros(len(metas) * len(metas[0].rewards), dtype=np.int64)
+        version, num_versions, excess = of_group(meta.version for meta in metas), zeros + 1, zeros
+        if any(meta.spans for meta in metas):
+            spans = [of_completion for meta in metas for of_completion in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)]
+            versions_of_row = [{version for version, _, _ in one} for one in spans]
+            version, num_versions = np.array(list(map(min, versions_of_row))), np.array(list(map(len, versions_of_row)))
+            excess = np.array([version_excess(min(versions), one) for versions, one in zip(versions_of_row, spans, strict=True)])
         row, flags = np.arange(len(trains)), np.zeros(len(trains), dtype=bool)
         return TrainingRows(
             rollout=np.full_like(row, number),
             row=row,
-            prompt_number=of_group(meta.prompt_number for meta in kept),
+            prompt_number=of_group(meta.prompt_number for meta in metas),
             version=version,
-            on_policy_version=version if self.schedule.sizes.old_logprobs == "rollout" else np.full_like(row, came_in),
-            prefix=of_group(meta.prefix for meta in kept),
-            num_contexts=of_row(map(len, meta.contexts) for meta in kept),
-            contexts=of_row(chain.from_iterable(meta.contexts for meta in kept)),
-            num_masked=of_row(meta.num_sampled for meta in kept) * trains,
+            on_policy_version=version if self.schedule.sizes.old_logprobs == "rollout" else np.full_like(row, version_collected),
+            prefix=of_group(meta.prefix for meta in metas),
+            num_contexts=of_row(map(len, meta.contexts) for meta in metas),
+            contexts=of_row(chain.from_iterable(meta.contexts for meta in metas)),
+            num_masked=of_row(meta.num_sampled for meta in metas) * trains,
             num_versions=num_versions,
             version_excess=excess,
             is_zero_std=flags,
             is_zero_advantage=flags,
-            is_truncated=of_row((meta.is_truncated for meta in kept), bool),
+            is_truncated=of_row((meta.is_truncated for meta in metas), bool),
             has_old_logprobs=flags,
             dp_rank=self.cut.dp_rank_of(row),
         ), trains
 
 
 def _sample(
-    rows: TrainingRows, place: int, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool
+    rows: TrainingRows, index: int, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool
 ) -> Sample:
     sequence = completion.sequence
     return Sample(
-        **{name: getattr(rows, name)[place].item() for name in OF_ROW_AND_SAMPLE},
+        **{name: getattr(rows, name)[index].item() for name in OF_ROW_AND_SAMPLE},
         token_ids=sequence.token_ids,
         mask=sequence.mask & trains,
         starts=sequence.starts,
@@ -426,7 +437,7 @@ def _sample(
         sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
         teacher_logprobs=of_teacher if trains else None,
         advantage=float(advantage),
-        spans=() if len({by for by, _, _ in completion.versions}) == 1 else tuple(chain.from_iterable(completion.versions)),
+        spans=() if len({version for version, _, _ in completion.versions}) == 1 else tuple(chain.from_iterable(completion.versions)),
     )
 
 

@@ -69,10 +69,8 @@ def emptied(sample: Sample) -> Sample:
     Args:
         sample: The sample.
     """
-    nothing = np.zeros(len(sample.token_ids), dtype=np.float32)
-    return replace(sample, mask=nothing > 0, sampler_logprobs=nothing, mask_offsets=None, mask_ids=None).with_old_logprobs(
-        nothing, "recompute"
-    )
+    zeros = np.zeros(len(sample.token_ids), dtype=np.float32)
+    return replace(sample, mask=zeros > 0, sampler_logprobs=zeros, mask_offsets=None, mask_ids=None).with_old_logprobs(zeros, "recompute")
 
 
 def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
@@ -114,29 +112,31 @@ def score_rows(
         parallel: The parallel layout.
     """
     count, keys = len(rows.rows), rows.rows.keys
-    dealt = partition_for_scoring(rows.rows.lengths, cut)
+    partition = partition_for_scoring(rows.rows.lengths, cut)
     # A row repeated as filler is scored again where it is assigned: its sequence must be there, but its result is not used.
-    members, to = dealt.packed.rows, dealt.dp_ranks[dealt.packed.rows]
+    members, dp_ranks = partition.packed.rows, partition.dp_ranks[partition.packed.rows]
     dp_rank = np.empty(count, dtype=np.int64)
-    dp_rank[members[members < count]] = to[members < count]
-    pairs = np.unique(np.stack([np.where(members < count, members, 0), to]), axis=1)
-    held = _send_to_dp_ranks(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
-    mine = dealt[parallel.dp_rank]
-    sequence_of = {i: held[keys[i if i < count else 0]] for micro_spec in mine for i in micro_spec.rows}
-    micro_batches = collate_specs(sequence_of, mine, cut.alignment)
+    dp_rank[members[members < count]] = dp_ranks[members < count]
+    pairs = np.unique(np.stack([np.where(members < count, members, 0), dp_ranks]), axis=1)
+    sequences = _send_to_dp_ranks(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
+    micro_specs = partition[parallel.dp_rank]
+    sequence_of = {i: sequences[keys[i if i < count else 0]] for micro_spec in micro_specs for i in micro_spec.rows}
+    micro_batches = collate_specs(sequence_of, micro_specs, cut.alignment)
     logprobs, experts = score(micro_batches)
-    found: dict[RowKey, np.ndarray] = {}
+    logprobs_by_key: dict[RowKey, np.ndarray] = {}
     routes: dict[RowKey, np.ndarray] = {}
-    for number, (micro_spec, micro, values) in enumerate(zip(mine, micro_batches, logprobs, strict=True)):
+    for number, (micro_spec, micro, values) in enumerate(zip(micro_specs, micro_batches, logprobs, strict=True)):
         ends = np.cumsum([len(sequence_of[i].token_ids) for i in micro_spec.rows])
-        for i, of_row, at in zip(micro_spec.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
+        for i, of_row, places in zip(micro_spec.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
             if i < count:
-                found[keys[i]] = sequence_of[i].scatter(of_row)
+                logprobs_by_key[keys[i]] = sequence_of[i].scatter(of_row)
                 if experts is not None:
-                    routes[keys[i]] = np.where(at[:, None, None] < 0, FREE, experts[number][at])
-    scored = PlacedRows(rows=replace(rows.rows, dp_rank=dp_rank), sequences={key: held[key] for key in found})
+                    routes[keys[i]] = np.where(places[:, None, None] < 0, FREE, experts[number][places])
+    scored = PlacedRows(rows=replace(rows.rows, dp_rank=dp_rank), sequences={key: sequences[key] for key in logprobs_by_key})
     return ScoredRows(
-        rows=scored, logprobs=found, experts=None if experts is None else _same_experts_in_shared_prefixes(routes, scored, parallel)
+        rows=scored,
+        logprobs=logprobs_by_key,
+        experts=None if experts is None else _same_experts_in_shared_prefixes(routes, scored, parallel),
     )
 
 
@@ -158,46 +158,46 @@ def _same_experts_in_shared_prefixes(
     """
     _, first, group = np.unique(rows.rows.lengths.group, return_index=True, return_inverse=True)
     keys, prefixes = rows.rows.keys, rows.rows.prefix
-    lead = {key: (keys[first[group[place]]], prefixes[place]) for place, key in enumerate(keys) if key in routes}
-    leaders = {keys[place]: prefixes[place] for place in first.tolist()}
+    lead = {key: (keys[first[group[index]]], prefixes[index]) for index, key in enumerate(keys) if key in routes}
+    leaders = {keys[index]: prefixes[index] for index in first.tolist()}
     beginnings = {key: routes[key][:prefix] for key, prefix in leaders.items() if key in routes}
     pairs = np.unique(np.stack([first[group], rows.rows.dp_rank]), axis=1)
     beginnings = _send_to_dp_ranks(beginnings, rows.rows.take(pairs[0]), pairs[1], parallel)
-    found = {key: array.copy() for key, array in routes.items()}
-    for key, array in found.items():
+    shared = {key: array.copy() for key, array in routes.items()}
+    for key, array in shared.items():
         leader, prefix = lead[key]
         for begin in rows.sequences[key].starts:
             array[begin : begin + prefix] = beginnings[leader]
-    return found
+    return shared
 
 
-def local_samples(items: Mapping[RowKey, Any], now: TrainingRows, dp_ranks: np.ndarray, parallel: ParallelState) -> dict:
+def local_samples(items: Mapping[RowKey, Any], rows: TrainingRows, dp_ranks: np.ndarray, parallel: ParallelState) -> dict:
     """Send items from the data-parallel ranks that hold them to their homes. Collective.
 
     Args:
         items: Items of the rows that this rank holds.
-        now: The rows; `dp_rank` is the rank that holds each row's item.
+        rows: The rows; `dp_rank` is the rank that holds each row's item.
         dp_ranks: Data-parallel rank to which each row's item is sent, int64 [n].
         parallel: The parallel layout.
 
     Returns:
         The items of the rows that this data-parallel rank holds.
     """
-    return _send_to_dp_ranks(items, now, dp_ranks, parallel)
+    return _send_to_dp_ranks(items, rows, dp_ranks, parallel)
 
 
-def _send_to_dp_ranks(items: Mapping[RowKey, Any], rows: TrainingRows, to: np.ndarray, parallel: ParallelState) -> dict:
-    """Send each row's item to the data-parallel rank at the same place in `to`.
+def _send_to_dp_ranks(items: Mapping[RowKey, Any], rows: TrainingRows, targets: np.ndarray, parallel: ParallelState) -> dict:
+    """Send each row's item to the data-parallel rank at the same place in `targets`.
 
     The first rank of its model-parallel group sends it; items that are already in place are not sent. A row may occur several times.
     """
-    is_here, stays = rows.dp_rank == parallel.dp_rank, rows.dp_rank == to
-    kept = {key: items[key] for key in rows.take(np.flatnonzero(is_here & stays)).keys}
+    is_here, stays = rows.dp_rank == parallel.dp_rank, rows.dp_rank == targets
+    staying = {key: items[key] for key in rows.take(np.flatnonzero(is_here & stays)).keys}
     if stays.all():
-        return kept
-    leaving = np.flatnonzero(is_here & ~stays if parallel.is_model_parallel_src else np.zeros(len(to), dtype=bool))
-    sent = zip(to[leaving].tolist(), rows.take(leaving).keys, strict=True)
-    return kept | _to_dp_ranks(((dp_rank, key, items[key]) for dp_rank, key in sent), parallel)
+        return staying
+    leaving = np.flatnonzero(is_here & ~stays if parallel.is_model_parallel_src else np.zeros(len(targets), dtype=bool))
+    leaving_keys = zip(targets[leaving].tolist(), rows.take(leaving).keys, strict=True)
+    return staying | _to_dp_ranks(((dp_rank, key, items[key]) for dp_rank, key in leaving_keys), parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +223,11 @@ class SampleBuffer:
         Args:
             rollouts: New rollouts in their order.
         """
-        found = list(rollouts)
+        new_rollouts = list(rollouts)
         samples = dict(self.samples)
-        for rollout in found:
+        for rollout in new_rollouts:
             samples |= rollout.samples
-        return replace(self, rows=TrainingRows.joined([self.rows, *(rollout.rows for rollout in found)]), samples=samples)
+        return replace(self, rows=TrainingRows.joined([self.rows, *(rollout.rows for rollout in new_rollouts)]), samples=samples)
 
     def with_old_logprobs(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
         """Compute old log-probs with the current weights, for the slices whose first use will be stale.
@@ -263,35 +263,35 @@ class SampleBuffer:
         samples = scored.rows.sequences
         if scored.experts is not None:
             samples = {key: replace(sample, experts=scored.experts[key]) for key, sample in samples.items()}
-        lost = self._rows_with_invalid_logprobs(scored.logprobs)
-        held = {
-            key: emptied(sample) if key in lost else sample.with_old_logprobs(scored.logprobs[key], "recompute")
+        invalid = self._rows_with_invalid_logprobs(scored.logprobs)
+        scored_samples = {
+            key: emptied(sample) if key in invalid else sample.with_old_logprobs(scored.logprobs[key], "recompute")
             for key, sample in samples.items()
         }
-        moved = self._with_dp_ranks(due, scored.rows.rows.dp_rank, held)
+        moved = self._with_dp_ranks(due, scored.rows.rows.dp_rank, scored_samples)
         num_masked = moved.rows.num_masked.copy()
-        num_masked[moved.rows.places_of(*np.array(sorted(lost), dtype=np.int64).reshape(-1, 2).T)] = 0
+        num_masked[moved.rows.places_of(*np.array(sorted(invalid), dtype=np.int64).reshape(-1, 2).T)] = 0
         return replace(moved, rows=replace(moved.rows, num_masked=num_masked))
 
-    def placed(self, places: np.ndarray | None = None) -> PlacedRows:
+    def placed(self, index: np.ndarray | None = None) -> PlacedRows:
         """Return rows as `PlacedRows`.
 
         Args:
-            places: Indices of the rows, int64 [k]; None for all.
+            index: Indices of the rows, int64 [k]; None for all.
         """
-        rows = self.rows if places is None else self.rows.take(places)
+        rows = self.rows if index is None else self.rows.take(index)
         return PlacedRows(rows=rows, sequences=self.samples)
 
     def _rows_with_invalid_logprobs(self, logprobs: Mapping[RowKey, np.ndarray]) -> set[RowKey]:
         """Return the rows, of all ranks, that have log-probs that are not finite. Collective."""
-        mine = {key for key, values in logprobs.items() if not np.isfinite(values).all()}
-        if not collectives.all_reduce_max(len(mine)):
+        local = {key for key, values in logprobs.items() if not np.isfinite(values).all()}
+        if not collectives.all_reduce_max(len(local)):
             return set()
-        lost = set().union(*collectives.all_gather_object(mine))
+        invalid = set().union(*collectives.all_gather_object(local))
         if self.parallel.is_rank_zero:
-            named = ", ".join(f"row {row} of rollout {rollout}" for rollout, row in sorted(lost)[:SHOWN])
-            logger.warning("The policy's log-probs of %d rows are not finite; these rows are not trained: %s.", len(lost), named)
-        return lost
+            names = ", ".join(f"row {row} of rollout {rollout}" for rollout, row in sorted(invalid)[:SHOWN])
+            logger.warning("The policy's log-probs of %d rows are not finite; these rows are not trained: %s.", len(invalid), names)
+        return invalid
 
     def batch(self, step: ScheduledStep, *, token_weight_fn: Callable[..., TokenWeights]) -> tuple[SampleBuffer, GlobalBatch]:
         """Build this rank's share of an optimizer step. The only place where rows are partitioned for training.
@@ -310,20 +310,20 @@ class SampleBuffer:
             KeyError: The training schedule asks for a row that was never sampled.
             ValueError: The version of a row contradicts the training schedule.
         """
-        places, arrived_at = self._places(step)
-        rows = self.rows.take(places)
+        index, arrived_at = self._places(step)
+        rows = self.rows.take(index)
         _check_versions(rows, arrived_at)
-        found = token_weight_fn(rows.num_masked, is_truncated=rows.is_truncated, is_zero_std=rows.is_zero_std)
+        token_weights = token_weight_fn(rows.num_masked, is_truncated=rows.is_truncated, is_zero_std=rows.is_zero_std)
         chosen, num_trained = self._rows_to_compute(rows)
-        computed, weights = rows.take(chosen), found.of_rows[chosen]
-        dealt = partition(computed.lengths, self.cut)
-        held = _send_to_dp_ranks(self.samples, computed, dealt.dp_ranks, self.parallel)
+        computed, weights = rows.take(chosen), token_weights.of_rows[chosen]
+        micro_specs = partition(computed.lengths, self.cut)
+        local = _send_to_dp_ranks(self.samples, computed, micro_specs.dp_ranks, self.parallel)
         keys = np.stack([computed.rollout, computed.row], axis=1)
         micro_batches = []
-        for number, micro_spec in enumerate(dealt[self.parallel.dp_rank]):
+        for number, micro_spec in enumerate(micro_specs[self.parallel.dp_rank]):
             of_micro = list(micro_spec.rows)
             samples = [
-                held[rollout, row] if i < num_trained else emptied(held[rollout, row])
+                local[rollout, row] if i < num_trained else emptied(local[rollout, row])
                 for i, (rollout, row) in zip(of_micro, keys[of_micro].tolist(), strict=True)
             ]
             micro_batches.append(collate_samples(
@@ -333,18 +333,18 @@ class SampleBuffer:
         batch = GlobalBatch(
             step=step.index,
             micro_batches=tuple(micro_batches),
-            num_sequences=found.num_sequences,
-            num_loss_tokens=found.num_loss_tokens,
+            num_sequences=token_weights.num_sequences,
+            num_loss_tokens=token_weights.num_loss_tokens,
             num_tokens=int(rows.contexts.sum()),
             num_contexts=len(rows.contexts),
             num_left_out=len(rows) - num_trained,
-            placed=keys[dealt.packed.rows],
-            counts=dealt.packed.counts,
+            placed=keys[micro_specs.packed.rows],
+            counts=micro_specs.packed.counts,
             staleness=step.index - rows.version,
             lag=arrived_at - rows.version,
             by_token=staleness_by_token(rows, step.index),
         )
-        return self._with_dp_ranks(places[chosen], dealt.dp_ranks, held), batch
+        return self._with_dp_ranks(index[chosen], micro_specs.dp_ranks, local), batch
 
     def _rows_to_compute(self, rows: TrainingRows) -> tuple[np.ndarray, int]:
         """Return the indices of the rows to compute, int64 [n], and how many of them have a gradient.
@@ -352,9 +352,9 @@ class SampleBuffer:
         The others are last. They fill micro-batches that would be empty: the shortest of the rows that have no gradient.
         """
         is_left_out = has_zero_gradient(rows, self.zero_gradient)
-        trained, others = np.flatnonzero(~is_left_out), np.flatnonzero(is_left_out)
+        trained, left_out = np.flatnonzero(~is_left_out), np.flatnonzero(is_left_out)
         num_tokens = np.bincount(np.repeat(np.arange(len(rows)), rows.num_contexts), weights=rows.contexts, minlength=len(rows))
-        shortest = others[np.argsort(num_tokens[others], kind="stable")]
+        shortest = left_out[np.argsort(num_tokens[left_out], kind="stable")]
         return np.concatenate([trained, shortest[: self.cut.num_missing(len(trained))]]), len(trained)
 
     def after(self, step: ScheduledStep, logprobs: Mapping[RowKey, np.ndarray]) -> SampleBuffer:
@@ -366,18 +366,18 @@ class SampleBuffer:
             step: The step that was trained.
             logprobs: [masked] of this data-parallel rank's rows, on the ranks of the last pipeline stage; empty elsewhere.
         """
-        size, done = self.cut.rows_per_slice, set(step.last_use)
+        size, used_slices = self.cut.rows_per_slice, set(step.last_use)
         samples = dict(self.samples)
         if step.keeps:
             keys = [key for key in logprobs if key in samples]
             is_kept = self._trained(step.keeps)[self.rows.places_of(*np.array(keys, dtype=np.int64).reshape(-1, 2).T)].tolist()
-            mine = {key: logprobs[key] for key, kept in zip(keys, is_kept, strict=True) if kept}
-            for key, values in self.parallel.from_last_stage(mine).items():
+            local = {key: logprobs[key] for key, keep in zip(keys, is_kept, strict=True) if keep}
+            for key, values in self.parallel.from_last_stage(local).items():
                 samples[key] = samples[key].with_old_logprobs(samples[key].scatter(values), "cached")
         return replace(
             self,
             rows=self.rows.take(np.flatnonzero(~self._in_slices(step.last_use))),
-            samples={key: sample for key, sample in samples.items() if (key[0], key[1] // size) not in done},
+            samples={key: sample for key, sample in samples.items() if (key[0], key[1] // size) not in used_slices},
         )
 
     def to_save(self) -> list[Sample]:
@@ -391,9 +391,9 @@ class SampleBuffer:
             step: The step from the training schedule.
         """
         keys = [(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)]
-        mine = {key: self.samples[key] for key in keys if key in self.samples} if self.parallel.is_model_parallel_src else {}
-        found = {key: sample for part in collectives.exchange({0: mine}) for key, sample in part.items()}
-        return [found[key] for key in keys] if found else []
+        local = {key: self.samples[key] for key in keys if key in self.samples} if self.parallel.is_model_parallel_src else {}
+        samples = {key: sample for part in collectives.exchange({0: local}) for key, sample in part.items()}
+        return [samples[key] for key in keys] if samples else []
 
     def restored(self, samples: SequenceOf[Sample]) -> SampleBuffer:
         """Return the buffer as it was when saved.
@@ -401,10 +401,12 @@ class SampleBuffer:
         Args:
             samples: The samples that this rank has read. Every sample is read by one rank.
         """
-        mine = TrainingRows.of(samples, dp_rank=self.cut.dp_rank_of(np.array([sample.row for sample in samples], dtype=np.int64)))
-        rows = TrainingRows.joined(collectives.all_gather_object(mine))
-        held = deliver({one.key: (dp_rank, one) for one, dp_rank in zip(samples, mine.dp_rank.tolist(), strict=True)}, self.parallel)
-        return replace(self, rows=rows.take(np.lexsort((rows.row, rows.rollout))), samples=held)
+        local_rows = TrainingRows.of(samples, dp_rank=self.cut.dp_rank_of(np.array([sample.row for sample in samples], dtype=np.int64)))
+        rows = TrainingRows.joined(collectives.all_gather_object(local_rows))
+        delivered = deliver(
+            {sample.key: (dp_rank, sample) for sample, dp_rank in zip(samples, local_rows.dp_rank.tolist(), strict=True)}, self.parallel
+        )
+        return replace(self, rows=rows.take(np.lexsort((rows.row, rows.rollout))), samples=delivered)
 
     def _in_slices(self, slices: SequenceOf[tuple[int, int]]) -> np.ndarray:
         """Return whether each row is in one of the (rollout, slice) pairs, bool [n]."""
@@ -423,21 +425,21 @@ class SampleBuffer:
         rows = ragged(first, counts, np.arange(len(first)))
         return self.rows.places_of(np.repeat(rollout, counts), rows), np.repeat(version, counts)
 
-    def _with_dp_ranks(self, places: np.ndarray, dp_ranks: np.ndarray, held: Mapping[RowKey, Sample]) -> SampleBuffer:
+    def _with_dp_ranks(self, index: np.ndarray, dp_ranks: np.ndarray, scored_samples: Mapping[RowKey, Sample]) -> SampleBuffer:
         """Return the buffer with new data-parallel ranks for some rows.
 
         Args:
-            places: Indices of the rows, int64 [k].
+            index: Indices of the rows, int64 [k].
             dp_ranks: Their new data-parallel ranks, int64 [k].
-            held: Their samples, if this rank holds them.
+            scored_samples: Their samples, if this rank holds them.
         """
         dp_rank = self.rows.dp_rank.copy()
-        dp_rank[places] = dp_ranks
-        samples = {**self.samples, **held}
-        at = self.rows.places_of(*np.array(list(samples), dtype=np.int64).reshape(-1, 2).T)
-        is_mine = (dp_rank[at] == self.parallel.dp_rank).tolist()
-        kept = {key: sample for (key, sample), mine in zip(samples.items(), is_mine, strict=True) if mine}
-        return replace(self, rows=replace(self.rows, dp_rank=dp_rank), samples=kept)
+        dp_rank[index] = dp_ranks
+        samples = {**self.samples, **scored_samples}
+        rows_index = self.rows.places_of(*np.array(list(samples), dtype=np.int64).reshape(-1, 2).T)
+        is_mine = (dp_rank[rows_index] == self.parallel.dp_rank).tolist()
+        local = {key: sample for (key, sample), is_local in zip(samples.items(), is_mine, strict=True) if is_local}
+        return replace(self, rows=replace(self.rows, dp_rank=dp_rank), samples=local)
 
 
 def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
@@ -461,10 +463,10 @@ def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
 def _check_versions(rows: TrainingRows, arrived_at: np.ndarray) -> None:
     # Not `version`: a resumed run may have sampled the row later than planned. Its ratio against the sampler is 1 at `version`.
     on_policy = rows.on_policy_version
-    wrong = (rows.version > arrived_at) | ((on_policy != arrived_at) & (on_policy != rows.version))
-    if wrong.any():
-        place = int(wrong.argmax())
+    is_invalid = (rows.version > arrived_at) | ((on_policy != arrived_at) & (on_policy != rows.version))
+    if is_invalid.any():
+        row = int(is_invalid.argmax())
         raise ValueError(
-            f"row {rows.row[place]} of rollout {rows.rollout[place]} was sampled by version {rows.version[place]} and is on-policy at "
-            f"{on_policy[place]}; the training schedule collects its rollout at version {arrived_at[place]}"
+            f"row {rows.row[row]} of rollout {rows.rollout[row]} was sampled by version {rows.version[row]} and is on-policy at "
+            f"{on_policy[row]}; the training schedule collects its rollout at version {arrived_at[row]}"
         )

@@ -90,9 +90,9 @@ class StepMonitor:
         Args:
             words: Description of the hang.
         """
-        now = self._now
-        if now is not None:
-            step, buffer = now
+        current = self._now
+        if current is not None:
+            step, buffer = current
             self.step_dumps().dump_on_hang(DumpReason(kind="time_out", words=words, step=step), buffer, self.policy)
 
     def on_gradients_reduced(self, gradient: SummedGradient) -> None:

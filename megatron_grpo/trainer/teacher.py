@@ -52,31 +52,33 @@ class ServedTeacher:
         Raises:
             ConfigError, RunError, NoRolloutServerError, CancelledError: Errors of `ask`, raised on every rank.
         """
-        mine = dict(placed.sequences) if self._parallel.is_model_parallel_src else {}
-        held = {key: sequence for part in collectives.exchange({0: mine}) for key, sequence in part.items()}
-        found: dict[RowKey, np.ndarray] = {}
+        local = dict(placed.sequences) if self._parallel.is_model_parallel_src else {}
+        sequences = {key: sequence for part in collectives.exchange({0: local}) for key, sequence in part.items()}
+        logprobs_by_key: dict[RowKey, np.ndarray] = {}
 
-        def ask() -> None:
-            found.update(self._scored(held))
+        def score() -> None:
+            logprobs_by_key.update(self._scored(sequences))
 
-        collectives.run_on_rank_zero(ask, REPORTED)
-        homes = placed.rows.dp_rank[placed.rows.places_of(*np.array(list(found), dtype=np.int64).reshape(-1, 2).T)].tolist()
-        return deliver({key: (home, values) for (key, values), home in zip(found.items(), homes, strict=True)}, self._parallel)
+        collectives.run_on_rank_zero(score, REPORTED)
+        dp_ranks = placed.rows.dp_rank[placed.rows.places_of(*np.array(list(logprobs_by_key), dtype=np.int64).reshape(-1, 2).T)].tolist()
+        return deliver(
+            {key: (dp_rank, values) for (key, values), dp_rank in zip(logprobs_by_key.items(), dp_ranks, strict=True)}, self._parallel
+        )
 
-    def _scored(self, held: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
+    def _scored(self, sequences: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
         assert self._ask is not None  # rank 0 alone asks
-        found = {key: np.zeros(len(sequence.token_ids), dtype=np.float32) for key, sequence in held.items()}
-        asked, places = [], []
-        for key, sequence in held.items():
+        result = {key: np.zeros(len(sequence.token_ids), dtype=np.float32) for key, sequence in sequences.items()}
+        to_score, slices = [], []
+        for key, sequence in sequences.items():
             for begin, end in sequence.contexts:
                 sampled = np.flatnonzero(sequence.mask[begin:end])
                 if len(sampled):
                     first, last = int(sampled[0]), int(sampled[-1]) + 1
-                    asked.append(TokensToScore(ids=tuple(sequence.token_ids[begin : begin + last].tolist()), first=first))
-                    places.append((key, slice(begin + first, begin + last)))
-        for (key, where), logprobs in zip(places, self._ask(asked), strict=True):
-            found[key][where] = np.where(held[key].mask[where], logprobs, 0.0)
-        return found
+                    to_score.append(TokensToScore(ids=tuple(sequence.token_ids[begin : begin + last].tolist()), first=first))
+                    slices.append((key, slice(begin + first, begin + last)))
+        for (key, part), logprobs in zip(slices, self._ask(to_score), strict=True):
+            result[key][part] = np.where(sequences[key].mask[part], logprobs, 0.0)
+        return result
 
 
 class HeldTeacher:
@@ -112,12 +114,12 @@ class HeldTeacher:
         bare = {key: replace(sequence, experts=None) for key, sequence in placed.sequences.items()}  # recorded experts are the policy's
         scorer, parallel = self._scorer, self._scorer.parallel
         with self._offloader.on_device("weights"):
-            found = score_rows(replace(placed, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)
+            scored = score_rows(replace(placed, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)
         self._free_memory()
-        senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
-        if collectives.all_reduce_max(senseless):
+        num_invalid = sum(not np.isfinite(values).all() for values in scored.logprobs.values())
+        if collectives.all_reduce_max(num_invalid):
             raise RunError(f"The teacher ({self._name}) returned log-probs that are not finite.")
-        return local_samples(found.logprobs, found.rows.rows, placed.rows.dp_rank, parallel)
+        return local_samples(scored.logprobs, scored.rows.rows, placed.rows.dp_rank, parallel)
 
     def _free_memory(self) -> None:
         if self._offloader.movable:

@@ -150,14 +150,14 @@ class WeightSyncManager:
                 self.policy.free_memory(keep="weights")
                 with self.policy.on_device("weights"):
                     _send_weights(self.holder, next(self.policy.updates(NO_VERSION, has_base=False)))
-            tried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
+            with_trial = np.concatenate(_logprobs(self.policy, self.holder.probes()))
             self.policy.free_memory(keep="weights")
             _send_weights(self.holder, replace(update, version=NO_VERSION))
             check_weights(self.policy, self.holder, version=NO_VERSION, is_coarse=self.is_coarse)
             engine_logprobs = {name: np.concatenate(scores) for name, scores in self.holder.scores(self.holder.probes()).items()}
-        untried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
-        mine = {name: _followed_share(scores, tried, untried) for name, scores in engine_logprobs.items()}
-        problem = _trial_problem(_gather_by_engine(mine))
+        without_trial = np.concatenate(_logprobs(self.policy, self.holder.probes()))
+        local = {name: _followed_share(scores, with_trial, without_trial) for name, scores in engine_logprobs.items()}
+        problem = _trial_problem(_gather_by_engine(local))
         if problem:
             raise WeightSyncError(problem)
 
@@ -178,8 +178,8 @@ def sync(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int,
         for update in policy.updates(version, has_base=holder.has_base):
             counted = _send_weights(holder, update)
             num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
-    found = check_weights(policy, holder, version=version, is_coarse=is_coarse) if verify else SyncStats()
-    return replace(found, num_tensors=num_tensors, num_bytes=num_bytes)
+    stats = check_weights(policy, holder, version=version, is_coarse=is_coarse) if verify else SyncStats()
+    return replace(stats, num_tensors=num_tensors, num_bytes=num_bytes)
 
 
 def _send_weights(holder: WeightReceiver, update: WeightUpdate) -> _Counted:
@@ -206,24 +206,30 @@ def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, vers
     probes = holder.probes()
     expected = _logprobs(policy, probes)
     policy.free_memory()  # scoring wakes the engine's KV cache, which sampling then uses
-    mine = {}
+    reports_here = {}
     for name, scores in holder.scores(probes).items():
-        differences = [np.abs(np.asarray(engine_logprobs) - ours) for engine_logprobs, ours in zip(scores, expected, strict=True)]
+        differences = [
+            np.abs(np.asarray(engine_logprobs) - policy_logprobs) for engine_logprobs, policy_logprobs in zip(scores, expected, strict=True)
+        ]
         fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
         with_images = [float(d.max()) for d, probe in zip(differences, probes, strict=True) if probe.images]
-        mine[name] = _Report(version=holder.version, fresh=fresh, cached=cached, with_images=max(with_images, default=float("nan")))
-    reports = _gather_by_engine(mine)
+        reports_here[name] = _Report(version=holder.version, fresh=fresh, cached=cached, with_images=max(with_images, default=float("nan")))
+    reports = _gather_by_engine(reports_here)
     problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)
-    every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports.values()])
+    differences_of_all = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports.values()])
     worst = max(report.with_images for report in reports.values())
-    return SyncStats(logp_difference_max=float(every.max()), logp_difference_mean=float(every.mean()), image_difference_max=worst)
+    return SyncStats(
+        logp_difference_max=float(differences_of_all.max()),
+        logp_difference_mean=float(differences_of_all.mean()),
+        image_difference_max=worst,
+    )
 
 
-def _gather_by_engine(mine: Mapping[str, Found]) -> dict[str, Found]:
+def _gather_by_engine(local: Mapping[str, Found]) -> dict[str, Found]:
     """Return the findings of all ranks, by the engine's name. Collective."""
-    return {name: found for part in collectives.all_gather_object(dict(mine)) for name, found in part.items()}
+    return {name: value for part in collectives.all_gather_object(dict(local)) for name, value in part.items()}
 
 
 def _logprobs(policy: Policy | FrozenPolicy, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
@@ -232,13 +238,13 @@ def _logprobs(policy: Policy | FrozenPolicy, probes: SequenceOf[Sequence]) -> li
         return [scored[1:] for scored in policy.scorer.score(probes, temperature=1.0)]
 
 
-def _followed_share(engine_logprobs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tuple[float, float]:
+def _followed_share(engine_logprobs: np.ndarray, with_trial: np.ndarray, without_trial: np.ndarray) -> tuple[float, float]:
     """Return how much of the trainer's change the engine shows too.
 
     Returns:
         (share of the trainer's change from untried to tried, by least squares; its standard error).
     """
-    moved, followed = tried.astype(np.float64) - untried, np.asarray(engine_logprobs, dtype=np.float64) - untried
+    moved, followed = with_trial.astype(np.float64) - without_trial, np.asarray(engine_logprobs, dtype=np.float64) - without_trial
     length = float(moved @ moved)
     if not length:
         return 0.0, float("inf")
@@ -246,22 +252,22 @@ def _followed_share(engine_logprobs: np.ndarray, tried: np.ndarray, untried: np.
     return share, float(np.sqrt(((followed - share * moved) ** 2).mean() / length))
 
 
-def _trial_problem(found: Mapping[str, tuple[float, float]]) -> str | None:
+def _trial_problem(shares_by_engine: Mapping[str, tuple[float, float]]) -> str | None:
     """Return the problem with a trial adapter, or None.
 
     The comparisons are written so that NaN is a problem.
 
     Args:
-        found: (share, standard error) of each engine, by its name.
+        shares_by_engine: (share, standard error) of each engine, by its name.
     """
-    shares = ", ".join(f"{name} {share:.2f} +- {error:.2g}" for name, (share, error) in found.items())
-    if not all(error <= FOLLOWED_ERROR for _, error in found.values()):
+    shares = ", ".join(f"{name} {share:.2f} +- {error:.2g}" for name, (share, error) in shares_by_engine.items())
+    if not all(error <= FOLLOWED_ERROR for _, error in shares_by_engine.values()):
         return (
             "The adapter check is inconclusive: the trial adapter changes the trainer's log-probs too little to detect an engine "
             f"that ignores it (share of the change seen in the engines: {shares}). Use more target modules or float32, or skip the "
             "check with verify_weight_push false."
         )
-    if not all(abs(share - 1) <= FOLLOWED for share, _ in found.values()):
+    if not all(abs(share - 1) <= FOLLOWED for share, _ in shares_by_engine.values()):
         return (
             f"The rollout engine ignores the trial adapter or applies only a part of it: share of the change seen in the engines: {shares}."
         )
@@ -280,9 +286,9 @@ class _Report:
 
 def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> str | None:
     """Return the problem with the reports, by the engine's name, or None."""
-    others = {name: report.version for name, report in reports.items() if report.version != version}
-    if others:
-        return f"After the weight sync to {_name(version)}, these engines have another version: {others} (engine: version)"
+    other_versions = {name: report.version for name, report in reports.items() if report.version != version}
+    if other_versions:
+        return f"After the weight sync to {_name(version)}, these engines have another version: {other_versions} (engine: version)"
 
     def is_good(differences: np.ndarray, mean_bound: float) -> bool:
         # Written so that NaN is not good.
@@ -293,7 +299,7 @@ def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> s
     if not bad_fresh and not bad_cached:
         return None
     bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at a token"
-    bad = {name: reports[name] for name in reports if name in {*bad_fresh, *bad_cached}}
+    different = {name: reports[name] for name in reports if name in {*bad_fresh, *bad_cached}}
     lines = [
         f"The rollout engine does not sample from {_name(version)}.",
         f"Its log-probs of the probe sequences differ from the trainer's by more than {bound}:",
@@ -301,11 +307,11 @@ def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> s
     lines += [
         f"  {name}: max {report.fresh.max():.3g}, mean {report.fresh.mean():.3g}; "
         f"through the prefix cache: max {report.cached.max():.3g}, mean {report.cached.mean():.3g}"
-        for name, report in bad.items()
+        for name, report in different.items()
     ]
     if not bad_fresh:
         hint = "Only tokens read through the prefix cache differ: it was not reset and has keys and values of older weights"
-    elif len(bad) < len(reports):
+    elif len(different) < len(reports):
         hint = "Only some engines differ: they missed the weight sync, or the ranks of one engine received different tensors"
     else:
         hint = "All engines differ: a weight has its old value (tied head, packed experts), or arrived under a wrong name or incomplete"
@@ -320,8 +326,8 @@ def _name(version: int) -> str:
 class _Counted:
     """Iterator that passes tensors on and counts them and their bytes."""
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]):
-        self._named = iter(named)
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]):
+        self._named = iter(tensors)
         self.num_tensors = self.num_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

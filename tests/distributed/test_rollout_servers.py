@@ -107,7 +107,7 @@ def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **cha
         model_path=Path(path),
         shape=shape,
         output_dir=out,
-        needs=needs_of(cfg, shape, 20, lora),
+        requirements=needs_of(cfg, shape, 20, lora),
         device=policy.parallel.device,
         lora=lora,
     )

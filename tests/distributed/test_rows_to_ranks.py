@@ -76,7 +76,7 @@ def deliver_answers(rank, world, path, groups, length):
     def pusher():
         server_group = TrainingServerGroup(lambda: [server.address], partial(Server, token=TOKEN, incarnation="1"),
         run="ours", incarnation="1",
-                      needs=ServerRequirements(max_model_len=length + 8), timeout=20.0)  # fmt: skip
+                      requirements=ServerRequirements(max_model_len=length + 8), timeout=20.0)  # fmt: skip
         return WeightBroadcaster(server_group, device=parallel.device, bucket_bytes=1 << 20)
 
     engine = ServerEngine(pusher, tokenizer=AutoTokenizer.from_pretrained(path), vocab_size=128)

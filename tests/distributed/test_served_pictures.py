@@ -49,7 +49,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     engine = ServerEngine.build(
         RolloutConfig(vllm_mode="server", vllm_server_host=[f"@{address_file}"], vllm_server_timeout=60.0), model_path=folder / "model",
         shape=ModelShape.from_pretrained(folder / "model"), output_dir=Path(out), device=torch.device("cpu"), image_spec=image_spec,
-        needs=ServerRequirements(max_model_len=192, limit_images=2, max_pixels=image_spec.max_pixels),
+        requirements=ServerRequirements(max_model_len=192, limit_images=2, max_pixels=image_spec.max_pixels),
     )  # fmt: skip
     engine.score = lambda probes: next(iter(engine.scores(probes).values()))
     named = load_file(folder / "model" / "model.safetensors")

@@ -29,7 +29,7 @@ def _members(rank, world, name="link", seconds=20.0, meeting=None):
     box = [meeting.port if meeting else None]
     dist.broadcast_object_list(box, 0)
     if rank == 0:
-        return meeting, WeightSender(meeting, name=name, world=world, near="127.0.0.1", seconds=seconds)
+        return meeting, WeightSender(meeting, name=name, world=world, local_host="127.0.0.1", seconds=seconds)
     return None, WeightReceiverWorker(address="127.0.0.1", port=box[0], rank=rank, world=world, name=name, seconds=seconds)
 
 
@@ -111,7 +111,7 @@ def test_a_member_that_leaves_ends_the_push_for_all_at_once_and_those_who_are_le
         box = [meeting.port if meeting else None]
         dist.broadcast_object_list(box, 0)
         if rank == 0:
-            WeightSender(meeting, name="second", world=2, near="127.0.0.1", seconds=20).send(iter(_tensors()), 64)
+            WeightSender(meeting, name="second", world=2, local_host="127.0.0.1", seconds=20).send(iter(_tensors()), 64)
         elif rank == 1:
             second = WeightReceiverWorker(address="127.0.0.1", port=box[0], rank=1, world=2, name="second", seconds=20)
             assert [name for name, _ in second.receive()] == [name for name, _ in _tensors()]
@@ -125,7 +125,7 @@ def test_who_stays_away_is_an_error_within_the_limit():
         meeting = Rendezvous()
         start = time.monotonic()
         with pytest.raises(LinkError, match="the link of 2 members was not established within 1 s"):
-            WeightSender(meeting, name="alone", world=2, near="127.0.0.1", seconds=1.0)
+            WeightSender(meeting, name="alone", world=2, local_host="127.0.0.1", seconds=1.0)
         with pytest.raises(LinkError, match="does not answer"):
             WeightReceiverWorker(address="127.0.0.1", port=1, rank=1, world=2, name="alone", seconds=1.0)
         assert time.monotonic() - start < 20

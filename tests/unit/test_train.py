@@ -60,7 +60,7 @@ def reward(number: int, place: int, version: int) -> float:
 class Judge:
     names, reward_weights, most_failed_episodes = ["r"], [1.0], 1.0
 
-    def __call__(self, groups, *, places):
+    def __call__(self, groups, *, positions):
         return [
             ScoredGroup(group=g, rewards=tuple((reward(g.prompt.number, i, g.version),) for i in range(len(g.completions)))) for g in groups
         ]
@@ -299,7 +299,7 @@ def run_of(case: Case, policy: Policy, logger: Journal, disk: Disk, *, is_droppe
     engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, logger)
     engine.should_cancel = stop.should_cancel
     generator = RolloutGenerator(
-        engine, Judge(), sampling=SAMPLING, seed=0, timers=logger.timers, again=lambda: pytest.fail("pushed again")
+        engine, Judge(), sampling=SAMPLING, seed=0, timers=logger.timers, sync_again=lambda: pytest.fail("pushed again")
     )
     return Run(
         schedule=case.table, parallel=OneRank(), policy=policy, engine=engine, weight_sync=Publisher(engine), prompts=stream,
@@ -308,7 +308,7 @@ def run_of(case: Case, policy: Policy, logger: Journal, disk: Disk, *, is_droppe
         max_skipped_steps=case.max_skipped_steps, stop=stop, step_callback=lambda step, buffer: nullcontext(),
         evaluator=Evaluator(EvaluationSpec(sets={"eval": Stream().take(3)} if case.eval_every else {},
                                            sampling=SAMPLING.greedy(), score="r"), engine, Judge(),
-                            every=case.eval_every, last_step=case.num_steps),
+                            eval_steps=case.eval_every, last_step=case.num_steps),
     )  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def slowly(case: Case) -> dict:
     stream, engine, rows, fresh, by = Stream(), ScriptedEngine(partial(answer, refused=case.refused)), {}, {}, {}
 
     def ask(prompts):
-        return [GroupMetadata.of(one) for one in Judge()(engine.generate(prompts, SAMPLING, seed=0), places=[])]
+        return [GroupMetadata.of(one) for one in Judge()(engine.generate(prompts, SAMPLING, seed=0), positions=[])]
 
     def are_zero_std(verdicts):  # one by one; the run itself asks for all of a round at once
         return [bool(advantages([verdict.rewards], case.grpo, [1.0]).is_zero_std[0]) for verdict in verdicts]

@@ -84,7 +84,7 @@ def build_servers(
 
     return ServerEngine.build(
         cfg.rollout, model_path=inputs.model_path, shape=inputs.shape, output_dir=Path(cfg.run.output_dir),
-        needs=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, image_spec=inputs.image_spec, max_images=inputs.max_images),
+        requirements=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, image_spec=inputs.image_spec, max_images=inputs.max_images),
         device=parallel.device, lora=lora, image_spec=inputs.image_spec, trust_remote_code=cfg.model.trust_remote_code,
     )  # fmt: skip
 

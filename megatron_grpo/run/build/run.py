@@ -211,8 +211,8 @@ def generator_of(
         sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
         seed=cfg.run.seed,
         timers=timers,
-        again=again,
-        before=before,
+        sync_again=again,
+        before_sampling=before,
         experts=replayed_experts(cfg, inputs.shape),
     )
 
@@ -263,7 +263,7 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, rewa
         pass_threshold=cfg.eval.eval_pass_threshold,
         most=most_of(cfg), seed=cfg.eval.eval_seed, episodes=describe_rules(cfg),
     )  # fmt: skip
-    return Evaluator(question, sampler, reward_manager, every=cfg.eval.eval_steps, last_step=last_step)
+    return Evaluator(question, sampler, reward_manager, eval_steps=cfg.eval.eval_steps, last_step=last_step)
 
 
 def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:

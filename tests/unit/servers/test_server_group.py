@@ -39,7 +39,7 @@ def fleet_of(opened):
         said = []
         found = TrainingServerGroup(
             addresses or (lambda: [server.address for server in servers]), partial(Server, token=token, incarnation=incarnation), run=run,
-            incarnation=incarnation, needs=needs, timeout=timeout, print_line=said.append, **more,
+            incarnation=incarnation, requirements=needs, timeout=timeout, print_line=said.append, **more,
         )  # fmt: skip
         found.said = said
         return opened(found)

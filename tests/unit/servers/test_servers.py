@@ -48,9 +48,16 @@ def engine_of():
 
     def made(*lines, **more):
         servers = [SmallServer(one) for one in lines]
-        server_group = TrainingServerGroup(lambda: [server.address for server in servers], partial(Server, token=TOKEN, incarnation="1"),
-                      run="ours",
-                      incarnation="1", needs=ServerRequirements(max_model_len=64), timeout=5.0, print_line=lambda line: None)  # fmt: skip
+        server_group = TrainingServerGroup(
+            lambda: [server.address for server in servers],
+            partial(Server, token=TOKEN, incarnation="1"),
+            run="ours",
+            # fmt: skip
+            incarnation="1",
+            requirements=ServerRequirements(max_model_len=64),
+            timeout=5.0,
+            print_line=lambda line: None,
+        )
         engine = ServerEngine(lambda: Pusher(server_group, servers), tokenizer=None, vocab_size=10, **more)
         pushed(engine, 1)
         opened.extend([engine, *servers])

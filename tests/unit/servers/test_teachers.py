@@ -53,7 +53,7 @@ def opened():
 def teacher_of(*servers, timeout=5.0, **more) -> TeacherServerGroup:
     at = partial(Server, token=more.pop("token", TOKEN), incarnation="")
     return TeacherServerGroup(
-        lambda: [server.address for server in servers], at, needs=NEEDS, timeout=timeout, print_line=lambda line: None, **more
+        lambda: [server.address for server in servers], at, requirements=NEEDS, timeout=timeout, print_line=lambda line: None, **more
     )
 
 

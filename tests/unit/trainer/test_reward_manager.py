@@ -71,7 +71,7 @@ def test_a_rank_judges_its_own_groups_and_each_function_weighs_one_unless_it_is_
     reward_manager = RewardManager([reward(counting), reward(value)])
     assert (reward_manager.names, reward_manager.reward_weights) == (["counting", "value"], [1.0, 1.0])
     assert RewardManager([reward(value)], [0.5]).reward_weights == [0.5]
-    assert [one.group for one in reward_manager(GROUPS[1::2], places=[1, 3])] == GROUPS[1::2]
+    assert [one.group for one in reward_manager(GROUPS[1::2], positions=[1, 3])] == GROUPS[1::2]
     assert calls == [completion.text for one in GROUPS[1::2] for completion in one.completions]
 
 
@@ -80,9 +80,9 @@ def test_an_error_on_one_rank_is_the_same_error_on_all_and_names_the_row_of_the_
 
     def rank_main(rank, world_size):
         reward_manager, places = RewardManager([reward(value)]), list(range(rank, 5, world_size))
-        good = reward_manager([GROUPS[place] for place in places], places=places)
+        good = reward_manager([GROUPS[place] for place in places], positions=places)
         try:
-            reward_manager([groups[place] for place in places], places=places)
+            reward_manager([groups[place] for place in places], positions=places)
         except RewardError as error:
             return [one.rewards for one in good], str(error)
 

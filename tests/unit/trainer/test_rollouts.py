@@ -206,7 +206,7 @@ class Judge:
     def __init__(self, rewards):
         self.rewards = rewards
 
-    def __call__(self, groups, *, places):
+    def __call__(self, groups, *, positions):
         return scored_by(self.rewards, groups)
 
     def warn_of_sameness(self, rows):
@@ -231,7 +231,7 @@ def rollouts_of(
 
 
 def generator_of(engine, rewards=(), sampling=SAMPLING, again=lambda: pytest.fail("pushed again")):
-    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, timers=Timers(), again=again)
+    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, timers=Timers(), sync_again=again)
 
 
 def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
