@@ -51,14 +51,14 @@ class CheckpointError(RunError):
 
 
 @contextmanager
-def errors_on_all_ranks(what: str) -> Iterator[None]:
+def errors_on_all_ranks(action: str) -> Iterator[None]:
     """Raise CheckpointError on all ranks if the `with` block fails on any of them. Collective.
 
     Without it, the other ranks would wait in a collective. Inside the block no rank may wait for another, unless the called function
     propagates errors to all ranks.
 
     Args:
-        what: Description of the operation, the beginning of the error message.
+        action: Description of the operation, the beginning of the error message.
     """
     problem, cause = None, None
     try:
@@ -69,7 +69,7 @@ def errors_on_all_ranks(what: str) -> Iterator[None]:
         problems = collectives.all_gather_object(problem)
         # An error that torch has already sent to all ranks names its rank and is the same everywhere: report it once.
         texts = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-        raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(texts))}") from cause
+        raise CheckpointError(f"{action}: {'; '.join(dict.fromkeys(texts))}") from cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +102,14 @@ class ShardedWriter:
         self._known: list[PlacedShard] | None = None  # the placement that rank 0 has received
         self._metadata = b""
 
-    def taken(self, state: dict[str, Any], others: dict[str, bytes]) -> Callable[[Path], Written]:
+    def taken(self, state: dict[str, Any], other_files: dict[str, bytes]) -> Callable[[Path], Written]:
         """Capture the current state, and return a function that writes it into a directory without communication. Collective.
 
         With `staged` the model may change before the function runs.
 
         Args:
             state: Sharded state dict.
-            others: Contents of further files of this rank, by name.
+            other_files: Contents of further files of this rank, by name.
         """
         with errors_on_all_ranks("describing the model and optimizer"):
             sharded, common = save_preprocess(state, validate_access_integrity=False)  # `metadata_of` checks integrity, on one rank
@@ -122,9 +122,9 @@ class ShardedWriter:
             if collectives.rank() == 0:
                 stream = io.BytesIO()
                 torch.save(common, stream)
-                said = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
-                others = {"common.pt": stream.getvalue(), "metadata.json": said, **others}
-        return partial(_write, pieces, others, rank=collectives.rank())
+                config_json = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
+                other_files = {"common.pt": stream.getvalue(), "metadata.json": config_json, **other_files}
+        return partial(_write, pieces, other_files, rank=collectives.rank())
 
     def told(self, written: Written) -> Callable[[Path], dict[str, Entry]] | None:
         """Gather the files of all ranks on rank 0. Collective.
@@ -150,12 +150,12 @@ class ShardedWriter:
         }
 
 
-def _write(pieces: Sequence[tuple[Shard, Contents]], others: dict[str, bytes], directory: Path, *, rank: int) -> Written:
+def _write(pieces: Sequence[tuple[Shard, Contents]], other_files: dict[str, bytes], directory: Path, *, rank: int) -> Written:
     files, file, placed = {}, f"__{rank}_0.distcp" if pieces else "", list[PlacedShard]()
     try:
         if pieces:
             files[file], placed = write_pieces(directory / file, pieces)
-        files |= {name: write_file(directory / name, contents) for name, contents in others.items()}
+        files |= {name: write_file(directory / name, contents) for name, contents in other_files.items()}
     except RuntimeError as error:
         raise _first_cause(error) from error
     return Written(files=files, file=file, placed=placed)
@@ -176,13 +176,13 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
         CheckpointError: On every rank, if entries are missing, or left over (unless `partly`), or reading fails on any rank.
     """
     with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
-        mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
-        held = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})
-    if collectives.all_reduce_max(not mine <= set(held)):
-        raise CheckpointError(f"it lacks {_some(set().union(*collectives.all_gather_object(mine - set(held))))}")
+        needed_here = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
+        stored = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})
+    if collectives.all_reduce_max(not needed_here <= set(stored)):
+        raise CheckpointError(f"it lacks {_some(set().union(*collectives.all_gather_object(needed_here - set(stored))))}")
     # "_extra_state" is extra state of Transformer Engine's layers: empty unless they compute in FP8.
-    wanted = [name in mine or name.endswith("_extra_state") for name in held]
-    left_over = {name for name, is_wanted in zip(held, collectives.all_reduce_any(wanted), strict=True) if not is_wanted}
+    is_needed = [name in needed_here or name.endswith("_extra_state") for name in stored]
+    left_over = {name for name, is_wanted in zip(stored, collectives.all_reduce_any(is_needed), strict=True) if not is_wanted}
     if left_over and not partly:
         raise CheckpointError(f"it has unexpected entries: {_some(left_over)}")
     with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
@@ -217,8 +217,8 @@ def _reads_counted() -> Iterator[None]:
 
 
 def _some(names: set[str]) -> str:
-    shown = sorted(names)[:2]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+    listed = sorted(names)[:2]
+    return ", ".join(listed) + (f" and {len(names) - len(listed)} more" if len(names) > len(listed) else "")
 
 
 def _describe(error: BaseException) -> str:
@@ -349,17 +349,17 @@ class Staging:
             pieces: Pieces and their contents.
         """
         sizes = [_aligned(contents.nbytes) if isinstance(contents, torch.Tensor) else 0 for _, contents in pieces]
-        left, chunk, place, copied = sum(sizes), 0, 0, []
+        remaining, chunk, offset, copied = sum(sizes), 0, 0, []
         on_device = False
         for (piece, contents), size in zip(pieces, sizes, strict=True):
             if isinstance(contents, torch.Tensor):
                 on_device |= contents.is_cuda
-                while chunk < len(self._chunks) and place + size > len(self._chunks[chunk]):
-                    chunk, place = chunk + 1, 0
+                while chunk < len(self._chunks) and offset + size > len(self._chunks[chunk]):
+                    chunk, offset = chunk + 1, 0
                 if chunk == len(self._chunks):
-                    self._chunks.append(torch.empty(max(size, min(left, CHUNK)), dtype=torch.uint8, pin_memory=contents.is_cuda))
-                room = self._chunks[chunk][place : place + contents.nbytes].view(contents.dtype).view(contents.shape)
-                contents, place, left = room.copy_(contents, non_blocking=True), place + size, left - size
+                    self._chunks.append(torch.empty(max(size, min(remaining, CHUNK)), dtype=torch.uint8, pin_memory=contents.is_cuda))
+                view = self._chunks[chunk][offset : offset + contents.nbytes].view(contents.dtype).view(contents.shape)
+                contents, offset, remaining = view.copy_(contents, non_blocking=True), offset + size, remaining - size
             copied.append((piece, contents))
         if on_device:
             torch.cuda.synchronize()

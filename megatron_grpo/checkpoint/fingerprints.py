@@ -73,33 +73,33 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
         rows: `PromptRows` of the training set, if read.
         teacher_path: Directory of `teacher_model`, if known.
     """
-    found: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
     if model_path is not None and model_path.is_dir():
-        found["model"] = model_fingerprint(model_path)
+        fingerprints["model"] = model_fingerprint(model_path)
         for name, files in (("vocabulary", _VOCABULARY), ("chat template and special tokens", TEMPLATE)):
-            found[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
+            fingerprints[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
         if cfg.model.trust_remote_code and (code := files_that_run(model_path)):
-            found["the model's own code"] = _of_files(model_path / name for name in sorted(code))
+            fingerprints["the model's own code"] = _of_files(model_path / name for name in sorted(code))
     for name, path in (("ref_model", Path(cfg.grpo.ref_model) if cfg.grpo.ref_model else None), (TEACHER, teacher_path)):
         if path is not None and path.is_dir():
-            found[name] = model_fingerprint(path)
+            fingerprints[name] = model_fingerprint(path)
     for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):
         if directory and Path(directory).is_dir():
-            found[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))
+            fingerprints[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))
     if cfg.run.mcore_model and (Path(cfg.run.mcore_model) / MANIFEST).is_file():
-        found["mcore_model"] = _of_files([Path(cfg.run.mcore_model) / MANIFEST])
+        fingerprints["mcore_model"] = _of_files([Path(cfg.run.mcore_model) / MANIFEST])
     if rows is not None:
-        found["data set"] = rows.described(SHOWN)
+        fingerprints["data set"] = rows.described(SHOWN)
     sources = {f"reward {spec}": spec for spec in cfg.rewards.reward_funcs} | {"rollout_func": cfg.rollout.rollout_func or ""}
     sources |= {name: getattr(cfg.turns, name) or "" for name in ("agent", "agent_verdict")}
     for name, spec in sources.items():
         if given.is_given(spec):
-            found |= {name: of_object} if (of_object := given.fingerprint(spec)) else {}
+            fingerprints |= {name: of_object} if (of_object := given.fingerprint(spec)) else {}
         elif (source := _source(spec)) is not None:
-            found[name] = _of_files([source])
+            fingerprints[name] = _of_files([source])
     if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():
-        found["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])
-    return found
+        fingerprints["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])
+    return fingerprints
 
 
 def vocabulary_fingerprint(directory: Path) -> str | None:
@@ -141,9 +141,11 @@ def base_problems(adapter: str | Path, model: Path, *, flag: str = "adapters") -
         trained = json.loads((Path(adapter) / BASE).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    found = model_fingerprint(model)
-    message = f"{flag}: {adapter} was trained with another model ({trained}) than {model} ({found}). Use that model or another adapter."
-    return [] if trained == found else [Problem(flags=(flag, "model"), message=message)]
+    fingerprint = model_fingerprint(model)
+    message = (
+        f"{flag}: {adapter} was trained with another model ({trained}) than {model} ({fingerprint}). Use that model or another adapter."
+    )
+    return [] if trained == fingerprint else [Problem(flags=(flag, "model"), message=message)]
 
 
 def _sample(path: Path) -> str:
@@ -152,8 +154,8 @@ def _sample(path: Path) -> str:
         if size <= SAMPLES * SAMPLE_BYTES:
             digest.update(stream.read())
         else:
-            for place in range(SAMPLES):
-                stream.seek(place * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+            for number in range(SAMPLES):
+                stream.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
                 digest.update(stream.read(SAMPLE_BYTES))
     return f"{size} {digest.hexdigest()}"
 
@@ -168,15 +170,15 @@ def _of_files(paths: Iterable[Path]) -> str:
 
 def _source(spec: str) -> Path | None:
     """Return the file of `path/to/file.py:function` or `package.module:function`; None for a built-in or a missing file."""
-    where, colon, _ = spec.rpartition(":")
+    module, colon, _ = spec.rpartition(":")
     if not colon:
         return None
-    if where.endswith(".py"):
-        path = Path(where).expanduser()
+    if module.endswith(".py"):
+        path = Path(module).expanduser()
     else:
         try:
-            found = find_spec(where)
+            module_spec = find_spec(module)
         except (ImportError, ValueError):  # reported when the module is loaded
             return None
-        path = Path(found.origin) if found is not None and found.origin else Path()
+        path = Path(module_spec.origin) if module_spec is not None and module_spec.origin else Path()
     return path if path.is_file() else None

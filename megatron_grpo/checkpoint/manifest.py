@@ -95,7 +95,7 @@ _OWN = (
 )
 
 
-def facts(origin: RunOrigin, progress: Progress, **more: Any) -> dict[str, Any]:
+def facts(origin: RunOrigin, progress: Progress, **extra: Any) -> dict[str, Any]:
     """Return the contents of a new manifest besides step, number and files.
 
     Args:
@@ -111,7 +111,7 @@ def facts(origin: RunOrigin, progress: Progress, **more: Any) -> dict[str, Any]:
         "settings": dict(origin.settings),
         "content": dict(origin.content),
         "job": dict(origin.job),
-        **more,
+        **extra,
     }
 
 
@@ -121,13 +121,13 @@ def signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         manifest: Contents of the manifest; an earlier checksum is ignored.
     """
-    read = json.loads(json.dumps(manifest))  # integer keys become strings, which are sorted differently
-    return {**read, _OWN: _digest(read)}
+    content = json.loads(json.dumps(manifest))  # integer keys become strings, which are sorted differently
+    return {**content, _OWN: _digest(content)}
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in manifest.items() if name != _OWN}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    signed_part = {name: value for name, value in manifest.items() if name != _OWN}
+    return hashlib.sha256(json.dumps(signed_part, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest | str:
@@ -141,56 +141,56 @@ def read_manifest(directory: Path) -> Manifest | str:
     """
     path = directory / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"{path} is missing"
     except (ValueError, OSError) as error:
         return f"{path} cannot be read ({error})"
-    wrong = _fault(found)
-    if wrong is None and directory.name.startswith("iter_") and directory.name != f"iter_{found['step']:07d}":
-        wrong = f"is of step {found['step']}, which does not match its directory name"
-    if wrong is None and found.get(_OWN, own := _digest(found)) != own:
-        wrong = "has changed since it was written (the SHA-256 in it differs)"
-    if wrong is not None:
-        return f"{path} {wrong}"
-    settings = in_current_names(found["settings"]) if found["format"] > 1 else _settings_of_format_1(directory / CONFIG)
+    fault = _fault(content)
+    if fault is None and directory.name.startswith("iter_") and directory.name != f"iter_{content['step']:07d}":
+        fault = f"is of step {content['step']}, which does not match its directory name"
+    if fault is None and content.get(_OWN, digest := _digest(content)) != digest:
+        fault = "has changed since it was written (the SHA-256 in it differs)"
+    if fault is not None:
+        return f"{path} {fault}"
+    settings = in_current_names(content["settings"]) if content["format"] > 1 else _settings_of_format_1(directory / CONFIG)
     if isinstance(settings, str):
         return settings
     return Manifest(
         directory=directory,
-        format=found["format"],
-        progress=Progress(**found["progress"]),
-        num_pending=found["num_pending"],
-        save_number=found.get("save_number", 0),
-        origin=RunOrigin(settings=settings, content=found.get("content", {}), sizes=found["batch"], job=found.get("job", {})),
-        files=found["files"],
+        format=content["format"],
+        progress=Progress(**content["progress"]),
+        num_pending=content["num_pending"],
+        save_number=content.get("save_number", 0),
+        origin=RunOrigin(settings=settings, content=content.get("content", {}), sizes=content["batch"], job=content.get("job", {})),
+        files=content["files"],
         is_good=(directory / GOOD).is_file(),
     )
 
 
-def _fault(found: Any) -> str | None:
+def _fault(content: Any) -> str | None:
     """Describe what is wrong with a manifest, as the end of a sentence whose subject is the file; None if it is valid."""
-    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         return "cannot be read (not an object with a `format`)"
-    if found["format"] not in _FIELDS:
-        writer = found.get("written_by", "another version")
-        return f"is of format {found['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 to {FORMAT}"
-    known = _FIELDS[found["format"]]
-    unknown = sorted(found.keys() - known.keys() - ({_OWN} if found["format"] >= 3 else set()))
+    if content["format"] not in _FIELDS:
+        writer = content.get("written_by", "another version")
+        return f"is of format {content['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 to {FORMAT}"
+    field_types = _FIELDS[content["format"]]
+    unknown = sorted(content.keys() - field_types.keys() - ({_OWN} if content["format"] >= 3 else set()))
     if unknown:
-        return f"has the field {unknown[0]!r}, which is unknown to megatron_grpo {__version__} in format {found['format']}"
-    bad = [name for name, kind in known.items() if not isinstance(found.get(name), kind)]
-    if bad:
-        return f"cannot be read (`{bad[0]}` is {'missing' if bad[0] not in found else repr(found[bad[0]])[:40]})"
-    counts = [found["step"], found["num_pending"], *found["progress"].values()]
-    names = [one.name for one in fields(Progress)]
-    if not found["progress"].keys() <= set(names) or not all(type(count) is int for count in counts):
+        return f"has the field {unknown[0]!r}, which is unknown to megatron_grpo {__version__} in format {content['format']}"
+    invalid = [name for name, kind in field_types.items() if not isinstance(content.get(name), kind)]
+    if invalid:
+        return f"cannot be read (`{invalid[0]}` is {'missing' if invalid[0] not in content else repr(content[invalid[0]])[:40]})"
+    counts = [content["step"], content["num_pending"], *content["progress"].values()]
+    names = [field.name for field in fields(Progress)]
+    if not content["progress"].keys() <= set(names) or not all(type(count) is int for count in counts):
         return f"cannot be read (`progress` must have integers for {', '.join(names)} and no other fields)"
-    if found["progress"].get("step") != found["step"]:
-        return f"cannot be read (`step` is {found['step']}, `progress.step` is {found['progress'].get('step')})"
-    if not found["files"]:
+    if content["progress"].get("step") != content["step"]:
+        return f"cannot be read (`step` is {content['step']}, `progress.step` is {content['progress'].get('step')})"
+    if not content["files"]:
         return "lists no files"
-    for name, entry in found["files"].items():
+    for name, entry in content["files"].items():
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get("sha256"), str):
             return f"cannot be read (no size or SHA-256 of {name})"
     return None
@@ -243,13 +243,17 @@ class Folder:
         The order is that of the save number. Steps would lead back to checkpoints that were abandoned by resuming from an earlier step;
         the pointer is one save behind if a run is killed between the two renames of `commit`.
         """
-        found = [read_manifest(self.directory(step)) for step in self.steps()]
-        whole = sorted((one for one in found if isinstance(one, Manifest)), key=lambda one: (one.save_number, one.step), reverse=True)
-        return [*(one for one in found if isinstance(one, str)), *whole]
+        manifests = [read_manifest(self.directory(step)) for step in self.steps()]
+        complete = sorted(
+            (manifest for manifest in manifests if isinstance(manifest, Manifest)),
+            key=lambda manifest: (manifest.save_number, manifest.step),
+            reverse=True,
+        )
+        return [*(manifest for manifest in manifests if isinstance(manifest, str)), *complete]
 
     def whole(self) -> list[Manifest]:
         """Return the readable ones of `candidates`."""
-        return [one for one in self.candidates() if isinstance(one, Manifest)]
+        return [manifest for manifest in self.candidates() if isinstance(manifest, Manifest)]
 
     def pointer(self) -> int | str | None:
         """Return the step in the pointer file; a sentence if it cannot be read; None if it does not exist."""
@@ -298,8 +302,8 @@ class Folder:
             files: {"bytes": size, "sha256": digest} of every file written, by name.
         """
         writing, target = self.being_written(step), self.directory(step)
-        before = [one.save_number for one in self.whole()]
-        manifest = {**facts, "step": step, "save_number": max(before, default=0) + 1, "files": dict(sorted(files.items()))}
+        save_numbers = [manifest.save_number for manifest in self.whole()]
+        manifest = {**facts, "step": step, "save_number": max(save_numbers, default=0) + 1, "files": dict(sorted(files.items()))}
         write_whole(writing / MANIFEST, json.dumps(signed(manifest), indent=1) + "\n", durable=True)
         for directory in {(writing / name).parent for name in files} | {writing}:
             sync(directory)
@@ -331,7 +335,7 @@ class Folder:
         Args:
             step: Number of optimizer steps.
         """
-        return next((one.directory for one in self.whole() if one.is_good and one.step <= step), None)
+        return next((manifest.directory for manifest in self.whole() if manifest.is_good and manifest.step <= step), None)
 
     def retain(self, limit: int | None, newest: int, *, best: int | None = None) -> None:
         """Delete old checkpoints, so that at most `limit` remain up to step `newest`.
@@ -347,10 +351,10 @@ class Folder:
         if not limit:
             return
         steps = self.steps()
-        never = {self.last_good(newest), self.directory(newest)} | ({self.directory(best)} if best in steps else set())
-        others = [step for step in steps if step <= newest and self.directory(step) not in never]
-        kept = limit - len(never - {None})
-        for step in others[: max(0, len(others) - max(0, kept))]:
+        protected = {self.last_good(newest), self.directory(newest)} | ({self.directory(best)} if best in steps else set())
+        removable = [step for step in steps if step <= newest and self.directory(step) not in protected]
+        num_kept = limit - len(protected - {None})
+        for step in removable[: max(0, len(removable) - max(0, num_kept))]:
             trash = self.path / f"{TRASH}{self.directory(step).name}"
             self.directory(step).rename(trash)  # so that a partly deleted directory is never taken for a checkpoint
             shutil.rmtree(trash, ignore_errors=True)
@@ -376,20 +380,20 @@ def damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read_byte
     Returns:
         A sentence per damaged file.
     """
-    found = []
+    faults = []
     for name, written in files.items():
         path = directory / name
         try:
             size = path.stat().st_size
             if size != written["bytes"]:
-                found.append(f"{path} has {size} bytes, expected {written['bytes']}")
+                faults.append(f"{path} has {size} bytes, expected {written['bytes']}")
             elif read_bytes and _sha256(path) != written["sha256"]:
-                found.append(f"{path} has changed since it was written (its SHA-256 differs)")
+                faults.append(f"{path} has changed since it was written (its SHA-256 differs)")
         except FileNotFoundError:
-            found.append(f"{path} is missing")
+            faults.append(f"{path} is missing")
         except OSError as error:
-            found.append(f"{path} cannot be read ({error.strerror})")
-    return found
+            faults.append(f"{path} cannot be read ({error.strerror})")
+    return faults
 
 
 def _sha256(path: Path) -> str:

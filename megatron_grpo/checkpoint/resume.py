@@ -83,8 +83,8 @@ class Resume:
         lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
         lines.append(self._standing(manifest))
         if self.without:
-            left = " and ".join({"optim": "optimizer state", "rng": "RNG state"}[part] for part in self.without)
-            lines.append(f"Not loaded, as requested: {left}.")
+            parts = " and ".join({"optim": "optimizer state", "rng": "RNG state"}[part] for part in self.without)
+            lines.append(f"Not loaded, as requested: {parts}.")
         if chosen.changes:
             lines += ["Changed since that checkpoint:", *(f"  {change}" for change in chosen.changes)]
         if manifest.format == 1:
@@ -92,17 +92,19 @@ class Resume:
         if manifest.format < FORMAT:
             lines.append(f"It has format {manifest.format}, written by an earlier version; the next checkpoint has format {FORMAT}.")
         if total is not None and manifest.step >= total:
-            more = "To continue it, increase --max_steps (or --num_train_epochs)."
-            lines.append(f"The run is complete ({total} optimizer steps). {more}")
+            remedy = "To continue it, increase --max_steps (or --num_train_epochs)."
+            lines.append(f"The run is complete ({total} optimizer steps). {remedy}")
         return lines
 
     def _standing(self, chosen: Manifest) -> str:
         """Describe whether the weights of a checkpoint have trained since; if not, name the last one whose weights have."""
         if chosen.is_good:
             return "It is confirmed good: its weights have been used for sampling and training."
-        others = [one.manifest for one in self.candidates if one.manifest.is_good and one.manifest.step < chosen.step]
-        before = f" The last confirmed one is {others[0].directory} (use it with --resume)." if others else ""
-        return f"It is not confirmed good yet: no step has been trained from it, as usual for the newest checkpoint.{before}"
+        confirmed = [
+            candidate.manifest for candidate in self.candidates if candidate.manifest.is_good and candidate.manifest.step < chosen.step
+        ]
+        remark = f" The last confirmed one is {confirmed[0].directory} (use it with --resume)." if confirmed else ""
+        return f"It is not confirmed good yet: no step has been trained from it, as usual for the newest checkpoint.{remark}"
 
 
 def plan_resume(
@@ -130,15 +132,15 @@ def plan_resume(
     for candidate in resume.candidates:
         manifest = candidate.manifest
         changes = changes_since(manifest.origin, origin)
-        between = schedule.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
-        problems = problems_of(changes, manifest, is_between_rollouts=between, typed=cfg.typed)
-        problems += _problems_inside(manifest, prompts, named={flag for problem in problems for flag in problem.flags})
+        is_between = schedule.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
+        problems = problems_of(changes, manifest, is_between_rollouts=is_between, typed_names=cfg.typed)
+        problems += _problems_inside(manifest, prompts, named_flags={flag for problem in problems for flag in problem.flags})
         candidates.append(Candidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
     if candidates and candidates[0].problems:
         raise ConfigError(candidates[0].problems)
     left_out = {"optim": cfg.run.no_load_optim, "rng": cfg.run.no_load_rng}
-    without = tuple(part for part, is_left_out in left_out.items() if is_left_out and resume.requested)
-    return replace(resume, candidates=tuple(candidates), num_steps=schedule.num_steps, without=without)
+    left_out_parts = tuple(part for part, is_left_out in left_out.items() if is_left_out and resume.requested)
+    return replace(resume, candidates=tuple(candidates), num_steps=schedule.num_steps, without=left_out_parts)
 
 
 def find_checkpoints(
@@ -166,12 +168,12 @@ def find_checkpoints(
     out, origin = Path(output_dir), origin or RunOrigin(job=launcher.job_ids(environ))
     in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if in_the_way:
-        where = "is a file" if in_the_way == out else f"cannot be created: {in_the_way} is a file"
-        raise config_error("output_dir", f"output_dir ({out}) {where}. Use a directory.")
+        fault = "is a file" if in_the_way == out else f"cannot be created: {in_the_way} is a file"
+        raise config_error("output_dir", f"output_dir ({out}) {fault}. Use a directory.")
     restart = launcher.restart(environ)
-    if wrong := overwrite_obstacle(out) or (restart_obstacle(out) if restart or not overwrites else None):
-        raise config_error("output_dir", f"output_dir: {wrong}")
-    found = Resume(output_dir=out, origin=origin)
+    if obstacle := overwrite_obstacle(out) or (restart_obstacle(out) if restart or not overwrites else None):
+        raise config_error("output_dir", f"output_dir: {obstacle}")
+    new_run = Resume(output_dir=out, origin=origin)
     requested = "" if resume in ("auto", "never") else resume
     if overwrites and requested:
         raise config_error(
@@ -179,37 +181,37 @@ def find_checkpoints(
             f"overwrite_output_dir starts a new run, but resume ({resume}) continues one. Leave one of them out.",
         )
     if overwrites or resume == "never":
-        return _start_new_run(found, restart, overwrites=overwrites)
+        return _start_new_run(new_run, restart, overwrites=overwrites)
     newest = _newest(out) if requested and not Path(requested).resolve().is_relative_to(out.resolve()) else None
     if newest and restart:  # at the first start output_dir held no checkpoint: the lines below ensure that
         note = f"resume ({resume}) is ignored: a restart ({restart}) continues from its own checkpoints."
-        return _candidates(replace(found, notes=(note,)))
-    found = _candidates(replace(found, requested=requested))
+        return _candidates(replace(new_run, notes=(note,)))
+    new_run = _candidates(replace(new_run, requested=requested))
     if newest:
         raise config_error(
             ("resume", "output_dir"),
             f"output_dir ({out}) contains {newest.directory}, but resume ({resume}) is a checkpoint of another run. Use --resume auto "
             "to continue the one in output_dir, or another output_dir.",
         )
-    return found
+    return new_run
 
 
-def _start_new_run(found: Resume, restart: str, *, overwrites: bool) -> Resume:
+def _start_new_run(resume: Resume, restart: str, *, overwrites: bool) -> Resume:
     """Begin a new run, as overwrite_output_dir and --resume never request; but continue if the same job has written checkpoints before."""
-    out, what = found.output_dir, "overwrite_output_dir" if overwrites else "resume never"
-    own = _written_by(found.origin.job, out)
-    if restart or own:
-        _refuse_another_job(found, restart, what)
-        because = f"this is a restart ({restart})" if restart else f"this job ({own}) wrote the checkpoints in {out}"
-        note = f"{what} is ignored: {because}, and a job continues its own run. Use another output_dir to start a new run."
-        return _candidates(replace(found, notes=(note,)))
+    out, flag = resume.output_dir, "overwrite_output_dir" if overwrites else "resume never"
+    writer = _written_by(resume.origin.job, out)
+    if restart or writer:
+        _refuse_another_job(resume, restart, flag)
+        reason = f"this is a restart ({restart})" if restart else f"this job ({writer}) wrote the checkpoints in {out}"
+        note = f"{flag} is ignored: {reason}, and a job continues its own run. Use another output_dir to start a new run."
+        return _candidates(replace(resume, notes=(note,)))
     if not overwrites and holds_run(out):
         raise config_error(
             ("output_dir", "resume"),
             f"output_dir ({out}) contains an earlier run, but resume is never. Use --resume auto to continue it, "
             "--overwrite_output_dir to replace it, or another output_dir.",
         )
-    return replace(found, wipes=overwrites)
+    return replace(resume, wipes=overwrites)
 
 
 def _candidates(resume: Resume) -> Resume:
@@ -221,13 +223,13 @@ def _candidates(resume: Resume) -> Resume:
     inner = source / "checkpoints"
     folder = Folder(inner if inner.is_dir() or not resume.requested else source)
     pointer = None if is_checkpoint else folder.pointer()
-    found = [read_manifest(source)] if is_checkpoint else folder.candidates()
-    whole, refused = _sorted_out(found)
-    candidates, notes = tuple(Candidate(manifest=one) for one in whole), list(resume.notes)
+    manifests = [read_manifest(source)] if is_checkpoint else folder.candidates()
+    complete, faults = _sorted_out(manifests)
+    candidates, notes = tuple(Candidate(manifest=manifest) for manifest in complete), list(resume.notes)
     if isinstance(pointer, str):
         raise config_error("resume", f"{pointer}. Remove it; the checkpoints are found without it.")
-    if not candidates and refused:
-        raise unusable(refused)
+    if not candidates and faults:
+        raise unusable(faults)
     if not candidates and pointer is not None:
         raise config_error(
             ("resume", "output_dir"),
@@ -248,47 +250,49 @@ def _candidates(resume: Resume) -> Resume:
         )
     if not candidates and holds_run(resume.output_dir):
         notes.append(f"{resume.output_dir} contains records of a run but no checkpoint: the run starts again and replaces them.")
-    notes += [f"WARNING: a checkpoint is skipped: {text}." for text in refused]
+    notes += [f"WARNING: a checkpoint is skipped: {text}." for text in faults]
     return replace(resume, candidates=candidates, notes=tuple(notes))
 
 
-def _sorted_out(found: list[Manifest | str]) -> tuple[list[Manifest], list[str]]:
+def _sorted_out(manifests: list[Manifest | str]) -> tuple[list[Manifest], list[str]]:
     """Separate checkpoints without missing or truncated files from the others, with a sentence for each of the latter."""
-    whole, refused = [], []
-    for one in found:
-        if isinstance(one, str):
-            refused.append(one)
-        elif faults := damage(one.directory, one.files, read_bytes=False):
-            refused.append(join_faults(faults))
+    complete, refusals = [], []
+    for manifest in manifests:
+        if isinstance(manifest, str):
+            refusals.append(manifest)
+        elif faults := damage(manifest.directory, manifest.files, read_bytes=False):
+            refusals.append(join_faults(faults))
         else:
-            whole.append(one)
-    return whole, refused
+            complete.append(manifest)
+    return complete, refusals
 
 
-def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named: set[str]) -> list[Problem]:
+def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named_flags: set[str]) -> list[Problem]:
     """Return what the small files of a checkpoint say against continuing it. Unreadable files are damage, which `choose` reports."""
     problems = []
-    ours = manifest.directory / OURS
+    own_files = manifest.directory / OURS
     try:
-        found = [unreadable(path) for path in files_of_samples(ours)]
-        for text in filter(None, [*found, *(unreadable(path, PartialCompletion) for path in files_of_partial_completions(ours))]):
+        sample_faults = [unreadable(path) for path in files_of_samples(own_files)]
+        for text in filter(
+            None, [*sample_faults, *(unreadable(path, PartialCompletion) for path in files_of_partial_completions(own_files))]
+        ):
             problems.append(Problem(flags=("resume",), message=f"{text}. Resume with the version that wrote it."))
         if prompts is not None:
-            problems += prompts.problems_with(json.loads((ours / "prompts.json").read_text(encoding="utf-8")))
+            problems += prompts.problems_with(json.loads((own_files / "prompts.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, EOFError):
         pass
-    return [problem for problem in problems if not set(problem.flags) & (named - {"resume"})]
+    return [problem for problem in problems if not set(problem.flags) & (named_flags - {"resume"})]
 
 
-def unusable(refused: list[str]) -> ConfigError:
+def unusable(refusals: list[str]) -> ConfigError:
     """Return the error for the case that every checkpoint was rejected.
 
     Args:
-        refused: The reasons, a sentence each.
+        refusals: The reasons, a sentence each.
     """
     return config_error(
         "resume",
-        f"No usable checkpoint to resume from: {'. '.join(refused)}. Restore the files, name another checkpoint with --resume, or "
+        f"No usable checkpoint to resume from: {'. '.join(refusals)}. Restore the files, name another checkpoint with --resume, or "
         "start again with --resume never --overwrite_output_dir.",
     )
 
@@ -312,16 +316,16 @@ def _written_by(job: Mapping[str, str], out: Path) -> str:
     return next((f"{name}={value}" for name, value in job.items() if newest and newest.origin.job.get(name) == value), "")
 
 
-def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
+def _refuse_another_job(resume: Resume, restart: str, flag: str) -> None:
     """Reject a restart that finds the checkpoints of another job: it can neither continue nor remove them. Raises ConfigError."""
-    newest, job = _newest(found.output_dir), found.origin.job
-    theirs = newest.origin.job if newest else {}
-    other = next((name for name in job if name in theirs and theirs[name] != job[name]), None)
-    if newest and other and not _written_by(job, found.output_dir):
+    newest, job = _newest(resume.output_dir), resume.origin.job
+    its_job = newest.origin.job if newest else {}
+    different = next((name for name in job if name in its_job and its_job[name] != job[name]), None)
+    if newest and different and not _written_by(job, resume.output_dir):
         raise config_error(
             ("output_dir", "resume"),
-            f"{what} does not remove checkpoints at a restart ({restart}), but {newest.directory} was written by another job "
-            f"({other}={theirs[other]}, not {job[other]}). Remove it yourself, or use another output_dir.",
+            f"{flag} does not remove checkpoints at a restart ({restart}), but {newest.directory} was written by another job "
+            f"({different}={its_job[different]}, not {job[different]}). Remove it yourself, or use another output_dir.",
         )
 
 
@@ -345,20 +349,21 @@ def initial_weights_of(path: str | Path) -> Manifest:
         )
     inner = source / "checkpoints"
     is_one = (source / MANIFEST).exists()
-    found = [read_manifest(source)] if is_one else Folder(inner if inner.is_dir() else source).candidates()
-    whole, refused = _sorted_out(found)
-    if whole:
-        return whole[0]
+    manifests = [read_manifest(source)] if is_one else Folder(inner if inner.is_dir() else source).candidates()
+    complete, refusals = _sorted_out(manifests)
+    if complete:
+        return complete[0]
     foreign = (".metadata", "metadata.json", "common.pt", POINTER)
-    theirs = [*(source / name for name in foreign if (source / name).exists()), *source.glob("iter_*"), *source.glob("mp_rank_*")]
-    if theirs and not any((place / MANIFEST).exists() for place in theirs):
+    foreign_files = [*(source / name for name in foreign if (source / name).exists()), *source.glob("iter_*"), *source.glob("mp_rank_*")]
+    if foreign_files and not any((path / MANIFEST).exists() for path in foreign_files):
         raise config_error(
             _FLAG,
             f"{_FLAG} ({path}) is a Megatron-Core checkpoint of another program, whose tensor names differ. Export it to Hugging Face "
             "format there, and use the result as model.",
         )
     raise config_error(
-        _FLAG, f"{_FLAG} ({path}) has no megatron_grpo checkpoint{': ' + join_faults(refused) if refused else f' ({MANIFEST} is missing)'}."
+        _FLAG,
+        f"{_FLAG} ({path}) has no megatron_grpo checkpoint{': ' + join_faults(refusals) if refusals else f' ({MANIFEST} is missing)'}.",
     )
 
 
@@ -390,15 +395,16 @@ def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Probl
     if not path:
         return []
     manifest = initial_weights_of(path)
-    was, problems = manifest.origin, []
+    trained, problems = manifest.origin, []
     for name in _ALONE:
-        theirs, ours = was.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)
-        if theirs != ours:
+        trained_value, value = trained.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)
+        if trained_value != value:
             message = (
-                f"{_FLAG} ({path}) was trained with {name} {_plain(theirs)}, but this run has {_plain(ours)}: its weights do not match. "
+                f"{_FLAG} ({path}) was trained with {name} {_plain(trained_value)}, but this run has {_plain(value)}: its weights do "
+                "not match. "
             )
             problems.append(
-                problem_with((_FLAG, name), message + f"Use {name} {_plain(theirs)}, or export it and use the result as model.")
+                problem_with((_FLAG, name), message + f"Use {name} {_plain(trained_value)}, or export it and use the result as model.")
             )
     vocabulary = vocabulary_of(manifest, model_path)
     if vocabulary:
@@ -413,9 +419,9 @@ def vocabulary_of(manifest: Manifest, model_path: Path | None) -> str | None:
         manifest: Manifest of the checkpoint.
         model_path: Directory of the Hugging Face model, if known.
     """
-    theirs = manifest.origin.content.get("vocabulary")
-    ours = vocabulary_fingerprint(model_path) if model_path is not None else None
-    if theirs and ours and theirs != ours:
+    stored = manifest.origin.content.get("vocabulary")
+    fingerprint = vocabulary_fingerprint(model_path) if model_path is not None else None
+    if stored and fingerprint and stored != fingerprint:
         return "was trained with another vocabulary than the model's, so the same token IDs mean other tokens. Use its own model."
     return None
 

@@ -67,41 +67,42 @@ class Difference:
         return f"{self.name}  {_plain(self.was)} -> {_plain(self.now)}"
 
 
-def changes_since(before: RunOrigin, now: RunOrigin) -> list[Difference]:
+def changes_since(old: RunOrigin, new: RunOrigin) -> list[Difference]:
     """Return all differences between two runs whose verdict is not "free". Values unknown to either side are not compared.
 
     Args:
-        before: Origin of the checkpoint.
-        now: Origin of this run.
+        old: Origin of the checkpoint.
+        new: Origin of this run.
     """
-    return [*_settings(before, now), *_contents(before, now)]
+    return [*_settings(old, new), *_contents(old, new)]
 
 
-def _settings(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
+def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[Difference]:
     # Sizes are compared after they have been computed: a run may give the same sizes by other settings.
-    was, are = {**before.settings, **before.sizes}, {**now.settings, **now.sizes}
+    old_values, new_values = {**old.settings, **old.sizes}, {**new.settings, **new.sizes}
     # Rows that were left out have no old log-probs, so they cannot be computed after their first pass.
-    has_left_out = bool(zero_gradient_kinds(was) - zero_gradient_kinds(are))
-    for name, value in are.items():
+    has_left_out = bool(zero_gradient_kinds(old_values) - zero_gradient_kinds(new_values))
+    for name, value in new_values.items():
         verdict: OnResume = table()[name].on_resume if name in table() else "said"
         if name in _OF_THE_REFERENCE:
-            verdict = "refused" if _keeps_reference(was) != _keeps_reference(are) else "said"
+            verdict = "refused" if _keeps_reference(old_values) != _keeps_reference(new_values) else "said"
         if name in DECIDING and has_left_out and verdict == "said":
             verdict = "between"
-        if name == "mcore_model" and are.get("beta") and not _keeps_reference(are):
-            verdict = "refused" if not (value and was.get(name)) else "said"  # if both are given, their contents are compared
-        if name in was and was[name] != value and verdict != "free":
-            yield Difference(name=name, was=was[name], now=value, verdict=verdict)
-    if are:
-        for name in was.keys() - are.keys() - table().keys():  # a setting that only the version that wrote the checkpoint has
-            yield Difference(name=name, was=was[name], now="(unknown here)", verdict="said")
+        if name == "mcore_model" and new_values.get("beta") and not _keeps_reference(new_values):
+            verdict = "refused" if not (value and old_values.get(name)) else "said"  # if both are given, their contents are compared
+        if name in old_values and old_values[name] != value and verdict != "free":
+            yield Difference(name=name, was=old_values[name], now=value, verdict=verdict)
+    if new_values:
+        for name in old_values.keys() - new_values.keys() - table().keys():  # a setting that only the version that wrote the checkpoint has
+            yield Difference(name=name, was=old_values[name], now="(unknown here)", verdict="said")
 
 
 @cache
 def sampling_settings() -> frozenset[str]:
     """Return the settings that a partial completion depends on: with another value it is not continued but sampled again."""
     return frozenset({
-        "num_generations", *(name for name, one in table().items() if one.group in ("rollout", "data") and name != "async_rollout_depth")
+        "num_generations", *(name for name, setting in table().items() if setting.group in ("rollout", "data") and name !=
+        "async_rollout_depth")
     })  # fmt: skip
 
 
@@ -113,50 +114,56 @@ def _keeps_reference(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("sync_ref_model") and settings.get("beta"))
 
 
-def _contents(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
-    for name, value in now.content.items():
-        if before.content.get(name, value) != value:
-            yield Difference(name=name, was=before.content[name], now=value, verdict="refused" if name in FLAGS else "said")
+def _contents(old: RunOrigin, new: RunOrigin) -> Iterator[Difference]:
+    for name, value in new.content.items():
+        if old.content.get(name, value) != value:
+            yield Difference(name=name, was=old.content[name], now=value, verdict="refused" if name in FLAGS else "said")
 
 
-def problems_of(changes: list[Difference], manifest: Manifest, *, is_between_rollouts: bool, typed: Mapping[str, str]) -> list[Problem]:
+def problems_of(
+    changes: list[Difference], manifest: Manifest, *, is_between_rollouts: bool, typed_names: Mapping[str, str]
+) -> list[Problem]:
     """Return the changes that prevent continuing a checkpoint, as problems in the user's terms.
 
     Args:
         changes: Differences, from `changes_since`.
         manifest: Manifest of the checkpoint.
         is_between_rollouts: Whether the checkpoint lies between two rollouts with the sizes of this run.
-        typed: Names under which the user gave settings, by setting.
+        typed_names: Names under which the user gave settings, by setting.
     """
-    problems = [_refusal(change, manifest, typed) for change in changes if change.verdict == "refused"]
+    problems = [_refusal(change, manifest, typed_names) for change in changes if change.verdict == "refused"]
     sizes = [change for change in changes if change.verdict == "between" and change.name in manifest.origin.sizes]
-    others = [change for change in changes if change.verdict == "between" and change not in sizes]
-    stuck = [*(others if manifest.num_pending else []), *(sizes if manifest.num_pending or not is_between_rollouts else [])]
+    other_changes = [change for change in changes if change.verdict == "between" and change not in sizes]
+    stuck = [*(other_changes if manifest.num_pending else []), *(sizes if manifest.num_pending or not is_between_rollouts else [])]
     if stuck:
         pending, step = manifest.num_pending, manifest.step
         uneven = f"{manifest.progress.num_rollouts} rollouts would not equal {step} optimizer steps"
-        why = f"{pending} of its samples are not trained yet" if pending else uneven
-        names = [typed.get(change.name, change.name) for change in stuck]
-        told = ", ".join(f"{name} was {_plain(change.was)} and is {_plain(change.now)}" for name, change in zip(names, stuck))
-        what = "sizes" if not set(stuck) & set(others) else "values"
+        reason = f"{pending} of its samples are not trained yet" if pending else uneven
+        names = [typed_names.get(change.name, change.name) for change in stuck]
+        changed = ", ".join(f"{name} was {_plain(change.was)} and is {_plain(change.now)}" for name, change in zip(names, stuck))
+        noun = "sizes" if not set(stuck) & set(other_changes) else "values"
         problems.append(Problem(
             flags=(*names, "resume"), nearest={name: [change.was] for name, change in zip(names, stuck)},
-            message=f"{told}, and {manifest.directory} cannot be continued with other {what}: {why}. Resume with the old {what}, or start "
+            message=f"{changed}, and {manifest.directory} cannot be continued with other {noun}: {reason}. Resume with the old {noun}, or "
+                "start "
                 "a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir)."))  # fmt: skip
     return problems
 
 
-def _refusal(change: Difference, manifest: Manifest, typed: Mapping[str, str]) -> Problem:
+def _refusal(change: Difference, manifest: Manifest, typed_names: Mapping[str, str]) -> Problem:
     setting = FLAGS.get(change.name, change.name)
-    name = typed.get(setting, setting)
+    name = typed_names.get(setting, setting)
     if change.name in FLAGS:
-        told, use = f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})", f"Restore it (--{name})"
+        change_text, use = (
+            f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})",
+            f"Restore it (--{name})",
+        )
         nearest = {}
     else:
-        told = f"{name} is {_plain(change.now)}, but was {_plain(change.was)} for {manifest.directory}"
+        change_text = f"{name} is {_plain(change.now)}, but was {_plain(change.was)} for {manifest.directory}"
         use, nearest = f"Use {name} {_plain(change.was)}", {name: [change.was]}
-    why = _WHY.get(change.name, "")
-    return Problem(flags=(name, "resume"), message=f"{told}: {why}. {use}, {NEW_RUN}.", nearest=nearest)
+    reason = _WHY.get(change.name, "")
+    return Problem(flags=(name, "resume"), message=f"{change_text}: {reason}. {use}, {NEW_RUN}.", nearest=nearest)
 
 
 def _plain(value: Any) -> str:

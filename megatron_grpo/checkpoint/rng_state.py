@@ -31,21 +31,21 @@ def collect() -> bytes | None:
 
     Ranks exchange a 64-bit hash per generator, and rank 0 receives each distinct state once.
     """
-    mine = states()
-    names = sorted(mine)
-    marks = collectives.all_gather_object([int.from_bytes(blake2b(mine[name], digest_size=8).digest()) for name in names])
+    local = states()
+    names = sorted(local)
+    marks = collectives.all_gather_object([int.from_bytes(blake2b(local[name], digest_size=8).digest()) for name in names])
     first = [{mark: rank for rank, mark in reversed(list(enumerate(column)))} for column in zip(*marks, strict=True)]
-    sent = collectives.gather_object(
-        {name: mine[name] for name, ranks in zip(names, first, strict=True) if collectives.rank() in ranks.values()}
+    gathered = collectives.gather_object(
+        {name: local[name] for name, ranks in zip(names, first, strict=True) if collectives.rank() in ranks.values()}
     )
-    if sent is None:
+    if gathered is None:
         return None
     arrays: dict[str, np.ndarray] = {}
     for name, column, ranks in zip(names, zip(*marks, strict=True), first, strict=True):
         senders = sorted(ranks.values())
-        places = {mark: senders.index(rank) for mark, rank in ranks.items()}
-        arrays[f"{name}/of_rank"] = np.array([places[mark] for mark in column], dtype=np.int32)
-        arrays |= {f"{name}/{place}": np.frombuffer(sent[rank][name], dtype=np.uint8) for place, rank in enumerate(senders)}
+        positions = {mark: senders.index(rank) for mark, rank in ranks.items()}
+        arrays[f"{name}/of_rank"] = np.array([positions[mark] for mark in column], dtype=np.int32)
+        arrays |= {f"{name}/{position}": np.frombuffer(gathered[rank][name], dtype=np.uint8) for position, rank in enumerate(senders)}
     stream = io.BytesIO()
     np.savez_compressed(stream, allow_pickle=False, **arrays)
     return stream.getvalue()
@@ -70,32 +70,32 @@ def states() -> dict[str, bytes]:
     """Return the state of every generator of this process, by name."""
     legacy = np.random.get_state()
     assert isinstance(legacy, tuple)  # it would be a dict if another bit generator had been set
-    name, keys, *rest = legacy
-    found = {
+    name, keys, *remaining = legacy
+    result = {
         "python": json.dumps(random.getstate()).encode(),
-        "numpy": json.dumps([name, keys.tolist(), *rest]).encode(),
+        "numpy": json.dumps([name, keys.tolist(), *remaining]).encode(),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+        result["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return found | {f"{MEGATRON}{role}": state.cpu().numpy().tobytes() for role, state in tracked.items()}
+    return result | {f"{MEGATRON}{role}": state.cpu().numpy().tobytes() for role, state in tracked.items()}
 
 
-def set_states(found: Mapping[str, bytes]) -> None:
+def set_states(states: Mapping[str, bytes]) -> None:
     """Set the generators of this process to states from `states`.
 
     Args:
-        found: State of each generator, by name.
+        states: State of each generator, by name.
     """
-    version, words, gauss = json.loads(found["python"])
+    version, words, gauss = json.loads(states["python"])
     random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = json.loads(found["numpy"])
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_tensor(found["torch"]))
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(found["cuda"]))
-    roles = {name.removeprefix(MEGATRON): _tensor(state) for name, state in found.items() if name.startswith(MEGATRON)}
+    name, keys, *remaining = json.loads(states["numpy"])
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *remaining))
+    torch.set_rng_state(_tensor(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+    roles = {name.removeprefix(MEGATRON): _tensor(state) for name, state in states.items() if name.startswith(MEGATRON)}
     tensor_parallel.get_cuda_rng_tracker().set_states(roles)
 
 
@@ -114,7 +114,7 @@ def restore_from_own_file(path: Path) -> None:
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if state["world_size"] != collectives.num_ranks():
         return
-    name, keys, *rest = state["numpy"]
-    found = {"python": json.dumps(state["python"]).encode(), "numpy": json.dumps([name, keys.tolist(), *rest]).encode()}
-    found |= {name: state[name].numpy().tobytes() for name in ("torch", "cuda") if name in state}
-    set_states(found | {f"{MEGATRON}{role}": value.numpy().tobytes() for role, value in state["megatron"].items()})
+    name, keys, *remaining = state["numpy"]
+    states = {"python": json.dumps(state["python"]).encode(), "numpy": json.dumps([name, keys.tolist(), *remaining]).encode()}
+    states |= {name: state[name].numpy().tobytes() for name in ("torch", "cuda") if name in state}
+    set_states(states | {f"{MEGATRON}{role}": value.numpy().tobytes() for role, value in state["megatron"].items()})

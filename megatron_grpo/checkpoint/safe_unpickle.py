@@ -46,9 +46,9 @@ class _Data(pickle._Unpickler):
     dispatch = dict(pickle._Unpickler.dispatch)
 
     def _build(self: Any) -> None:
-        thing, state = self.stack[-2:]
-        if not is_dataclass(type(thing)) or not (hasattr(thing, "__setstate__") or isinstance(state, dict)):
-            raise UnsafePickleError(f".metadata sets the state of an unexpected object: {printable(thing, repr, 80)}")
+        instance, state = self.stack[-2:]
+        if not is_dataclass(type(instance)) or not (hasattr(instance, "__setstate__") or isinstance(state, dict)):
+            raise UnsafePickleError(f".metadata sets the state of an unexpected object: {printable(instance, repr, 80)}")
         self.load_build()
 
     dispatch[pickle.BUILD[0]] = _build
@@ -79,8 +79,8 @@ def without_code_execution(directory: Path) -> Iterator[None]:
         UnsafePickleError: If a file requests more than data, or refers to files outside of the directory.
     """
     _check_format(directory)
-    inside = directory.resolve()
-    files = [path.name for path in directory.iterdir() if path.resolve().parent == inside]
+    resolved = directory.resolve()
+    files = [path.name for path in directory.iterdir() if path.resolve().parent == resolved]
     if outside := {path.name for path in directory.iterdir()}.difference(files):
         raise UnsafePickleError(f"{min(outside)} is a link to outside the checkpoint. Replace it with a copy.")
     load, pickles = torch.load, filesystem.pickle
@@ -89,16 +89,18 @@ def without_code_execution(directory: Path) -> Iterator[None]:
         try:
             return load(*args, **{**options, "weights_only": True})
         except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL (\S+)", str(error))  # torch's message goes on to explain how to execute it anyway
-            what = f"names {named[1]}" if named else "is not plain data"
-            raise UnsafePickleError(f"an object in the checkpoint {what}, which is not allowed: it would execute code when read") from error
+            match = re.search(r"GLOBAL (\S+)", str(error))  # torch's message goes on to explain how to execute it anyway
+            fault = f"names {match[1]}" if match else "is not plain data"
+            raise UnsafePickleError(
+                f"an object in the checkpoint {fault}, which is not allowed: it would execute code when read"
+            ) from error
 
     def metadata(stream: Any) -> Any:
-        found = _Data(stream).load()
-        for part in found.storage_data.values():
+        metadata = _Data(stream).load()
+        for part in metadata.storage_data.values():
             if part.relative_path not in files:
                 raise UnsafePickleError(f".metadata refers to a file outside the checkpoint: {printable(part.relative_path)}")
-        return found
+        return metadata
 
     torch.load = data_alone
     filesystem.pickle = cast(Any, SimpleNamespace(**vars(pickle) | {"load": metadata}))
@@ -110,8 +112,8 @@ def without_code_execution(directory: Path) -> Iterator[None]:
 
 def _check_format(directory: Path) -> None:
     """Reject other formats, whose readers use pickles in other ways."""
-    found = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
-    formats = (found.get("sharded_backend"), found.get("common_backend", "torch"))
+    config = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
+    formats = (config.get("sharded_backend"), config.get("common_backend", "torch"))
     if formats != ("torch_dist", "torch"):
         raise UnsafePickleError(
             f"Unsupported checkpoint formats {formats[0]!r} and {formats[1]!r} in metadata.json. Supported: 'torch_dist' and 'torch'."

@@ -49,10 +49,10 @@ def file_of(samples: Sequence[Any]) -> bytes:
     arrays: dict[str, np.ndarray] = {"kinds": np.array([name_of(type(sample)) for sample in samples], dtype=np.str_)}
     types: dict[str, dict[str, str]] = {}
     for kind in dict.fromkeys(type(sample) for sample in samples):
-        mine = [sample for sample in samples if type(sample) is kind]
+        of_kind = [sample for sample in samples if type(sample) is kind]
         types[name_of(kind)] = column_types(kind)
         for name, column in column_types(kind).items():
-            values = [getattr(sample, name) for sample in mine]
+            values = [getattr(sample, name) for sample in of_kind]
             if name in LEFT_OUT and not any(values):
                 del types[name_of(kind)][name]
                 continue
@@ -76,10 +76,10 @@ def read_samples(path: Path, kind: type = Sample) -> list[Any]:
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     header = _header(path, arrays, kind)
-    known = {name_of(one): one for one in _kinds(kind)}
-    read = _rows if header["format"] > 1 else _rows_of_format_1
-    made = {name: iter(list(read(path, known[name], arrays))) for name in header["kinds"]}
-    return [next(made[str(name)]) for name in arrays["kinds"]]
+    kinds_by_name = {name_of(sample_kind): sample_kind for sample_kind in _kinds(kind)}
+    read_rows = _rows if header["format"] > 1 else _rows_of_format_1
+    iterators = {name: iter(list(read_rows(path, kinds_by_name[name], arrays))) for name in header["kinds"]}
+    return [next(iterators[str(name)]) for name in arrays["kinds"]]
 
 
 def unreadable(path: Path, kind: type = Sample) -> str | None:
@@ -97,22 +97,22 @@ def unreadable(path: Path, kind: type = Sample) -> str | None:
     return None
 
 
-def files_of_samples(ours: Path) -> list[Path]:
+def files_of_samples(folder: Path) -> list[Path]:
     """Return all files of pending rows in a checkpoint: one for all ranks, or one per rank that held rows.
 
     Args:
-        ours: The directory for files of this package in a checkpoint.
+        folder: The directory for files of this package in a checkpoint.
     """
-    return [*ours.glob("pending.npz"), *sorted((ours / "pending").glob("rank_*.npz"))]
+    return [*folder.glob("pending.npz"), *sorted((folder / "pending").glob("rank_*.npz"))]
 
 
-def files_of_partial_completions(ours: Path) -> list[Path]:
+def files_of_partial_completions(folder: Path) -> list[Path]:
     """Return all files of partial completions in a checkpoint: one per rank that held some.
 
     Args:
-        ours: The directory for files of this package in a checkpoint.
+        folder: The directory for files of this package in a checkpoint.
     """
-    return sorted((ours / "partial").glob("rank_*.npz"))
+    return sorted((folder / "partial").glob("rank_*.npz"))
 
 
 def name_of(kind: type) -> str:
@@ -139,13 +139,13 @@ def column_types(kind: type) -> dict[str, str]:
 
 def _column_type(kind: type, name: str, hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
-        [inner] = [one for one in get_args(hint) if one is not NoneType]
+        [inner] = [arg for arg in get_args(hint) if arg is not NoneType]
         return _column_type(kind, name, inner) + "?"
     if hint is np.ndarray or get_origin(hint) is np.ndarray:
         return "array"
     if get_origin(hint) is tuple and get_args(hint) == (int, ...):
         return "integers"
-    if get_origin(hint) is Literal and all(isinstance(one, str) for one in get_args(hint)):
+    if get_origin(hint) is Literal and all(isinstance(arg, str) for arg in get_args(hint)):
         return "str"
     if hint in _SCALARS:
         return hint.__name__
@@ -187,15 +187,15 @@ def _of_arrays(values: list[np.ndarray], name: str) -> dict[str, np.ndarray]:
 def _values(column: str, part: Mapping[str, np.ndarray]) -> list[Any]:
     """Invert `_columns`."""
     if column.endswith("?"):
-        there = iter(_values(column[:-1], part))
-        return [next(there) if is_there else None for is_there in part[".present"]]
+        present = iter(_values(column[:-1], part))
+        return [next(present) if is_there else None for is_there in part[".present"]]
     if column not in ("array", "integers"):
         return part[""].tolist()
     shapes = [tuple(shape) for shape in part[".shapes"].tolist()]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes], dtype=np.int64)
     flat = part[""].astype(str(part[".dtype"]), copy=False)
-    arrays = [one.reshape(shape) for one, shape in zip(np.split(flat, ends[:-1]), shapes)] if shapes else []
-    return arrays if column == "array" else [tuple(one.tolist()) for one in arrays]
+    arrays = [array.reshape(shape) for array, shape in zip(np.split(flat, ends[:-1]), shapes)] if shapes else []
+    return arrays if column == "array" else [tuple(array.tolist()) for array in arrays]
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------------------------
@@ -209,20 +209,20 @@ def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]
         kinds = dict.fromkeys(map(str, arrays["kinds"]))
         names = {name: [key.split(".")[1] for key in arrays if key.startswith(f"{name}.") and key.count(".") == 1] for name in kinds}
         header = {"format": 1, "written_by": "megatron_grpo 0.1.0", "kinds": {name: dict.fromkeys(names[name], "") for name in kinds}}
-    begin, this = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
+    begin, own_version = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
     if header["format"] not in (1, FORMAT):
-        raise UnknownSamplesError(f"{begin} format {header['format']}; {this} reads formats 1 and {FORMAT}")
-    known = {name_of(one): one for one in _kinds(kind)}
+        raise UnknownSamplesError(f"{begin} format {header['format']}; {own_version} reads formats 1 and {FORMAT}")
+    kinds_by_name = {name_of(sample_kind): sample_kind for sample_kind in _kinds(kind)}
     for name, columns in header["kinds"].items():
-        if name not in known:
-            raise UnknownSamplesError(f"{begin} samples of the kind {name}, which {this} does not know")
-        mine = column_types(known[name])
+        if name not in kinds_by_name:
+            raise UnknownSamplesError(f"{begin} samples of the kind {name}, which {own_version} does not know")
+        types = column_types(kinds_by_name[name])
         for column, its_type in columns.items():
-            now = RENAMED.get(column, column)
-            if now not in mine:
-                raise UnknownSamplesError(f"{begin} the field {name}.{column}, which {this} does not know")
-            if its_type and mine[now] not in (its_type, f"{its_type}?"):
-                raise UnknownSamplesError(f"{begin} {name}.{column} as {its_type}; in {this} it is {mine[now]}")
+            current_name = RENAMED.get(column, column)
+            if current_name not in types:
+                raise UnknownSamplesError(f"{begin} the field {name}.{column}, which {own_version} does not know")
+            if its_type and types[current_name] not in (its_type, f"{its_type}?"):
+                raise UnknownSamplesError(f"{begin} {name}.{column} as {its_type}; in {own_version} it is {types[current_name]}")
     return header
 
 
@@ -238,7 +238,7 @@ def _rows(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[
 
 def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
     columns: dict[str, list[Any]] = {}
-    mine = column_types(kind)
+    types = column_types(kind)
     for key, values in arrays.items():
         if not key.startswith(f"{name_of(kind)}.") or key.count(".") > 1:
             continue
@@ -247,7 +247,7 @@ def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) 
         rows = np.split(values, np.cumsum(arrays[f"{key}.lengths"])[:-1]) if is_array else values.tolist()
         columns[RENAMED.get(name, name)] = rows
     for name, source in DERIVED.items():
-        if name in mine and name not in columns:
+        if name in types and name not in columns:
             columns[name] = columns[source]
     yield from _made(path, kind, columns)
 

@@ -133,9 +133,9 @@ class Checkpoints:
         rows = buffer.of_step(step)
         if collectives.rank() > 0:
             return
-        for place in (self.folder.directory(step.index), self.folder.being_written(step.index), self.folder.directory(step.index)):
+        for directory in (self.folder.directory(step.index), self.folder.being_written(step.index), self.folder.directory(step.index)):
             try:
-                with written_whole(place / RECORDED) as stream:
+                with written_whole(directory / RECORDED) as stream:
                     stream.write(file_of(rows))
                 return
             except FileNotFoundError:  # the directory has another name while it is written, or has just been renamed
@@ -178,11 +178,11 @@ class Checkpoints:
             with errors_on_all_ranks(f"creating {self.folder.being_written(step)}"):
                 if first:
                     self.folder.begin(step)
-                others = self._others(progress, buffer, policy, prompts)
+                other_files = self._others(progress, buffer, policy, prompts)
             if random is not None:
-                others[f"{OURS}/{rng_state.FILE}"] = random
+                other_files[f"{OURS}/{rng_state.FILE}"] = random
             with policy.on_device("all"):
-                write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), others)
+                write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), other_files)
                 task = self._begun(partial(write, self.folder.being_written(step)))
                 self._underway = Underway(step, self._facts(progress, buffer), task)
         if not self.cfg.async_save:
@@ -201,8 +201,8 @@ class Checkpoints:
         save = self._underway
         if save is None:
             return
-        mine = GOES_ON if not save.task.done() else FAILED if save.task.exception() else 0
-        if collectives.all_reduce_max(mine) != GOES_ON:
+        own_state = GOES_ON if not save.task.done() else FAILED if save.task.exception() else 0
+        if collectives.all_reduce_max(own_state) != GOES_ON:
             self._complete_part(save)
 
     def finish(self) -> None:
@@ -253,12 +253,12 @@ class Checkpoints:
             self._underway = None
             if collectives.rank() == 0:
                 self.folder.abandon(step)
-            kept = (
+            remark = (
                 f"the last complete checkpoint is of step {self._saved_step}"
                 if self._saved_step
                 else ("this run has no earlier checkpoint")
             )
-            raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
+            raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {remark}. {error}") from error
 
     def _others(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
         """Return the unsharded files of this rank by name: its pending rows, and on rank 0 the state that is equal on all ranks."""
@@ -298,14 +298,14 @@ class Checkpoints:
         resume = collectives.broadcast_object(
             self.resume
         )  # one view of the directory for all ranks: network file systems may show new files late
-        first, refused = collectives.rank() == 0, []
+        first, refusals = collectives.rank() == 0, []
         for line in resume.notes if first else ():
             self.print_line(line)
         for candidate in resume.candidates:
             if faults := damage_of(candidate.manifest):
-                refused.append(join_faults(faults))
+                refusals.append(join_faults(faults))
                 if first:
-                    self.print_line(f"WARNING: {candidate.manifest.directory} is damaged; trying the previous one: {refused[-1]}")
+                    self.print_line(f"WARNING: {candidate.manifest.directory} is damaged; trying the previous one: {refusals[-1]}")
                 continue
             if candidate.problems:
                 raise ConfigError(candidate.problems)
@@ -314,8 +314,8 @@ class Checkpoints:
                     self.print_line(line)
             self._chosen = candidate
             return candidate.manifest.directory
-        if refused:
-            raise unusable(refused)
+        if refusals:
+            raise unusable(refusals)
         return None
 
     def record_fingerprint(self, name: str, fingerprint: str) -> None:
@@ -329,17 +329,19 @@ class Checkpoints:
         """
         origin = self.resume.origin
         self.resume = replace(self.resume, origin=replace(origin, content={**origin.content, name: fingerprint}))
-        before = self._chosen.manifest.origin.content.get(name, fingerprint) if self._chosen else fingerprint
-        if before != fingerprint and collectives.rank() == 0:
-            self.print_line(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
+        old_fingerprint = self._chosen.manifest.origin.content.get(name, fingerprint) if self._chosen else fingerprint
+        if old_fingerprint != fingerprint and collectives.rank() == 0:
+            self.print_line(
+                f"Changed since that checkpoint:\n  {Difference(name=name, was=old_fingerprint, now=fingerprint, verdict='said')}"
+            )
 
-    def restore(self, policy: Policy, prompts: PromptStream, nothing: SampleBuffer) -> tuple[Progress, SampleBuffer]:
+    def restore(self, policy: Policy, prompts: PromptStream, empty: SampleBuffer) -> tuple[Progress, SampleBuffer]:
         """Restore the state of the chosen checkpoint. A new run starts at step 0 with nothing pending. Collective.
 
         Args:
             policy: Model and optimizer, restored in place.
             prompts: Stream of prompts, restored in place.
-            nothing: An empty buffer, returned for a new run.
+            empty: An empty buffer, returned for a new run.
 
         Returns:
             Counters of the run, and the buffer of rows waiting to be trained.
@@ -350,7 +352,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if self._chosen is None:
             self._resume_best(0, is_ours=False)
-            return Progress(), nothing
+            return Progress(), empty
         directory = self._chosen.manifest.directory
         try:
             with policy.on_device("all"), activity.phase("restoring"):
@@ -365,22 +367,22 @@ class Checkpoints:
                 "optimizer settings in its grpo/config.yaml.",
             ) from error
         with errors_on_all_ranks(f"reading {directory / OURS}"):
-            ours = directory / OURS
-            progress = Progress(**json.loads((ours / "progress.json").read_text()))
-            prompts.restore(json.loads((ours / "prompts.json").read_text()))
-            if (ours / "guard.json").exists():  # old checkpoints have no guard state
-                policy.restore_gradient_check(json.loads((ours / "guard.json").read_text()))
+            folder = directory / OURS
+            progress = Progress(**json.loads((folder / "progress.json").read_text()))
+            prompts.restore(json.loads((folder / "prompts.json").read_text()))
+            if (folder / "guard.json").exists():  # old checkpoints have no guard state
+                policy.restore_gradient_check(json.loads((folder / "guard.json").read_text()))
             if "rng" in self.resume.without:
                 pass
             elif self._chosen.manifest.format < 3:
-                rng_state.restore_from_own_file(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
+                rng_state.restore_from_own_file(folder / "rng" / f"rank_{collectives.rank():05d}.pt")
             else:
-                rng_state.restore(ours / rng_state.FILE)
-            files = files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()]
-            mine = [replace(one, images=prompts.images_of(one.prompt_number)) for path in files for one in read_samples(path)]
-            partial_files = files_of_partial_completions(ours)[collectives.rank() :: collectives.num_ranks()]
-            interrupted = [one for path in partial_files for one in read_samples(path, PartialCompletion)]
-        buffer = nothing.restored(mine)
+                rng_state.restore(folder / rng_state.FILE)
+            files = files_of_samples(folder)[collectives.rank() :: collectives.num_ranks()]
+            samples = [replace(sample, images=prompts.images_of(sample.prompt_number)) for path in files for sample in read_samples(path)]
+            partial_files = files_of_partial_completions(folder)[collectives.rank() :: collectives.num_ranks()]
+            interrupted = [completion for path in partial_files for completion in read_samples(path, PartialCompletion)]
+        buffer = empty.restored(samples)
         self._restore_partial(interrupted)
         is_ours = directory.parent.resolve() == self.folder.path.resolve()
         self._resume_best(progress.step, is_ours=is_ours)
@@ -394,13 +396,13 @@ class Checkpoints:
 
     def _restore_partial(self, interrupted: list[PartialCompletion]) -> None:
         """Hand interrupted completions of the checkpoint to the run, or report that it cannot continue them. Collective."""
-        changed = [one.name for one in self._chosen.changes if one.name in sampling_settings()] if self._chosen else []
+        changed = [change.name for change in self._chosen.changes if change.name in sampling_settings()] if self._chosen else []
         if self.partial is not None and not changed:
             self.partial.restore(interrupted)
         elif dropped := sum(collectives.all_gather_object(len(interrupted))):
             if collectives.rank() == 0:
-                why = f"{', '.join(changed)} changed" if changed else "async_rollout_depth is 0"
-                self.print_line(f"{dropped} partial completions of the checkpoint are dropped and sampled again: {why}.")
+                reason = f"{', '.join(changed)} changed" if changed else "async_rollout_depth is 0"
+                self.print_line(f"{dropped} partial completions of the checkpoint are dropped and sampled again: {reason}.")
 
     def _resume_best(self, step: int, *, is_ours: bool) -> None:
         """Restore the record of the best checkpoint, without steps after the one that the run continues from."""
@@ -418,7 +420,7 @@ def damage_of(manifest: Manifest) -> list[str]:
         A sentence per damaged file, the same list on all ranks.
     """
     files = manifest.files
-    mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
-    with activity.phase("restoring", total=sum(-(-files[name]["bytes"] // MIB) for name in mine), unit="MiB"):
-        found = collectives.all_gather_object(damage(manifest.directory, {name: files[name] for name in mine}))
-    return [sentence for sentences in found for sentence in sentences]
+    own_files = sorted(files)[collectives.rank() :: collectives.num_ranks()]
+    with activity.phase("restoring", total=sum(-(-files[name]["bytes"] // MIB) for name in own_files), unit="MiB"):
+        sentences_of_ranks = collectives.all_gather_object(damage(manifest.directory, {name: files[name] for name in own_files}))
+    return [sentence for sentences in sentences_of_ranks for sentence in sentences]

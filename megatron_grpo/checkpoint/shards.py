@@ -47,25 +47,25 @@ class MissingShardError(ValueError):
     """The pieces of all ranks do not cover a tensor exactly: some element is in none of them, or in two."""
 
 
-def pieces_of(state: dict[str, Any], mine: frozenset[int]) -> list[tuple[Shard, Contents]]:
+def pieces_of(state: dict[str, Any], assigned_names: frozenset[int]) -> list[tuple[Shard, Contents]]:
     """Return the pieces that this rank writes, with their contents.
 
     Args:
         state: Sharded state dict.
-        mine: Names of the shared tensors that this rank writes, from `assigned`.
+        assigned_names: Names of the shared tensors that this rank writes, from `assigned`.
     """
-    found: list[tuple[Shard, Contents]] = []
+    pieces: list[tuple[Shard, Contents]] = []
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedObject):
             if is_main_replica(leaf.replica_id):
                 stream = io.BytesIO()
                 torch.save([leaf.data], stream)  # in a list, as Megatron-Core expects
-                found.append((Shard(leaf.unique_key), stream.getvalue()))
-        elif name_of(leaf) in mine if _may_be_shared(leaf) else is_main_replica(leaf.replica_id):
+                pieces.append((Shard(leaf.unique_key), stream.getvalue()))
+        elif name_of(leaf) in assigned_names if _may_be_shared(leaf) else is_main_replica(leaf.replica_id):
             box = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
             piece = Shard(leaf.key, tuple(leaf.global_offset), box, tuple(leaf.global_shape), leaf.dtype)
-            found.append((piece, leaf.data.detach().reshape(box)))
-    return found
+            pieces.append((piece, leaf.data.detach().reshape(box)))
+    return pieces
 
 
 # ---- dividing shared tensors -------------------------------------------------------------------------------------------------------------
@@ -81,15 +81,15 @@ def assigned(state: dict[str, Any], group: Any) -> frozenset[int]:
         state: Sharded state dict.
         group: Process group of the ranks that may hold the same tensors; None for all ranks.
     """
-    held = [(name_of(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id)) for leaf in nested_values(state) if _may_be_shared(leaf)]
-    return shares(collectives.all_gather_object(held, group))[collectives.rank_in(group)]
+    tensors = [(name_of(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id)) for leaf in nested_values(state) if _may_be_shared(leaf)]
+    return shares(collectives.all_gather_object(tensors, group))[collectives.rank_in(group)]
 
 
-def shares(held: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[int]]:
+def shares(tensors_of_ranks: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[int]]:
     """Divide tensors among the ranks that hold them.
 
     Args:
-        held: Per rank, (name, bytes, whether it is the main replica) of its tensors.
+        tensors_of_ranks: Per rank, (name, bytes, whether it is the main replica) of its tensors.
 
     Returns:
         The names that each rank writes.
@@ -97,20 +97,20 @@ def shares(held: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[in
     holders: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
     main: set[int] = set()
-    for rank, tensors in enumerate(held):
+    for rank, tensors in enumerate(tensors_of_ranks):
         for name, size, is_rank_zero in tensors:
             holders.setdefault(name, []).append(rank)
             sizes[name] = size
             if is_rank_zero:
                 main.add(name)
-    loads, given = [0] * len(held), [set[int]() for _ in held]
+    loads, assigned_names = [0] * len(tensors_of_ranks), [set[int]() for _ in tensors_of_ranks]
     for name in sorted(
         main, key=lambda name: (len(holders[name]), -sizes[name], name)
     ):  # tensors with few holders first, because they have the least choice
         rank = min(holders[name], key=loads.__getitem__)
         loads[rank] += sizes[name]
-        given[rank].add(name)
-    return [frozenset(names) for names in given]
+        assigned_names[rank].add(name)
+    return [frozenset(names) for names in assigned_names]
 
 
 def name_of(tensor: ShardedTensor) -> int:
@@ -142,13 +142,13 @@ def metadata_of(files: Iterable[tuple[str, Sequence[PlacedShard]]]) -> bytes:
     described: dict[str, Any] = {}
     storage: dict[metadata.MetadataIndex, _StorageInfo] = {}
     for file, pieces in files:
-        for (key, offset, shape, whole, dtype), start, length in pieces:
+        for (key, offset, shape, global_shape, dtype), start, length in pieces:
             if dtype is None:
                 index, described[key] = metadata.MetadataIndex(key), metadata.BytesStorageMetadata()
             else:
                 index = metadata.MetadataIndex(key, offset)
                 if key not in described:
-                    described[key] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), torch.Size(whole), [])
+                    described[key] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), torch.Size(global_shape), [])
                 described[key].chunks.append(metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
             if index in storage:
                 raise MissingShardError(f"{key} at {offset} was written by two ranks, in {storage[index].relative_path} and in {file}")
@@ -159,27 +159,27 @@ def metadata_of(files: Iterable[tuple[str, Sequence[PlacedShard]]]) -> bytes:
     return pickle.dumps(metadata.Metadata(described, storage_data=storage))
 
 
-def check_coverage(key: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> None:
+def check_coverage(key: str, global_shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
     """Check that each element of a tensor is in exactly one box.
 
     torch's own check compares every box of a layer with all others, which takes hours at 16,384 ranks.
 
     Args:
         key: Name of the tensor.
-        whole: Shape of the tensor.
+        global_shape: Shape of the tensor.
         boxes: Offset and shape of each box.
 
     Raises:
         MissingShardError: If an element is in no box or in two, or a box exceeds the tensor.
     """
     for offset, shape in boxes:
-        if any(start < 0 or start + size > most for start, size, most in zip(offset, shape, whole, strict=True)):
-            raise MissingShardError(f"{key} of shape {whole} cannot contain a shard of shape {shape} at {offset}")
-    held = sum(prod(shape) for _, shape in boxes)
-    if held != prod(whole):
-        raise MissingShardError(f"{key} of shape {whole} has {prod(whole)} elements, but {held} were written")
-    if both := _overlap(list(boxes), tuple(range(len(whole)))):
-        raise MissingShardError(f"{key} has overlapping shards: {both[0]} and {both[1]}")
+        if any(start < 0 or start + size > bound for start, size, bound in zip(offset, shape, global_shape, strict=True)):
+            raise MissingShardError(f"{key} of shape {global_shape} cannot contain a shard of shape {shape} at {offset}")
+    num_written = sum(prod(shape) for _, shape in boxes)
+    if num_written != prod(global_shape):
+        raise MissingShardError(f"{key} of shape {global_shape} has {prod(global_shape)} elements, but {num_written} were written")
+    if overlap := _overlap(list(boxes), tuple(range(len(global_shape)))):
+        raise MissingShardError(f"{key} has overlapping shards: {overlap[0]} and {overlap[1]}")
 
 
 def _overlap(boxes: list[Box], axes: tuple[int, ...]) -> tuple[Box, Box] | None:
@@ -192,18 +192,18 @@ def _overlap(boxes: list[Box], axes: tuple[int, ...]) -> tuple[Box, Box] | None:
         return None
     if not axes:
         return boxes[0], boxes[1]
-    axis, *rest = axes
+    axis, *other_axes = axes
     if all(shape[axis] == 1 for _, shape in boxes):  # layers, experts
         groups: dict[int, list[Box]] = {}
         for box in boxes:
             groups.setdefault(box[0][axis], []).append(box)
-        return next(filter(None, (_overlap(group, tuple(rest)) for group in groups.values())), None)
+        return next(filter(None, (_overlap(group, tuple(other_axes)) for group in groups.values())), None)
     axis = max(axes, key=lambda axis: len({offset[axis] for offset, _ in boxes}))  # the axis with the most distinct offsets
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[0][axis]):
-        open_boxes = [other for other in open_boxes if other[0][axis] + other[1][axis] > box[0][axis]]
-        for other in open_boxes:
-            if all(a < b + n and b < a + m for a, m, b, n in zip(*box, *other, strict=True)):
-                return other, box
+        open_boxes = [open_box for open_box in open_boxes if open_box[0][axis] + open_box[1][axis] > box[0][axis]]
+        for open_box in open_boxes:
+            if all(a < b + n and b < a + m for a, m, b, n in zip(*box, *open_box, strict=True)):
+                return open_box, box
         open_boxes.append(box)
     return None

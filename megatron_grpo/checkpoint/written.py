@@ -63,7 +63,7 @@ def remove_run(output_dir: str | Path) -> None:
         else:
             path.unlink()
     for folder in (Path(output_dir) / name for name, patterns in WRITTEN_BY_A_RUN.items() if patterns):
-        if [one.name for one in folder.glob("*")] == [MARK]:
+        if [path.name for path in folder.glob("*")] == [MARK]:
             (folder / MARK).unlink()
         for emptied in [*folder.glob("*/"), folder]:
             with suppress(OSError):  # not empty, a link, or missing
@@ -77,9 +77,9 @@ def _written(out: Path, names: Collection[str] = _NAMES) -> Iterator[Path]:
         if not patterns and path.is_file() and path.stat().st_size:
             yield path
         listed = mark_of(path).get("files") if name in _EXPORTS else None
-        for found in [found for pattern in patterns for found in path.glob(pattern)]:
-            if listed is None or found.name in listed:
-                yield found
+        for entry in [entry for pattern in patterns for entry in path.glob(pattern)]:
+            if listed is None or entry.name in listed:
+                yield entry
 
 
 def overwrite_obstacle(out: Path, command: str = RUN, names: Collection[str] = _NAMES) -> str | None:
@@ -97,15 +97,15 @@ def overwrite_obstacle(out: Path, command: str = RUN, names: Collection[str] = _
         if path.is_symlink() and not path.exists():
             return f"{path} is a link to {os.readlink(path)}, which does not exist. Restore (mount) it, or use another output_dir."
         if path.exists() and path.is_dir() != is_folder:
-            kind, other = ("a file", "a folder") if is_folder else ("a folder", "a file")
-            return f"{path} is {kind}, expected {other}. Move it, or use another output_dir."
-    found = mark_of(out).get("command")
-    if found == command:
+            kind, expected = ("a file", "a folder") if is_folder else ("a folder", "a file")
+            return f"{path} is {kind}, expected {expected}. Move it, or use another output_dir."
+    writer = mark_of(out).get("command")
+    if writer == command:
         return next(filter(None, (why_not_replaced(out / name) for name in _EXPORTS if name in names)), None)
-    if found is None and ((out / LOCK).is_file() or any(out.glob("checkpoints/iter_*/manifest.json"))):
+    if writer is None and ((out / LOCK).is_file() or any(out.glob("checkpoints/iter_*/manifest.json"))):
         return None  # of a version that wrote no mark
-    if theirs := next(_written(out, names), None):
-        return f"{theirs} was not written by `{command}`, which would replace it. Move it, or use another output_dir."
+    if foreign := next(_written(out, names), None):
+        return f"{foreign} was not written by `{command}`, which would replace it. Move it, or use another output_dir."
     return None
 
 
@@ -215,15 +215,15 @@ class Best:
             is_saved: Whether the run continues from a checkpoint of this folder.
         """
         self._saved = step if is_saved else None
-        before = self._read()
-        metric = FORMER_METRICS.get(before.get("metric", ""), before.get("metric")), before.get("greater_is_better")
-        if before and metric != (self.metric, self.greater):
+        stored = self._read()
+        metric = FORMER_METRICS.get(stored.get("metric", ""), stored.get("metric")), stored.get("greater_is_better")
+        if stored and metric != (self.metric, self.greater):
             self.print_line(
                 f"{self.folder.path / FILE} was written for {metric[0]}; from now on, the best checkpoint is selected by {self.metric}."
             )
-        elif before:
-            there = {one for one in self.folder.steps() if one <= step}
-            self.values = {saved: value for saved, value in before["values"].items() if saved in there}
+        elif stored:
+            steps = {saved_step for saved_step in self.folder.steps() if saved_step <= step}
+            self.values = {saved: value for saved, value in stored["values"].items() if saved in steps}
 
     def describe(self) -> str | None:
         """Return the final message about the best checkpoint; None if no checkpoint has a value."""
@@ -234,18 +234,18 @@ class Best:
     def _update(self) -> None:
         if self._heard is None or self._heard[0] != self._saved or self._saved in self.values:
             return
-        before = self.step
+        old_step = self.step
         self.values[self._saved] = self._heard[1]
-        there = set(self.folder.steps())
-        self.values = {step: value for step, value in self.values.items() if step in there}
+        steps = set(self.folder.steps())
+        self.values = {step: value for step, value in self.values.items() if step in steps}
         self._write()
-        if self.step != before and (text := self.describe()):
+        if self.step != old_step and (text := self.describe()):
             self.print_line(text)
 
     def _write(self) -> None:
         step = self.step
         assert step is not None
-        found = {
+        content = {
             "metric": self.metric,
             "greater_is_better": self.greater,
             "best_global_step": step,
@@ -254,7 +254,7 @@ class Best:
             "values": dict(sorted(self.values.items())),
         }
         try:
-            write_whole(self.folder.path / FILE, json.dumps(found, indent=1) + "\n", durable=True)
+            write_whole(self.folder.path / FILE, json.dumps(content, indent=1) + "\n", durable=True)
         except OSError as error:  # the run itself is unaffected
             self.print_line(
                 f"WARNING: the record of the best checkpoint cannot be written ({error.strerror}); the next evaluation tries again"
@@ -262,7 +262,7 @@ class Best:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads((self.folder.path / FILE).read_text(encoding="utf-8"))
-            return {**found, "values": {int(step): float(value) for step, value in found["values"].items()}}
+            content = json.loads((self.folder.path / FILE).read_text(encoding="utf-8"))
+            return {**content, "values": {int(step): float(value) for step, value in content["values"].items()}}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}

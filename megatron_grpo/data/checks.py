@@ -122,8 +122,8 @@ class PromptRows:
         """
         if any(self.named.get(name) == len(self.rows) for name in names):
             return ""
-        lacking = [int(row) for row in self.keep if not self.rows[int(row)].keys() & set(names)]
-        return f"{len(lacking)} of {len(self)} rows ({_places(self.rows, lacking)})" if lacking else ""
+        missing = [int(row) for row in self.keep if not self.rows[int(row)].keys() & set(names)]
+        return f"{len(missing)} of {len(self)} rows ({_places(self.rows, missing)})" if missing else ""
 
 
 def bytes_of(row: Mapping[str, Any]) -> bytes:
@@ -172,10 +172,10 @@ def check_rows(
     """
     is_blind = is_blind and image_spec is None
     faults: dict[str, list[int]] = {}
-    num_showing, named = 0, Counter[str]()
+    num_showing, column_counts = 0, Counter[str]()
     for index in range(len(rows)):
         row = rows[index]
-        named.update(row.keys())
+        column_counts.update(row.keys())
         fault = _fault(row, is_blind=is_blind) or (None if is_blind else _fault_of_places(row, cfg.limit_images))
         if fault is not None:
             faults.setdefault(fault, []).append(index)
@@ -183,8 +183,8 @@ def check_rows(
     problems = [_problem(flag, rows, indices, fault) for fault, indices in faults.items()]
     image_store = None
     if image_spec is not None and num_showing:
-        if lacking := require_pillow():
-            problems.append(Problem(flags=(flag,), message=lacking))
+        if missing := require_pillow():
+            problems.append(Problem(flags=(flag,), message=missing))
         if cfg.truncation_strategy == "left":
             message = (
                 f"truncation_strategy left cannot truncate prompts with images, and {num_showing} of {len(rows)} rows have images. "
@@ -200,7 +200,7 @@ def check_rows(
         image_store = ImageStore(rows, image_spec, root=Path(root).absolute(), flag=flag)
     if problems:
         raise ConfigError(problems)
-    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, named=named)
+    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, named=column_counts)
 
 
 def check_images(prompts: PromptRows, *, at_most: int | None = None) -> None:
@@ -282,13 +282,13 @@ def check_lengths(
     if problems:
         raise ConfigError(problems)
     if cfg.truncation_strategy == "delete" and len(too_long):
-        kept = np.flatnonzero(lengths <= limit)
-        if not len(kept) and not may_be_none:
+        within_limit = np.flatnonzero(lengths <= limit)
+        if not len(within_limit) and not may_be_none:
             message = f"truncation_strategy delete leaves no rows: all {len(lengths)} prompts are longer than max_prompt_length ({limit}); \
 the shortest has {int(lengths.min())} tokens."
             nearest = {"max_prompt_length": [int(lengths.max())]}
             raise ConfigError([Problem(flags=("max_prompt_length", flag), message=message, nearest=nearest)])
-        return replace(prompts, keep=prompts.keep[kept], longest_prompt=int(lengths[kept].max(initial=0)), tokens=tokens)
+        return replace(prompts, keep=prompts.keep[within_limit], longest_prompt=int(lengths[within_limit].max(initial=0)), tokens=tokens)
     return replace(prompts, longest_prompt=int(lengths.max()), tokens=tokens)
 
 
@@ -306,33 +306,33 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
     Raises:
         ConfigError: If the chat template rejects prompts, or does not finish a prompt within the time limit.
     """
-    found: list[np.ndarray] = []
-    refused: dict[str, list[int]] = {}
-    at, seen = [0], -1
+    token_ids: list[np.ndarray] = []
+    refusals: dict[str, list[int]] = {}
+    current, last_seen = [0], -1
 
     def work() -> None:
         for index in range(len(prompts)):
-            at[0] = index
+            current[0] = index
             try:
-                found.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
+                token_ids.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
             except Exception as error:  # noqa: BLE001 - any exception of a template is reported for its row
-                why = f"raise an error in the model's tokenizer or chat template ({type(error).__name__}: {printable(error)})"
-                refused.setdefault(why, []).append(index)
+                reason = f"raise an error in the model's tokenizer or chat template ({type(error).__name__}: {printable(error)})"
+                refusals.setdefault(reason, []).append(index)
 
     worker = begun(work, name="chat-template")
-    while not worker.done() and seen != at[0]:
-        seen = at[0]
+    while not worker.done() and last_seen != current[0]:
+        last_seen = current[0]
         wait([worker], seconds)
     if not worker.done():
         message = (
             f"The model's chat template or tokenizer did not finish within {seconds:g} s for "
-            f"{prompts.rows.place(int(prompts.keep[seen]))}. Check both; a chat template is code that is distributed with the model."
+            f"{prompts.rows.place(int(prompts.keep[last_seen]))}. Check both; a chat template is code that is distributed with the model."
         )
         raise ConfigError([Problem(flags=("model", flag), message=message)])
     worker.result()
-    if refused:
-        raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refused.items()])
-    return TokenTable.of(found)
+    if refusals:
+        raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refusals.items()])
+    return TokenTable.of(token_ids)
 
 
 def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
@@ -350,11 +350,12 @@ def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
 def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
     """Describe what is wrong with a row, as the end of a sentence whose subject is the rows; None for a valid row."""
     prompt, messages = row.get("prompt"), row.get("messages")
-    seen = [name for name in _MEDIA if _is_filled(row.get(name)) and (is_blind or name not in COLUMNS)]
-    if seen:
-        what = "text" if is_blind else "text and images"
+    filled = [name for name in _MEDIA if _is_filled(row.get(name)) and (is_blind or name not in COLUMNS)]
+    if filled:
+        supported = "text" if is_blind else "text and images"
         return (
-            f"have values in `{'`, `'.join(seen)}`, which would not be passed to the model: training uses {what} only; remove that column"
+            f"have values in `{'`, `'.join(filled)}`, which would not be passed to the model: training uses {supported} only; remove "
+            "that column"
         )
     if prompt is None and messages is None:
         return f"have neither `prompt` nor `messages`; the first has columns {', '.join(map(repr, row)) or '(none)'}"
@@ -382,10 +383,10 @@ def _is_filled(value: Any) -> bool:
 
 def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
     """Check, for a vision-language model, that the row has one placeholder per image. Expects a row whose prompt is valid."""
-    num_images, found = len(shown_by(row)), num_places(raw_prompt(row))
-    if num_images != found:
+    num_images, num_placeholders = len(shown_by(row)), num_places(raw_prompt(row))
+    if num_images != num_placeholders:
         return (
-            f"have {num_images} image(s) in `images` and {found} placeholder(s) (<image> in a text, or a part of type image); "
+            f"have {num_images} image(s) in `images` and {num_placeholders} placeholder(s) (<image> in a text, or a part of type image); "
             "each image needs one placeholder, in the same order"
         )
     if limit is not None and num_images > limit:
@@ -401,11 +402,11 @@ def _content_fault(message: Mapping[str, Any], *, is_blind: bool) -> str | None:
     if not isinstance(content, Sequence):
         return f"whose `content` is of type {type(content).__name__}; expected a string or a list of text parts"
     kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
-    known = ("text",) if is_blind else ("text", "image")
-    strange = sorted({str(kind) for kind in kinds if kind not in known})
-    if strange:
-        what = "text" if is_blind else "text and images"
-        return f"with a part of type {', '.join(strange)}, which would not be passed to the model: training uses {what} only"
+    supported_kinds = ("text",) if is_blind else ("text", "image")
+    unsupported = sorted({str(kind) for kind in kinds if kind not in supported_kinds})
+    if unsupported:
+        supported = "text" if is_blind else "text and images"
+        return f"with a part of type {', '.join(unsupported)}, which would not be passed to the model: training uses {supported} only"
     if any(part["type"] == "image" and any(part.get(name) is not None for name in _OWN_SOURCE) for part in content):
         return "with a part of type image that contains the image; move it to the column `images`, in the order of the parts"
     if not all(isinstance(part.get("text"), str) for part in content if part["type"] == "text"):
@@ -438,19 +439,19 @@ def check_for_episodes(rows: PromptRows, flag: str) -> None:
         raise ConfigError([_problem(flag, rows.rows, strings, fault)])
 
 
-def check_without_images(rows: PromptRows, flag: str, why: str) -> None:
+def check_without_images(rows: PromptRows, flag: str, reason: str) -> None:
     """Check that no row has images.
 
     Args:
         rows: Checked rows.
         flag: Setting that names the data set.
-        why: Reason, as a clause that ends the error message.
+        reason: Reason, as a clause that ends the error message.
 
     Raises:
         ConfigError: If a row has images.
     """
     if rows.image_store is not None:
-        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.image_store.counts), f"have images, but {why}")])
+        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.image_store.counts), f"have images, but {reason}")])
 
 
 def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:

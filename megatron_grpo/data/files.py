@@ -133,8 +133,8 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
     elif kind == "files":
         rows = Rows([_read_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
     else:
-        found = saved_by_datasets(dataset, flag) if kind == "saved" else from_hub(dataset, split, flag)
-        rows = Rows([(found, by_row(dataset if kind == "hub" else Path(dataset).name))])
+        hf_dataset = saved_by_datasets(dataset, flag) if kind == "saved" else from_hub(dataset, split, flag)
+        rows = Rows([(hf_dataset, by_row(dataset if kind == "hub" else Path(dataset).name))])
     if not len(rows):
         raise config_error(flag, f"{flag} {dataset!r} has no rows.")
     return rows
@@ -168,8 +168,8 @@ def behind_each_other(sources: Sequence[Source]) -> Source:
         sources: Sources in their order.
     """
 
-    def begin(at: Any) -> Iterator[Read]:
-        first, inner = at or (0, None)
+    def begin(position: Any) -> Iterator[Read]:
+        first, inner = position or (0, None)
         for number in range(first, len(sources)):
             for read in sources[number](inner if number == first else None):
                 yield read._replace(after=[number, read.after])
@@ -196,8 +196,8 @@ def _kind_of(dataset: str, flag: str) -> Literal["object", "saved", "files", "hu
         return "hub"
     if not path.parent.is_dir():
         raise config_error(flag, f"{flag} {str(path)!r} does not exist, and neither does its directory.")
-    beside = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)[:8]
-    nearby = f"Data files in its directory: {', '.join(beside)}." if beside else "Its directory has no data files."
+    siblings = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)[:8]
+    nearby = f"Data files in its directory: {', '.join(siblings)}." if siblings else "Its directory has no data files."
     raise config_error(flag, f"{flag} {str(path)!r} does not exist. {nearby}")
 
 
@@ -224,11 +224,11 @@ def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
         if path.suffix not in SUFFIXES:
             raise config_error(flag, f"{flag} {str(path)!r} has an unsupported suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)}.")
         return [(path, path.name)]
-    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith("."))
-    if not found:
+    paths = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith("."))
+    if not paths:
         raise config_error(flag, f"{flag} {str(path)!r} is a directory without {', '.join(SUFFIXES)} files.")
-    of_split = [file for file in found if file.name.startswith(split) or split in file.relative_to(path).parts[:-1]]
-    return [(file, str(file.relative_to(path))) for file in of_split or found]
+    of_split = [file for file in paths if file.name.startswith(split) or split in file.relative_to(path).parts[:-1]]
+    return [(file, str(file.relative_to(path))) for file in of_split or paths]
 
 
 def _read_file(file: Path, name: str, flag: str) -> tuple[Sequence[Row], Callable[[int], str]]:
@@ -241,16 +241,16 @@ def _read_file(file: Path, name: str, flag: str) -> tuple[Sequence[Row], Callabl
             return _ParquetRows(_table(parquet, file, name, flag, psutil.virtual_memory().available // 2)), by_row(name)
     if _is_json_array(file):
         return _json_array(file, name, flag), by_row(name)
-    rows, lines, bad = [], [], []
+    rows, lines, faults = [], [], []
     for number, _, row in _lines(file, name, flag):
         if isinstance(row, str):
-            bad.append(f"line {number}: {row}")
+            faults.append(f"line {number}: {row}")
         else:
             rows.append(row)
             lines.append(number)
-    if bad:
-        named = f"{'; '.join(bad[:NAMED_ROWS])}{'; ...' if len(bad) > NAMED_ROWS else ''}"
-        raise config_error(flag, f"{name} has {len(bad)} line(s) that are not JSON objects: {named}")
+    if faults:
+        listed = f"{'; '.join(faults[:NAMED_ROWS])}{'; ...' if len(faults) > NAMED_ROWS else ''}"
+        raise config_error(flag, f"{name} has {len(faults)} line(s) that are not JSON objects: {listed}")
     return rows, lambda index: f"{name} line {lines[index]}"
 
 
@@ -258,26 +258,28 @@ def _open_file(file: Path, name: str, flag: str) -> Source:
     """Open a file for streaming. A position is the number of rows before it (parquet), or [lines before it, bytes before it]."""
     if file.suffix == ".parquet":
         _parquet(flag)
-        return lambda at: _rows_of_parquet(file, name, flag, at or 0)
+        return lambda position: _rows_of_parquet(file, name, flag, position or 0)
     if _is_json_array(file):
         raise config_error(flag, f"{name} is a JSON array, which cannot be streamed. Write one object per line, or leave streaming out.")
-    return lambda at: (Read([number, end], f"{name} line {number}", row) for number, end, row in _lines(file, name, flag, *(at or (0, 0))))
+    return lambda position: (
+        Read([number, end], f"{name} line {number}", row) for number, end, row in _lines(file, name, flag, *(position or (0, 0)))
+    )
 
 
 # ---- JSON
 
 
-def _lines(file: Path, name: str, flag: str, before: int = 0, begin: int = 0) -> Iterator[tuple[int, int, Row | str]]:
+def _lines(file: Path, name: str, flag: str, lines_before: int = 0, begin: int = 0) -> Iterator[tuple[int, int, Row | str]]:
     """Yield (line number from 1, byte offset after the line, row or the reason why it holds none) for each line that is not empty.
 
     Args:
-        before: Number of lines that end at `begin`.
+        lines_before: Number of lines that end at `begin`.
         begin: Byte offset to start from.
     """
     with file.open("rb") as lines:
         lines.seek(begin)
         end = begin
-        for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE), b""), start=before + 1):
+        for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE), b""), start=lines_before + 1):
             if len(line) == LONGEST_LINE:
                 raise config_error(flag, f"{name} line {number} is longer than the maximum of {LONGEST_LINE >> 20} MiB.")
             end += len(line)
@@ -309,9 +311,11 @@ def _json_array(file: Path, name: str, flag: str) -> list[Row]:
         raise config_error(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
     except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, a number of 5,000 digits; nesting too deep
         raise config_error(flag, f"{name} cannot be read as JSON: {error}.") from error
-    bad = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
-    if bad:
-        raise config_error(flag, f"{name} has {len(bad)} entries that are not objects with named columns; the first is entry {bad[0]}.")
+    invalid = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
+    if invalid:
+        raise config_error(
+            flag, f"{name} has {len(invalid)} entries that are not objects with named columns; the first is entry {invalid[0]}."
+        )
     return rows
 
 
@@ -345,14 +349,15 @@ def _table(parquet: Any, file: Path, name: str, flag: str, limit: int) -> Any:
     import pyarrow
 
     batches: list[Any] = []
-    taken = 0
+    num_bytes = 0
     with parquet.ParquetFile(file) as source:
         for batch in source.iter_batches(batch_size=1024):
-            taken += batch.nbytes
-            if taken > limit:
-                read = sum(len(one) for one in batches)
+            num_bytes += batch.nbytes
+            if num_bytes > limit:
+                num_rows = sum(len(batch) for batch in batches)
                 raise config_error(flag, (
-                    f"{name} ({file.stat().st_size:,} bytes) has {source.metadata.num_rows:,} rows; the first {read:,} already fill the "
+                    f"{name} ({file.stat().st_size:,} bytes) has {source.metadata.num_rows:,} rows; the first {num_rows:,} already fill "
+                    "the "
                     f"memory limit for one file: {limit:,} bytes, half of the free memory. Split it into smaller data sets."
                 ))  # fmt: skip
             batches.append(batch)
@@ -374,8 +379,8 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[R
             if batch.nbytes > limit:
                 message = f"{name}: rows {row} to {row + len(batch)} take {batch.nbytes:,} bytes, more than half of the free memory."
                 raise config_error(flag, message)
-            given = max(0, begin - row)
-            for offset, values in enumerate(batch.slice(given).to_pylist(), start=row + given):
+            num_skipped = max(0, begin - row)
+            for offset, values in enumerate(batch.slice(num_skipped).to_pylist(), start=row + num_skipped):
                 yield Read(offset + 1, f"{name} row {offset}", values)
             row += len(batch)
 
@@ -385,14 +390,14 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[R
 
 def _mapped(name: str, rows: Sequence[Row]) -> Source:
     """Open a memory-mapped table for streaming. A position is the number of rows before it."""
-    return lambda at: (Read(row + 1, f"{name} row {row}", rows[row]) for row in range(at or 0, len(rows)))
+    return lambda position: (Read(row + 1, f"{name} row {row}", rows[row]) for row in range(position or 0, len(rows)))
 
 
 def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
     """Open a Hub data set for streaming. A position is [rows before it, state of the `datasets` iterator]."""
 
-    def begin(at: Any) -> Iterator[Read]:
-        row, state = at or (0, None)
+    def begin(position: Any) -> Iterator[Read]:
+        row, state = position or (0, None)
         rows = open_it()
         if state is not None:
             rows.load_state_dict(state)

@@ -41,10 +41,10 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
     if path.is_dir():
         return path.absolute()
     if is_path(name):
-        what = "is a file" if path.is_file() else "does not exist"
-        beside = sorted(config.parent.name for config in path.parent.glob("*/config.json"))[:8]
-        nearby = f" In {path.parent}: {', '.join(beside)}." if beside else ""
-        message = f"{flag} ({name}) {what}. Use a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{nearby}"
+        fault = "is a file" if path.is_file() else "does not exist"
+        models = sorted(config.parent.name for config in path.parent.glob("*/config.json"))[:8]
+        nearby = f" In {path.parent}: {', '.join(models)}." if models else ""
+        message = f"{flag} ({name}) {fault}. Use a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{nearby}"
         raise config_error(flag, message)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -88,14 +88,14 @@ class ImageFile:
         Raises:
             ConfigError: If the file has changed or cannot be decoded.
         """
-        found = self.image_store.cache.get(self.key)
-        if found is None:
+        patches = self.image_store.cache.get(self.key)
+        if patches is None:
             with self.image_store.as_config_error(self.row, self.source):
-                found = self.image_store.image_spec.patches(decoded(self.data()))
-                if len(found) != prod(self.grid):
-                    raise ImageError(f"has {len(found)} patches, but its header declares {prod(self.grid)}")
-            self.image_store.cache.put(self.key, found)
-        return found
+                patches = self.image_store.image_spec.patches(decoded(self.data()))
+                if len(patches) != prod(self.grid):
+                    raise ImageError(f"has {len(patches)} patches, but its header declares {prod(self.grid)}")
+            self.image_store.cache.put(self.key, patches)
+        return patches
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _found_again, (self.image_store.name, self.row, self.index)
@@ -154,18 +154,18 @@ class ImageStore:
         Raises:
             ConfigError: If an image cannot be used.
         """
-        given = shown_by(self.rows[row])
-        return tuple(self._image(row, index, one) for index, one in enumerate(given))
+        sources = shown_by(self.rows[row])
+        return tuple(self._image(row, index, source) for index, source in enumerate(sources))
 
-    def _image(self, row: int, index: int, given: Any) -> ImageFile:
-        known = self._known.get((row, index))
-        if known is None:
-            name = given if isinstance(given, str) else "an image"
+    def _image(self, row: int, index: int, value: Any) -> ImageFile:
+        image = self._known.get((row, index))
+        if image is None:
+            name = value if isinstance(value, str) else "an image"
             with self.as_config_error(row, ImageSource(str(name))):
-                source = source_of(given, self.root)
-                known = ImageFile(self, row, index, source, self.image_spec.grid(*source.size()))
-            self._known[row, index] = known
-        return known
+                source = source_of(value, self.root)
+                image = ImageFile(self, row, index, source, self.image_spec.grid(*source.size()))
+            self._known[row, index] = image
+        return image
 
     @contextmanager
     def as_config_error(self, row: int, source: ImageSource) -> Iterator[None]:
@@ -194,9 +194,9 @@ class ImageStore:
         """Return a digest of path, size and modification time of all image files; it changes when a file is rewritten."""
         digest = hashlib.sha256(self.image_spec.digest.encode())
         for row in self.counts.nonzero()[0]:
-            for given in shown_by(self.rows[int(row)]):
+            for value in shown_by(self.rows[int(row)]):
                 with suppress(ImageError, OSError):
-                    path = source_of(given, self.root).path
+                    path = source_of(value, self.root).path
                     if path is not None:
                         facts = path.stat()
                         digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
@@ -208,8 +208,8 @@ class ImageStore:
         Args:
             row: Index of the row, from 0.
         """
-        sources = [source_of(given, self.root) for given in shown_by(self.rows[row])]
-        return [str(one.path) if one.held is None else hashlib.sha256(one.held).hexdigest() for one in sources]
+        sources = [source_of(value, self.root) for value in shown_by(self.rows[row])]
+        return [str(source.path) if source.held is None else hashlib.sha256(source.held).hexdigest() for source in sources]
 
     def num_bytes(self, row: int) -> list[int]:
         """Return the file size of each image of a row in bytes. Detects a changed data set without reading the files.
@@ -217,12 +217,12 @@ class ImageStore:
         Args:
             row: Index of the row, from 0.
         """
-        found = []
-        for given in shown_by(self.rows[row]):
+        sizes = []
+        for value in shown_by(self.rows[row]):
             with suppress(ImageError, OSError):
-                source = source_of(given, self.root)
-                found.append(len(source.held) if source.held is not None else source.path.stat().st_size if source.path else 0)
-        return found
+                source = source_of(value, self.root)
+                sizes.append(len(source.held) if source.held is not None else source.path.stat().st_size if source.path else 0)
+        return sizes
 
     # ---- checks before anything is loaded
 
@@ -237,30 +237,30 @@ class ImageStore:
         Returns:
             One problem that describes all faults, or an empty list.
         """
-        found: list[str] = []
-        behind: list[tuple[int, ImageSource]] = []
+        faults: list[str] = []
+        to_decode: list[tuple[int, ImageSource]] = []
         num_pixels = 0
         for row in rows:
-            for given in shown_by(self.rows[row]):
-                source = ImageSource(given if isinstance(given, str) else "in the row")
+            for value in shown_by(self.rows[row]):
+                source = ImageSource(value if isinstance(value, str) else "in the row")
                 try:
-                    source = source_of(given, self.root)
+                    source = source_of(value, self.root)
                     height, width = source.size()
                     self.image_spec.grid(height, width)
                 except ImageError as fault:
-                    found.append(self.sentence(row, source, fault))
+                    faults.append(self.sentence(row, source, fault))
                     continue
                 num_pixels += height * width
                 if num_pixels <= MOST_DECODED:
-                    behind.append((row, source))
-        if not found:
-            found = self._damaged(behind)
-        more = f" {len(found) - NAMED_ROWS} more images cannot be used." if len(found) > NAMED_ROWS else ""
-        return [Problem(flags=(self.flag,), message=" ".join(found[:NAMED_ROWS]) + more)] if found else []
+                    to_decode.append((row, source))
+        if not faults:
+            faults = self._damaged(to_decode)
+        remark = f" {len(faults) - NAMED_ROWS} more images cannot be used." if len(faults) > NAMED_ROWS else ""
+        return [Problem(flags=(self.flag,), message=" ".join(faults[:NAMED_ROWS]) + remark)] if faults else []
 
     def _damaged(self, images: Sequence[tuple[int, ImageSource]]) -> list[str]:
-        def fault(one: tuple[int, ImageSource]) -> str | None:
-            row, source = one
+        def fault(item: tuple[int, ImageSource]) -> str | None:
+            row, source = item
             try:
                 decoded(source.read())
             except ImageError as fault:
@@ -347,9 +347,9 @@ def expanded(short: Sequence[int], images: Sequence[Image], image_token: int) ->
     """
     if short.count(image_token) != len(images):
         raise ValueError(f"the prompt has {short.count(image_token)} image tokens, but the row has {len(images)} images")
-    left, long = iter(images), list[int]()
+    remaining, long = iter(images), list[int]()
     for token in short:
-        long += [image_token] * num_tokens(next(left)) if token == image_token else [token]
+        long += [image_token] * num_tokens(next(remaining)) if token == image_token else [token]
     return long
 
 
@@ -361,12 +361,12 @@ def places(token_ids: Sequence[int], images: Sequence[Image], image_token: int) 
         images: Images, in order.
         image_token: The image token.
     """
-    found, at = [], 0
+    result, position = [], 0
     for image in images:
-        at = token_ids.index(image_token, at)
-        found.append((at, image))
-        at += num_tokens(image)
-    return tuple(found)
+        position = token_ids.index(image_token, position)
+        result.append((position, image))
+        position += num_tokens(image)
+    return tuple(result)
 
 
 def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -376,11 +376,11 @@ def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> lis
         token_ids: Token IDs after `expanded`.
         spans: (first token, number of tokens) of each image. Image tokens outside of these spans are kept.
     """
-    left, at = list[int](), 0
-    for place, count in spans:
-        left += [*token_ids[at:place], token_ids[place]]
-        at = place + count
-    return [int(token) for token in [*left, *token_ids[at:]]]
+    result, end = list[int](), 0
+    for position, count in spans:
+        result += [*token_ids[end:position], token_ids[position]]
+        end = position + count
+    return [int(token) for token in [*result, *token_ids[end:]]]
 
 
 def num_tokens(image: Image) -> int:

@@ -79,28 +79,28 @@ class ImageSource:
                 return (width, height) if _orientation(image) in _SIDEWAYS else (height, width)
 
 
-def source_of(given: Any, root: Path) -> ImageSource:
+def source_of(value: Any, root: Path) -> ImageSource:
     """Return the source of an image in a data set row.
 
     Args:
-        given: A path, bytes, {"bytes", "path"} as in parquet files, or a PIL image.
+        value: A path, bytes, {"bytes", "path"} as in parquet files, or a PIL image.
         root: Directory that must contain all paths.
 
     Raises:
         ImageError: If the value is of another type, is a URL, or lies outside of `root`.
     """
-    if isinstance(given, Mapping) and {"bytes", "path"} & given.keys():
-        held, name = given.get("bytes"), given.get("path")
-        if held is None and name is None:
+    if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
+        content, name = value.get("bytes"), value.get("path")
+        if content is None and name is None:
             raise ImageError("has neither bytes nor a path")
-        return source_of(name, root) if held is None else ImageSource(str(name or "bytes"), held=bytes(held))
-    if isinstance(given, (bytes, bytearray, memoryview)):
-        return ImageSource("bytes", held=bytes(given))
-    if isinstance(given, str):
-        return _file(given, root)
-    if hasattr(given, "getexif") and hasattr(given, "save"):
-        return ImageSource(str(getattr(given, "filename", "") or "a PIL image"), held=as_png(given))
-    raise ImageError(f"is of type {type(given).__name__}; expected a path, bytes or {{'bytes', 'path'}}")
+        return source_of(name, root) if content is None else ImageSource(str(name or "bytes"), held=bytes(content))
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return ImageSource("bytes", held=bytes(value))
+    if isinstance(value, str):
+        return _file(value, root)
+    if hasattr(value, "getexif") and hasattr(value, "save"):
+        return ImageSource(str(getattr(value, "filename", "") or "a PIL image"), held=as_png(value))
+    raise ImageError(f"is of type {type(value).__name__}; expected a path, bytes or {{'bytes', 'path'}}")
 
 
 def _file(name: str, root: Path) -> ImageSource:
@@ -108,11 +108,11 @@ def _file(name: str, root: Path) -> ImageSource:
         raise ImageError(f"is the URL {name[:80]!r}, and URLs are not downloaded; save the images and use file paths")
     if not name or "\0" in name:
         raise ImageError(f"has the invalid path {name!r}")
-    path, inside = root / Path(name), root.resolve()
-    found = path.resolve()
-    if not found.is_relative_to(inside):
-        raise ImageError(f"is {name!r}, outside of data_root ({inside}). Use a data_root that contains it")
-    return ImageSource(name, path=found)
+    path, resolved_root = root / Path(name), root.resolve()
+    resolved = path.resolve()
+    if not resolved.is_relative_to(resolved_root):
+        raise ImageError(f"is {name!r}, outside of data_root ({resolved_root}). Use a data_root that contains it")
+    return ImageSource(name, path=resolved)
 
 
 def decoded(data: bytes) -> Image:
@@ -193,8 +193,8 @@ def _orientation(image: Image) -> int:
         return 1
     if image.format == "PNG" and not {"exif", "Raw profile type exif", "xmp"} & image.info.keys():
         return 1  # getexif() would decode the whole image to look for data after the pixels
-    found = image.getexif().get(_ORIENTATION, 1)
-    return found if found in range(1, 9) else 1
+    orientation = image.getexif().get(_ORIENTATION, 1)
+    return orientation if orientation in range(1, 9) else 1
 
 
 def _upright(image: Image, orientation: int) -> Image:
@@ -217,9 +217,9 @@ def _rgb(image: Image) -> Image:
 
         return images.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
-        whole = image.convert("RGBA")
-        on_white = images.new("RGBA", whole.size, (255, 255, 255, 255))
-        on_white.alpha_composite(whole)
+        rgba = image.convert("RGBA")
+        on_white = images.new("RGBA", rgba.size, (255, 255, 255, 255))
+        on_white.alpha_composite(rgba)
         return on_white.convert("RGB")
     return image.convert("RGB")
 
@@ -270,18 +270,18 @@ class ImageProcessorSpec:
         size = processor.get("size") or {}
         vision = config["vision_config"]
         settings = {name: processor.get(name, default) for name, default in _SETTINGS.items()}
-        for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2):
-            if vision.get(theirs, settings[ours]) != settings[ours]:
-                raise _wrong(f"{_FILE} has {ours} {settings[ours]}, but config.json has {theirs} {vision[theirs]}", "model")
-        found = cls(
+        for name, config_name in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2):
+            if vision.get(config_name, settings[name]) != settings[name]:
+                raise _wrong(f"{_FILE} has {name} {settings[name]}, but config.json has {config_name} {vision[config_name]}", "model")
+        spec = cls(
             image_token=config["image_token_id"],
             around=(config["vision_start_token_id"], config["vision_end_token_id"]),
             min_pixels=min_pixels or size.get("shortest_edge") or processor.get("min_pixels") or _SMALLEST,
             max_pixels=max_pixels or size.get("longest_edge") or processor.get("max_pixels") or _LARGEST,
             settings=settings,
         )
-        found._require_sense()
-        return found
+        spec._require_sense()
+        return spec
 
     def _require_sense(self) -> None:
         if self.max_pixels < self.side**2:
@@ -428,11 +428,11 @@ def bound_notes(cfg: DataConfig) -> list[str]:
     """
     notes = []
     for name, variable in VARIABLES.items():
-        typed, found = getattr(cfg, name), os.environ.get(variable)
-        if found is None or str(typed) == found:
+        configured, from_environment = getattr(cfg, name), os.environ.get(variable)
+        if from_environment is None or str(configured) == from_environment:
             continue
-        over = f"the environment variable {variable} ({found})"
-        notes.append(f"{name} ({typed}) overrides {over}." if typed else f"{name} is not set; {over} applies.")
+        source = f"the environment variable {variable} ({from_environment})"
+        notes.append(f"{name} ({configured}) overrides {source}." if configured else f"{name} is not set; {source} applies.")
     return notes
 
 
@@ -441,23 +441,23 @@ def _of_environment(variable: str) -> int | None:
     if text is None:
         return None
     if not text.strip().isdecimal() or int(text) < 1:
-        name = next(name for name, other in VARIABLES.items() if other == variable)
+        name = next(name for name, env_name in VARIABLES.items() if env_name == variable)
         raise _wrong(f"Environment variable {variable} ({text!r}) is not a positive number of pixels. Unset it, or set {name}", name)
     return int(text)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise _wrong(
             f"{path.name} is missing from the model directory ({path.parent}); it has the image processor settings", "model"
         ) from error
     except (OSError, ValueError) as error:
         raise _wrong(f"{path} cannot be read as JSON: {error}", "model") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise _wrong(f"{path} is not a JSON object", "model")
-    return found
+    return content
 
 
 def _wrong(sentence: str, *flags: str) -> ConfigError:

@@ -48,8 +48,12 @@ def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int, pa
     Raises:
         ConfigError: If a data set cannot be read, or a count or ratio leaves no rows.
     """
-    read = [_read_set(name, cfg, flag=flag, seed=seed) for name in names]
-    rows = read[0] if len(read) == 1 else Rows([(one, one.place) for one in read], _merged([len(one) for one in read], cfg))
+    sets = [_read_set(name, cfg, flag=flag, seed=seed) for name in names]
+    rows = (
+        sets[0]
+        if len(sets) == 1
+        else Rows([(rows_of_set, rows_of_set.place) for rows_of_set in sets], _merged([len(rows_of_set) for rows_of_set in sets], cfg))
+    )
     if part == "all" or not cfg.split_dataset_ratio:
         return rows
     return Rows([(rows, rows.place)], _part(len(rows), cfg.split_dataset_ratio, seed, part, flag))
@@ -92,9 +96,9 @@ def _read_set(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
     if count is not None and count < 1:
         raise config_error(flag, f"{flag} ({name}) requests {count} of {len(rows)} rows. Use at least 1.")
     if count is not None:
-        whole, rest = divmod(count, len(rows))
+        repeats, remainder = divmod(count, len(rows))
         order = permutation(len(rows), seed, _DRAW_EPOCH) if cfg.dataset_shuffle else np.arange(len(rows))
-        rows = Rows([(rows, rows.place)], np.concatenate([*([np.arange(len(rows))] * whole), np.sort(order[:rest])]))
+        rows = Rows([(rows, rows.place)], np.concatenate([*([np.arange(len(rows))] * repeats), np.sort(order[:remainder])]))
     return Rows([(rows, rows.place)], columns=names_here(rows[0], cfg.columns, flag)) if cfg.columns else rows
 
 
@@ -128,23 +132,23 @@ def names_here(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) 
     Raises:
         ConfigError: If a column does not exist, or a new name is already in use.
     """
-    missing = [theirs for theirs, ours in columns.items() if theirs not in first and ours not in first]
+    missing = [old for old, new in columns.items() if old not in first and new not in first]
     if missing:
         message = f"columns: the first row of {flag} has no {', '.join(missing)}; it has {', '.join(first) or 'none'}."
         raise config_error(("columns", flag), message)
-    named = {theirs: ours for theirs, ours in columns.items() if theirs in first}
-    both = [ours for ours in named.values() if ours in first and ours not in named]
-    if both:
-        message = f"columns: the first row of {flag} already has a column {', '.join(both)}. Rename that column too."
+    renamed = {old: new for old, new in columns.items() if old in first}
+    clashing = [new for new in renamed.values() if new in first and new not in renamed]
+    if clashing:
+        message = f"columns: the first row of {flag} already has a column {', '.join(clashing)}. Rename that column too."
         raise config_error(("columns", flag), message)
-    return named
+    return renamed
 
 
 def _renamed(source: Source, names: Mapping[str, str]) -> Source:
-    def begin(at: Any) -> Iterator[Read]:
-        for read in source(at):
-            row = read.row if isinstance(read.row, str) else {names.get(name, name): value for name, value in read.row.items()}
-            yield read._replace(row=row)
+    def begin(position: Any) -> Iterator[Read]:
+        for entry in source(position):
+            row = entry.row if isinstance(entry.row, str) else {names.get(name, name): value for name, value in entry.row.items()}
+            yield entry._replace(row=row)
 
     return begin
 
@@ -152,29 +156,29 @@ def _renamed(source: Source, names: Mapping[str, str]) -> Source:
 def _limited(source: Source, count: int) -> Source:
     """Limit a source to `count` rows. A position is [rows before it, position in the source]."""
 
-    def begin(at: Any) -> Iterator[Read]:
-        given, inner = at or (0, None)
+    def begin(position: Any) -> Iterator[Read]:
+        num_read, inner = position or (0, None)
         reader = source(inner)
-        while given < count:
-            read = next(reader, None)
-            if read is None:
+        while num_read < count:
+            entry = next(reader, None)
+            if entry is None:
                 reader = source(None)
-                read = _existing(next(reader, None))
-            given += 1
-            yield read._replace(after=[given, read.after])
+                entry = _existing(next(reader, None))
+            num_read += 1
+            yield entry._replace(after=[num_read, entry.after])
 
     return begin
 
 
-def _existing(read: Read | None) -> Read:
+def _existing(entry: Read | None) -> Read:
     """Return a row that existed when its data set was last read.
 
     Raises:
         ConfigError: If it no longer exists; a data set without rows could never yield its share.
     """
-    if read is None:
+    if entry is None:
         raise config_error("dataset", "A data set of `dataset` has fewer rows than when this run last read it. Restore its files.")
-    return read
+    return entry
 
 
 # ---- several
@@ -194,9 +198,9 @@ def _merged(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
     rounds = np.array(sizes) / weights
     length = rounds.min() if cfg.stopping_strategy == "first_exhausted" else rounds.max()
     counts = [max(1, int(np.floor(length * weight + 1e-9))) for weight in weights]
-    places = np.concatenate([(np.arange(count) + 0.5) / weight for count, weight in zip(counts, weights, strict=True)])
+    positions = np.concatenate([(np.arange(count) + 0.5) / weight for count, weight in zip(counts, weights, strict=True)])
     numbers = np.concatenate([start + np.arange(count) % size for start, count, size in zip(starts, counts, sizes)])
-    return numbers[np.argsort(places, kind="stable")]
+    return numbers[np.argsort(positions, kind="stable")]
 
 
 def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_first: bool) -> Source:
@@ -207,30 +211,30 @@ def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_fir
     """
     shares = [weight / sum(weights) for weight in weights]
 
-    def left(counts: Sequence[int], sizes: Sequence[int | None]) -> list[int]:
+    def incomplete(counts: Sequence[int], sizes: Sequence[int | None]) -> list[int]:
         """Return the sources that have not yielded their share of the epoch."""
         rounds = [size / share for size, share in zip(sizes, shares, strict=True) if size is not None]
         if not rounds or (not ends_with_first and len(rounds) < len(sources)):
             return list(range(len(sources)))
         length = min(rounds) if ends_with_first else max(rounds)
-        return [one for one, count in enumerate(counts) if count < max(1, int(length * shares[one] + 1e-9))]
+        return [number for number, count in enumerate(counts) if count < max(1, int(length * shares[number] + 1e-9))]
 
-    def begin(at: Any) -> Iterator[Read]:
+    def begin(position: Any) -> Iterator[Read]:
         empty = [None] * len(sources)
-        counts, places, sizes = [list(one) for one in at or ([0] * len(sources), empty, empty)]
-        readers = [source(place) for source, place in zip(sources, places, strict=True)]
-        ahead = [_existing(next(reader, None)) for reader in readers]
-        while open_ones := left(counts, sizes):
-            which = min(open_ones, key=lambda one: (counts[one] + 0.5) / shares[one])
-            read, following = ahead[which], next(readers[which], None)
-            counts[which] += 1
-            places[which] = read.after
+        counts, positions, sizes = [list(values) for values in position or ([0] * len(sources), empty, empty)]
+        readers = [source(begin_at) for source, begin_at in zip(sources, positions, strict=True)]
+        next_entries = [_existing(next(reader, None)) for reader in readers]
+        while open_ones := incomplete(counts, sizes):
+            number = min(open_ones, key=lambda i: (counts[i] + 0.5) / shares[i])
+            entry, following = next_entries[number], next(readers[number], None)
+            counts[number] += 1
+            positions[number] = entry.after
             if following is None:
-                sizes[which] = sizes[which] or counts[which]
-                places[which], readers[which] = None, sources[which](None)
-                following = _existing(next(readers[which], None))
-            ahead[which] = following
-            yield read._replace(after=[list(counts), list(places), list(sizes)])
+                sizes[number] = sizes[number] or counts[number]
+                positions[number], readers[number] = None, sources[number](None)
+                following = _existing(next(readers[number], None))
+            next_entries[number] = following
+            yield entry._replace(after=[list(counts), list(positions), list(sizes)])
 
     return begin
 
@@ -424,8 +428,14 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to continue from here, as JSON-serializable values."""
-        found = {"taken": self.taken, "seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self), "fingerprint": self._fingerprint()}
-        return found | ({"drops_last": f"true ({self.per_epoch} prompts per epoch)"} if self.per_epoch < len(self) else {})
+        result = {
+            "taken": self.taken,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_rows": len(self),
+            "fingerprint": self._fingerprint(),
+        }
+        return result | ({"drops_last": f"true ({self.per_epoch} prompts per epoch)"} if self.per_epoch < len(self) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -447,14 +457,18 @@ class PromptStream:
         Args:
             state: State from `state()`.
         """
-        now, problems = self.state(), list[Problem]()
+        current, problems = self.state(), list[Problem]()
         # A streamed data set has another order and other entries in its state, so nothing else can be compared then.
-        compared = self.COMPARED if state.get("streaming", False) == now.get("streaming", False) else (("streaming", "streaming", "{}"),)
+        compared = (
+            self.COMPARED if state.get("streaming", False) == current.get("streaming", False) else (("streaming", "streaming", "{}"),)
+        )
         for name, flag, value in compared:
-            if state.get(name, False) != now.get(name, False):
-                was, found = value.format(state.get(name, False)), value.format(now.get(name, False))
-                message = f"The checkpoint was written with {flag} {was}, but this run has {found}, so it would not continue with the \
-remaining prompts of that run. Use {was}, or start a new run in another output_dir."
+            if state.get(name, False) != current.get(name, False):
+                old_text, new_text = value.format(state.get(name, False)), value.format(current.get(name, False))
+                message = (
+                    f"The checkpoint was written with {flag} {old_text}, but this run has {new_text}, so it would not continue with the \
+remaining prompts of that run. Use {old_text}, or start a new run in another output_dir."
+                )
                 problems.append(Problem(flags=(flag,), message=message))
         return problems or self._of_other_rows(state)
 
@@ -476,10 +490,10 @@ or start a new run in another output_dir."
 
     def _found(self, number: int) -> tuple[PromptRows, int, int]:
         """Locate prompt `number` of the run: (rows that contain it, its index in them, data set row of their first row)."""
-        epoch, place = divmod(number, self.per_epoch)
+        epoch, index = divmod(number, self.per_epoch)
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self)))
-        return self.rows, int(self._order[1][place]), 0
+        return self.rows, int(self._order[1][index]), 0
 
     def _prompt(self, number: int) -> Prompt:
         rows, index, first = self._found(number)
@@ -498,8 +512,8 @@ or start a new run in another output_dir."
 
     def _fingerprint(self) -> int:
         """Return a checksum of up to 16 evenly spaced prompts, to detect another file under the same name."""
-        picked = sorted({round(i * (len(self) - 1) / 15) for i in range(16)})
-        return zlib.crc32(json.dumps([self.rows.raw(index) for index in picked], default=str).encode())
+        indices = sorted({round(i * (len(self) - 1) / 15) for i in range(16)})
+        return zlib.crc32(json.dumps([self.rows.raw(index) for index in indices], default=str).encode())
 
 
 def _placed(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:

@@ -97,8 +97,8 @@ def open_prompts(
     Raises:
         ConfigError: If the data set cannot be read, or a prompt fails a check.
     """
-    opened = open_streamed if cfg.streaming else open_stream
-    return opened(cfg, tokenizer, seed=seed, image_spec=image_spec, tools=tools)
+    open_function = open_streamed if cfg.streaming else open_stream
+    return open_function(cfg, tokenizer, seed=seed, image_spec=image_spec, tools=tools)
 
 
 def rows_to_look_at(cfg: DataConfig, *, image_spec: ImageProcessorSpec | None, is_blind: bool, seed: int) -> PromptRows:
@@ -116,9 +116,9 @@ def rows_to_look_at(cfg: DataConfig, *, image_spec: ImageProcessorSpec | None, i
     if not cfg.streaming:
         return load_rows(cfg, image_spec=image_spec, is_blind=is_blind, seed=seed)
     flag, names = "dataset", names_of(cfg, None, "dataset")
-    read = list(islice(open_sets(cfg, names, flag)(None), max(1, cfg.shuffle_buffer_size)))
-    with _named(0, len(read), flag):
-        prompts = checks.check_rows(_rows_of(read, flag), cfg, names, image_spec=image_spec, is_blind=is_blind)
+    entries = list(islice(open_sets(cfg, names, flag)(None), max(1, cfg.shuffle_buffer_size)))
+    with _named(0, len(entries), flag):
+        prompts = checks.check_rows(_rows_of(entries, flag), cfg, names, image_spec=image_spec, is_blind=is_blind)
         checks.check_without_images(prompts, flag, _BLIND)
     return replace(prompts, is_beginning=True)
 
@@ -172,8 +172,8 @@ class StreamedPrompts(PromptStream):
             cfg: Data settings.
             seed: Seed of the order.
         """
-        nothing = PromptRows(rows=Rows([([], str)]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
-        super().__init__(nothing, encode, seed=seed, shuffle=cfg.dataset_shuffle)
+        empty = PromptRows(rows=Rows([([], str)]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
+        super().__init__(empty, encode, seed=seed, shuffle=cfg.dataset_shuffle)
         self._source, self._look, self._size = source, look, max(1, cfg.shuffle_buffer_size)
         self._ask: Ask = lambda gathered: [gathered]
         self._reader_ahead: tuple[Any, Iterator[Read]] | None = None  # (position, reader at that position)
@@ -188,16 +188,16 @@ class StreamedPrompts(PromptStream):
     def __len__(self) -> int:
         raise TypeError("the number of prompts of a streamed data set is unknown")
 
-    def agree_by(self, ask: Ask) -> None:
+    def agree_by(self, gather: Ask) -> None:
         """Verify from here on that all ranks read the same rows, and fail on all ranks otherwise. Collective.
 
         Args:
-            ask: All-gather of (problem, checksum) over the ranks.
+            gather: All-gather of (problem, checksum) over the ranks.
 
         Raises:
             RowsError: On every rank, if the rows read so far differ.
         """
-        self._ask = ask
+        self._ask = gather
         self._agree("", self._marks[-1])
 
     def take(self, count: int) -> list[Prompt]:
@@ -210,33 +210,33 @@ class StreamedPrompts(PromptStream):
             RowsError: On every rank, if rows cannot be read or fail a check on any rank.
         """
         while self._marks[-1].end < self.taken + count:
-            made, fault = NOTHING, ""
+            mark, fault = NOTHING, ""
             try:
-                made = self._next(self._marks[-1])
+                mark = self._next(self._marks[-1])
             except (ConfigError, OSError) as error:
                 fault = str(error)
-            self._agree(fault, made)
-            self._remember(made)
+            self._agree(fault, mark)
+            self._remember(mark)
         return super().take(count)
 
     def _agree(self, fault: str, mark: Mark) -> None:
         gathered = self._ask((fault, mark.digest))
-        if faults := [one for one, _ in gathered if one]:
+        if faults := [text for text, _ in gathered if text]:
             raise RowsError(f"{faults[0]} Fix these rows, or remove them without changing earlier rows, and run the same command again")
         if len({digest for _, digest in gathered}) > 1:
-            where = f"dataset: {self._named(mark).lower()} differ between ranks."
-            raise RowsError(f"{where} Copy the same files to every machine, and run the same command again")
+            difference = f"dataset: {self._named(mark).lower()} differ between ranks."
+            raise RowsError(f"{difference} Copy the same files to every machine, and run the same command again")
 
     def state(self) -> dict[str, Any]:
-        at = _place_among(self._marks, self.taken)
-        marks = [asdict(mark) for mark in self._marks[max(0, at - REMEMBERED) :]]
+        index = _place_among(self._marks, self.taken)
+        marks = [asdict(mark) for mark in self._marks[max(0, index - REMEMBERED) :]]
         order = {"seed": self.seed, "shuffle": self.shuffle, "block_size": self._size}
         return {"streaming": True, "taken": self.taken, **order, "marks": marks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
-        known = {(mark.epoch, mark.block): mark for mark in (*self._marks, *_marks_of(state))}
-        self._marks = [known[key] for key in sorted(known)]
+        marks_by_key = {(mark.epoch, mark.block): mark for mark in (*self._marks, *_marks_of(state))}
+        self._marks = [marks_by_key[key] for key in sorted(marks_by_key)]
 
     def images_of(self, number: int) -> tuple[tuple[int, Image], ...]:
         return ()  # rows with images are rejected
@@ -244,11 +244,11 @@ class StreamedPrompts(PromptStream):
     def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
         """Check that the block in which the saved run stopped is unchanged. Other blocks are checked when they are read."""
         marks = _marks_of(state)
-        at = marks[_place_among(marks, int(state["taken"]))]
-        if at in self._marks or not at.num_rows:
+        mark = marks[_place_among(marks, int(state["taken"]))]
+        if mark in self._marks or not mark.num_rows:
             return []
         try:
-            self._rows_of(at)
+            self._rows_of(mark)
         except ConfigError as error:
             return list(error.problems)
         except OSError as error:
@@ -278,51 +278,51 @@ class StreamedPrompts(PromptStream):
                 message = f"No row of the data set can be used: {mark.left_out} are longer than max_prompt_length."
                 raise config_error(("dataset", "max_prompt_length"), message)
             epoch, block, begins = mark.epoch + 1, 0, mark.end
-        read, after = self._read(mark.after)
-        rows = self._checked(read, block)
+        entries, next_position = self._read(mark.after)
+        rows = self._checked(entries, block)
         num_prompts = 0 if rows is None else len(rows)
-        made = Mark(
-            epoch=epoch, block=block, begin=mark.after, after=after, first=mark.end, num_prompts=num_prompts, num_rows=len(read),
-            first_of_epoch=begins, left_out=mark.left_out + len(read) - num_prompts, digest=_digest(read),
+        new_mark = Mark(
+            epoch=epoch, block=block, begin=mark.after, after=next_position, first=mark.end, num_prompts=num_prompts, num_rows=len(entries),
+            first_of_epoch=begins, left_out=mark.left_out + len(entries) - num_prompts, digest=_digest(entries),
         )  # fmt: skip
         if rows is not None:
-            self._hold(made, rows)
-        return made
+            self._hold(new_mark, rows)
+        return new_mark
 
     def _rows_of(self, mark: Mark) -> PromptRows:
         """Return the rows of a block. Raises ConfigError if they have changed since they were first read."""
         key = (mark.epoch, mark.block)
         if key not in self._held or self._held[key][0] != mark:
-            read, _ = self._read(mark.begin)
-            if len(read) != mark.num_rows or _digest(read) != mark.digest:
+            entries, _ = self._read(mark.begin)
+            if len(entries) != mark.num_rows or _digest(entries) != mark.digest:
                 message = f"{self._named(mark)} of the data set have changed since this run read them. Restore them, or start a new run \
 in another output_dir."
                 raise config_error("dataset", message)
-            rows = self._checked(read, mark.block)
+            rows = self._checked(entries, mark.block)
             assert rows is not None and len(rows) == mark.num_prompts, "the same rows have been checked before"
             self._hold(mark, rows)
         return self._held[key][1]
 
-    def _checked(self, read: Sequence[Read], block: int) -> PromptRows | None:
-        if not read:
+    def _checked(self, entries: Sequence[Read], block: int) -> PromptRows | None:
+        if not entries:
             return None
-        with _named(block * self._size, len(read), "dataset"):
-            return self._look(_rows_of(read, "dataset"))
+        with _named(block * self._size, len(entries), "dataset"):
+            return self._look(_rows_of(entries, "dataset"))
 
     def _read(self, begin: Any) -> tuple[list[Read], Any]:
         """Read one block from a position. Return its rows and the position after them, None at the end of the epoch."""
         reader_ahead, self._reader_ahead = self._reader_ahead, None
         reader = reader_ahead[1] if reader_ahead is not None and reader_ahead[0] == begin else self._source(begin)
-        read = list(islice(reader, self._size))
-        after = read[-1].after if len(read) == self._size else None
-        if after is not None:
-            self._reader_ahead = (after, reader)
-        return read, after
+        entries = list(islice(reader, self._size))
+        next_position = entries[-1].after if len(entries) == self._size else None
+        if next_position is not None:
+            self._reader_ahead = (next_position, reader)
+        return entries, next_position
 
     def _hold(self, mark: Mark, rows: PromptRows) -> None:
         """Keep the blocks that prompts are still taken from, and one block before them, because prompts may be given back."""
-        behind = [key for key, (one, _) in self._held.items() if one.end <= self.taken]
-        for key in behind[:-1]:
+        trained_keys = [key for key, (mark, _) in self._held.items() if mark.end <= self.taken]
+        for key in trained_keys[:-1]:
             del self._held[key]
         self._held[mark.epoch, mark.block] = (mark, rows)
 
@@ -349,21 +349,21 @@ def _place_among(marks: Sequence[Mark], number: int) -> int:
     return max(0, bisect_right(marks, number, key=lambda mark: mark.first) - 1)
 
 
-def _digest(read: Sequence[Read]) -> int:
+def _digest(entries: Sequence[Read]) -> int:
     """Return a checksum of rows, to detect other rows at the same position."""
     digest = 0
-    for one in read:
-        digest = zlib.crc32(checks.bytes_of(one.row) if isinstance(one.row, dict) else b"", digest)
+    for entry in entries:
+        digest = zlib.crc32(checks.bytes_of(entry.row) if isinstance(entry.row, dict) else b"", digest)
     return digest
 
 
-def _rows_of(read: Sequence[Read], flag: str) -> Rows:
+def _rows_of(entries: Sequence[Read], flag: str) -> Rows:
     """Collect the rows that were read. Raises ConfigError with the lines that hold no row."""
-    bad = [f"{one.stands}: {one.row}" for one in read if isinstance(one.row, str)]
-    if bad:
-        named = f"{'; '.join(bad[:NAMED_ROWS])}{'; ...' if len(bad) > NAMED_ROWS else ''}"
-        raise config_error(flag, f"{len(bad)} line(s) are not JSON objects: {named}.")
-    return Rows([([one.row for one in read if isinstance(one.row, dict)], lambda index: read[index].stands)])
+    faults = [f"{entry.stands}: {entry.row}" for entry in entries if isinstance(entry.row, str)]
+    if faults:
+        listed = f"{'; '.join(faults[:NAMED_ROWS])}{'; ...' if len(faults) > NAMED_ROWS else ''}"
+        raise config_error(flag, f"{len(faults)} line(s) are not JSON objects: {listed}.")
+    return Rows([([entry.row for entry in entries if isinstance(entry.row, dict)], lambda index: entries[index].stands)])
 
 
 @contextmanager
@@ -372,5 +372,5 @@ def _named(first: int, count: int, flag: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        where = f"{flag}, rows {first:,} to {first + count - 1:,}, which streaming reads together: "
-        raise ConfigError([replace(problem, message=where + problem.message) for problem in error.problems]) from error
+        place_text = f"{flag}, rows {first:,} to {first + count - 1:,}, which streaming reads together: "
+        raise ConfigError([replace(problem, message=place_text + problem.message) for problem in error.problems]) from error

@@ -84,30 +84,30 @@ def shared(key: str, make: Callable[[], TokenTable]) -> TokenTable:
     except OSError as error:
         _print_line(folder, error)
         return make()
-    found = read(path)
-    if found is not None:
-        return found
+    table = read(path)
+    if table is not None:
+        return table
     with only_one(path.with_suffix(".lock"), patience=PATIENCE) as may_write:
-        found = read(path)
-        if found is not None:
-            return found
-        made = make()
+        table = read(path)
+        if table is not None:
+            return table
+        table = make()
         if not may_write:
-            return made
+            return table
         try:
-            write(path, made)
+            write(path, table)
             _forget_unused(folder)
         except OSError as error:
             _print_line(folder, error)
-            return made
-    return read(path) or made
+            return table
+    return read(path) or table
 
 
 def cache_directory() -> Path:
     """Return the cache directory: below MEGATRON_GRPO_CACHE if set, otherwise below the user's cache directory."""
-    own = os.environ.get("MEGATRON_GRPO_CACHE")
+    configured = os.environ.get("MEGATRON_GRPO_CACHE")
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return (Path(own) if own else Path(users) / "megatron-grpo") / "prompts"
+    return (Path(configured) if configured else Path(users) / "megatron-grpo") / "prompts"
 
 
 def key_of(fingerprint: str, encode: PromptEncoder) -> str:
@@ -169,14 +169,14 @@ def write(path: Path, table: TokenTable) -> None:
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")  # machines may share the directory
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")  # machines may share the directory
     try:
-        with beside.open("wb") as stream:
+        with temporary.open("wb") as stream:
             stream.writelines([_MAGIC, digest.digest(), *body])
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
 
 
 def read(path: Path) -> TokenTable | None:

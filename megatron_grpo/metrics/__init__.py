@@ -42,7 +42,7 @@ class Metrics:
         plot_steps: Optimizer steps between two refreshes of plots/; 0 draws only at the end.
         config: Resolved settings, flat, for the services.
         console: Console to print to, for tests.
-        heard: Callback (step, numbers by name) for every optimizer step and evaluation, as soon as the numbers are known.
+        on_metrics: Callback (step, numbers by name) for every optimizer step and evaluation, as soon as the numbers are known.
 
     Raises:
         ConfigError: A service of `report_to` is unknown or not installed.
@@ -58,7 +58,7 @@ class Metrics:
         plot_steps: int = 0,
         config: Mapping[str, Any] | None = None,
         console: Console | None = None,
-        heard: Callable[[int, Mapping[str, Any]], None] | None = None,
+        on_metrics: Callable[[int, Mapping[str, Any]], None] | None = None,
     ):
         problems = report_to_problems(report_to)
         if problems:
@@ -71,7 +71,7 @@ class Metrics:
         self._completions: Table | None = None  # rows of a rollout that the next step trains
         self._display = Display(console, total=total_steps, folder=self.output_dir)
         self._courtesy = BestEffort()
-        self._heard = heard or (lambda step, numbers: None)
+        self._heard = on_metrics or (lambda step, numbers: None)
         self._steps = Records(self.output_dir / "metrics.jsonl")
         self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
         self._events = Events(self.output_dir / EVENTS)
@@ -138,8 +138,8 @@ class Metrics:
         if plain(record.get("reward")) is not None:  # not every optimizer step has a new rollout
             self._display.show(reward=plain(record["reward"]))
         self._display.step(progress.step, seconds=seconds)
-        if progress.step == 2 and (alike := self.learnt.alike()):
-            self.print_line(f"WARNING: {alike}: the rewards give no gradient.")
+        if progress.step == 2 and (reason := self.learnt.alike()):
+            self.print_line(f"WARNING: {reason}: the rewards give no gradient.")
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
 
@@ -147,12 +147,14 @@ class Metrics:
         """Send the steps since the last call to the services: the mean of each metric over the steps that have it, and current totals."""
         if not self._untold:
             return
-        told, self._untold = self._untold, []
+        records, self._untold = self._untold, []
         values: dict[str, list[Any]] = {}
-        for record in told:
+        for record in records:
             for name, value in record.items():
                 values.setdefault(name, []).append(value)
-        self._report(told[-1]["step"], {name: each[-1] if registry.is_total(name) else _mean(each) for name, each in values.items()})
+        self._report(
+            records[-1]["step"], {name: column[-1] if registry.is_total(name) else _mean(column) for name, column in values.items()}
+        )
 
     def completions(self, version: int, table: Table) -> None:
         """Keep rows of a rollout for the services, which receive them with the next step.
@@ -174,13 +176,13 @@ class Metrics:
             return
         if not self._started:
             self.start(progress)
-        records = [self.evaluations.add(progress.step, one) for one in evaluated]
+        records = [self.evaluations.add(progress.step, evaluation) for evaluation in evaluated]
         self._remember_evaluations()
-        told = {f"{curve_of(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
-        self._report(progress.step, told)
-        self._heard(progress.step, told)
-        how, heads, rows = describe(records)
-        self._display.table(f"Evaluation at step {progress.step} ({how})", heads, rows)
+        values = {f"{curve_of(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
+        self._report(progress.step, values)
+        self._heard(progress.step, values)
+        sampling_text, heads, rows = describe(records)
+        self._display.table(f"Evaluation at step {progress.step} ({sampling_text})", heads, rows)
 
     def log_skipped(self, progress: Progress, record: Mapping[str, Any]) -> None:
         """Log an optimizer step that the guard rejected as a line of skipped.jsonl.
@@ -227,12 +229,12 @@ class Metrics:
         if self.tells:
             self._events.add(kind, text)
 
-    def close(self, *, summary: bool = True, spent: TimeSummary | None = None) -> None:
+    def close(self, *, summary: bool = True, times: TimeSummary | None = None) -> None:
         """End the run, successful or not: send the last records, draw the last plots, and print the summary.
 
         Args:
             summary: Whether to print the comparison of before and after and the time table. False for a failed run.
-            spent: Time per phase.
+            times: Time per phase.
         """
         if not self.tells:
             return
@@ -240,19 +242,19 @@ class Metrics:
         self._display.stop()
         if self._started:
             self._started = False
-            self._summarize(summary, spent)
+            self._summarize(summary, times)
         self._display.close()
         self._events.close()
 
-    def _summarize(self, summary: bool, spent: TimeSummary | None) -> None:
+    def _summarize(self, summary: bool, times: TimeSummary | None) -> None:
         self.refresh_plots()
         if summary:
             self._compare()
-        if summary and spent is not None and spent.rows():
-            self._display.table("Where the time went", ("seconds", "share"), spent.rows())
-            self._display.print_line(spent.describe())
-        if summary and (alike := self.learnt.alike()):
-            self.print_line(f"WARNING: {alike}: other terms of the loss changed the weights.")
+        if summary and times is not None and times.rows():
+            self._display.table("Where the time went", ("seconds", "share"), times.rows())
+            self._display.print_line(times.describe())
+        if summary and (reason := self.learnt.alike()):
+            self.print_line(f"WARNING: {reason}: other terms of the loss changed the weights.")
         for reporter in self._reporters.values():
             reporter.close()
         self._courtesy.summary()
@@ -260,15 +262,15 @@ class Metrics:
             self._display.print_line(f"Page of this run: megatron-grpo report {shlex.quote(str(self.output_dir))}")
 
     def _compare(self) -> None:
-        for before, after in self.evaluations.first_and_last():
-            heads = (f"step {before['step']}", f"step {after['step']}")
-            self._display.compare(f"Held-out prompts: {score_in(after)[0]}", heads, compared(before, after))
+        for first, last in self.evaluations.first_and_last():
+            heads = (f"step {first['step']}", f"step {last['step']}")
+            self._display.compare(f"Held-out prompts: {score_in(last)[0]}", heads, compared(first, last))
         rows = []
         for name, label in TRAINING_ROWS.items():
             values = [value for _, value in self._history.get(name, [])]
             if len(values) >= 2:
-                few = max(1, min(10, len(values) // 2))
-                rows.append((label, sum(values[:few]) / few, sum(values[-few:]) / few))
+                window = max(1, min(10, len(values) // 2))
+                rows.append((label, sum(values[:window]) / window, sum(values[-window:]) / window))
         if rows:
             self._display.compare("Training", ("first rollouts", "last rollouts"), rows)
 

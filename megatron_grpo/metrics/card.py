@@ -63,8 +63,8 @@ def write_card(folder: Path, card: Card) -> None:
         card: Its subject.
     """
     records = list(_records(card, "metrics.jsonl"))
-    drawn = _draw(folder, records, list(_records(card, "evaluations.jsonl")))
-    write_whole(folder / CARD, text_of(card, records, name=folder.absolute().name, has_curves=drawn))
+    has_curves = _draw(folder, records, list(_records(card, "evaluations.jsonl")))
+    write_whole(folder / CARD, text_of(card, records, name=folder.absolute().name, has_curves=has_curves))
 
 
 def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves: bool) -> str:
@@ -85,7 +85,7 @@ def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves:
     if "/" in data:
         front["datasets"] = [data.partition(":")[0]]  # of `owner/name:subset`
     front["tags"] = ["grpo", "megatron-grpo", *(["lora"] if cfg.tuner.tuner_type == "lora" else [])]
-    what = {"adapter": "A LoRA adapter", "merged": "A model with a LoRA adapter added in", "model": "A model"}[card.kind]
+    kind_text = {"adapter": "A LoRA adapter", "merged": "A model with a LoRA adapter added in", "model": "A model"}[card.kind]
     last = records[-1] if records else {}
     facts = {
         "base model": base,
@@ -98,7 +98,7 @@ def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves:
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {base.rpartition('/')[2] or 'A model'}, trained with GRPO",
-        f"{what}, trained with [GRPO](https://arxiv.org/abs/2402.03300) by megatron_grpo {__version__} on Megatron-Core and vLLM.",
+        f"{kind_text}, trained with [GRPO](https://arxiv.org/abs/2402.03300) by megatron_grpo {__version__} on Megatron-Core and vLLM.",
         _table(("", ""), [(key, value) for key, value in facts.items() if value not in (None, "")]),
         "## How to load it",
         f"```python\n{_loading(card.kind, base, name, own_code=problem_of(card.source, is_trusted=False) is not None)}\n```",
@@ -122,12 +122,12 @@ def settings(cfg: Config) -> dict[str, Any]:
         cfg: Settings of the run.
     """
     defaults, held_back = Config().groups(), {name for name, _ in secrets_in(cfg)}
-    found = {}
+    result = {}
     for group, section in cfg.groups().items():
         for name, value in vars(section).items():
             if group != "serve" and value != getattr(defaults[group], name) and name not in held_back and not _PRIVATE.fullmatch(name):
-                found[name] = public(value)
-    return found
+                result[name] = public(value)
+    return result
 
 
 def public(value: Any) -> Any:
@@ -143,9 +143,9 @@ def public(value: Any) -> Any:
         is_local = is_path(value) or value.startswith(os.sep) or ("/" in value and Path(value).exists())
         return Path(value).name if is_local and "/" in value and "://" not in value else value
     if isinstance(value, (list, tuple)):
-        return [public(one) for one in value]
+        return [public(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: public(one) for key, one in value.items()}
+        return {key: public(item) for key, item in value.items()}
     return value
 
 

@@ -106,11 +106,11 @@ class Display:
             step: Number of optimizer steps.
             seconds: Wall time of the step.
         """
-        self._step, self._seconds, now = step, seconds, time.monotonic()
-        self._marks.append((step, now))
+        self._step, self._seconds, time_now = step, seconds, time.monotonic()
+        self._marks.append((step, time_now))
         self._draw()
-        if self._live is None and (now - self._last_step >= SECONDS_BETWEEN_LINES or step == self.total):
-            self._last_step = now
+        if self._live is None and (time_now - self._last_step >= SECONDS_BETWEEN_LINES or step == self.total):
+            self._last_step = time_now
             self.print_line(f"{self._number_of_step(step)}  {'  '.join(self._parts(step))}")
 
     def _tell_now_and_then(self) -> None:
@@ -136,9 +136,9 @@ class Display:
         lines, phases = [], activity.current()
         if self._marks:
             # The most important values are first, because a narrow terminal cuts the end.
-            shown = sorted(self._shown.items(), key=lambda item: item[0] != "reward")
-            rest = [*self._speed(self._step), *(f"{name} {_number(value)}" for name, value in shown)]
-            lines.append(_row(Text(self._number_of_step(self._step), style="bold"), self._step, self.total, "  ".join(rest)))
+            values = sorted(self._shown.items(), key=lambda item: item[0] != "reward")
+            texts = [*self._speed(self._step), *(f"{name} {_number(value)}" for name, value in values)]
+            lines.append(_row(Text(self._number_of_step(self._step), style="bold"), self._step, self.total, "  ".join(texts)))
         lines.append(_row(Text(""), phases[-1].done if phases else 0, phases[-1].total if phases else None, describe_phase()))
         return Group(*lines)
 
@@ -149,9 +149,9 @@ class Display:
         return [*(f"{name} {_number(value)}" for name, value in self._shown.items()), *self._speed(step)]
 
     def _speed(self, step: int) -> list[str]:
-        left = self._seconds_left(step)
+        seconds_left = self._seconds_left(step)
         speed = [f"{_number(self._seconds)} s/step"] if self._seconds is not None else []
-        return [*speed, *([f"{describe_duration(left)} left"] if left is not None else [])]
+        return [*speed, *([f"{describe_duration(seconds_left)} left"] if seconds_left is not None else [])]
 
     def print_line(self, text: str) -> None:
         """Print a permanent line above the live one.
@@ -206,20 +206,20 @@ class Display:
             heads: Headings of the two value columns.
             rows: (name, before, after).
         """
-        told = [(name, _number(before), _number(after), f"{after - before:+.4g}") for name, before, after in rows]
-        self.table(title, (*heads, "change"), told)
+        texts = [(name, _number(first), _number(last), f"{last - first:+.4g}") for name, first, last in rows]
+        self.table(title, (*heads, "change"), texts)
 
     def _seconds_left(self, step: int) -> float | None:
         if not self.total or len(self._marks) < 2 or step >= self.total:
             return None
-        (first, began), (last, ended) = self._marks[0], self._marks[-1]
-        each = (ended - began) / max(1, last - first)
-        return each * (self.total - step) - min(each, time.monotonic() - ended)
+        (first, begin), (last, end) = self._marks[0], self._marks[-1]
+        per_step = (end - begin) / max(1, last - first)
+        return per_step * (self.total - step) - min(per_step, time.monotonic() - end)
 
 
-def _row(head: Text, done: int, total: int | None, text: str) -> Table:
+def _row(head: Text, completed: int, total: int | None, text: str) -> Table:
     row = Table.grid(padding=(0, 1))
-    bar = [ProgressBar(total=total, completed=done, width=12)] if total else []
+    bar = [ProgressBar(total=total, completed=completed, width=12)] if total else []
     row.add_row(*([head] if head.plain else []), *bar, Text(text, no_wrap=True, overflow="ellipsis"))
     return row
 
@@ -232,11 +232,11 @@ def describe_phase() -> str:
     phases = activity.current()
     if not phases:
         return ""
-    now, seconds = phases[-1], time.monotonic() - phases[-1].began
-    told = activity.describe((phases[0], now) if phases[0].name == activity.WORDS["eval"] else (now,))
-    if now.total and 0 < now.done < now.total:
-        return f"{told}, {describe_duration(seconds / now.done * (now.total - now.done))} left"
-    return f"{told}, {describe_duration(seconds)}" if seconds >= 1.0 else told
+    phase, seconds = phases[-1], time.monotonic() - phases[-1].began
+    text = activity.describe((phases[0], phase) if phases[0].name == activity.WORDS["eval"] else (phase,))
+    if phase.total and 0 < phase.done < phase.total:
+        return f"{text}, {describe_duration(seconds / phase.done * (phase.total - phase.done))} left"
+    return f"{text}, {describe_duration(seconds)}" if seconds >= 1.0 else text
 
 
 class _Above(logging.Handler):
@@ -265,6 +265,6 @@ def describe_duration(seconds: float) -> str:
     """
     if seconds < 60:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_over = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_over:02d}" if hours else f"{minutes}:{seconds_over:02d}"

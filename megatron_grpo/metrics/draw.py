@@ -161,8 +161,8 @@ def is_held_out(name: str) -> bool:
 def _curves(plot: Plot, history: History) -> list[tuple[str, str, Sequence[tuple[int, float]]]]:
     """Return (name, label, points) of the curves that have data."""
     held_out = {name: f"held out{name.removeprefix('eval').replace('/', ': ')}" for name in history if plot.held_out and is_held_out(name)}
-    means = {name: name[8:-5] for name in history if plot.held_out and name.startswith("rewards/")}
-    curves = {**plot.curves, **(means if len(means) > 1 else {}), **held_out}
+    reward_means = {name: name[8:-5] for name in history if plot.held_out and name.startswith("rewards/")}
+    curves = {**plot.curves, **(reward_means if len(reward_means) > 1 else {}), **held_out}
     return [(name, label, history[name]) for name, label in curves.items() if history.get(name)]
 
 
@@ -177,17 +177,17 @@ def draw_together(path: Path, files: Sequence[str], history: History) -> bool:
     Returns:
         Whether the image was drawn: there must be data and matplotlib.
     """
-    drawn = [plot for plot in PLOTS if plot.file in files and _curves(plot, history)]
-    if not drawn or not can_draw():
+    plots = [plot for plot in PLOTS if plot.file in files and _curves(plot, history)]
+    if not plots or not can_draw():
         return False
-    _draw(path, drawn, history, width=5.0)
+    _draw(path, plots, history, width=5.0)
     return True
 
 
 def _draw(path: Path, plots: Sequence[Plot], history: History, *, width: float) -> Path:
     figure = new_figure(width * len(plots), 4.0)
-    for place, plot in enumerate(plots, 1):
-        _fill(figure.add_subplot(1, len(plots), place), plot, history)
+    for number, plot in enumerate(plots, 1):
+        _fill(figure.add_subplot(1, len(plots), number), plot, history)
     return write_png(figure, path)
 
 
@@ -233,7 +233,7 @@ def _stack(axes, curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]])
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
     """Return the mean over the last `window` values, or over fewer at the beginning."""
     means, total = [], 0.0
-    for place, value in enumerate(values):
-        total += value - (values[place - window] if place >= window else 0.0)
-        means.append(total / min(place + 1, window))
+    for index, value in enumerate(values):
+        total += value - (values[index - window] if index >= window else 0.0)
+        means.append(total / min(index + 1, window))
     return means

@@ -53,10 +53,10 @@ def over_prompts(values: np.ndarray) -> tuple[float, float]:
     Returns:
         (mean, standard error). The error of a single value is NaN; both are NaN without values.
     """
-    found = values[~np.isnan(values)]
-    if not len(found):
+    known = values[~np.isnan(values)]
+    if not len(known):
         return math.nan, math.nan
-    return float(found.mean()), float(found.std(ddof=1) / math.sqrt(len(found))) if len(found) > 1 else math.nan
+    return float(known.mean()), float(known.std(ddof=1) / math.sqrt(len(known))) if len(known) > 1 else math.nan
 
 
 def of_sampling(scores: np.ndarray) -> float:
@@ -69,12 +69,12 @@ def of_sampling(scores: np.ndarray) -> float:
     """
     count = (~np.isnan(scores)).sum(axis=1)
     scores, count = scores[count > 0], count[count > 0]
-    several = count > 1
-    if not several.any():
+    has_several = count > 1
+    if not has_several.any():
         return math.nan
     squares = np.nansum((scores - prompt_means(scores)[:, None]) ** 2, axis=1)
     variance = squares / np.maximum(count - 1, 1)
-    variance = np.where(several, variance, variance[several].mean())
+    variance = np.where(has_several, variance, variance[has_several].mean())
     return float(math.sqrt((variance / count).sum()) / len(scores))
 
 
@@ -89,8 +89,8 @@ def pass_at_k(num_right: np.ndarray, num_sampled: np.ndarray, k: int) -> np.ndar
         k: Size of the subsets.
     """
     right, sampled = np.asarray(num_right)[:, None], np.asarray(num_sampled)[:, None]
-    place = np.arange(k)[None, :]
-    ratios = np.clip(sampled - right - place, 0, None) / np.maximum(sampled - place, 1)
+    index = np.arange(k)[None, :]
+    ratios = np.clip(sampled - right - index, 0, None) / np.maximum(sampled - index, 1)
     return np.where(sampled[:, 0] >= k, 1.0 - ratios.prod(axis=1), np.nan)
 
 
@@ -121,7 +121,7 @@ class Evaluated:
         num_right = (np.where(is_scored, self.scores, -math.inf) >= self.pass_threshold).sum(axis=1)
         mean, error = over_prompts(self.means)
         key = f"mean@{self.n}"
-        found: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "name": self.name,
             "score": self.score,
             "num_prompts": int((num_scored > 0).sum()),
@@ -133,9 +133,9 @@ class Evaluated:
         }
         for k in ks(self.n):
             chances = pass_at_k(num_right, num_scored, k)
-            found[f"pass@{k}"] = over_prompts(chances)[0]
-        found["unscored"] = int((~is_scored).sum())
-        return found | {name: value for name, value in self.others.items() if name not in found}
+            numbers[f"pass@{k}"] = over_prompts(chances)[0]
+        numbers["unscored"] = int((~is_scored).sum())
+        return numbers | {name: value for name, value in self.others.items() if name not in numbers}
 
 
 def score_in(record: Numbers) -> tuple[str, float | None]:
@@ -165,18 +165,18 @@ def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def compared(before: Numbers, after: Numbers) -> list[tuple[str, float, float]]:
+def compared(first: Numbers, last: Numbers) -> list[tuple[str, float, float]]:
     """Return (name, before, after) for each number worth comparing: means, but no counts and no errors.
 
     Args:
-        before: A line of evaluations.jsonl.
-        after: A later line of the same set.
+        first: A line of evaluations.jsonl.
+        last: A later line of the same set.
     """
-    rows = [name for name in before if name not in ("step", "n", "num_prompts", "temperature", "unscored") and "change" not in name]
+    rows = [name for name in first if name not in ("step", "n", "num_prompts", "temperature", "unscored") and "change" not in name]
     return [
-        (name, before[name], after[name])
+        (name, first[name], last[name])
         for name in rows
-        if isinstance(before[name], (int, float)) and isinstance(after.get(name), (int, float)) and "/stderr" not in name
+        if isinstance(first[name], (int, float)) and isinstance(last.get(name), (int, float)) and "/stderr" not in name
     ]
 
 
@@ -203,10 +203,10 @@ class Evaluations:
         """
         self._keep_until(step)
         for directory in self._directories():
-            there = {record["step"] for record in self.records if score_in(record)[0] == directory.name}
-            lacking = {line["step"] for line in Records(directory / "prompts.jsonl").all()} - there
-            if lacking:
-                logger.warning("%s has no line of %s at step %s: it was cut or removed", self._file.path, directory.name, sorted(lacking))
+            recorded_steps = {record["step"] for record in self.records if score_in(record)[0] == directory.name}
+            missing = {line["step"] for line in Records(directory / "prompts.jsonl").all()} - recorded_steps
+            if missing:
+                logger.warning("%s has no line of %s at step %s: it was cut or removed", self._file.path, directory.name, sorted(missing))
 
     def _keep_until(self, step: int) -> None:
         self._file.cut(step)
@@ -214,61 +214,63 @@ class Evaluations:
         for directory in self._directories():
             Records(directory / "prompts.jsonl").cut(step)
             for path in directory.glob("step_*.parquet"):
-                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?\.parquet", path.name)
-                if ours and int(ours[1]) > step:
+                match = re.fullmatch(r"step_(\d{6,})(_\d+)?\.parquet", path.name)
+                if match and int(match[1]) > step:
                     path.unlink()
 
-    def add(self, step: int, found: Evaluated, **told: Any) -> dict[str, Any]:
+    def add(self, step: int, evaluation: Evaluated, **extra: Any) -> dict[str, Any]:
         """Write one evaluation.
 
         Args:
             step: Optimizer steps done.
-            found: Result of the evaluation.
-            told: Further entries of the record, such as `model` where steps alone do not identify the weights.
+            evaluation: Result of the evaluation.
+            extra: Further entries of the record, such as `model` where steps alone do not identify the weights.
 
         Returns:
             The record, as written to the file.
         """
-        if self.replaces and any(old["step"] == step and score_in(old)[0] == found.name for old in self.records):
+        if self.replaces and any(old["step"] == step and score_in(old)[0] == evaluation.name for old in self.records):
             self._keep_until(step - 1)
-        prompts = Records(self.folder / "evaluations" / found.name / "prompts.jsonl")
+        prompts = Records(self.folder / "evaluations" / evaluation.name / "prompts.jsonl")
         prompts.cut(step - 1 if self.replaces else sys.maxsize)  # a run killed during this evaluation may have left its line
-        numbers = found.numbers()
-        record = {"step": step, **numbers, **self._change(prompts, found), **told}
+        numbers = evaluation.numbers()
+        record = {"step": step, **numbers, **self._change(prompts, evaluation), **extra}
         record = {name: plain(value) for name, value in record.items()}
         self._file.append(record)  # write this first: later evaluations are compared with it
         self.records.append(record)
-        means = [plain(mean) for mean in found.means]
-        prompts.append({"step": step, "question": found.question, **told, "rows": list(found.rows), "means": means})
-        if self.writes_completions and found.table:
+        means = [plain(mean) for mean in evaluation.means]
+        prompts.append({"step": step, "question": evaluation.question, **extra, "rows": list(evaluation.rows), "means": means})
+        if self.writes_completions and evaluation.table:
             with self._courtesy(f"the completions of evaluations in {self.folder}"):
-                self._write(prompts.path.parent, step, found.table)
+                self._write(prompts.path.parent, step, evaluation.table)
         return record
 
     def first_and_last(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield the first and last record of every set that was evaluated at least twice. Sets are compared by name."""
         for name in dict.fromkeys(score_in(record)[0] for record in self.records):
-            mine = [record for record in self.records if score_in(record)[0] == name]
-            if len(mine) > 1:
-                yield mine[0], mine[-1]
+            records = [record for record in self.records if score_in(record)[0] == name]
+            if len(records) > 1:
+                yield records[0], records[-1]
 
     def _directories(self) -> list[Path]:
         root = self.folder / "evaluations"
         return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
-    def _change(self, prompts: Records, found: Evaluated) -> Numbers:
+    def _change(self, prompts: Records, evaluation: Evaluated) -> Numbers:
         """Return the change since the first evaluation of the same question, paired by prompt; empty if this is the first."""
-        before = next((line for line in prompts.all() if line["question"] == found.question), None) if prompts.path.exists() else None
-        if before is None:
+        previous = (
+            next((line for line in prompts.all() if line["question"] == evaluation.question), None) if prompts.path.exists() else None
+        )
+        if previous is None:
             return {}
-        means = np.array([math.nan if mean is None else mean for mean in before["means"]], dtype=np.float64)
-        mean, error = over_prompts(found.means - means)
-        return {"change": mean, "change/stderr": error, "change/since": before.get("model", before["step"])}
+        means = np.array([math.nan if mean is None else mean for mean in previous["means"]], dtype=np.float64)
+        mean, error = over_prompts(evaluation.means - means)
+        return {"change": mean, "change/stderr": error, "change/since": previous.get("model", previous["step"])}
 
     def _write(self, directory: Path, step: int, table: Mapping[str, Sequence[Any]]) -> None:
         name = f"step_{step:06d}"
-        place = 0 if self.replaces else len(list(directory.glob(f"{name}*.parquet")))
-        write_table(directory / f"{name}{f'_{place}' if place else ''}.parquet", table)
+        number = 0 if self.replaces else len(list(directory.glob(f"{name}*.parquet")))
+        write_table(directory / f"{name}{f'_{number}' if number else ''}.parquet", table)
 
 
 def describe(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:
@@ -280,27 +282,27 @@ def describe(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
     Returns:
         (how completions were sampled, headings after the first column, rows).
     """
-    how = dict.fromkeys(
+    sampling_texts = dict.fromkeys(
         f"{record['n']} completions of each prompt at temperature {record['temperature']:g}" if record["temperature"] else "greedy"
         for record in records
     )
     first = next((record["change/since"] for record in records if "change/since" in record), "")
-    since = f" since step {first}" if isinstance(first, int) else f" from {first}" if first else ""
+    since_text = f" since step {first}" if isinstance(first, int) else f" from {first}" if first else ""
     passes = sorted({int(name[5:]) for record in records for name in record if re.fullmatch(r"pass@\d+", name)})
-    each = dict.fromkeys(name.removeprefix(EACH) for record in records for name in record if name.startswith(EACH))
+    scores = dict.fromkeys(name.removeprefix(EACH) for record in records for name in record if name.startswith(EACH))
     figures: dict[str, list[str]] = {
         "prompts": [f"{record['num_prompts']:,}" for record in records],
-        "score": [str(record["score"]) if each else "" for record in records],
+        "score": [str(record["score"]) if scores else "" for record in records],
         "mean": [f"{_mean(record)} ± {_mean(record, '/stderr')}" for record in records],
         "seed alone": [f"± {_mean(record, '/stderr_seed')}" if record["n"] > 1 else "" for record in records],
         **{f"pass@{k}": [_number(record.get(f"pass@{k}")) for record in records] for k in passes},
-        **{one: [f"{_number(record.get(one))}, pass@1 {_number(record.get(EACH + one))}" for record in records] for one in each},
-        f"change{since}": [_describe_change(record) for record in records],
+        **{score: [f"{_number(record.get(score))}, pass@1 {_number(record.get(EACH + score))}" for record in records] for score in scores},
+        f"change{since_text}": [_describe_change(record) for record in records],
         "tokens": [_number(record.get("mean_length")) for record in records],
         "unscored": [f"{record['unscored']:,}" if record["unscored"] else "" for record in records],
     }
     rows = [[figure, *cells] for figure, cells in figures.items() if any(cells)]
-    return "; ".join(how), [str(record["name"]) for record in records], rows
+    return "; ".join(sampling_texts), [str(record["name"]) for record in records], rows
 
 
 def _mean(record: Numbers, part: str = "") -> str:

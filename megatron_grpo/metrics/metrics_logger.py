@@ -68,14 +68,14 @@ class MetricsLogger:
             self._schedule.begin(progress.step)
         self._spent.before(self.timers.take()["time/step"], step=progress.step)  # loading and restoring do not belong to a step
 
-    def rollout(self, judged: ScoredRollout) -> None:
+    def rollout(self, rollout: ScoredRollout) -> None:
         """Record a finished rollout. Collective.
 
         Args:
-            judged: Scored groups of this rank, and metadata of all.
+            rollout: Scored groups of this rank, and metadata of all.
         """
-        self._heard.append(judged)
-        self.completions.write(judged)
+        self._heard.append(rollout)
+        self.completions.write(rollout)
 
     def step(self, progress: Progress, batch: GlobalBatch, metrics: Mapping[str, float], *, skipped: str | None = None) -> None:
         """Record an optimizer step. Collective.
@@ -87,8 +87,8 @@ class MetricsLogger:
             skipped: Reason why the step was skipped, if it was.
         """
         if self.metrics.tells:
-            one = {"step": progress.step, "optimizer_step": progress.step - 1}
-            self._schedule.append(one | {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()})
+            record = {"step": progress.step, "optimizer_step": progress.step - 1}
+            self._schedule.append(record | {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()})
         activity.reached(progress.step)
         for watch in self._watches:
             warning = watch(progress, metrics)
@@ -99,10 +99,10 @@ class MetricsLogger:
             self.metrics.record_event("skipped", f"Optimizer step {progress.step:,} was skipped: {skipped}.")
         stats = self._rollout_stats() if self._heard else self._kept(before=progress.step)
         self._heard = []
-        taken = self.timers.take()
-        self._spent.add(taken)
+        times = self.timers.take()
+        self._spent.add(times)
         self._spent.step(is_skipped=skipped is not None)
-        self.metrics.log(progress, stats | dict(metrics) | batch.metrics | taken)
+        self.metrics.log(progress, stats | dict(metrics) | batch.metrics | times)
         if self.metrics.tells:
             self._untold.unlink(missing_ok=True)
 
@@ -120,9 +120,9 @@ class MetricsLogger:
         if not self.metrics.tells:
             return {}
         with suppress(OSError, ValueError, KeyError):
-            kept = json.loads(self._untold.read_text(encoding="utf-8"))
-            if kept["step"] == before - 1:
-                return in_current_metrics(kept["stats"])
+            pending = json.loads(self._untold.read_text(encoding="utf-8"))
+            if pending["step"] == before - 1:
+                return in_current_metrics(pending["stats"])
         return {}
 
     def _rollout_stats(self) -> dict[str, float]:
@@ -157,4 +157,4 @@ class MetricsLogger:
             summary: Whether the run ended well enough to compare its end with its beginning.
         """
         self._spent.add(self.timers.take())
-        self.metrics.close(summary=summary, spent=self._spent)
+        self.metrics.close(summary=summary, times=self._spent)

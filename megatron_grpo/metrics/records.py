@@ -45,15 +45,15 @@ class Records:
         Args:
             step: Optimizer steps done.
         """
-        kept = self.cut(step)
+        steps = self.cut(step)
         is_own = any((self.path.parent / "checkpoints").glob("iter_*"))
-        lacking = (step - kept[0] + 1 if kept else step if is_own else 0) - len(set(kept))
-        if lacking > 0:
+        num_missing = (step - steps[0] + 1 if steps else step if is_own else 0) - len(set(steps))
+        if num_missing > 0:
             logger.warning(
                 "%s has no line of %d of the %d optimizer steps done so far: it was cut or removed. They are not written again; the run "
                 "continues from its checkpoint.",
                 self.path,
-                lacking,
+                num_missing,
                 step,
             )
 
@@ -65,9 +65,9 @@ class Records:
         if not self.path.exists():
             return []
         with self.path.open("rb") as lines:
-            read = [(number, line, _parse(line)) for number, line in enumerate(lines, 1)]
-        self._warn([number for number, line, record in read if record is None and line.endswith(b"\n")])
-        return [in_current_metrics(record) for _, _, record in read if record is not None]
+            parsed = [(number, line, _parse(line)) for number, line in enumerate(lines, 1)]
+        self._warn([number for number, line, record in parsed if record is None and line.endswith(b"\n")])
+        return [in_current_metrics(record) for _, _, record in parsed if record is not None]
 
     def cut(self, step: int) -> list[int]:
         """Drop records of steps beyond `step`, an incomplete last line (from a kill), and unreadable lines (with a warning).
@@ -80,28 +80,28 @@ class Records:
         Returns:
             The steps of the remaining records, in file order.
         """
-        kept, garbled = list[int](), list[int]()
+        steps, garbled = list[int](), list[int]()
         if not self.path.exists():
-            return kept
+            return steps
         kept_until = num_kept = num_bytes = 0
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 num_bytes += len(line)
-                of = _step_of(line)
-                if of is None and line.endswith(b"\n"):
+                step_of_line = _step_of(line)
+                if step_of_line is None and line.endswith(b"\n"):
                     garbled.append(number)
-                if of is not None and of <= step:
+                if step_of_line is not None and step_of_line <= step:
                     num_kept += len(line)
                     kept_until = num_bytes
-                    kept.append(of)
+                    steps.append(step_of_line)
         self._warn(garbled)
         if num_kept == kept_until:
             if kept_until < num_bytes:
                 os.truncate(self.path, kept_until)
-            return kept
+            return steps
         with self.path.open("rb") as lines, written_whole(self.path) as stream:
-            stream.writelines(line for line in lines if (of := _step_of(line)) is not None and of <= step)
-        return kept
+            stream.writelines(line for line in lines if (step_of_line := _step_of(line)) is not None and step_of_line <= step)
+        return steps
 
     def _warn(self, garbled: Sequence[int]) -> None:
         if garbled:
@@ -157,8 +157,8 @@ def _step_of(line: bytes) -> int | None:
     if len(line) < LONG:
         record = _parse(line)
         return None if record is None else record["step"]
-    found = _STEP.match(line)
-    return int(found[1]) if found is not None and line.endswith(b"}\n") else None
+    match = _STEP.match(line)
+    return int(match[1]) if match is not None and line.endswith(b"}\n") else None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -204,9 +204,9 @@ class Events(logging.Handler):
             kind: "warning", "resumed", "skipped", "stopped" or "failed".
             text: Message.
         """
-        now = datetime.now(UTC).isoformat(timespec="seconds")
+        time_text = datetime.now(UTC).isoformat(timespec="seconds")
         with self._courtesy(self._file.path.name):
-            self._file.append({"step": activity.step, "time": now, "kind": kind, "text": text})
+            self._file.append({"step": activity.step, "time": time_text, "kind": kind, "text": text})
 
     def emit(self, record: logging.LogRecord) -> None:
         self.add("warning", record.getMessage())
@@ -222,19 +222,19 @@ class BestEffort:
         self.missed: dict[str, int] = {}
 
     @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
+    def __call__(self, action: str) -> Iterator[None]:
         try:
             yield
         except (Exception, SystemExit) as error:  # noqa: BLE001 - drawing libraries and services raise anything; rich exits on a closed pipe
-            self.missed[what] = self.missed.get(what, 0) + 1
-            if self.missed[what] == 1:
-                self._print_line(f"{what} failed, and the run continues without it: {type(error).__name__}: {printable(error)}")
+            self.missed[action] = self.missed.get(action, 0) + 1
+            if self.missed[action] == 1:
+                self._print_line(f"{action} failed, and the run continues without it: {type(error).__name__}: {printable(error)}")
 
     def summary(self) -> None:
         """Log how often each kind of work failed, if more than once. Called at the end of a run."""
-        for what, times in self.missed.items():
+        for action, times in self.missed.items():
             if times > 1:
-                self._print_line(f"{what} failed {times} times")
+                self._print_line(f"{action} failed {times} times")
 
     def _print_line(self, text: str) -> None:
         try:

@@ -110,12 +110,12 @@ class WandbReporter(Reporter):
         begin: Data of the run.
         module: Python module of the service.
         as_table: Function (module, rows by column) -> the service's table object; None if it has no tables.
-        further: Further arguments of `init`.
+        kwargs: Further arguments of `init`.
     """
 
-    def __init__(self, begin: Begin, module: str, as_table: Callable[[Any, Table], Any] | None = None, **further: Any):
+    def __init__(self, begin: Begin, module: str, as_table: Callable[[Any, Table], Any] | None = None, **kwargs: Any):
         self.service, self._as_table = importlib.import_module(module), as_table
-        self.service.init(project=begin.project_or(f"{module.upper()}_PROJECT"), config=dict(begin.config), **further)
+        self.service.init(project=begin.project_or(f"{module.upper()}_PROJECT"), config=dict(begin.config), **kwargs)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.service.log(dict(values), step=step)
@@ -157,8 +157,8 @@ def trackio(begin: Begin) -> WandbReporter:
     Args:
         begin: Names, settings and directory of the run.
     """
-    own = str((begin.output_dir / "trackio").absolute())
-    os.environ.setdefault("TRACKIO_DIR", own)  # read once, when trackio is imported; its default is a folder in the user's cache
+    folder = str((begin.output_dir / "trackio").absolute())
+    os.environ.setdefault("TRACKIO_DIR", folder)  # read once, when trackio is imported; its default is a folder in the user's cache
     if is_installed("matplotlib"):
         # Trackio compares values with this module's classes and drops them while another thread, which draws plots, still imports it.
         import matplotlib.figure  # noqa: F401
@@ -269,10 +269,10 @@ class InBackground:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - services raise anything
             self._give_up(f"{type(error).__name__}: {printable(error)}")
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, reason: str) -> None:
         if not self._is_off.is_set():
             self._is_off.set()
-            logger.warning("%s failed, and the run continues without it: %s", self.name, why)
+            logger.warning("%s failed, and the run continues without it: %s", self.name, reason)
 
 
 def services(report_to: Sequence[str]) -> list[str]:
@@ -281,8 +281,8 @@ def services(report_to: Sequence[str]) -> list[str]:
     Args:
         report_to: Setting `report_to`.
     """
-    named = [one for name in report_to for one in ([*filter(is_installed, REPORTERS)] if name == ALL else [name])]
-    return [name for name in dict.fromkeys(named) if name != "none"]
+    names = [service for name in report_to for service in ([*filter(is_installed, REPORTERS)] if name == ALL else [name])]
+    return [name for name in dict.fromkeys(names) if name != "none"]
 
 
 def is_installed(name: str) -> bool:

@@ -49,26 +49,26 @@ def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]
         rollouts: Rollouts since the last step.
         reward_names: Name of each reward function.
     """
-    kept = [meta for one in rollouts for meta in one.result.kept]
-    lengths = np.array([length for meta in kept for length in meta.num_sampled])
-    is_clipped = np.array([clipped for meta in kept for clipped in meta.is_truncated])
-    stats = reward_metrics(Advantages.of_all([one.advantages for one in rollouts]), reward_names) | {
+    metas = [meta for rollout in rollouts for meta in rollout.result.kept]
+    lengths = np.array([length for meta in metas for length in meta.num_sampled])
+    is_clipped = np.array([clipped for meta in metas for clipped in meta.is_truncated])
+    stats = reward_metrics(Advantages.of_all([rollout.advantages for rollout in rollouts]), reward_names) | {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(is_clipped.mean()),
-        "sampling/refused_completions": sum(sum(meta.is_refused) for one in rollouts for meta in one.result.sampled),
+        "sampling/refused_completions": sum(sum(meta.is_refused) for rollout in rollouts for meta in rollout.result.sampled),
     }
-    if any(meta.mask_sizes for meta in kept):
+    if any(meta.mask_sizes for meta in metas):
         stats |= {
-            "sampling/mask_size": sum(sum(meta.mask_sizes) for meta in kept) / max(int(lengths.sum()), 1),
-            "sampling/mask_size_max": max(meta.max_mask_size for meta in kept),
+            "sampling/mask_size": sum(sum(meta.mask_sizes) for meta in metas) / max(int(lengths.sum()), 1),
+            "sampling/mask_size_max": max(meta.max_mask_size for meta in metas),
         }
-    if any(meta.episodes for meta in kept):
-        stats |= episode_stats(kept)
-    for one in rollouts:
-        stats |= one.arrived.metrics if one.arrived else {}
-    penalties = [one.penalty for one in rollouts if one.penalty is not None]
+    if any(meta.episodes for meta in metas):
+        stats |= episode_stats(metas)
+    for rollout in rollouts:
+        stats |= rollout.arrived.metrics if rollout.arrived else {}
+    penalties = [rollout.penalty for rollout in rollouts if rollout.penalty is not None]
     return stats | ({"kl_in_reward": float(np.concatenate(penalties).mean())} if penalties else {})
 
 
@@ -82,18 +82,20 @@ def episode_stats(metas: Sequence[GroupMetadata]) -> dict[str, float]:
     contexts = [tokens for meta in metas for tokens in meta.contexts]
     sampled, count = sum(sum(meta.num_sampled) for meta in metas), len(episodes)
     stats: dict[str, float] = {
-        "episodes/turns": sum(one.num_turns for one in episodes) / count,
-        "episodes/turns_max": max(one.num_turns for one in episodes),
-        "episodes/failed": sum(one.finish_reason in FAULTS for one in episodes),
+        "episodes/turns": sum(episode.num_turns for episode in episodes) / count,
+        "episodes/turns_max": max(episode.num_turns for episode in episodes),
+        "episodes/failed": sum(episode.finish_reason in FAULTS for episode in episodes),
         "episodes/rewritten": sum(len(tokens) > 1 for tokens in contexts) / count,
         "episodes/drawn_tokens": sampled / count,
         "episodes/masked_token_share": 1 - sampled / sum(map(sum, contexts)),
-        "episodes/environment_seconds": sum(one.seconds for one in episodes) / count,
+        "episodes/environment_seconds": sum(episode.seconds for episode in episodes) / count,
     }
-    for how in ENDS:
-        stats[f"episodes/ended/{how}"] = sum(one.finish_reason == how for one in episodes) / count
-    for name in sorted({name for one in episodes for name in one.metrics}):
-        stats[name if name.startswith("agent/") else f"environment/{name}"] = sum(one.metrics.get(name, 0.0) for one in episodes) / count
+    for end in ENDS:
+        stats[f"episodes/ended/{end}"] = sum(episode.finish_reason == end for episode in episodes) / count
+    for name in sorted({name for episode in episodes for name in episode.metrics}):
+        stats[name if name.startswith("agent/") else f"environment/{name}"] = (
+            sum(episode.metrics.get(name, 0.0) for episode in episodes) / count
+        )
     if "environment/tool_calls" in stats:
         calls, errors = stats["environment/tool_calls"], stats["environment/tool_errors"]
         stats |= {"tools/call_frequency": calls, "tools/failure_frequency": errors / calls if calls else 0.0}
@@ -112,14 +114,14 @@ def selection_stats(rollouts: Sequence[ScoredRollout], reward_weights: Sequence[
         rollouts: Rollouts since the last step.
         reward_weights: Weight of each reward function.
     """
-    harvests = [one.result for one in rollouts]
-    sampled = [meta for one in harvests for meta in one.sampled]
+    harvests = [rollout.result for rollout in rollouts]
+    sampled = [meta for result in harvests for meta in result.sampled]
     rewards = total_rewards(rewards_per_func([meta.rewards for meta in sampled], len(reward_weights)), reward_weights)
     return {
-        "dynamic_sample/rounds": sum(one.num_rounds for one in harvests),
+        "dynamic_sample/rounds": sum(result.num_rounds for result in harvests),
         "dynamic_sample/groups_sampled": len(sampled),
-        "dynamic_sample/zero_std_groups_replaced": sum(one.num_zero_std_dropped for one in harvests),
-        "dynamic_sample/prompts_given_back": sum(one.num_given_back for one in harvests),
+        "dynamic_sample/zero_std_groups_replaced": sum(result.num_zero_std_dropped for result in harvests),
+        "dynamic_sample/prompts_given_back": sum(result.num_given_back for result in harvests),
         "dynamic_sample/reward": mean(rewards).item(),
     }
 
@@ -137,7 +139,7 @@ class Completions:
     Args:
         output_dir: Directory of the run.
         reward_names: Name of each reward function.
-        every: Write every `every`-th rollout; 0 for never.
+        interval: Write every `interval`-th rollout; 0 for never.
         rank: Global rank.
         node: Node of this rank.
         most_nodes: Number of nodes that write a rollout. If there are more nodes, they take turns.
@@ -149,14 +151,14 @@ class Completions:
         output_dir: str | Path,
         *,
         reward_names: Sequence[str],
-        every: int = 1,
+        interval: int = 1,
         rank: int = 0,
         node: Node = Node(),  # noqa: B008 - it is frozen
         most_nodes: int | None = None,
         write_table: Callable[[int, Table], None] | None = None,
     ):
         self.directory = Path(output_dir) / "completions"
-        self.reward_names, self.every, self.rank, self.node = tuple(reward_names), every, rank, node
+        self.reward_names, self.every, self.rank, self.node = tuple(reward_names), interval, rank, node
         self.most_nodes = most_nodes or node.count
         self._tell = write_table
         self._latest = (-1, 0)  # (version, number of its rollouts that were due)
@@ -170,32 +172,32 @@ class Completions:
         """
         if self.rank == 0:
             for path in self.directory.glob("step_*"):
-                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # leave other files alone
-                if ours and int(ours[1]) >= progress.step and path.is_dir() != bool(ours[3]) and not _came_in(path, progress):
+                match = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # leave other files alone
+                if match and int(match[1]) >= progress.step and path.is_dir() != bool(match[3]) and not _came_in(path, progress):
                     _remove(path)
 
-    def write(self, judged: ScoredRollout) -> Path | None:
+    def write(self, rollout: ScoredRollout) -> Path | None:
         """Write a rollout if it is due. Collective: each rank provides the groups it scored.
 
         A table that cannot be written causes a warning, because the run does not need it.
 
         Args:
-            judged: Scored groups of this rank, and metadata of all.
+            rollout: Scored groups of this rank, and metadata of all.
 
         Returns:
             The file, on the rank that wrote it; None elsewhere.
         """
-        if not self.every or judged.number % self.every:
+        if not self.every or rollout.number % self.every:
             return None
         # Rollouts that overlap may share their oldest version; they never share the version at which they arrive.
-        version = judged.arrived.version if judged.arrived else judged.result.kept[0].version
-        place = self._latest[1] if self._latest[0] == version else 0
-        self._latest = (version, place + 1)
-        name = f"step_{version:06d}{f'_{place}' if place else ''}"
-        writes = self._has_its_turn(judged.number // self.every)
+        version = rollout.arrived.version if rollout.arrived else rollout.result.kept[0].version
+        number = self._latest[1] if self._latest[0] == version else 0
+        self._latest = (version, number + 1)
+        name = f"step_{version:06d}{f'_{number}' if number else ''}"
+        writes = self._has_its_turn(rollout.number // self.every)
         is_wanted = writes or (self.node.number == 0 and self._tell is not None)
-        mine = [self._columns(place, one, judged) for place, one in judged.held.items()] if is_wanted else []
-        groups = [columns for part in collectives.exchange({self.node.first: mine} if mine else {}) for columns in part]
+        local = [self._columns(index, group, rollout) for index, group in rollout.held.items()] if is_wanted else []
+        groups = [columns for part in collectives.exchange({self.node.first: local} if local else {}) for columns in part]
         if not groups:
             return None
         groups.sort(key=lambda columns: columns["prompt_number"][0])
@@ -213,21 +215,21 @@ class Completions:
     def _has_its_turn(self, turn: int) -> bool:
         return (self.node.number - turn * self.most_nodes) % self.node.count < self.most_nodes
 
-    def _columns(self, place: int, scored: ScoredGroup, judged: ScoredRollout) -> dict[str, list[Any]]:
+    def _columns(self, index: int, scored: ScoredGroup, rollout: ScoredRollout) -> dict[str, list[Any]]:
         """Return the rows of one group, by column."""
-        group, found = scored.group, judged.advantages
+        group, advantages = scored.group, rollout.advantages
         completions = group.completions
         columns: dict[str, list[Any]] = {
-            "rollout": [judged.number] * len(completions),
+            "rollout": [rollout.number] * len(completions),
             "version": [completion.version for completion in completions],
             "prompt_number": [group.prompt.number] * len(completions),
-            **({"versions": [list(map(list, completion.versions)) for completion in completions]} if judged.arrived else {}),
+            **({"versions": [list(map(list, completion.versions)) for completion in completions]} if rollout.arrived else {}),
             **said_in(group),
-            "reward": _nullable(found.rewards[place]),
+            "reward": _nullable(advantages.rewards[index]),
         }
         for k, name in enumerate(self.reward_names):
-            columns[f"rewards/{name}"] = _nullable(found.rewards_per_func[place, :, k])
-        return columns | {"advantage": _nullable(found.advantages[place]), **counted_in(group), **drawn_in(group)}
+            columns[f"rewards/{name}"] = _nullable(advantages.rewards_per_func[index, :, k])
+        return columns | {"advantage": _nullable(advantages.advantages[index]), **counted_in(group), **drawn_in(group)}
 
 
 def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
@@ -235,11 +237,11 @@ def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
     if not records:
         return {}
     return {
-        "messages": [_text([_cut(message) for message in one.messages]) for one in records],
-        "num_turns": [one.numbers.num_turns for one in records],
-        "turn_rewards": [list(one.turn_rewards) for one in records],
-        "fault": [one.numbers.fault for one in records],
-        "environment_seconds": [one.numbers.seconds for one in records],
+        "messages": [_text([_cut(message) for message in episode.messages]) for episode in records],
+        "num_turns": [episode.numbers.num_turns for episode in records],
+        "turn_rewards": [list(episode.turn_rewards) for episode in records],
+        "fault": [episode.numbers.fault for episode in records],
+        "environment_seconds": [episode.numbers.seconds for episode in records],
     }
 
 
@@ -305,10 +307,14 @@ def drawn_in(group: Group) -> dict[str, list[Any]]:
     Args:
         group: Prompt with its completions.
     """
-    plain = [one if len(one.sequence.starts) == 1 and not one.sequence.images else None for one in group.completions]
+    plain = [
+        completion if len(completion.sequence.starts) == 1 and not completion.sequence.images else None for completion in group.completions
+    ]
     return {
-        "token_ids": [one and one.sequence.token_ids.astype(np.int32) for one in plain],
-        "sampler_logprobs": [one and np.where(one.sequence.mask, one.logprobs, np.float32("nan")) for one in plain],
+        "token_ids": [completion and completion.sequence.token_ids.astype(np.int32) for completion in plain],
+        "sampler_logprobs": [
+            completion and np.where(completion.sequence.mask, completion.logprobs, np.float32("nan")) for completion in plain
+        ],
     }
 
 

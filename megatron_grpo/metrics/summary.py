@@ -83,8 +83,8 @@ class Learnt:
         """
         if step < 2 or self.num_steps != step or self.num_gradients > self.num_refused:
             return ""
-        refused = f"every gradient of {step} steps was refused (skipped.jsonl)" if self.num_refused else f"no gradient in {step} steps"
-        return f"Nothing was trained: {self.alike() or refused}."
+        reason = f"every gradient of {step} steps was refused (skipped.jsonl)" if self.num_refused else f"no gradient in {step} steps"
+        return f"Nothing was trained: {self.alike() or reason}."
 
 
 _PREFIX, _BESIDE = "time/", "time/rollout_overlapped"
@@ -110,17 +110,17 @@ class TimeSummary:
         """
         self._seconds[BEFORE], self.resumed_from = seconds, step
 
-    def add(self, taken: Mapping[str, float]) -> None:
+    def add(self, times: Mapping[str, float]) -> None:
         """Add elapsed seconds per phase, as returned by the clock's `take()`.
 
         Args:
-            taken: Seconds by phase.
+            times: Seconds by phase.
         """
-        for name, seconds in taken.items():
+        for name, seconds in times.items():
             if name not in _NO_PARTS:
                 words = activity.WORDS.get(name.removeprefix(_PREFIX), name.removeprefix(_PREFIX))
                 self._seconds[words] = self._seconds.get(words, 0.0) + seconds
-        self.overlapped += taken.get(_BESIDE, 0.0)
+        self.overlapped += times.get(_BESIDE, 0.0)
 
     def step(self, *, is_skipped: bool) -> None:
         """Count an optimizer step.
@@ -133,22 +133,22 @@ class TimeSummary:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (phase, seconds, share), the longest first, and the sum as the last row."""
-        whole = sum(self._seconds.values())
-        if not whole:
+        total = sum(self._seconds.values())
+        if not total:
             return []
         largest_first = sorted(self._seconds.items(), key=lambda pair: -pair[1])
-        rows = [(name, f"{seconds:,.1f}", f"{seconds / whole:.1%}") for name, seconds in largest_first if seconds >= 0.05]
-        return [*rows, ("all", f"{whole:,.1f}", "100%")]
+        rows = [(name, f"{seconds:,.1f}", f"{seconds / total:.1%}") for name, seconds in largest_first if seconds >= 0.05]
+        return [*rows, ("all", f"{total:,.1f}", "100%")]
 
     def describe(self) -> str:
         """Return a sentence with the numbers of steps, checkpoints and restarts, this rank's CPU time, and the overlapped sampling time."""
-        told = [f"{self.num_steps:,} optimizer step{'s' * (self.num_steps != 1)} ({self.num_skipped:,} skipped)"]
-        told.append(f"{activity.num_saved:,} checkpoint{'s' * (activity.num_saved != 1)} saved")
-        told.append(f"{sum(os.times()[:4]):,.0f} s of CPU time on rank 0, from its start")  # with its child processes that have ended
+        texts = [f"{self.num_steps:,} optimizer step{'s' * (self.num_steps != 1)} ({self.num_skipped:,} skipped)"]
+        texts.append(f"{activity.num_saved:,} checkpoint{'s' * (activity.num_saved != 1)} saved")
+        texts.append(f"{sum(os.times()[:4]):,.0f} s of CPU time on rank 0, from its start")  # with its child processes that have ended
         if self.resumed_from:
-            told.append(f"resumed after step {self.resumed_from:,}")
-        if again := launcher.restart(os.environ):
-            told.append(f"restarted ({again})")
+            texts.append(f"resumed after step {self.resumed_from:,}")
+        if reason := launcher.restart(os.environ):
+            texts.append(f"restarted ({reason})")
         if self.overlapped:
-            told.append(f"{self.overlapped:,.1f} s of sampling at the same time as other work, not in the table")
-        return "; ".join(told)
+            texts.append(f"{self.overlapped:,.1f} s of sampling at the same time as other work, not in the table")
+        return "; ".join(texts)

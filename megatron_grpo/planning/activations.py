@@ -65,22 +65,22 @@ def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers
         tuning: Trainable parameters of the run.
         layers: Numbers of the layers.
     """
-    kept: dict[str, float] = defaultdict(float)
-    there: dict[str, int] = defaultdict(int)
+    stored: dict[str, float] = defaultdict(float)
+    num_linears: dict[str, int] = defaultdict(int)
     inner = copies = 0.0
     rank = tuning.rank
     for row in (row for layer in layers for row in tuning.layers[layer] if is_linear(row.entry)):
         name = row.entry.megatron.removesuffix(".weight").removeprefix("self_attention.")
         adapted = [any(ranks) for ranks in row.adapters]
-        there[name] += 1
-        kept[name] += sum(has or trains for has, trains in zip(adapted, row.trains, strict=True)) / len(adapted)
+        num_linears[name] += 1
+        stored[name] += sum(has or trains for has, trains in zip(adapted, row.trains, strict=True)) / len(adapted)
         if any(adapted):
             width, share = rank * len(row.entry.hf), sum(adapted) / len(adapted)
             inner += share * width * (shape.moe.topk if shape.moe and row.entry.is_expert else 1)
             copies += share * _copies(row.entry, shape, sizes, width)
     count = max(1, len(layers))
     return StoredActivations(
-        inputs={name: kept[name] / there[name] for name in there}, inner=inner / count, copies=copies / count,
+        inputs={name: stored[name] / num_linears[name] for name in num_linears}, inner=inner / count, copies=copies / count,
         delta_nets=sum(map(shape.is_delta_net_layer, layers)) / count,
     )  # fmt: skip
 
@@ -88,18 +88,18 @@ def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers
 def _copies(entry: Entry, shape: ModelShape, sizes: BatchSizes, width: int) -> float:
     if len(entry.hf) == 1:
         return 0.0
-    here = shape.num_experts // sizes.layout.ep / sizes.layout.etp if entry.is_expert else 1 / sizes.layout.tp
-    return rows_and_channels(entry)[0] * width * here
+    local_experts = shape.num_experts // sizes.layout.ep / sizes.layout.etp if entry.is_expert else 1 / sizes.layout.tp
+    return rows_and_channels(entry)[0] * width * local_experts
 
 
 def layer_bytes(
     shape: ModelShape,
     sizes: BatchSizes,
     cfg: Config,
-    kept: StoredActivations,
+    stored: StoredActivations,
     tokens: int,
     *,
-    without: tuple[str, ...] = (),
+    recomputed_parts: tuple[str, ...] = (),
     adapter_size: int = 0,
 ) -> float:
     """Return the bytes that the backward of one layer needs: inputs of matrix products, norms and attention (flash attention: no scores).
@@ -108,22 +108,22 @@ def layer_bytes(
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        kept: What linears store.
+        stored: What linears store.
         tokens: Tokens of the micro-batch on the rank.
-        without: Parts that selective recompute drops ("mlp", "moe", "layernorm").
+        recomputed_parts: Parts that selective recompute drops ("mlp", "moe", "layernorm").
         adapter_size: Bytes per element of adapters.
     """
     hidden = shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
-    drops_mlp = "mlp" in without or "moe" in without
+    drops_mlp = "mlp" in recomputed_parts or "moe" in recomputed_parts
     # A router stores its input whether it trains or not; so does a recomputed part.
-    mlp_input = 1 if shape.moe or drops_mlp else kept.input_of("mlp.linear_fc1")
-    normed = 0 if "layernorm" in without else hidden * (kept.input_of(*READ_ATTENTION_INPUT) + mlp_input)
+    mlp_input = 1 if shape.moe or drops_mlp else stored.input_of("mlp.linear_fc1")
+    normed = 0 if "layernorm" in recomputed_parts else hidden * (stored.input_of(*READ_ATTENTION_INPUT) + mlp_input)
     norms = hidden * (2 * shape.pre_norm + 2 * shape.post_norm) * (FP32 / BYTES[cfg.model.torch_dtype] if shape.norms_from_one else 1)
-    channels = norms + normed + _mixer_channels(shape, sizes, cfg, kept) + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
-    return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (kept.inner * tokens + kept.copies)
+    channels = norms + normed + _mixer_channels(shape, sizes, cfg, stored) + (0 if drops_mlp else _mlp_channels(shape, sizes, stored))
+    return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (stored.inner * tokens + stored.copies)
 
 
-def _mixer_channels(shape: ModelShape, sizes: BatchSizes, cfg: Config, kept: StoredActivations) -> float:
+def _mixer_channels(shape: ModelShape, sizes: BatchSizes, cfg: Config, stored: StoredActivations) -> float:
     """Return stored channels per token of attention, or of the gated delta rule, on average."""
     query, key = shape.query_size / sizes.layout.tp, shape.key_size / sizes.layout.tp
     # Flash attention stores its own output, which is the input of linear_proj; a gate stores itself in float32 and the gated output.
@@ -132,7 +132,7 @@ def _mixer_channels(shape: ModelShape, sizes: BatchSizes, cfg: Config, kept: Sto
     if shape.delta_net is None:
         return attention
     rows, values = sum(shape.delta_net.sections) / sizes.layout.tp, shape.delta_net.sections[2] / sizes.layout.tp
-    return (1 - kept.delta_nets) * attention + kept.delta_nets * (rows + values * kept.input_of("out_proj"))
+    return (1 - stored.delta_nets) * attention + stored.delta_nets * (rows + values * stored.input_of("out_proj"))
 
 
 def recurrence_bytes(delta: DeltaNetShape, sizes: BatchSizes, tokens: int) -> float:
@@ -148,14 +148,14 @@ def recurrence_bytes(delta: DeltaNetShape, sizes: BatchSizes, tokens: int) -> fl
     return FP32 * tokens * (delta.num_value_heads * of_head + 14 * delta.num_key_heads * k) / sizes.layout.tp
 
 
-def _mlp_channels(shape: ModelShape, sizes: BatchSizes, kept: StoredActivations) -> float:
+def _mlp_channels(shape: ModelShape, sizes: BatchSizes, stored: StoredActivations) -> float:
     """Return stored channels per token: three of the gated activation, and the input of linear_fc2."""
     if not shape.moe:
-        return (3 + kept.input_of("mlp.linear_fc2")) * shape.ffn_hidden_size / sizes.layout.tp
+        return (3 + stored.input_of("mlp.linear_fc2")) * shape.ffn_hidden_size / sizes.layout.tp
     experts = "mlp.experts.local_experts.{e}."
-    dispatched = (1 + kept.input_of(f"{experts}linear_fc1")) * shape.hidden_size
-    width = (3 + kept.input_of(f"{experts}linear_fc2")) * shape.moe.ffn_hidden_size / sizes.layout.etp
-    shared = (3 + kept.input_of("mlp.shared_experts.linear_fc2")) * (shape.moe.shared_ffn_hidden_size or 0) / sizes.layout.tp
+    dispatched = (1 + stored.input_of(f"{experts}linear_fc1")) * shape.hidden_size
+    width = (3 + stored.input_of(f"{experts}linear_fc2")) * shape.moe.ffn_hidden_size / sizes.layout.etp
+    shared = (3 + stored.input_of("mlp.shared_experts.linear_fc2")) * (shape.moe.shared_ffn_hidden_size or 0) / sizes.layout.tp
     return shape.moe.topk * (dispatched + width) + shared
 
 
@@ -188,14 +188,14 @@ def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
         stage: Pipeline stage.
     """
     numbers, model, layout = layers_of_stage(shape.num_layers, cfg, stage), cfg.model, sizes.layout
-    kept, layers = kept_by_linears(shape, sizes, tuning, numbers), len(numbers)
+    stored_inputs, layers = kept_by_linears(shape, sizes, tuning, numbers), len(numbers)
     dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
     in_flight = _in_flight(sizes, cfg, stage)
 
-    def of_layer(without: tuple[str, ...], tokens: int) -> float:
-        return layer_bytes(shape, sizes, cfg, kept, tokens, without=without, adapter_size=tuning.size_of_trained)
+    def of_layer(recomputed_parts: tuple[str, ...], tokens: int) -> float:
+        return layer_bytes(shape, sizes, cfg, stored_inputs, tokens, recomputed_parts=recomputed_parts, adapter_size=tuning.size_of_trained)
 
-    def of(tokens: int) -> Activations:
+    def activations(tokens: int) -> Activations:
         full, scored = of_layer((), tokens), of_layer((), max(tokens, SCORED_TOKENS // layout.cp))
         if model.recompute_granularity == "full":
             is_block, unit = model.recompute_method == "block", model.recompute_num_layers or 1
@@ -205,10 +205,10 @@ def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
             working = full * (1 if is_block else min(unit, layers))
         else:
             stored, working = layers * of_layer(dropped, tokens), full - of_layer(dropped, tokens)
-        passing = recurrence_bytes(shape.delta_net, sizes, tokens) if shape.delta_net and kept.delta_nets else 0
+        passing = recurrence_bytes(shape.delta_net, sizes, tokens) if shape.delta_net and stored_inputs.delta_nets else 0
         return Activations(training=round(stored * in_flight + working + passing), forward=round(scored + passing))
 
-    return of
+    return activations
 
 
 def _in_flight(sizes: BatchSizes, cfg: Config, stage: int) -> float:
@@ -273,11 +273,11 @@ def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, 
     numels = [(elements(entry), tuning.trains_outer(entry)) for entry in tower_entries(shape)]
     trained, patches = sum(numel for numel, trains in numels if trains), image_tokens * vision.merge**2
     begin = patches * vision.width * tuning.size  # input of a layer
-    kept = layer = begin * PER_PATCH  # a frozen tower stores one layer at a time
+    stored = layer = begin * PER_PATCH  # a frozen tower stores one layer at a time
     if trained:  # the inputs of all layers and one layer during recompute, or all layers
-        kept = vision.depth * begin + layer if cfg.model.vit_gradient_checkpointing else vision.depth * layer
-        kept *= min(sizes.gradient_accumulation_steps, sizes.layout.pp)
-    activations = Activations(training=kept, forward=layer)
+        stored = vision.depth * begin + layer if cfg.model.vit_gradient_checkpointing else vision.depth * layer
+        stored *= min(sizes.gradient_accumulation_steps, sizes.layout.pp)
+    activations = Activations(training=stored, forward=layer)
     return TowerCost(parameters=sum(numel for numel, _ in numels), trainable_parameters=trained, patches=patches, activations=activations)
 
 
@@ -294,9 +294,11 @@ def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[st
         {"layers", "first"}. Stages are balanced if the first one has `layers` fewer than the others. `first` is the nearest legal
         `decoder_first_pipeline_num_layers`; None with a single stage or if no split is legal.
     """
-    own = rows[0]
-    of_layers = sum(own[name] for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")) - tower_bytes
-    layers = tower_bytes / max(of_layers / max(own["num_layers"], 1), 1)
+    first_stage = rows[0]
+    of_layers = (
+        sum(first_stage[name] for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")) - tower_bytes
+    )
+    layers = tower_bytes / max(of_layers / max(first_stage["num_layers"], 1), 1)
     pp, chunks = sizes.layout.pp, sizes.layout.num_chunks
     least = (shape.vision.num_deepstack if shape.vision else 0) or 1
     legal = [
@@ -304,5 +306,5 @@ def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[st
         for first in range(least * chunks, shape.num_layers)
         if first % chunks == 0 and pp > 1 and (shape.num_layers - first) % ((pp - 1) * chunks) == 0
     ]
-    even = (shape.num_layers - layers * (pp - 1)) / pp  # balanced: first + layers equals the size of each other stage
-    return {"layers": round(layers, 1), "first": min(legal, key=lambda first: abs(first - even), default=None)}
+    balanced = (shape.num_layers - layers * (pp - 1)) / pp  # balanced: first + layers equals the size of each other stage
+    return {"layers": round(layers, 1), "first": min(legal, key=lambda first: abs(first - balanced), default=None)}

@@ -48,18 +48,20 @@ def with_tower(parsed: Parsed, shape: ModelShape | None) -> Parsed:
     cfg, system = parsed.config, parsed.system
     if system is None or not system.trains_tower or cfg.tuner.tuner_type == "lora":
         return parsed
-    theirs, read = f"{system.title}'s default", f"{system.title}'s rule"
-    unsaid = [name for name in ("freeze_vit", "freeze_aligner") if cfg.sources.get(name, "default") in ("default", theirs, read)]
+    default_source, rule_source = f"{system.title}'s default", f"{system.title}'s rule"
+    unsaid = [
+        name for name in ("freeze_vit", "freeze_aligner") if cfg.sources.get(name, "default") in ("default", default_source, rule_source)
+    ]
     if shape is None:
         unknown = [name for name in unsaid if cfg.sources.get(name, "default") == "default"]
-        told, values = [ForeignDefault(name=name, theirs=_SEES, ours="true", used=_SEES) for name in unknown], {}
+        defaults, values = [ForeignDefault(name=name, theirs=_SEES, ours="true", used=_SEES) for name in unknown], {}
     else:
         is_multimodal = shape.vision is not None
         moved = [name for name in unsaid if getattr(cfg.tuner, name) == is_multimodal]
-        told = [ForeignDefault(name=name, theirs="false", ours="true", used="false") for name in moved if is_multimodal]
+        defaults = [ForeignDefault(name=name, theirs="false", ours="true", used="false") for name in moved if is_multimodal]
         values = dict.fromkeys(moved, not is_multimodal)
-    config = cfg.with_values(values, sources=dict.fromkeys(values, theirs))
-    return replace(parsed, config=config, defaults=[*parsed.defaults, *told])
+    config = cfg.with_values(values, sources=dict.fromkeys(values, default_source))
+    return replace(parsed, config=config, defaults=[*parsed.defaults, *defaults])
 
 
 def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
@@ -69,17 +71,17 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
         cfg: Configuration.
         shape: Shape of the model; None if its config.json is not on this machine. Only adapter files are checked then.
     """
-    tuner, found = cfg.tuner, list[Problem]()
+    tuner, problems = cfg.tuner, list[Problem]()
     is_lora = tuner.tuner_type == "lora"
     for flag, directory in (("adapters", tuner.adapters), ("ref_adapters", tuner.ref_adapters)) if is_lora else ():
         if directory:
-            found += _of_files(cfg, flag, directory, shape)
+            problems += _of_files(cfg, flag, directory, shape)
     if shape is None or not are_names_readable(cfg):
-        return found
+        return problems
     if is_lora and not tuner.adapters:
-        found += LoraSettings.of(tuner, shape).problems(shape)
-    found += trainable_parameters.problems(tuner, shape)
-    return found or _of_push(cfg, shape)
+        problems += LoraSettings.of(tuner, shape).problems(shape)
+    problems += trainable_parameters.problems(tuner, shape)
+    return problems or _of_push(cfg, shape)
 
 
 def _of_push(cfg: Config, shape: ModelShape) -> list[Problem]:
@@ -98,8 +100,8 @@ def _of_files(cfg: Config, flag: str, directory: str, shape: ModelShape | None) 
         settings = LoraSettings.from_peft(directory, flag=flag)
     except ConfigError as error:
         return list(error.problems)
-    found = adapter_problems(directory, settings, shape, flag=flag) if shape else []
-    return [*found, *(_contradictions(cfg, settings, shape) if flag == "adapters" and not found else ())]
+    problems = adapter_problems(directory, settings, shape, flag=flag) if shape else []
+    return [*problems, *(_contradictions(cfg, settings, shape) if flag == "adapters" and not problems else ())]
 
 
 def with_adapter(cfg: Config) -> Config:
@@ -114,27 +116,27 @@ def with_adapter(cfg: Config) -> Config:
     return cfg.with_values(values, sources=dict.fromkeys(values, "derived from adapters"))
 
 
-def _settings_of(found: LoraSettings) -> dict[str, Any]:
+def _settings_of(settings: LoraSettings) -> dict[str, Any]:
     return {
-        "lora_rank": found.rank,
-        "lora_alpha": float(found.alpha),
-        "use_rslora": found.use_rslora,
-        "target_modules": list(found.target_modules),
-        "target_regex": found.target_regex,
-        "exclude_modules": list(found.exclude_modules),
-        "rank_pattern": dict(found.rank_pattern),
-        "alpha_pattern": dict(found.alpha_pattern),
+        "lora_rank": settings.rank,
+        "lora_alpha": float(settings.alpha),
+        "use_rslora": settings.use_rslora,
+        "target_modules": list(settings.target_modules),
+        "target_regex": settings.target_regex,
+        "exclude_modules": list(settings.exclude_modules),
+        "rank_pattern": dict(settings.rank_pattern),
+        "alpha_pattern": dict(settings.alpha_pattern),
     }
 
 
-def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) -> Iterator[Problem]:
+def _contradictions(cfg: Config, stored: LoraSettings, shape: ModelShape | None) -> Iterator[Problem]:
     """Yield a problem for each typed setting that differs from the adapter files.
 
     The files decide, so a different typed value would not train the stored adapter.
     """
-    values = _settings_of(found)
-    typed = [name for name in values if name in cfg.typed and name not in _TARGETS and getattr(cfg.tuner, name) != values[name]]
-    for name in typed:
+    values = _settings_of(stored)
+    conflicting = [name for name in values if name in cfg.typed and name not in _TARGETS and getattr(cfg.tuner, name) != values[name]]
+    for name in conflicting:
         message = (
             f"{name} ({format_value(getattr(cfg.tuner, name))}) differs from that of adapters ({format_value(values[name])} in "
             f"\
@@ -143,13 +145,13 @@ def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) 
         yield Problem(flags=(name, "adapters"), message=message)
     targets = [name for name in _TARGETS if name in cfg.typed]
     if targets and shape and are_names_readable(cfg):
-        asked, there = _targeted(LoraSettings.of(cfg.tuner, shape), shape), _targeted(found, shape)
-        if asked != there:
-            said = ", ".join(f"{name} ({format_value(getattr(cfg.tuner, name))})" for name in targets)
+        selected, stored_targets = _targeted(LoraSettings.of(cfg.tuner, shape), shape), _targeted(stored, shape)
+        if selected != stored_targets:
+            flags_text = ", ".join(f"{name} ({format_value(getattr(cfg.tuner, name))})" for name in targets)
             yield Problem(
                 flags=(*targets, "adapters"),
-                message=f"{said} selects {_ends(asked)}, but adapters ({cfg.tuner.adapters}), from which the run starts, has "
-                f"{_ends(there)}. Omit {' and '.join(targets)}.",
+                message=f"{flags_text} selects {_ends(selected)}, but adapters ({cfg.tuner.adapters}), from which the run starts, has "
+                f"{_ends(stored_targets)}. Omit {' and '.join(targets)}.",
             )
 
 
@@ -245,23 +247,23 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
         of_model = [*length_problems(shape, longest), *engine, *policy_validation.problems(cfg, shape)]
     if teacher and not of_stages:
         of_model += teacher_problems(cfg, shape, teacher, longest)
-    others = [
+    unvalidated = [
         *grpo_validation.problems(cfg),
         *of_stages,
         *of_model,
         *tuner_problems(cfg, shape),
         *bitwise_parity_validation.problems(cfg, shape),
     ]
-    found = [in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
-    return [*validate(cfg, parsed.unreadable), *found]
+    problems = [in_typed_names(cfg, problem) for problem in unvalidated if not set(problem.flags) & parsed.unreadable]
+    return [*validate(cfg, parsed.unreadable), *problems]
 
 
 def _with_proven_values(problem: Problem, parsed: Parsed, shapes: Shapes, model: Model) -> Problem:
     """Return the problem with only those of its suggested values that make the whole configuration valid when changed alone."""
     proven = {
-        flag: good
+        flag: accepted
         for flag, values in problem.nearest.items()
-        if (good := [value for value in values if _passes_with(flag, value, parsed, shapes, model)])
+        if (accepted := [value for value in values if _passes_with(flag, value, parsed, shapes, model)])
     }
     return Problem(flags=problem.flags, message=problem.message, nearest=proven)
 
@@ -270,7 +272,7 @@ def _passes_with(flag: str, value: Any, parsed: Parsed, shapes: Shapes, model: M
     setting = names().get(flag)
     if setting is None or setting.name == "dialect":  # it defines the meaning of all other names, which would have to be parsed again
         return False
-    left = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
+    other_problems = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
     config = parsed.config.with_values({setting.name: None if value == "none" and setting.optional else value})
     changed = Parsed(config=config, unreadable=parsed.unreadable - {setting.name})
-    return not left and not _settings_problems(changed, shapes) and not size_problems(changed.config, model, others_pass=False)
+    return not other_problems and not _settings_problems(changed, shapes) and not size_problems(changed.config, model, others_pass=False)

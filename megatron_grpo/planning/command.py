@@ -109,12 +109,12 @@ class Plan:
             f"{sizes.global_batch_size}, {sizes.generation_batch_size}",
         }
         rows |= {"not checked": "; ".join(self.not_checked)} if self.not_checked else {}
-        return table("Plan", rows | {f"warning {number}": one for number, one in enumerate(self.warnings, 1)})
+        return table("Plan", rows | {f"warning {number}": warning for number, warning in enumerate(self.warnings, 1)})
 
     def as_json(self) -> str:
         """Return the complete JSON object in compact form, with a final newline."""
-        found = plan_object(self.schedule, self.checked.config.plan.plan_rollouts)
-        return json.dumps(found | self.rest(), separators=(",", ":")) + "\n"
+        content = plan_object(self.schedule, self.checked.config.plan.plan_rollouts)
+        return json.dumps(content | self.rest(), separators=(",", ":")) + "\n"
 
     def save(self, path: Path, *, versions: Mapping[str, str]) -> None:
         """Write the JSON object of the whole run to a file, atomically, with its number of steps and its versions.
@@ -129,8 +129,8 @@ class Plan:
         per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
         micro_steps = MOST_SAVED if steps is None else min(self.schedule.first_of(steps), MOST_SAVED)
         num_rollouts = max(1, -(-micro_steps // per_rollout))
-        found = plan_object(self.schedule, num_rollouts) | self.rest() | {"num_steps": steps, "versions": dict(versions)}
-        write_whole(path, json.dumps(found, separators=(",", ":")) + "\n")
+        content = plan_object(self.schedule, num_rollouts) | self.rest() | {"num_steps": steps, "versions": dict(versions)}
+        write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 
 def make_plan(checked: Checked, *, num_prompts: int | None = None, images: ImageFacts | None = None) -> Plan:
@@ -199,10 +199,10 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
     from megatron_grpo.planning.memory import estimate_memory
     from megatron_grpo.planning.parameters import Tuning
 
-    found: list[dict[str, Any]] = []
+    ways: list[dict[str, Any]] = []
     for changes in _changes(checked):
         # A superset of a sufficient change adds no information; neither does another value of the same settings.
-        if any(set(way["settings"]) <= set(changes) for way in found):
+        if any(set(way["settings"]) <= set(changes) for way in ways):
             continue
         try:
             changed = check_parsed(replace(checked.parsed, config=checked.parsed.config.with_values(changes)))
@@ -212,34 +212,34 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
         shares = decide(changed.config, changed.shape).min_saving_ratio is not None
         memory = estimate_memory(changed, Tuning.of(changed.config, changed.shape), lengths, shares=shares)
         if memory["fits"]:
-            found.append({"settings": changes, "peak_bytes": memory["peak_bytes"], "peak_phase": memory["peak_phase"]})
-        if len(found) == MOST_WAYS:
+            ways.append({"settings": changes, "peak_bytes": memory["peak_bytes"], "peak_phase": memory["peak_phase"]})
+        if len(ways) == MOST_WAYS:
             break
-    return found
+    return ways
 
 
 def _changes(checked: Checked) -> Iterator[dict[str, Any]]:
     """Yield candidate setting changes in the order in which they are tried: offloading first, then other single changes, then both."""
     cfg, layout, shape = checked.config, checked.sizes.layout, checked.shape
-    room: dict[str, Any] = {}
-    others: list[dict[str, Any]] = []
+    offloads: dict[str, Any] = {}
+    changes: list[dict[str, Any]] = []
     if cfg.rollout.vllm_mode == "colocate":
-        room = {"sleep_level": 1} if cfg.rollout.sleep_level == 0 else {}
-        room |= {name: "true" for name in ("offload_optimizer", "offload_model") if getattr(cfg.rollout, name) == "false"}
+        offloads = {"sleep_level": 1} if cfg.rollout.sleep_level == 0 else {}
+        offloads |= {name: "true" for name in ("offload_optimizer", "offload_model") if getattr(cfg.rollout, name) == "false"}
         share = round(cfg.rollout.vllm_gpu_memory_utilization * 10)  # a larger fraction helps if the KV cache is too small
-        others = [{"vllm_gpu_memory_utilization": tenth / 10} for tenth in (*range(share - 1, 1, -1), share + 1) if tenth < 10]
+        changes = [{"vllm_gpu_memory_utilization": tenth / 10} for tenth in (*range(share - 1, 1, -1), share + 1) if tenth < 10]
     if cfg.grpo.teacher_model and not cfg.grpo.offload_teacher_model:
-        room |= {"offload_teacher_model": True}
+        offloads |= {"offload_teacher_model": True}
     if cfg.model.recompute_granularity != "full":
-        others.append({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
+        changes.append({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
     axes = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
     if shape and shape.moe:
         axes = {"expert_model_parallel_size": layout.ep} | axes
     for name, size in axes.items():
-        beside = {"sequence_parallel": True} if shape and shape.moe and name.startswith("tensor") else {}
-        others += [{name: size * factor} | beside for factor in (2, 4) if size * factor <= layout.world_size]
-    yield from ({name: value} for name, value in room.items())
-    yield from others
-    if room:
-        yield room
-        yield from (room | change for change in others)
+        also = {"sequence_parallel": True} if shape and shape.moe and name.startswith("tensor") else {}
+        changes += [{name: size * factor} | also for factor in (2, 4) if size * factor <= layout.world_size]
+    yield from ({name: value} for name, value in offloads.items())
+    yield from changes
+    if offloads:
+        yield offloads
+        yield from (offloads | change for change in changes)

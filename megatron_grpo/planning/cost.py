@@ -38,11 +38,15 @@ def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | No
     """
     shape, sizes, cfg, teacher = checked.shape, checked.sizes, checked.config, checked.teacher
     cost: dict[str, Any] = {}
-    both = {"sharing": _sharing(sharing, cfg, step)}
+    packings = {"sharing": _sharing(sharing, cfg, step)}
     if shape is not None and tuning is not None:
-        apart, shared = (_trained(shape, sizes, cfg, tuning, computed, teacher) for computed in (step.apart, step.shared))
-        both["sharing"] |= {"flops_apart": apart, "flops_shared": shared}
-        cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths, shared), **_bytes(shape, sizes, cfg, tuning)}
+        flops_apart, flops_shared = (_trained(shape, sizes, cfg, tuning, computed, teacher) for computed in (step.apart, step.shared))
+        packings["sharing"] |= {"flops_apart": flops_apart, "flops_shared": flops_shared}
+        cost = {
+            **_parameters(shape, tuning),
+            **_flops(shape, sizes, cfg, tuning, lengths, flops_shared),
+            **_bytes(shape, sizes, cfg, tuning),
+        }
         prompt, completion = sequence_tokens(cfg, lengths, longest=False)
         if shape.moe and cfg.grpo.router_replay_mode != "disabled":  # int16 expert IDs of every token and MoE layer
             cost["experts"] = _beside_rows(sizes, 2 * sum(shape.moe.layers) * shape.moe.topk, prompt + completion)
@@ -52,7 +56,7 @@ def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | No
         cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
         if sizes.partial_rollouts:
             cost["partial_rollouts"] = forecast(sizes, cfg.rollout, lengths)
-    return cost | both
+    return cost | packings
 
 
 def _beside_rows(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int]:
@@ -185,13 +189,13 @@ def _products(shape: ModelShape, tuning: Tuning) -> tuple[int, int]:
     return total, round(trained)
 
 
-def _adapter_products(shape: ModelShape, rank: int, found: Sequence[tuple[WeightRow, Sequence[Sequence[int]]]]) -> int:
+def _adapter_products(shape: ModelShape, rank: int, adapted_rows: Sequence[tuple[WeightRow, Sequence[Sequence[int]]]]) -> int:
     """Return the adapter elements that one token uses; experts count on average.
 
     The rows of a fused linear are multiplied by the inner channels of all its modules.
     """
     total = 0.0
-    for row, adapters in found:
+    for row, adapters in adapted_rows:
         if count := sum(any(ranks) for ranks in adapters):
             rows, inner = rows_and_channels(row.entry)
             total += count * _share(shape, row.entry) * len(row.entry.hf) * (rows + inner)
@@ -208,11 +212,11 @@ def _trained(
 ) -> dict[str, int]:
     """Return the FLOPs of the training ranks' phases for one rollout, with its rows packed as those of this step."""
 
-    def of(shape: ModelShape, tuning: Tuning) -> Work:
+    def work_of_model(shape: ModelShape, tuning: Tuning) -> Work:
         return work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored, lengths=computed.lengths)
 
-    work = of(shape, tuning)
-    taught = of(teacher, Tuning.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
+    work = work_of_model(shape, tuning)
+    taught = work_of_model(teacher, Tuning.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
     rows, sequences = sizes.generation_batch_size, computed.sequences
     period = min(1000, sizes.gradient_accumulation_steps)  # rollouts after which the schedule repeats
     summary = old_logprobs_summary(TrainingSchedule(sizes), period)
@@ -230,9 +234,9 @@ def _flops(
 ) -> dict[str, Any]:
     prompt, completion = sequence_tokens(cfg, lengths, longest=False)
     rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
-    whole = work_of(shape, tuning, prompt + completion, squares=(prompt + completion) ** 2, head_positions=completion)
+    total = work_of(shape, tuning, prompt + completion, squares=(prompt + completion) ** 2, head_positions=completion)
     # The sampler's adapters are omitted: a few percent.
-    sampled = whole.linears + whole.attention + whole.recurrence
+    sampled = total.linears + total.attention + total.recurrence
     prompt_alone = work_of(shape, tuning, prompt, squares=prompt**2, head_positions=1)
     prefill = prompt_alone.linears + prompt_alone.attention + prompt_alone.recurrence
     shares_prompts = cfg.rollout.vllm_enable_prefix_caching and shape.delta_net is None
@@ -241,7 +245,7 @@ def _flops(
         "tokens_per_rollout": rows * (prompt + completion),
         "flops_per_rollout": phases,
         "flops_per_rollout_total": sum(phases.values()),
-        "backward_forwards": whole.backward / whole.forward,
+        "backward_forwards": total.backward / total.forward,
         "assumptions": [
             *(
                 ["log-probs and training of every completion; a run leaves out those without a gradient, such as groups with equal rewards"]
@@ -253,7 +257,7 @@ def _flops(
             "except log-probs and training: packed as in one optimizer step (`sharing`), including alignment in linear layers; the last "
             "token of a sequence is not computed",
             "matrix products only, 2 FLOPs per multiply-add; causal attention at half of the full square; a backward pass costs "
-            f"{whole.backward / whole.forward:.3g} forward passes",
+            f"{total.backward / total.forward:.3g} forward passes",
             "per rollout, over all ranks; the output layer at completion positions only",
             "rollout: prompts are computed once per group" if shares_prompts else "rollout: prompts are computed once per completion",
         ],
@@ -290,13 +294,13 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) ->
 
     `base_push_bytes` is sent once, before the first adapter.
     """
-    own = num_parameters(shape) * tuning.size
-    pushed = own - (sum(map(elements, tower_entries(shape))) * tuning.size if stays(cfg, tuning, shape) else 0)
+    model_bytes = num_parameters(shape) * tuning.size
+    pushed = model_bytes - (sum(map(elements, tower_entries(shape))) * tuning.size if stays(cfg, tuning, shape) else 0)
     adapter = tuning.num_adapter_parameters * tuning.adapter_size if tuning.pushes_adapters else 0
-    again = cfg.rollout.sleep_level == 2  # the sampler drops its weights
+    resends_base = cfg.rollout.sleep_level == 2  # the sampler drops its weights
     return {
-        "weight_push_bytes": pushed if not adapter else adapter + (own if again else 0),
-        "base_push_bytes": own if adapter and not again else 0,
+        "weight_push_bytes": pushed if not adapter else adapter + (model_bytes if resends_base else 0),
+        "base_push_bytes": model_bytes if adapter and not resends_base else 0,
         **{f"weight_push_{name}": value for name, value in push_of(shape, sizes, cfg, tuning).items()},
         "checkpoint_bytes": checkpoint_bytes(shape, sizes, cfg, tuning),
     }
@@ -325,7 +329,7 @@ def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
         return tuning.rank * stored * (size + state)
     trained = _num_trained(shape, tuning, rows)
     buffers = sum(elements(row.entry) * len(row.trains) for row in tuning.rows if row.entry.is_buffer)
-    own = num_parameters(shape) - buffers + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-    whole = own * size + buffers * FP32
+    num_saved = num_parameters(shape) - buffers + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    model_bytes = num_saved * size + buffers * FP32
     follows = cfg.grpo.beta > 0 and cfg.grpo.sync_ref_model
-    return (whole if trained == own else trained * size) + (whole if follows else 0) + trained * state
+    return (model_bytes if trained == num_saved else trained * size) + (model_bytes if follows else 0) + trained * state

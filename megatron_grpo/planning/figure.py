@@ -25,23 +25,23 @@ PAPER, INK, FAINT = "#14181d", "#e6e6e6", "#8a929b"
 HEAD, TAIL = 3, 1  # micro-steps shown at the ends of a long stretch of one optimizer step and one pass over a rollout
 
 
-def shown_rows(schedule: TrainingSchedule, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | range]:
+def shown_rows(schedule: TrainingSchedule, num_rollouts: int, *, max_rows: int = MOST_ROWS) -> list[MicroStep | range]:
     """Select the micro-steps to show.
 
-    Long stretches show only their ends, and the figure has about `most` rows. Ranges in the result are micro-steps that are not shown.
+    Long stretches show only their ends, and the figure has about `max_rows` rows. Ranges in the result are micro-steps that are not shown.
 
     Args:
         schedule: Training schedule of the run.
         num_rollouts: Rollouts to show, from the first.
-        most: Approximate maximum number of rows.
+        max_rows: Approximate maximum number of rows.
     """
     sizes = schedule.sizes
     total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
     rows: list[MicroStep | range] = []
-    if total <= most:
+    if total <= max_rows:
         return [schedule.micro_step(s) for s in range(total)]
     for stretch in _stretches(schedule, total):
-        if len(rows) >= most:
+        if len(rows) >= max_rows:
             rows.append(range(stretch.start, total))
             break
         if len(stretch) <= HEAD + TAIL + 1:
@@ -61,16 +61,16 @@ def _stretches(schedule: TrainingSchedule, total: int) -> Iterator[range]:
         begin = end
 
 
-def shown_ranks(dp_size: int, most: int) -> list[int | None]:
+def shown_ranks(dp_size: int, max_ranks: int) -> list[int | None]:
     """Return the DP ranks that have a column; None stands for the omitted ones.
 
     Args:
         dp_size: DP ranks.
-        most: Maximum number of columns.
+        max_ranks: Maximum number of columns.
     """
-    if dp_size <= most:
+    if dp_size <= max_ranks:
         return list(range(dp_size))
-    return [*range(max(1, most - 2)), None, dp_size - 1]
+    return [*range(max(1, max_ranks - 2)), None, dp_size - 1]
 
 
 def prompts_of(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
@@ -122,27 +122,30 @@ def draw(schedule: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> l
     sizes, rows = schedule.sizes, shown_rows(schedule, num_rollouts)
     steps = [row for row in rows if isinstance(row, MicroStep)]
     widest = max(widest_cell(sizes, rows, shown_ranks(sizes.dp_size, MOST_RANKS)), 2) + 1
-    left = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3 + 7
+    left_width = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3 + 7
     note = ", end of epoch 00" * any(schedule.ends_epoch(row) is not None for row in steps)
     right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2 + len(note)
-    ranks = shown_ranks(sizes.dp_size, max(1, (width - left - right) // widest))
+    ranks = shown_ranks(sizes.dp_size, max(1, (width - left_width - right) // widest))
     heads = "".join(("…" if rank is None else str(rank)).rjust(widest) for rank in ranks)
     lines = [
-        Text(f"{'optimizer':<{left - 7}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left + len(heads)) + "  old", style="bold"),
-        Text(f"{'step':<{left - 7}}{'step':>6} {heads}  stale log-probs     rollout", style="bold"),
+        Text(
+            f"{'optimizer':<{left_width - 7}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left_width + len(heads)) + "  old",
+            style="bold",
+        ),
+        Text(f"{'step':<{left_width - 7}}{'step':>6} {heads}  stale log-probs     rollout", style="bold"),
     ]
     for index, row in enumerate(rows):
         if isinstance(row, range):
-            more = f"  … {len(row):,} more, to {row[-1]}"[: len(heads) + 6 + 13 + 1]
-            lines.append(Text(f"{'│':<{left - 7}}{'⋮':>6} {more:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
+            more_text = f"  … {len(row):,} more, to {row[-1]}"[: len(heads) + 6 + 13 + 1]
+            lines.append(Text(f"{'│':<{left_width - 7}}{'⋮':>6} {more_text:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
             continue
-        lines.append(_line(schedule, index, row, ranks, widest, left))
+        lines.append(_line(schedule, index, row, ranks, widest, left_width))
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     return lines
 
 
-def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
+def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left_width: int) -> Text:
     from rich.text import Text
 
     sizes, step = schedule.sizes, row.optimizer_step
@@ -150,7 +153,7 @@ def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequenc
     stale, text = row.staleness > 0, Text()
     begins, ends = row.micro_step == schedule.first_of(step), row.micro_step + 1 == schedule.first_of(step + 1)
     label = f"step {step}" if begins or index == 0 else ""
-    text.append(f"{bracket_of(begins, ends)} {label}".ljust(left - 7), style="bold" if label else "")
+    text.append(f"{bracket_of(begins, ends)} {label}".ljust(left_width - 7), style="bold" if label else "")
     text.append(f"{row.micro_step:>6} ")
     for rank in ranks:
         if rank is None:
@@ -160,10 +163,10 @@ def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequenc
         text.append(cell(prompts).rjust(widest), style=PALETTE[prompts[0] % len(PALETTE)])
     mark = f"+{row.staleness}" if stale else "·"
     text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if stale else "dim")
-    where = row.micro_step % length
-    first, last = where == 0, where == length - 1
-    several = sizes.partial_rollouts and row.on_policy_version > row.sampled_by_version
-    newest = f" to v{row.on_policy_version}" if several else ""
+    position = row.micro_step % length
+    first, last = position == 0, position == length - 1
+    has_several_versions = sizes.partial_rollouts and row.on_policy_version > row.sampled_by_version
+    newest = f" to v{row.on_policy_version}" if has_several_versions else ""
     notes = [f"rollout {row.rollout} by v{row.sampled_by_version}{newest}"] if first else []
     if not first and row.slice_index == 0:
         notes.append(f"pass {row.pass_index + 1}")
@@ -232,9 +235,9 @@ def draw_png(schedule: TrainingSchedule, num_rollouts: int, path: str) -> None:
             style = segment.style or Style()
             ink = style.color.get_truecolor().hex if style.color else FAINT if style.dim else INK
             text = segment.text.replace("⋮", ":")  # a character that the font lacks
-            at = column / (columns + 2), 1 - (row + 0.5) / (len(lines) + 2)
+            xy = column / (columns + 2), 1 - (row + 0.5) / (len(lines) + 2)
             weight = "bold" if style.bold else None
-            figure.text(*at, text, family="monospace", size=POINTS, weight=weight, color=ink, va="center")
+            figure.text(*xy, text, family="monospace", size=POINTS, weight=weight, color=ink, va="center")
             column += segment.cell_length
     try:
         figure.savefig(path, metadata={"Creator" if path.endswith((".svg", ".pdf", ".ps", ".eps")) else "Software": PAINTER})

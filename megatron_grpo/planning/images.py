@@ -74,8 +74,8 @@ class ImageFacts:
         if image_store is None:
             return None
         indices = np.unique(np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_ROWS)).astype(np.int64))
-        per_row = [[num_tokens(one) for one in prompts.images(int(index))] for index in indices]
-        tokens, of_prompts = [one for row in per_row for one in row], [sum(row) for row in per_row]
+        per_row = [[num_tokens(image) for image in prompts.images(int(index))] for index in indices]
+        tokens, of_prompts = [count for row in per_row for count in row], [sum(row) for row in per_row]
         if prompts.tokens is not None:
             lengths = prompts.tokens.lengths[prompts.keep[indices]]
             text = float(np.mean(lengths - of_prompts))
@@ -86,14 +86,14 @@ class ImageFacts:
         # A micro-batch begins inside a group at a multiple of gcd(rows, group).
         group, rows = sizes.num_generations, sizes.micro_batch_size
         num_prompts = math.ceil((group - math.gcd(rows, group) + rows) / group)
-        most = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, rows)])
+        max_tokens = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, rows)])
         return cls(
             rows_looked_at=len(indices), rows_with_images=sum(map(bool, per_row)), max_images=prompts.max_images,
             tokens_per_image_mean=sum(tokens) / max(1, len(tokens)), tokens_per_image_max=max(tokens, default=0),
             image_tokens_per_prompt_mean=sum(of_prompts) / len(of_prompts), image_tokens_per_prompt_max=max(of_prompts),
             text_tokens_of_prompt_mean=text, text_is_estimated=prompts.tokens is None,
             max_pixels=image_spec.max_pixels, side=image_spec.side,
-            patches_bytes_of_micro_batch=most * image_spec.merge**2 * image_spec.channels * 4,
+            patches_bytes_of_micro_batch=max_tokens * image_spec.merge**2 * image_spec.channels * 4,
         )  # fmt: skip
 
     @property
@@ -112,10 +112,10 @@ class ImageFacts:
             f"{self.side} pixels each, max_pixels {self.max_pixels:,}); a prompt has up to {self.max_images}"
         )
         about = "about " if self.text_is_estimated else ""
-        why = f"; its text is estimated at {CHARACTERS_OF_A_TOKEN} characters per token" if self.text_is_estimated else ""
+        estimate_note = f"; its text is estimated at {CHARACTERS_OF_A_TOKEN} characters per token" if self.text_is_estimated else ""
         yield (
             f"a prompt has {self.image_tokens_per_prompt_mean:,.0f} image tokens on average, {about}{self.share:.0%} of it, and at most "
-            f"{self.image_tokens_per_prompt_max:,}{why}"
+            f"{self.image_tokens_per_prompt_max:,}{estimate_note}"
         )
         yield (
             f"patches of a micro-batch: up to {self.patches_bytes_of_micro_batch / 1e6:,.1f} MB in float32 on each rank of the first stage "

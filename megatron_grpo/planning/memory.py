@@ -60,8 +60,8 @@ class Offload:
             static: Static memory of the rank.
             during_push: During a weight sync, when the policy's weights stay on the GPU because they are sent.
         """
-        kept = (static.weights_bytes + static.adapters_bytes) * self.model if during_push else 0
-        return self.copied(static) - kept + static.gradients_bytes * self.model
+        kept_bytes = (static.weights_bytes + static.adapters_bytes) * self.model if during_push else 0
+        return self.copied(static) - kept_bytes + static.gradients_bytes * self.model
 
 
 def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offload:
@@ -92,10 +92,10 @@ def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offl
     peaks = {way: peak(way) for way in ways}
     chosen = next((way for way in ways if peaks[way] + UNCOUNTED <= gpu), None) or min(ways, key=lambda way: peaks[way])
     verdict = "" if peaks[chosen] + UNCOUNTED <= gpu else ", which does not fit even with offloading"
-    needed = (
+    peaks_text = (
         f"{peaks[first] / 1e9:.1f} GB" if chosen is first else f"{peaks[first] / 1e9:.1f} GB without it, {peaks[chosen] / 1e9:.1f} with it"
     )
-    return replace(chosen, why=f"of {gpu / 1e9:g} GB: {needed}, plus {UNCOUNTED / 1e9:g} GB that is not counted{verdict}")
+    return replace(chosen, why=f"of {gpu / 1e9:g} GB: {peaks_text}, plus {UNCOUNTED / 1e9:g} GB that is not counted{verdict}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +124,16 @@ def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSiz
     stages = range(sizes.layout.pp)
     if teacher is None:
         return [HeldStage() for _ in stages]
-    own = config_of_teacher(cfg, teacher, student)
-    tuning = Tuning.of(own, teacher)
+    teacher_cfg = config_of_teacher(cfg, teacher, student)
+    tuning = Tuning.of(teacher_cfg, teacher)
 
-    def of(stage: int) -> HeldStage:
-        numel = held_by(teacher, sizes, own, tuning, stage).weights
-        activations = activations_of(teacher, sizes, own, tuning, stage)
-        logits = logits_bytes(teacher, sizes, own, completion) // 2 if stage == sizes.layout.pp - 1 else 0
+    def held_stage(stage: int) -> HeldStage:
+        numel = held_by(teacher, sizes, teacher_cfg, tuning, stage).weights
+        activations = activations_of(teacher, sizes, teacher_cfg, tuning, stage)
+        logits = logits_bytes(teacher, sizes, teacher_cfg, completion) // 2 if stage == sizes.layout.pp - 1 else 0
         return HeldStage(weights_bytes=numel * tuning.size, scoring=lambda tokens: activations(tokens).forward + logits)
 
-    return [of(stage) for stage in stages]
+    return [held_stage(stage) for stage in stages]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,19 +152,19 @@ class StageMemory:
     activations: Callable[[int], Activations]
     teacher: HeldStage
 
-    def holds(self, tokens: int, apart: int) -> dict[str, int]:
+    def holds(self, tokens: int, tokens_apart: int) -> dict[str, int]:
         """Return the bytes of each part by name.
 
         Args:
             tokens: Tokens of a micro-batch on one rank.
-            apart: The same without prompt sharing.
+            tokens_apart: The same without prompt sharing.
         """
         training = self.activations(tokens).training
         return {
             **asdict(self.static),
             "teacher_bytes": self.teacher.weights_bytes,
             "activations_bytes": training,
-            "activations_saved_bytes": self.activations(apart).training - training,
+            "activations_saved_bytes": self.activations(tokens_apart).training - training,
             "logits_bytes": self.logits,
         }
 
@@ -176,9 +176,9 @@ class StageMemory:
             asleep: Bytes that the sleeping sampler keeps.
             teacher_leaves: Whether the teacher is on the host except while it scores.
         """
-        found, teacher = self.activations(tokens), self.teacher.weights_bytes
-        own = max(found.training + self.logits, found.forward + self.logits // 2) + teacher * (not teacher_leaves)
-        return self.static.total() + asleep + max(own, teacher + self.teacher.scoring(tokens))
+        activations, teacher = self.activations(tokens), self.teacher.weights_bytes
+        policy_bytes = max(activations.training + self.logits, activations.forward + self.logits // 2) + teacher * (not teacher_leaves)
+        return self.static.total() + asleep + max(policy_bytes, teacher + self.teacher.scoring(tokens))
 
 
 def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *, shares: bool) -> dict[str, Any]:
@@ -193,34 +193,36 @@ def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *
     shape, sizes, cfg = checked.shape, checked.sizes, checked.config
     assert shape is not None
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
-    apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
+    tokens_apart, tokens = (
+        -(-stream_tokens(sizes, cfg, prompt, completion, shares=is_shared) // sizes.layout.cp) for is_shared in (False, shares)
+    )
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages, rows, pushed = list[StageMemory](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
     tower = tower_of(shape, sizes, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
-    held = held_stages(checked.teacher, shape, sizes, cfg, completion)
+    teacher_stages = held_stages(checked.teacher, shape, sizes, cfg, completion)
     for number in range(sizes.layout.pp):
         stage = StageMemory(
-            teacher=held[number],
+            teacher=teacher_stages[number],
             static=static_memory(shape, sizes, cfg, tuning, number),
             logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
             activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None),
         )
         stages.append(stage)
         layers = len(layers_of_stage(shape.num_layers, cfg, number))
-        rows.append({"stage": number, "num_layers": layers, **stage.holds(tokens, apart)})
+        rows.append({"stage": number, "num_layers": layers, **stage.holds(tokens, tokens_apart)})
 
     def phases(offload: Offload) -> list[dict[str, int]]:
         return [_phases(cfg, tuning, stage, tokens, offload, sampler, pushed) for stage in stages]
 
     gpu = round(cfg.plan.gpu_memory_gb * 1e9) if cfg.plan.gpu_memory_gb else None
-    offload = decide(cfg, lambda way: max(max(found.values()) for found in phases(way)), gpu)
-    for row, stage, found in zip(rows, stages, phases(offload), strict=True):
-        row |= {"freed_bytes": offload.freed(stage.static), "phases": found}
+    offload = decide(cfg, lambda way: max(max(bytes_of_phases.values()) for bytes_of_phases in phases(way)), gpu)
+    for row, stage, bytes_of_phases in zip(rows, stages, phases(offload), strict=True):
+        row |= {"freed_bytes": offload.freed(stage.static), "phases": bytes_of_phases}
     peak, peak_stage, phase = max((bytes_, row["stage"], phase) for row in rows for phase, bytes_ in row["phases"].items())
     holds_one = cfg.rollout.vllm_mode != "colocate" or sampler["kv_cache_tokens"] >= prompt + completion
-    most = _most_tokens(stages, gpu, _asleep(cfg, sampler), teacher_leaves=_teacher_leaves(cfg, offload)) if gpu else 0
-    if most * sizes.layout.cp < prompt + completion:
-        most = 0  # the longest sequence is a micro-batch by itself under any budget
+    max_tokens = _most_tokens(stages, gpu, _asleep(cfg, sampler), teacher_leaves=_teacher_leaves(cfg, offload)) if gpu else 0
+    if max_tokens * sizes.layout.cp < prompt + completion:
+        max_tokens = 0  # the longest sequence is a micro-batch by itself under any budget
     return {
         "peak_bytes": peak,
         "peak_stage": peak_stage,
@@ -229,8 +231,8 @@ def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *
         "fits": None if gpu is None else peak <= gpu and holds_one,
         "longest_sequence": prompt + completion,
         "tokens_per_micro_batch": tokens,
-        "tokens_per_micro_batch_apart": apart,
-        "most_tokens_per_micro_batch": None if gpu is None else most,
+        "tokens_per_micro_batch_apart": tokens_apart,
+        "most_tokens_per_micro_batch": None if gpu is None else max_tokens,
         "sampler": sampler,
         "offload": _offload(cfg, offload, sampler, stages),
         "staged_bytes": _staged(shape, sizes, cfg, tuning, [stage.static for stage in stages]) if cfg.run.async_save else 0,
@@ -240,14 +242,14 @@ def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *
     }
 
 
-def _with_tower(found: Callable[[int], Activations], tower: TowerCost | None) -> Callable[[int], Activations]:
-    return found if tower is None else lambda tokens: found(tokens) + tower.activations
+def _with_tower(activations_at: Callable[[int], Activations], tower: TowerCost | None) -> Callable[[int], Activations]:
+    return activations_at if tower is None else lambda tokens: activations_at(tokens) + tower.activations
 
 
 def _tower(shape: ModelShape, sizes: BatchSizes, size: int, tower: TowerCost, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the `tower` object. Bytes per parameter are those of the first stage's own frozen and trained parameters."""
-    own, activations = rows[0], tower.activations.training
-    per_trained = (own["gradients_bytes"] + own["optimizer_bytes"]) / max(own["num_trainable_parameters"], 1)
+    first_stage, activations = rows[0], tower.activations.training
+    per_trained = (first_stage["gradients_bytes"] + first_stage["optimizer_bytes"]) / max(first_stage["num_trainable_parameters"], 1)
     static = round(tower.parameters * size + tower.trainable_parameters * per_trained)
     return {
         "parameters": tower.parameters,
@@ -280,10 +282,10 @@ def stream_tokens(sizes: BatchSizes, cfg: Config, prompt: int, completion: int, 
 def _most_tokens(stages: Sequence[StageMemory], gpu: int, asleep: int, *, teacher_leaves: bool) -> int:
     """Return the maximum tokens of a micro-batch on one rank with which training and scoring fit on every stage; 0 if none does."""
 
-    def fits(tokens: int) -> bool:
+    def is_enough(tokens: int) -> bool:
         return all(stage.needs(tokens, asleep, teacher_leaves=teacher_leaves) <= gpu for stage in stages)
 
-    return bisect.bisect_left(range(1, MOST_TOKENS + 1), True, key=lambda tokens: not fits(tokens))
+    return bisect.bisect_left(range(1, MOST_TOKENS + 1), True, key=lambda tokens: not is_enough(tokens))
 
 
 def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
@@ -301,7 +303,7 @@ def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: S
     """Return the `offload` object: what is offloaded on the rank that offloads most, and the maximum if everything were."""
     on_host = sampler["weights_bytes"] + sampler["adapters_bytes"] if cfg.rollout.sleep_level == 1 else 0
 
-    def of(way: Offload, prefix: str = "") -> dict[str, Any]:
+    def fields(way: Offload, prefix: str = "") -> dict[str, Any]:
         copied = max(way.copied(stage.static) + stage.teacher.weights_bytes * _teacher_leaves(cfg, way) for stage in stages)
         return {
             f"{prefix}freed_bytes": max(way.freed(stage.static) for stage in stages),
@@ -309,8 +311,8 @@ def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: S
             f"{prefix}seconds_per_rollout": 2 * copied / LINK,
         }
 
-    everything = Offload(model=True, optimizer=True)
-    return {"model": chosen.model, "optimizer": chosen.optimizer, "why": chosen.why, **of(chosen), **of(everything, "most_")}
+    all_offloaded = Offload(model=True, optimizer=True)
+    return {"model": chosen.model, "optimizer": chosen.optimizer, "why": chosen.why, **fields(chosen), **fields(all_offloaded, "most_")}
 
 
 def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, statics: Sequence[Static]) -> int:
@@ -318,7 +320,7 @@ def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
 
     A stage's share of the checkpoint is its share of the trainable parameters; its ranks split that share.
     """
-    widest, all_stages = (of(static.num_trainable_parameters for static in statics) for of in (max, sum))
+    widest, all_stages = (combine(static.num_trainable_parameters for static in statics) for combine in (max, sum))
     ranks = sizes.layout.world_size // sizes.layout.pp
     return -(-checkpoint_bytes(shape, sizes, cfg, tuning) * widest // max(1, all_stages * ranks))
 
@@ -336,24 +338,24 @@ def _phases(
         pushed: Bytes in transit during a weight sync.
     """
     teacher, leaves, asleep = stage.teacher, _teacher_leaves(cfg, offload), _asleep(cfg, sampler)
-    base, found = stage.static.total() + teacher.weights_bytes * (not leaves), stage.activations(tokens)
-    back = 0 if cfg.grpo.kl_in_reward and cfg.grpo.beta else offload.freed(stage.static)
-    scoring = base - back + teacher.weights_bytes * leaves + asleep + teacher.scoring(tokens)
-    held = sampler["weights_bytes"] + sampler["adapters_bytes"]
-    wake_up = held + sampler["kv_cache_bytes"]
+    base, activations = stage.static.total() + teacher.weights_bytes * (not leaves), stage.activations(tokens)
+    freed_for_scoring = 0 if cfg.grpo.kl_in_reward and cfg.grpo.beta else offload.freed(stage.static)
+    scoring = base - freed_for_scoring + teacher.weights_bytes * leaves + asleep + teacher.scoring(tokens)
+    sampler_bytes = sampler["weights_bytes"] + sampler["adapters_bytes"]
+    wake_up = sampler_bytes + sampler["kv_cache_bytes"]
     # The verification of the first adapter sync has woken the KV cache.
     is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapter_size and cfg.rollout.verify_weight_push)
     return {
         "rollout": base - offload.freed(stage.static) + wake_up,
-        "logprobs": base + asleep + found.forward + stage.logits // 2,
-        "training": base + asleep + found.training + stage.logits,
+        "logprobs": base + asleep + activations.forward + stage.logits // 2,
+        "training": base + asleep + activations.training + stage.logits,
         **({"teacher": scoring} if teacher.weights_bytes else {}),
-        "weight_push": base - offload.freed(stage.static, during_push=True) + (wake_up if is_awake else held) + pushed,
+        "weight_push": base - offload.freed(stage.static, during_push=True) + (wake_up if is_awake else sampler_bytes) + pushed,
     }
 
 
 def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
-    where = (
+    lengths_source = (
         f"the longest of {cfg.plan.lengths}"
         if lengths
         else f"max_prompt_length {'set' if cfg.data.max_prompt_length else 'not set, assumed ' + str(prompt)}, max_completion_length"
@@ -366,15 +368,17 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
     }
     reference = []
     if tuning.adapter_size and cfg.grpo.beta > 0 and not cfg.grpo.ref_model:
-        what = f"the reference adapter ({cfg.tuner.ref_adapters or cfg.tuner.adapters})" if tuning.reference_rank else "adapters off"
-        reference = [f"reference: the same model with {what}"]
+        reference_text = (
+            f"the reference adapter ({cfg.tuner.ref_adapters or cfg.tuner.adapters})" if tuning.reference_rank else "adapters off"
+        )
+        reference = [f"reference: the same model with {reference_text}"]
     scaled = {"fp16", "fp8"} & {cfg.optimizer.main_params_dtype, cfg.optimizer.exp_avg_dtype, cfg.optimizer.exp_avg_sq_dtype}
     scales = [f"scales of {' and '.join(sorted(scaled))}, 4 bytes per {BLOCK:,} numbers, not counted"] if scaled else []
     return [
         "weights and gradients are exact; optimizer state is an equal share per rank; alignment and Adam's step counters are not counted",
         *scales,
         *reference,
-        f"every sequence has {prompt} + {completion} tokens ({where})",
+        f"every sequence has {prompt} + {completion} tokens ({lengths_source})",
         "activations: flash attention, fused norms, no dropout; saved for the backward pass of all micro-batches in flight",
         f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
         *([] if cfg.rollout.vllm_mode == "server" else [f"KV cache: {kv}"]),

@@ -42,10 +42,12 @@ def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
     """
     file = find_config(model)
     if file is None:
-        named = [
-            {"architectures": [found]} for name, found in NOT_YET_BY_NAME.items() if re.match(name, model) and not Path(model).exists()
+        configs = [
+            {"architectures": [architecture]}
+            for name, architecture in NOT_YET_BY_NAME.items()
+            if re.match(name, model) and not Path(model).exists()
         ]
-        return _shape(named[0]) if named else (None, [])
+        return _shape(configs[0]) if configs else (None, [])
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -75,8 +77,8 @@ def find_config(model: str) -> Path | None:
         return path / "config.json" if (path / "config.json").is_file() else None
     if path.is_file():
         return path if path.suffix == ".json" else None  # loading the model rejects any other file
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    hf_home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or hf_home / "hub")
     snapshots = sorted((cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
     return snapshots[-1] if snapshots else None
 
@@ -134,19 +136,19 @@ def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | No
         teacher: Shape of the teacher.
         student: Shape of the policy's model; None if unknown.
     """
-    own = cfg.with_values(
+    teacher_cfg = cfg.with_values(
         dict(model=cfg.grpo.teacher_model, tuner_type="full", adapters=None, ref_adapters=None, beta=0.0, ref_model=None,
              recompute_granularity=None, fp8_format=None, router_replay_mode="disabled")
     )  # fmt: skip
     if student is None or teacher.num_layers != student.num_layers:
-        own = own.with_values(_ANY_DEPTH)
+        teacher_cfg = teacher_cfg.with_values(_ANY_DEPTH)
     if teacher.moe is None:
-        own = own.with_values(_WITHOUT_EXPERTS)
+        teacher_cfg = teacher_cfg.with_values(_WITHOUT_EXPERTS)
     elif not teacher.moe.shared_ffn_hidden_size:
-        own = own.with_values({"moe_shared_expert_overlap": False})
-    if validation.sharing_problems(own, teacher):
-        own = own.with_values({"share_prefix": "auto"})
-    return own
+        teacher_cfg = teacher_cfg.with_values({"moe_shared_expert_overlap": False})
+    if validation.sharing_problems(teacher_cfg, teacher):
+        teacher_cfg = teacher_cfg.with_values({"share_prefix": "auto"})
+    return teacher_cfg
 
 
 def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShape, longest: int) -> Iterator[Problem]:
@@ -158,16 +160,16 @@ def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShap
         teacher: Shape of the teacher.
         longest: Maximum sequence length in tokens.
     """
-    name, own = cfg.grpo.teacher_model, config_of_teacher(cfg, teacher, student)
+    name, teacher_cfg = cfg.grpo.teacher_model, config_of_teacher(cfg, teacher, student)
     if student is not None and teacher.vocab_size < student.vocab_size:
         message = (
             f"teacher_model ({name}) has {teacher.vocab_size} token IDs, fewer than the policy ({student.vocab_size}). Use a teacher with "
             "the policy's vocabulary."
         )
         yield problem_with((FLAG, "model"), message)
-    said = {problem.message for problem in _against(cfg, student)} if student is not None else set()
-    for problem in [*length_problems(teacher, longest), *_against(own, teacher)]:
-        if problem.message not in said:
+    reported = {problem.message for problem in _against(cfg, student)} if student is not None else set()
+    for problem in [*length_problems(teacher, longest), *_against(teacher_cfg, teacher)]:
+        if problem.message not in reported:
             yield of_teacher(problem)
 
 

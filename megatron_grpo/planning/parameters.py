@@ -175,13 +175,13 @@ def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
         cfg: Configuration of the run.
         stage: Pipeline stage.
     """
-    begin, found = 0, list[int]()
+    begin, layers = 0, list[int]()
     for counts in layer_counts(cfg.parallel, num_layers):
-        for other, count in enumerate(counts):
-            if other == stage:
-                found += range(begin, begin + count)
+        for stage_index, count in enumerate(counts):
+            if stage_index == stage:
+                layers += range(begin, begin + count)
             begin += count
-    return found
+    return layers
 
 
 def elements(entry: Entry) -> int:
@@ -245,16 +245,16 @@ class Held:
         """
         entry, numel = row.entry, numel_of(row.entry, sizes)
         count = len(row.trains) // sizes.layout.ep if entry.is_expert else 1
-        mine = slice(ep_rank * count, (ep_rank + 1) * count) if entry.is_expert else slice(1)
-        adapted, referred = ([any(ranks) for ranks in of[mine]] for of in (row.adapters, row.reference))
-        own = sum(adapted) * _pair(entry, rank, sizes) if any(adapted) else 0
+        local = slice(ep_rank * count, (ep_rank + 1) * count) if entry.is_expert else slice(1)
+        adapted, referred = ([any(ranks) for ranks in flags[local]] for flags in (row.adapters, row.reference))
+        num_adapter = sum(adapted) * _pair(entry, rank, sizes) if any(adapted) else 0
         self.weights += numel * count
-        self.adapters += own
+        self.adapters += num_adapter
         self.reference += sum(referred) * _pair(entry, reference_rank, sizes) if any(referred) else 0
         if len(entry.hf) > 1:  # a fused linear is cut by rows
-            either = sum(a or b for a, b in zip(adapted, referred, strict=True))
-            self.helpers += either * len(entry.hf) * (numel // entry.hf[0][1][-1])
-        trained = sum(row.trains[mine]) * numel + own
+            num_either = sum(a or b for a, b in zip(adapted, referred, strict=True))
+            self.helpers += num_either * len(entry.hf) * (numel // entry.hf[0][1][-1])
+        trained = sum(row.trains[local]) * numel + num_adapter
         if entry.is_expert:
             self.trained_experts += trained
         else:
@@ -277,16 +277,16 @@ def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
         stage: Pipeline stage.
         ep_rank: Expert-parallel rank.
     """
-    found = Held()
+    held = Held()
     for entry, numel in _outside_layers(shape, sizes, cfg, stage):
-        found.weights += numel
-        found.trained += numel * tuning.trains_outer(entry)
+        held.weights += numel
+        held.trained += numel * tuning.trains_outer(entry)
     rank, reference_rank = tuning.rank, tuning.reference_rank
     for layer in layers_of_stage(shape.num_layers, cfg, stage):
         for row in tuning.layers[layer]:
             if not row.entry.is_buffer:
-                found.add(row, sizes, ep_rank, rank=rank, reference_rank=reference_rank)
-    return found
+                held.add(row, sizes, ep_rank, rank=rank, reference_rank=reference_rank)
+    return held
 
 
 def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int) -> Iterator[tuple[Entry, int]]:
@@ -348,14 +348,14 @@ def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tun
     trained = owned = held.trained + held.trained_experts
     if cfg.optimizer.use_distributed_optimizer:
         owned = -(-held.trained // (sizes.dp_size * layout.cp)) + -(-held.trained_experts // layout.expert_dp_size)
-    kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
+    share_on_gpu = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
     return Static(
         num_parameters=held.weights + held.adapters,
         num_trainable_parameters=trained,
         weights_bytes=held.weights * tuning.size,
         adapters_bytes=held.adapters * size + held.helpers * tuning.size,
         gradients_bytes=trained * BYTES_OF_STATE[cfg.optimizer.main_grads_dtype],
-        optimizer_bytes=round(owned * state_bytes(cfg.optimizer, size) * kept),
+        optimizer_bytes=round(owned * state_bytes(cfg.optimizer, size) * share_on_gpu),
         reference_bytes=held.weights * tuning.size if tuning.has_second_model else held.reference * size,
     )
 

@@ -32,13 +32,13 @@ def forecast(sizes: BatchSizes, rollout: RolloutConfig, lengths: Lengths) -> dic
     num_groups, gains = -(-sizes.num_rollout_prompts // num_engines), dict[int, list[float]]()
     for order in range(ORDERS):
         rng = random.Random(order)
-        rollouts = [[left for _ in range(num_groups) for left in rng.choice(groups)] for _ in range(NUM_ROLLOUTS)]
+        rollouts = [[length for _ in range(num_groups) for length in rng.choice(groups)] for _ in range(NUM_ROLLOUTS)]
         waiting = sampling_time(rollouts, rollout.vllm_max_num_seqs, 0)
         for depth in DEPTHS:
             gains.setdefault(depth, []).append(waiting / sampling_time(rollouts, rollout.vllm_max_num_seqs, depth))
     return {
         "speedup_of_sampling": {
-            str(depth): {"mean": mean(found), "min": min(found), "max": max(found)} for depth, found in gains.items()
+            str(depth): {"mean": mean(speedups), "min": min(speedups), "max": max(speedups)} for depth, speedups in gains.items()
         },
         "groups_of_engine": num_groups,
         "assumptions": [
@@ -56,21 +56,21 @@ def sampling_time(rollouts: Sequence[Sequence[int]], slots: int, depth: int) -> 
         slots: Largest number of running requests.
         depth: Sampling steps that a rollout may begin ahead of its own.
     """
-    left, total = [list(rollout) for rollout in rollouts], 0.0
-    for r in range(len(left)):
-        queue = deque((k, i) for k in range(r, min(r + depth + 1, len(left))) for i, tokens in enumerate(left[k]) if tokens)
-        running, at, spent = list[tuple[int, int, int]](), 0, 0.0
-        num_open = sum(tokens > 0 for tokens in left[r])
+    remaining, total = [list(rollout) for rollout in rollouts], 0.0
+    for r in range(len(remaining)):
+        queue = deque((k, i) for k in range(r, min(r + depth + 1, len(remaining))) for i, tokens in enumerate(remaining[k]) if tokens)
+        running, finished, seconds = list[tuple[int, int, int]](), 0, 0.0
+        num_open = sum(tokens > 0 for tokens in remaining[r])
         while num_open:
             while queue and len(running) < slots:
                 k, i = queue.popleft()
-                spent += RECOMPUTED * (rollouts[k][i] - left[k][i])
-                heappush(running, (at + left[k][i], k, i))
-            spent += (running[0][0] - at) * (STEP + len(running))
-            at, k, i = heappop(running)
-            left[k][i] = 0
+                seconds += RECOMPUTED * (rollouts[k][i] - remaining[k][i])
+                heappush(running, (finished + remaining[k][i], k, i))
+            seconds += (running[0][0] - finished) * (STEP + len(running))
+            finished, k, i = heappop(running)
+            remaining[k][i] = 0
             num_open -= k == r
         for end, k, i in running:
-            left[k][i] = end - at
-        total += spent if FIRST <= r < len(left) - max(DEPTHS) else 0.0
+            remaining[k][i] = end - finished
+        total += seconds if FIRST <= r < len(remaining) - max(DEPTHS) else 0.0
     return total

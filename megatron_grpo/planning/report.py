@@ -49,15 +49,15 @@ def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
 
             print_config(check_parsed(parsed).config)
             return EXIT_DONE
-        made = look_at(parsed)
-        if png := made.checked.config.plan.png:
-            draw_png(made.schedule, made.checked.config.plan.plan_rollouts, png)
+        plan = look_at(parsed)
+        if png := plan.checked.config.plan.png:
+            draw_png(plan.schedule, plan.checked.config.plan.plan_rollouts, png)
         if as_json:
-            sys.stdout.write(made.as_json())
-            if made.not_checked:  # on stderr, so that the keys of the object stay the same
-                print(f"Not checked: {'; '.join(made.not_checked)}.", file=sys.stderr)
+            sys.stdout.write(plan.as_json())
+            if plan.not_checked:  # on stderr, so that the keys of the object stay the same
+                print(f"Not checked: {'; '.join(plan.not_checked)}.", file=sys.stderr)
         else:
-            print_report(made)
+            print_report(plan)
         return EXIT_DONE
     except ConfigError as error:
         if not as_json:
@@ -66,26 +66,29 @@ def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
         return EXIT_CONFIG
 
 
-def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = False) -> None:
+def print_report(plan: Plan, *, file: TextIO | None = None, is_short: bool = False) -> None:
     """Print the report.
 
     Args:
-        made: Plan to print.
+        plan: Plan to print.
         file: Output stream; standard output by default.
         is_short: Print only what `train` shows at its start: sizes and warnings.
     """
     from rich.console import Console
 
     console = Console(file=file or sys.stdout, highlight=False, soft_wrap=False)
-    for title, lines in _sections(made, console.width, is_short=is_short):
+    for title, lines in _sections(plan, console.width, is_short=is_short):
         console.rule(f"[bold]{title}", align="left", style="dim")
         _print(console, *lines)
         console.print()
-    if made.not_checked:
-        _print(console, (f"Not checked: {'; '.join(made.not_checked)}.", "dim"))
-    if made.warnings:
+    if plan.not_checked:
+        _print(console, (f"Not checked: {'; '.join(plan.not_checked)}.", "dim"))
+    if plan.warnings:
         console.rule("[bold]worth knowing", align="left", style="dim")
-        _print(console, *((f"• {one}", "" if one.startswith(("Note", "Your", "What differs")) else "yellow") for one in made.warnings))
+        _print(
+            console,
+            *((f"• {warning}", "" if warning.startswith(("Note", "Your", "What differs")) else "yellow") for warning in plan.warnings),
+        )
 
 
 # A line of text, a (text, style) pair, or a rich table.
@@ -98,91 +101,93 @@ def _print(console: Console, *lines: Line) -> None:
         console.print(text, style=style, markup=False)
 
 
-def _sections(made: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, Iterable[Line]]]:
+def _sections(plan: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, Iterable[Line]]]:
     """Yield (title, lines) of each section.
 
     Args:
         width: Columns of the terminal.
     """
-    sizes, cfg = made.checked.sizes, made.checked.config
-    yield "sizes", _sizes(made)
+    sizes, cfg = plan.checked.sizes, plan.checked.config
+    yield "sizes", _sizes(plan)
     if not is_short:
-        yield "timetable", [*draw(made.schedule, cfg.plan.plan_rollouts, width=width), *((line, "dim") for line in legend(sizes))]
-        if made.memory:
-            yield "memory of one rank", _memory(made.memory, made.cost or {})
-        if made.images:
-            yield "images", made.images.told()
-        if made.servers:
-            yield "rollout servers", describe_servers(made.servers, (made.cost or {}).get("weight_push_bytes"))
-        if made.cost:
-            yield "work per rollout", _cost(made.cost)
+        yield "timetable", [*draw(plan.schedule, cfg.plan.plan_rollouts, width=width), *((line, "dim") for line in legend(sizes))]
+        if plan.memory:
+            yield "memory of one rank", _memory(plan.memory, plan.cost or {})
+        if plan.images:
+            yield "images", plan.images.told()
+        if plan.servers:
+            yield "rollout servers", describe_servers(plan.servers, (plan.cost or {}).get("weight_push_bytes"))
+        if plan.cost:
+            yield "work per rollout", _cost(plan.cost)
         if cfg.plan.dialect:
             yield "the same in native flags", [_to_paste(native_flags(cfg, sizes), width)]
-    if made.checked.parsed.defaults:
-        yield f"defaults that differ in {cfg.plan.dialect}, not set by you", [_defaults(made)]
+    if plan.checked.parsed.defaults:
+        yield f"defaults that differ in {cfg.plan.dialect}, not set by you", [_defaults(plan)]
 
 
-def _defaults(made: Plan) -> Line:
+def _defaults(plan: Plan) -> Line:
     from rich.table import Table
 
     out = Table(box=None, pad_edge=False)
     for name in ("name", "theirs", "ours", "used"):
         out.add_column(name, overflow="fold", no_wrap=name == "name")
-    for row in made.checked.parsed.defaults:
+    for row in plan.checked.parsed.defaults:
         out.add_row(row.name.rpartition(".")[2], row.theirs, row.ours, row.used)
     return out
 
 
-def _sizes(made: Plan) -> Iterator[Line]:
+def _sizes(plan: Plan) -> Iterator[Line]:
     from rich.table import Table
 
-    grid = sizes_object(made.checked.sizes)["parallel"]
+    grid = sizes_object(plan.checked.sizes)["parallel"]
     yield "  ".join(f"{name} {value}" for name, value in grid.items() if value not in (None, 1) or name in ("world_size", "dp_size"))
     out = Table(box=None, pad_edge=False, show_header=False)
     out.add_column(justify="left")
     out.add_column(justify="right", style="bold")
     out.add_column(style="dim")
-    for row in _size_rows(made):
+    for row in _size_rows(plan):
         out.add_row(*row)
     yield out
 
 
-def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
-    sizes, schedule = made.checked.sizes, made.schedule
+def _size_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    sizes, schedule = plan.checked.sizes, plan.schedule
     mbs, dp, a, group = sizes.micro_batch_size, sizes.dp_size, sizes.gradient_accumulation_steps, sizes.num_generations
     yield "micro-step", f"{mbs * dp}", f"completions = micro_batch_size {mbs} x dp_size {dp}"
     yield "optimizer step", f"{sizes.global_batch_size}", f"completions = {a} micro-steps; {sizes.num_train_prompts:g} prompts"
     passes = f", {sizes.num_iterations} passes" if sizes.num_iterations > 1 else ""
     steps = sizes.steps_per_generation
-    each = (
+    per_step = (
         f"{steps:g} optimizer step{'' if steps == 1 else 's'}"
         if isinstance(steps, int)
         else f"{sizes.generation_batch_size}/{sizes.global_batch_size} of an optimizer step"
     )
-    yield "rollout", f"{sizes.generation_batch_size}", f"completions = {sizes.num_rollout_prompts} prompts x {group}; {each}{passes}"
+    yield "rollout", f"{sizes.generation_batch_size}", f"completions = {sizes.num_rollout_prompts} prompts x {group}; {per_step}{passes}"
     if schedule.num_steps is not None:
         rollouts = -(-schedule.first_of(schedule.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations))
-        data = f" over {made.num_prompts} prompts" if made.num_prompts else ""
+        data = f" over {plan.num_prompts} prompts" if plan.num_prompts else ""
         yield "run", f"{schedule.num_steps}", f"optimizer steps, {rollouts} rollouts{data}"
     if epochs := epochs_object(schedule):
-        yield "epoch", f"{epochs['optimizer_steps']:.4g}", describe_epoch(epochs, made.checked)
-    shown = made.checked.config.plan.plan_rollouts
-    old = old_logprobs_summary(schedule, shown)
+        yield "epoch", f"{epochs['optimizer_steps']:.4g}", describe_epoch(epochs, plan.checked)
+    num_rollouts = plan.checked.config.plan.plan_rollouts
+    old = old_logprobs_summary(schedule, num_rollouts)
     stale = [str(r) for r, is_stale in enumerate(old["rollouts"]) if is_stale]
-    who = "; every row is on-policy"
+    stale_text = "; every row is on-policy"
     if stale:
-        who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}"
-    yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
+        stale_text = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {num_rollouts}"
+    yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{stale_text}"
     if sizes.async_rollout_depth:
-        (mean, most), (without, _) = staleness(sizes), staleness(replace(sizes, async_rollout_depth=0))
-        why = f"optimizer steps on average, at most {most}, between sampling and training; {without:.3g} without async rollouts"
-        yield "one rollout ahead" if not sizes.partial_rollouts else "partial rollouts", f"{mean:.3g}", why
-    is_shared, _, why = str(made.sharing).partition(": ")
-    yield "shared prompts", is_shared, why
+        (mean, max_staleness), (mean_without, _) = staleness(sizes), staleness(replace(sizes, async_rollout_depth=0))
+        explanation = (
+            f"optimizer steps on average, at most {max_staleness}, between sampling and training; {mean_without:.3g} without async rollouts"
+        )
+        yield "one rollout ahead" if not sizes.partial_rollouts else "partial rollouts", f"{mean:.3g}", explanation
+    is_shared, _, explanation = str(plan.sharing).partition(": ")
+    yield "shared prompts", is_shared, explanation
     if sizes.layout.pp > 1:
-        m = made.cost["sharing"]["micro_batches_of_rank_shared"] if made.cost else a
-        why = f"= (pp - 1) / (vpp x m + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, m {m} micro-batches per rank"
-        yield "pipeline bubble", f"{made.bubble:.1%}", why
+        m = plan.cost["sharing"]["micro_batches_of_rank_shared"] if plan.cost else a
+        explanation = f"= (pp - 1) / (vpp x m + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, m {m} micro-batches per rank"
+        yield "pipeline bubble", f"{plan.bubble:.1%}", explanation
 
 
 def _memory(memory: dict[str, Any], cost: dict[str, Any]) -> Iterator[Line]:
@@ -191,11 +196,11 @@ def _memory(memory: dict[str, Any], cost: dict[str, Any]) -> Iterator[Line]:
     yield _stages(memory)
     yield from _beside_the_policy(memory)
     if memory["gpu_memory_bytes"]:
-        fits = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
-        cache = f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (fits > memory["fits"])
+        is_enough = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
+        cache = f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (is_enough > memory["fits"])
         peak, gpu = gigabytes(memory["peak_bytes"]), gigabytes(memory["gpu_memory_bytes"])
-        said = f"peak {peak} GB {'fits in' if fits else 'does NOT fit in'} {gpu} GB{cache}"
-        yield said, "green" if memory["fits"] else "bold red"
+        verdict = f"peak {peak} GB {'fits in' if is_enough else 'does NOT fit in'} {gpu} GB{cache}"
+        yield verdict, "green" if memory["fits"] else "bold red"
     if saved := max(stage["activations_saved_bytes"] for stage in memory["stages"]):
         yield (
             f"shared prefixes: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank instead of "
@@ -233,13 +238,17 @@ def describe_tower(memory: dict[str, Any]) -> list[str]:
     """
     if "tower" not in memory:
         return []
-    tower, here = memory["tower"], memory["stages"][0]["num_layers"]
+    tower, first_layers = memory["tower"], memory["stages"][0]["num_layers"]
     layers, first = tower["outweighs"]["layers"], tower["outweighs"]["first"]
-    even = "" if first in (None, here) else f": stages are most balanced with decoder_first_pipeline_num_layers {first} (now {here})"
+    balance_note = (
+        ""
+        if first in (None, first_layers)
+        else f": stages are most balanced with decoder_first_pipeline_num_layers {first} (now {first_layers})"
+    )
     return [
         f"vision tower, on stage 0: {tower['parameters'] / 1e9:.2f} B parameters ({tower['trainable_parameters'] / 1e9:.2f} B train), "
         f"{gigabytes(tower['static_bytes'])} GB, and {gigabytes(tower['activations_bytes'])} GB for up to "
-        f"{tower['patches_per_micro_batch']:,} patches; equivalent to {layers:g} layers{even}"
+        f"{tower['patches_per_micro_batch']:,} patches; equivalent to {layers:g} layers{balance_note}"
     ]
 
 
@@ -266,12 +275,12 @@ def describe_offload(offload: dict[str, Any]) -> str:
     """
     from megatron_grpo.planning.memory import LINK
 
-    given = [name for name in ("model", "optimizer") if offload[name]]
-    said = " and ".join(f"offload_{name}" for name in given or ("model", "optimizer"))
-    freed, host, seconds = (offload[("" if given else "most_") + name] for name in ("freed_bytes", "host_bytes", "seconds_per_rollout"))
-    does = "frees" if given else "enabled, they would free"
+    enabled = [name for name in ("model", "optimizer") if offload[name]]
+    flags = " and ".join(f"offload_{name}" for name in enabled or ("model", "optimizer"))
+    freed, host, seconds = (offload[("" if enabled else "most_") + name] for name in ("freed_bytes", "host_bytes", "seconds_per_rollout"))
+    does = "frees" if enabled else "enabled, they would free"
     return (
-        f"{said} {'on' if given else 'off'} ({offload['why']}): {does} {gigabytes(freed)} GB per rank during sampling; they take "
+        f"{flags} {'on' if enabled else 'off'} ({offload['why']}): {does} {gigabytes(freed)} GB per rank during sampling; they take "
         f"{gigabytes(host)} GB of host memory per rank, and the transfers take {seconds:.2g} s per rollout at {LINK / 1e9:g} GB/s"
     )
 
@@ -282,8 +291,8 @@ def _cost(cost: dict[str, Any]) -> Iterator[Line]:
         for phase, flops in cost["flops_per_rollout"].items():
             if flops:
                 yield f"{phase.replace('_', ' '):<20}{flops / 1e12:>14,.2f} TFLOP {flops / total:>5.0%}"
-        once = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first sync" if cost["base_push_bytes"] else ""
-        yield f"{'weight sync':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}"
+        base_note = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first sync" if cost["base_push_bytes"] else ""
+        yield f"{'weight sync':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{base_note}"
         calls, buckets = cost["weight_push_collectives"], cost["weight_push_buckets"]
         received = f"the busiest rank receives {gigabytes(cost['weight_push_received_bytes'])} GB"
         yield f"{'':<20}{calls:>14,} collectives of {buckets:,} bucket{'s' * (buckets != 1)}; {received}"
@@ -293,44 +302,45 @@ def _cost(cost: dict[str, Any]) -> Iterator[Line]:
             ("kept", "sampling masks", "per rollout at most", "per sampled token"),
         )
         for part, name, a_rollout, a_token in kinds:
-            if found := cost.get(part):
+            if cache_cost := cost.get(part):
                 yield (
-                    f"{name:<20}{gigabytes(found['bytes_of_rollout']):>14} GB {a_rollout}, {found['bytes_of_token']:,} bytes {a_token}; "
-                    f"adds up to {gigabytes(found['checkpoint_bytes'])} GB to a checkpoint"
+                    f"{name:<20}{gigabytes(cache_cost['bytes_of_rollout']):>14} GB {a_rollout}, {cache_cost['bytes_of_token']:,} bytes "
+                    f"{a_token}; "
+                    f"adds up to {gigabytes(cache_cost['checkpoint_bytes'])} GB to a checkpoint"
                 )
         yield from ((f"  {assumption}", "dim") for assumption in cost["assumptions"])
     yield from _sharing(cost["sharing"])
     if packing := cost.get("packing"):
-        least, most = packing["min_tokens_per_micro_batch"], packing["max_tokens_per_micro_batch"]
+        least, max_tokens = packing["min_tokens_per_micro_batch"], packing["max_tokens_per_micro_batch"]
         yield (
-            f"lengths: {packing['mean_tokens_per_micro_batch']:,.0f} tokens per micro-batch ({least:,} to {most:,}); packed "
+            f"lengths: {packing['mean_tokens_per_micro_batch']:,.0f} tokens per micro-batch ({least:,} to {max_tokens:,}); packed "
             f"{packing['packing_efficiency']:.1%} useful, padded it would be {packing['padded_efficiency']:.1%}"
         )
     if partial := cost.get("partial_rollouts"):
-        told = ", ".join(
-            f"{depth}: {found['mean']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
-            for depth, found in partial["speedup_of_sampling"].items()
+        speedups = ", ".join(
+            f"{depth}: {cache_cost['mean']:.2f} ({cache_cost['min']:.2f} to {cache_cost['max']:.2f})"
+            for depth, cache_cost in partial["speedup_of_sampling"].items()
         )
-        yield f"speedup of sampling by async_rollout_depth, {partial['groups_of_engine']} groups per engine: {told}"
+        yield f"speedup of sampling by async_rollout_depth, {partial['groups_of_engine']} groups per engine: {speedups}"
         yield from ((f"  {assumption}", "dim") for assumption in partial["assumptions"])
 
 
 def _sharing(sharing: dict[str, Any]) -> Iterator[Line]:
-    apart, shared = sharing["tokens_apart"], sharing["tokens_shared"]
-    step = f"an optimizer step computes {apart:,} tokens in {sharing['micro_batches_apart']:,} micro-batches"
+    tokens_apart, shared = sharing["tokens_apart"], sharing["tokens_shared"]
+    step = f"an optimizer step computes {tokens_apart:,} tokens in {sharing['micro_batches_apart']:,} micro-batches"
     if sharing["shares"]:
         step += (
-            f" with a copy of the prompt per completion, and {shared:,} ({1 - shared / apart:.1%} fewer) in "
+            f" with a copy of the prompt per completion, and {shared:,} ({1 - shared / tokens_apart:.1%} fewer) in "
             f"{sharing['micro_batches_shared']:,} with shared prefixes: {sharing['groups']:,} groups in {sharing['pieces']:,} pieces"
         )
         if sharing["bubble_apart"]:
             step += f"; pipeline bubble {sharing['bubble_apart']:.1%} and {sharing['bubble_shared']:.1%}"
     yield step
     if sharing["shares"] and "flops_apart" in sharing:
-        before, after = (sum(sharing[f"flops_{way}"].values()) for way in ("apart", "shared"))
+        flops_apart, flops_shared = (sum(sharing[f"flops_{way}"].values()) for way in ("apart", "shared"))
         yield (
-            f"log-probs and training of a rollout: {before / 1e12:,.2f} TFLOP with a copy of the prompt per completion, "
-            f"{after / 1e12:,.2f} ({1 - after / before:.1%} fewer) with shared prefixes"
+            f"log-probs and training of a rollout: {flops_apart / 1e12:,.2f} TFLOP with a copy of the prompt per completion, "
+            f"{flops_shared / 1e12:,.2f} ({1 - flops_shared / flops_apart:.1%} fewer) with shared prefixes"
         )
     if budget := sharing["budget"]:
         bubble = f", pipeline bubble {budget['bubble']:.1%}" if budget["bubble"] else ""
@@ -357,8 +367,8 @@ def trainable(cost: dict[str, Any]) -> str:
     Args:
         cost: `cost` object of the plan.
     """
-    some, all_ = cost["trainable_parameters"], cost["parameters"]
-    return f"trainable parameters: {counted(some)} of {counted(all_)} ({100 * some / all_:.3g} %)"
+    num_trainable, all_ = cost["trainable_parameters"], cost["parameters"]
+    return f"trainable parameters: {counted(num_trainable)} of {counted(all_)} ({100 * num_trainable / all_:.3g} %)"
 
 
 def counted(value: int) -> str:
@@ -387,13 +397,13 @@ def describe_servers(servers: dict[str, Any], push_bytes: int | None) -> list[st
         servers: `servers` object of the plan.
         push_bytes: Bytes of one weight sync; None if the model is unknown.
     """
-    some = ", ".join(servers["addresses"][:4]) + (", ..." if len(servers["addresses"]) > 4 else "")
-    files = f"{' and ' if some else ''}servers that register in {', '.join(servers['files'])}" if servers["files"] else ""
+    addresses = ", ".join(servers["addresses"][:4]) + (", ..." if len(servers["addresses"]) > 4 else "")
+    files = f"{' and ' if addresses else ''}servers that register in {', '.join(servers['files'])}" if servers["files"] else ""
     lines = [
-        f"{servers['num_servers'] or 'no'} rollout server{'s' * (servers['num_servers'] != 1)}: {some}{files}",
+        f"{servers['num_servers'] or 'no'} rollout server{'s' * (servers['num_servers'] != 1)}: {addresses}{files}",
         f"each gets {servers['prompts_per_call']} prompts per request, {servers['calls_per_server']} requests at a time (if it decodes "
         f"{servers['max_num_seqs']} sequences together, the default)",
     ]
-    sent = f"{push_bytes / 1e9:.3g} GB, " if push_bytes is not None else ""
-    lines.append(f"a weight sync is {sent}gathered on rank 0, which sends each byte once to the workers of all servers")
+    size_text = f"{push_bytes / 1e9:.3g} GB, " if push_bytes is not None else ""
+    lines.append(f"a weight sync is {size_text}gathered on rank 0, which sends each byte once to the workers of all servers")
     return lines

@@ -34,8 +34,15 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
         sequence: Maximum sequence length in tokens.
     """
     if cfg.rollout.vllm_mode == "server":
-        nothing = ("weights_bytes", "adapters_bytes", "kv_cache_bytes", "kv_bytes_per_token", "state_bytes_per_sequence", "kv_cache_tokens")
-        return dict.fromkeys((*nothing, "sequences_at_once"), 0)
+        zero_fields = (
+            "weights_bytes",
+            "adapters_bytes",
+            "kv_cache_bytes",
+            "kv_bytes_per_token",
+            "state_bytes_per_sequence",
+            "kv_cache_tokens",
+        )
+        return dict.fromkeys((*zero_fields, "sequences_at_once"), 0)
     size = BYTES[cfg.rollout.vllm_dtype or cfg.model.torch_dtype]
     tp = cfg.rollout.vllm_tensor_parallel_size
     weights = -(-num_parameters(shape) * size // tp)
@@ -174,14 +181,14 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
         cfg: Configuration of the run.
         tuning: Trainable parameters of the run.
     """
-    for place, entry in enumerate(outer_entries(shape)):
+    for index, entry in enumerate(outer_entries(shape)):
         if not entry.is_copy and not (stays(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
             is_first = entry.megatron.startswith(("embedding.", MEGATRON))
             stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
             numel = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
-            yield _owned(entry, (layer, place, 0), stage, (numel if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)) * tuning.size)
-    for stage, found in _layers(shape, sizes, cfg, tuning):
-        for number, row in enumerate(found):
+            yield _owned(entry, (layer, index, 0), stage, (numel if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)) * tuning.size)
+    for stage, rows in _layers(shape, sizes, cfg, tuning):
+        for number, row in enumerate(rows):
             num_bytes = numel_of(row.entry, sizes) * (FP32 if row.entry.is_buffer else tuning.size)
             for expert in range(shape.num_experts // sizes.layout.ep) if row.entry.is_expert else (0,):
                 yield _owned(row.entry, (row.layer, number, expert), stage, num_bytes)
@@ -211,14 +218,14 @@ def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) 
         tuning: Trainable parameters of the run.
     """
     rank = tuning.rank
-    for stage, found in _layers(shape, sizes, cfg, tuning):
-        for number, row in enumerate(row for row in found if is_linear(row.entry)):
+    for stage, rows in _layers(shape, sizes, cfg, tuning):
+        for number, row in enumerate(row for row in rows if is_linear(row.entry)):
             count = shape.num_experts // sizes.layout.ep if row.entry.is_expert else 1
             for expert in range(count):
                 if any(any(ranks) for ranks in row.adapters[expert::count]):  # experts at the same position on all expert ranks
-                    for which, entry in enumerate(adapter_entries(row.entry, rank)):
+                    for matrix, entry in enumerate(adapter_entries(row.entry, rank)):
                         num_bytes = numel_of(entry, sizes) * tuning.adapter_size
-                        yield _owned(entry, (row.layer, 2 * number + which, expert), stage, num_bytes)
+                        yield _owned(entry, (row.layer, 2 * number + matrix, expert), stage, num_bytes)
 
 
 def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[tuple[int, Sequence[WeightRow]]]:
@@ -226,5 +233,5 @@ def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
     return ((stage, tuning.layers[layer]) for stage in range(sizes.layout.pp) for layer in layers_of_stage(shape.num_layers, cfg, stage))
 
 
-def _owned(entry: Entry, place: tuple[int, int, int], stage: int, num_bytes: int) -> Owned:
-    return Owned(entry.megatron, (), None, num_bytes, BucketPart.of(entry.cut, entry.is_expert), place, stage)
+def _owned(entry: Entry, position: tuple[int, int, int], stage: int, num_bytes: int) -> Owned:
+    return Owned(entry.megatron, (), None, num_bytes, BucketPart.of(entry.cut, entry.is_expert), position, stage)

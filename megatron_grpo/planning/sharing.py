@@ -53,21 +53,21 @@ def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None
     Raises:
         ConfigError: If the file of lengths cannot be read. Validation rejects `true` with an obstacle before (`policy.validation`).
     """
-    lacks = gpu_lacks
+    obstacle = gpu_lacks
     if has_gpu is None:
-        lacks = flash_obstacle(cfg.model.torch_dtype, attention_channels(shape) if shape else 8)
+        obstacle = flash_obstacle(cfg.model.torch_dtype, attention_channels(shape) if shape else 8)
     if cfg.batch.share_prefix == "false":
         return Sharing(min_saving_ratio=None, why="share_prefix false")
     if cfg.batch.share_prefix == "true":
-        kernel = _kernel(has_gpu, f"{_PLAIN}: {lacks}" if lacks else None)
+        kernel = _kernel(has_gpu, f"{_PLAIN}: {obstacle}" if obstacle else None)
         return Sharing(min_saving_ratio=0.0, why="share_prefix true: all groups that save at least one token" + kernel)
     reason = sharing_obstacle(cfg, shape) or _nothing_to_gain(cfg)
-    if reason is None and lacks and (has_gpu or cfg.plan.gpu_memory_gb):
-        reason = f"{lacks}; share_prefix true uses plain matrix products"
+    if reason is None and obstacle and (has_gpu or cfg.plan.gpu_memory_gb):
+        reason = f"{obstacle}; share_prefix true uses plain matrix products"
     if reason is not None:
         return Sharing(min_saving_ratio=None, why=reason)
-    why = "groups for which it saves at least 1/16 of the tokens"
-    return Sharing(min_saving_ratio=LEAST_SAVING, why=why + _kernel(has_gpu, f"it is disabled: {lacks}" if lacks else None))
+    explanation = "groups for which it saves at least 1/16 of the tokens"
+    return Sharing(min_saving_ratio=LEAST_SAVING, why=explanation + _kernel(has_gpu, f"it is disabled: {obstacle}" if obstacle else None))
 
 
 def _kernel(has_gpu: bool | None, otherwise: str | None) -> str:
@@ -91,18 +91,20 @@ def _nothing_to_gain(cfg: Config) -> str | None:
     if cfg.plan.lengths:
         from megatron_grpo.planning.token_counts import lengths_of, read_lengths
 
-        apart, least = _tokens(lengths_of(read_lengths(cfg.plan.lengths), batch.num_generations))
-        if least > (1 - LEAST_SAVING) * apart:
-            return f"of the lengths in {cfg.plan.lengths}, {1 - least / apart:.1%} of the tokens could be saved, less than 1/16"
+        tokens_apart, tokens_shared = _tokens(lengths_of(read_lengths(cfg.plan.lengths), batch.num_generations))
+        if tokens_shared > (1 - LEAST_SAVING) * tokens_apart:
+            return (
+                f"of the lengths in {cfg.plan.lengths}, {1 - tokens_shared / tokens_apart:.1%} of the tokens could be saved, less than 1/16"
+            )
     return None
 
 
 def _tokens(lengths: Sequence[Any]) -> tuple[int, int]:
     """Return computed tokens (with every row separate, with every prefix computed once)."""
-    apart = sum(tokens - 1 for row in lengths for tokens in row.contexts)
+    tokens_apart = sum(tokens - 1 for row in lengths for tokens in row.contexts)
     copies = sum(row.prefix for row in lengths)
-    once = sum({row.group: row.prefix for row in lengths}.values())
-    return max(apart, 1), apart - copies + once
+    prefix_tokens = sum({row.group: row.prefix for row in lengths}.values())
+    return max(tokens_apart, 1), tokens_apart - copies + prefix_tokens
 
 
 # ---- a token budget ---------------------------------------------------------------------------------------------------------------------
@@ -124,35 +126,35 @@ def suggest_budget(
         {max_tokens_per_micro_batch, why, tokens, micro_batches_of_rank, bubble} of the step packed with that budget. None if prompts would
         not be shared with a budget either, if no budget fits in memory, or if the configured one is good enough.
     """
-    given = cfg.batch.max_tokens_per_micro_batch
-    saving = (sharing if given or sharing.min_saving_ratio is not None else decide(cfg.with_values({FLAG: 1}), shape)).min_saving_ratio
+    configured = cfg.batch.max_tokens_per_micro_batch
+    saving = (sharing if configured or sharing.min_saving_ratio is not None else decide(cfg.with_values({FLAG: 1}), shape)).min_saving_ratio
     if saving is None:
         return None
-    if given:
-        budget, found, why = given, step.shared, None
+    if configured:
+        budget, packing, reason = configured, step.shared, None
     else:
-        budget, why = largest_group(step), "the smallest that fits a whole group: its prompt once and all completions"
+        budget, reason = largest_group(step), "the smallest that fits a whole group: its prompt once and all completions"
         if memory and memory["gpu_memory_bytes"]:
-            grain, why = step.cut.alignment.grain, "the largest whose activations fit in gpu_memory_gb"
+            grain, reason = step.cut.alignment.grain, "the largest whose activations fit in gpu_memory_gb"
             budget = memory["most_tokens_per_micro_batch"] * step.sizes.layout.cp // grain * grain
         if not budget:
             return None
-        found = step.with_budget(budget, saving)
-        if step.micro_batches_of_rank(found) == step.cut.multiple and found.largest < budget:
-            budget, why = found.largest, "all tokens of a rank in an optimizer step"
+        packing = step.with_budget(budget, saving)
+        if step.micro_batches_of_rank(packing) == step.cut.multiple and packing.largest < budget:
+            budget, reason = packing.largest, "all tokens of a rank in an optimizer step"
     # Fewer than the pipeline needs, and fewer than without sharing.
-    is_short = step.micro_batches_of_rank(found) < min(wanted_micro_batches(step.sizes), step.micro_batches_of_rank(step.apart))
-    if is_short and (smaller := budget_for_pipeline(step, found, saving)):
-        budget, found = smaller
-        why = f"at least {wanted_micro_batches(step.sizes)} micro-batches per rank, 4 (pp - 1) / vpp, keep the pipeline busy"
-    if why is None:
+    is_short = step.micro_batches_of_rank(packing) < min(wanted_micro_batches(step.sizes), step.micro_batches_of_rank(step.apart))
+    if is_short and (smaller := budget_for_pipeline(step, packing, saving)):
+        budget, packing = smaller
+        reason = f"at least {wanted_micro_batches(step.sizes)} micro-batches per rank, 4 (pp - 1) / vpp, keep the pipeline busy"
+    if reason is None:
         return None
     return {
         FLAG: budget,
-        "why": why,
-        "tokens": found.tokens,
-        "micro_batches_of_rank": step.micro_batches_of_rank(found),
-        "bubble": step.bubble(found),
+        "why": reason,
+        "tokens": packing.tokens,
+        "micro_batches_of_rank": step.micro_batches_of_rank(packing),
+        "bubble": step.bubble(packing),
     }
 
 
@@ -192,15 +194,15 @@ def budget_for_pipeline(step: StepTokens, computed: Computed, min_saving_ratio: 
     Returns:
         (budget, the step packed with it); None if the step has too few rows.
     """
-    sizes, grain, wanted = step.sizes, step.cut.alignment.grain, wanted_micro_batches(step.sizes)
-    whole = computed.tokens * sizes.global_batch_size // computed.sequences
-    budget = whole // (sizes.dp_size * wanted) // grain * grain
+    sizes, grain, num_wanted = step.sizes, step.cut.alignment.grain, wanted_micro_batches(step.sizes)
+    total_tokens = computed.tokens * sizes.global_batch_size // computed.sequences
+    budget = total_tokens // (sizes.dp_size * num_wanted) // grain * grain
     for _ in range(TRIES):
         if budget < grain:
             return None
         computed = step.with_budget(budget, min_saving_ratio)
-        found = step.micro_batches_of_rank(computed)
-        if found >= wanted:
+        num_micro_batches = step.micro_batches_of_rank(computed)
+        if num_micro_batches >= num_wanted:
             return budget, computed
-        budget = budget * found // wanted // grain * grain
+        budget = budget * num_micro_batches // num_wanted // grain * grain
     return None

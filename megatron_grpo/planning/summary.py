@@ -41,10 +41,10 @@ def plan_object(schedule: TrainingSchedule, num_rollouts: int) -> dict[str, Any]
         schedule: Training schedule of the run.
         num_rollouts: Rollouts to list, from the first.
     """
-    found: dict[str, Any] = {**sizes_object(schedule.sizes), "old_logprobs": old_logprobs_summary(schedule, num_rollouts)}
+    content: dict[str, Any] = {**sizes_object(schedule.sizes), "old_logprobs": old_logprobs_summary(schedule, num_rollouts)}
     if epochs := epochs_object(schedule):
-        found["epochs"] = epochs
-    return found | {"timetable": list(schedule_rows(schedule, num_rollouts))}
+        content["epochs"] = epochs
+    return content | {"timetable": list(schedule_rows(schedule, num_rollouts))}
 
 
 def schedule_rows(schedule: TrainingSchedule, num_rollouts: int) -> Iterator[dict[str, Any]]:
@@ -126,8 +126,8 @@ def most_waiting_rows(sizes: BatchSizes) -> int:
         sizes: Batch sizes and layout.
     """
     a, slices, passes = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
-    begun = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps done of a partial rollout
-    waiting = max((slices - max(0, done - (passes - 1) * slices) for done in begun), default=0)
+    starts = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps done of a partial rollout
+    waiting = max((slices - max(0, num_done - (passes - 1) * slices) for num_done in starts), default=0)
     if sizes.async_rollout_depth and not sizes.partial_rollouts:  # a checkpoint waits for the rollout that is being sampled, and stores it
         waiting += slices * max(len(TrainingSchedule(sizes).new_rollouts(k)) for k in range(min(slices * passes, 1000)))
     return waiting * sizes.completions_per_micro_step
@@ -266,8 +266,8 @@ def epochs_object(schedule: TrainingSchedule) -> dict[str, Any] | None:
         return None
     steps = schedule.whole_epoch[1] if schedule.whole_epoch else prompts * sizes.num_iterations / sizes.num_train_prompts
     ends = [end for n in range(MOST_EPOCHS) if (end := schedule.steps_of_epochs(n + 1)) <= schedule.num_steps]
-    found = {"prompts": prompts, "dropped_prompts": (schedule.num_prompts or 0) - prompts, "optimizer_steps": steps}
-    return {**found, "micro_steps_of_last_step": last_micro_steps(schedule), "ends_after_steps": ends}
+    counts = {"prompts": prompts, "dropped_prompts": (schedule.num_prompts or 0) - prompts, "optimizer_steps": steps}
+    return {**counts, "micro_steps_of_last_step": last_micro_steps(schedule), "ends_after_steps": ends}
 
 
 def describe_epoch(epochs: dict[str, Any], checked: Checked) -> str:
@@ -277,12 +277,12 @@ def describe_epoch(epochs: dict[str, Any], checked: Checked) -> str:
         epochs: Object that `epochs_object` returned.
         checked: Validated configuration.
     """
-    ends, short, left = epochs["ends_after_steps"], epochs["micro_steps_of_last_step"], epochs["dropped_prompts"]
+    ends, short, num_dropped = epochs["ends_after_steps"], epochs["micro_steps_of_last_step"], epochs["dropped_prompts"]
     a, of_order = checked.sizes.gradient_accumulation_steps, "" if checked.config.data.dataset_shuffle else ", always the last ones"
     return (
         f"optimizer steps of {epochs['prompts']} prompts"
         + f", the last with {short} of {a} micro-steps" * (short < a)
-        + f"; {left} prompts do not fill a rollout and are dropped{of_order}" * (left > 0)
+        + f"; {num_dropped} prompts do not fill a rollout and are dropped{of_order}" * (num_dropped > 0)
         + f"; epochs end in steps {', '.join(str(end - 1) for end in ends[:5])}{', ...' * (len(ends) > 5)}" * (len(ends) > 0)
         + ", or earlier because of dynamic_sample" * (checked.config.grpo.dynamic_sample and len(ends) > 0)
     )

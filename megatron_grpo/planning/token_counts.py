@@ -44,7 +44,7 @@ def read_lengths(path: str) -> Lengths:
     Raises:
         ConfigError: If the file cannot be read, a line is malformed, or there are no lengths.
     """
-    pairs, bad = list[tuple[int, int]](), list[int]()
+    pairs, invalid = list[tuple[int, int]](), list[int]()
     for number, line in enumerate(read_text(path, errors="replace").splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -53,12 +53,13 @@ def read_lengths(path: str) -> Lengths:
         if match and int(match[1]) + int(match[2]) > 0:
             pairs.append((int(match[1]), int(match[2])))
         else:
-            bad.append(number)
-    if bad:
-        lines = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+            invalid.append(number)
+    if invalid:
+        lines = ", ".join(map(str, invalid[:5])) + (", ..." if len(invalid) > 5 else "")
         raise config_error(
             "lengths",
-            f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of {path} are not a prompt length and a completion length in tokens: "
+            f"lengths: {len(invalid)} line{'s' if len(invalid) > 1 else ''} of {path} are not a prompt length and a completion length in "
+            "tokens: "
             f"line {lines}.",
         )
     if not pairs:
@@ -232,13 +233,13 @@ class StepTokens:
         """
         cut = cut_of(sizes, cfg, min_saving_ratio)
         unit = cut.rows_per_slice * cut.multiple
-        most = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
-        given = lengths if lengths else [sequence_tokens(cfg, None, longest=True)]
-        pairs = [given[i % len(given)] for i in range(most)]
+        num_rows = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
+        known_lengths = lengths if lengths else [sequence_tokens(cfg, None, longest=True)]
+        pairs = [known_lengths[i % len(known_lengths)] for i in range(num_rows)]
         rows = lengths_of(pairs, sizes.num_generations)
-        apart = packed(pairs, rows, replace(cut, min_saving_ratio=None))
-        shared = packed(pairs, rows, cut) if min_saving_ratio is not None else apart
-        return cls(sizes=sizes, cut=cut, pairs=pairs, lengths=rows, apart=apart, shared=shared)
+        packed_apart = packed(pairs, rows, replace(cut, min_saving_ratio=None))
+        shared = packed(pairs, rows, cut) if min_saving_ratio is not None else packed_apart
+        return cls(sizes=sizes, cut=cut, pairs=pairs, lengths=rows, apart=packed_apart, shared=shared)
 
     def with_budget(self, max_tokens: int, min_saving_ratio: float) -> Computed:
         """Pack the same rows with another token budget and prompts shared.
@@ -278,7 +279,7 @@ def packed(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceLengths],
         lengths: The rows as packing uses them.
         cut: Partitioner of the rows.
     """
-    micro_specs = [micro_spec for mine in partition_padded(lengths, cut) for micro_spec in mine]
+    micro_specs = [micro_spec for of_replica in partition_padded(lengths, cut) for micro_spec in of_replica]
     rows = [i if i < len(pairs) else 0 for micro_spec in micro_specs for i in micro_spec.rows]
     return Computed(
         sequences=len(rows),
@@ -301,7 +302,7 @@ def _squares_saved(micro_spec: MicroBatchSpec, lengths: Sequence[SequenceLengths
     saved = 0
     for prefix_group in micro_spec.prefix_groups:
         if len(prefix_group.members) > 1 and prefix_group.prefix:
-            members = [lengths[i if i < len(lengths) else 0] for i in (micro_spec.rows[place] for place in prefix_group.members)]
+            members = [lengths[i if i < len(lengths) else 0] for i in (micro_spec.rows[index] for index in prefix_group.members)]
             computed = [lengths.contexts[0] - 1 for lengths in members]
             if num_tokens(computed, prefix_group.prefix, alignment) < num_tokens(computed, 0, alignment):
                 saved += (len(members) - 1) * prefix_group.prefix**2

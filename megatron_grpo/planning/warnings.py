@@ -41,13 +41,15 @@ def warnings_of(
         corrected=cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None,
     )  # fmt: skip
 
-    def of(rules: Rules) -> Iterator[str]:
+    def sentences(rules: Rules) -> Iterator[str]:
         return (problem.message for problem in broken(rules, c))
 
     is_multimodal = shape is not None and shape.vision is not None
     return [
-        *_dialect(checked), *checked.parsed.repeated, *of(OF_SIZES), *of(OF_A_RUN), *grpo_validation.warnings(cfg), *lost(cfg.optimizer),
-        *of(OF_ADAPTERS), *of(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (bound_notes(cfg.data) if is_multimodal else ())),
+        *_dialect(checked), *checked.parsed.repeated, *sentences(OF_SIZES), *sentences(OF_A_RUN), *grpo_validation.warnings(cfg),
+        *lost(cfg.optimizer),
+        *sentences(OF_ADAPTERS), *sentences(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (bound_notes(cfg.data) if is_multimodal
+        else ())),
     ]  # fmt: skip
 
 
@@ -58,8 +60,8 @@ def _dialect(checked: Checked) -> Iterator[str]:
     yield from parsed.system.explain(checked.sizes, cfg.run.max_steps)
     yield from parsed.notes
     for source, names in parsed.aside.items():
-        why = "with these values they affect neither sampling nor training here"
-        yield f"Note: ignored settings of {source} ({why}): {', '.join(names)}."
+        reason = "with these values they affect neither sampling nor training here"
+        yield f"Note: ignored settings of {source} ({reason}): {', '.join(names)}."
 
 
 def defaults_of(checked: Checked) -> list[str]:
@@ -87,16 +89,16 @@ def _worst_staleness(schedule: TrainingSchedule) -> int:
 
 def _ahead(c: SimpleNamespace) -> dict[str, Any] | None:
     """Check for a rollout that is sampled ahead and trained for more than one optimizer step."""
-    each = c.sizes.steps_per_generation * c.sizes.num_iterations
-    if not c.sizes.async_rollout_depth or each <= 1:
+    steps_per_rollout = c.sizes.steps_per_generation * c.sizes.num_iterations
+    if not c.sizes.async_rollout_depth or steps_per_rollout <= 1:
         return None
-    mean, most = staleness(c.sizes)
+    mean, max_staleness = staleness(c.sizes)
     return {
-        "each": each,
+        "each": steps_per_rollout,
         "mean": mean,
-        "most": most,
+        "most": max_staleness,
         "steps": f"{c.sizes.async_rollout_depth} step{'s' * (c.sizes.async_rollout_depth > 1)}",
-        "of_own_step": f"; with save_steps a multiple of {each}, by the weights of its own step",
+        "of_own_step": f"; with save_steps a multiple of {steps_per_rollout}, by the weights of its own step",
     }
 
 
@@ -115,24 +117,24 @@ def _waits(c: SimpleNamespace) -> dict[str, Any]:
 
 def _fewer_micro_batches(c: SimpleNamespace) -> dict[str, Any] | None:
     """Check for prompt sharing that leaves too few micro-batches."""
-    found, wanted = _waits(c), wanted_micro_batches(c.sizes)
-    if not c.sharing or found["m"] >= min(c.sharing["micro_batches_of_rank_apart"], wanted):
+    waits, num_wanted = _waits(c), wanted_micro_batches(c.sizes)
+    if not c.sharing or waits["m"] >= min(c.sharing["micro_batches_of_rank_apart"], num_wanted):
         return None
     smaller = c.sharing["budget"]
     way = (
         f"a smaller max_tokens_per_micro_batch ({smaller['max_tokens_per_micro_batch']} instead of {c.max_tokens_per_micro_batch}), which "
         f"gives {smaller['micro_batches_of_rank']} micro-batches and a bubble of {smaller['bubble']:.0%}"
         if smaller
-        else f"a larger global_batch_size: it has too few rows for {wanted} micro-batches per rank"
+        else f"a larger global_batch_size: it has too few rows for {num_wanted} micro-batches per rank"
     )
-    return found | {"way": way}
+    return waits | {"way": way}
 
 
 def _long_waits(c: SimpleNamespace) -> dict[str, Any] | None:
-    found = _waits(c)
+    waits = _waits(c)
     budget = c.sharing and c.max_tokens_per_micro_batch
     name, smaller = ("m", "max_tokens_per_micro_batch") if budget else ("A", "micro_batch_size")
-    return found | {"name": name, "smaller": smaller} if found["fraction"] > BUBBLE else None
+    return waits | {"name": name, "smaller": smaller} if waits["fraction"] > BUBBLE else None
 
 
 def _warmup(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -141,20 +143,20 @@ def _warmup(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _shown_beyond_the_end(c: SimpleNamespace) -> dict[str, Any] | None:
-    shown = c.plan_rollouts * c.sizes.micro_steps_per_rollout * c.sizes.num_iterations
-    is_beyond = c.steps is not None and c.schedule.first_of(c.steps) < shown
+    num_micro_steps = c.plan_rollouts * c.sizes.micro_steps_per_rollout * c.sizes.num_iterations
+    is_beyond = c.steps is not None and c.schedule.first_of(c.steps) < num_micro_steps
     return {"s": "s" * (c.steps > 1)} if is_beyond else None
 
 
 def _notes_of_push(c: SimpleNamespace) -> list[dict[str, Any]]:
-    said = [note.removeprefix("WARNING: ") for note in (c.push.notes if c.push else ())]
-    return [{"note": note[0].upper() + note[1:]} for note in said]
+    notes = [note.removeprefix("WARNING: ") for note in (c.push.notes if c.push else ())]
+    return [{"note": note[0].upper() + note[1:]} for note in notes]
 
 
 def _unread_by_peft(c: SimpleNamespace) -> dict[str, Any] | None:
     settings = lora_of(c.cfg.tuner, c.shape) if c.shape else None
-    lost = peft_leaves_out(settings, c.shape) if settings else None
-    return {"lost": lost} if lost else None
+    unread = peft_leaves_out(settings, c.shape) if settings else None
+    return {"lost": unread} if unread else None
 
 
 def _in_the_clear(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -183,21 +185,23 @@ def _ways_to_fit(c: SimpleNamespace) -> list[dict[str, Any]]:
 def _nothing_fits(c: SimpleNamespace) -> dict[str, Any] | None:
     if not _peak(c) or c.memory["would_fit"]:
         return None
-    room = "sleep_level, offload_model, offload_optimizer, vllm_gpu_memory_utilization, " if c.memory["sampler"]["weights_bytes"] else ""
-    return {"room": room}
+    offload_flags = (
+        "sleep_level, offload_model, offload_optimizer, vllm_gpu_memory_utilization, " if c.memory["sampler"]["weights_bytes"] else ""
+    )
+    return {"room": offload_flags}
 
 
 def _nobody_to_make_room_for(c: SimpleNamespace) -> dict[str, Any] | None:
-    asked = [name for name in ("offload_model", "offload_optimizer") if getattr(c, name) == "true"]
-    return {"asked": " and ".join(asked)} if asked and c.vllm_mode != "colocate" else None
+    flags = [name for name in ("offload_model", "offload_optimizer") if getattr(c, name) == "true"]
+    return {"asked": " and ".join(flags)} if flags and c.vllm_mode != "colocate" else None
 
 
 def _of_pictures(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the image settings typed for a text model."""
     if c.shape is None or c.shape.vision is not None:
         return None
-    typed = [name for name in ("data_root", "max_pixels", "min_pixels", "limit_images") if getattr(c, name) is not None]
-    return {"typed": " and ".join(typed), "do": "have" if len(typed) > 1 else "has"} if typed else None
+    flags = [name for name in ("data_root", "max_pixels", "min_pixels", "limit_images") if getattr(c, name) is not None]
+    return {"typed": " and ".join(flags), "do": "have" if len(flags) > 1 else "has"} if flags else None
 
 
 def _is_of_swift(c: SimpleNamespace) -> bool:

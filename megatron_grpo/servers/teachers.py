@@ -122,7 +122,7 @@ class TeacherServerGroup(ServerGroup):
         return cls(
             partial(teacher_addresses, cfg.grpo),
             server_at,
-            needs=requirements,
+            requirements=requirements,
             timeout=cfg.rollout.vllm_server_timeout,
             should_cancel=should_cancel,
         )

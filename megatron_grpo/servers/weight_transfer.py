@@ -130,7 +130,7 @@ class WeightSender(_Link):
     """
 
     def __init__(self, meeting: Rendezvous, *, name: str, world: int, local_host: str, seconds: float, device: torch.device | str = "cpu"):
-        super().__init__(meeting.store, name=name, rank=0, world=world, near=local_host, seconds=seconds, device=device)
+        super().__init__(meeting.store, name=name, rank=0, world=world, local_host=local_host, seconds=seconds, device=device)
 
     def send(self, tensors: Iterable[Named], bucket_bytes: int) -> tuple[int, int]:
         """Send tensors to all other members.
@@ -198,7 +198,7 @@ class WeightReceiverWorker(_Link):
             local_host = local_address(address, port)
         except (RuntimeError, OSError) as error:
             raise LinkError(f"the trainer's store at {address}:{port} does not answer: {_reason(error)}") from error
-        super().__init__(store, name=name, rank=rank, world=world, near=local_host, seconds=seconds, device=device)
+        super().__init__(store, name=name, rank=rank, world=world, local_host=local_host, seconds=seconds, device=device)
 
     def receive(self) -> Iterator[Named]:
         """Yield the (name, tensor) pairs of one weight sync.

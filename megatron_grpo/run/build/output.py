@@ -253,7 +253,7 @@ def build_metrics_logger(
         total_steps=made.schedule.num_steps,
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
-        heard=heard,
+        on_metrics=heard,
     )
     gap = gap_of(cfg)
     return MetricsLogger(
@@ -261,7 +261,7 @@ def build_metrics_logger(
         Completions(
             out,
             reward_names=reward_manager.names,
-            every=run_cfg.log_completions_steps,
+            interval=run_cfg.log_completions_steps,
             rank=parallel.rank,
             node=collectives.node(),
             most_nodes=run_cfg.log_completions_nodes,

@@ -430,7 +430,7 @@ def test_where_there_are_more_nodes_than_asked_they_take_turns(tmp_path):
 
     wrote = {}
     for number in range(5):
-        writer = Completions(tmp_path, reward_names=["right", "short"], every=2, node=Node(number=number, count=5), most_nodes=2)
+        writer = Completions(tmp_path, reward_names=["right", "short"], interval=2, node=Node(number=number, count=5), most_nodes=2)
         wrote[number] = [rollout for rollout in range(0, 12, 2) if writer.write(rollout_of_two(rollout, rollout))]
     assert [sorted(node for node in wrote if rollout in wrote[node]) for rollout in range(0, 12, 2)] == [
         [0, 1], [2, 3], [0, 4], [1, 2], [3, 4], [0, 1]
@@ -489,7 +489,7 @@ def test_a_file_that_lacks_steps_of_its_own_run_is_told(tmp_path, caplog, steps,
 
 def test_completions_are_written_as_often_as_asked(tmp_path):
     for every, expected in ((0, []), (2, [0, 2])):
-        writer = Completions(tmp_path / str(every), reward_names=["right", "short"], every=every)
+        writer = Completions(tmp_path / str(every), reward_names=["right", "short"], interval=every)
         assert [rollout for rollout in range(4) if writer.write(rollout_of_two(rollout, rollout))] == expected
 
 
@@ -660,7 +660,7 @@ def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
         metrics, spent = metrics_in(tmp_path), TimeSummary()
         spent.before(2.0, step=0)
         run(metrics, 1, 1)
-        metrics.close(summary=summary, spent=spent)
+        metrics.close(summary=summary, times=spent)
         assert ("Where the time went" in told_by(metrics)) == summary
 
 

@@ -46,7 +46,7 @@ def journal_in(folder, *, rank=0, **settings):
     names = ["right", "short"]
     metrics = Metrics(folder, rank=rank, console=Console(file=io.StringIO(), width=300), total_steps=9)
     return MetricsLogger(
-        metrics, Completions(folder, reward_names=names, every=0), timers=Timers(),
+        metrics, Completions(folder, reward_names=names, interval=0), timers=Timers(),
         **dict(reward_weights=[1.0, 1.0], tells_selection=False) | settings,
     )  # fmt: skip
 
