@@ -29,9 +29,9 @@ GATE = "x = x * torch.sigmoid(gate.float())"
 
 # name -> (module, what is right there, what stands there instead)
 MISTAKES = {
-    "convolution leaks over segments": (STREAM, "np.full(kernel - 1, total)", "np.arange(one.start - kernel + 1, one.start)"),
+    "convolution leaks over segments": (STREAM, "np.full(kernel - 1, total)", "np.arange(segment.start - kernel + 1, segment.start)"),
     "state leaks over segments": (LAYER, "state = key.new_zeros(", "state = key.new_ones("),
-    "state forgotten between chunks": (LAYER, "torch.cat([going * fade[one] + ", "torch.cat([going * 0 + 0 * "),
+    "state forgotten between chunks": (LAYER, "torch.cat([carried * fade[rows] + ", "torch.cat([carried * 0 + 0 * "),
     "kernel reversed": (LAYER, "self.conv1d.weight.squeeze(1)", "self.conv1d.weight.squeeze(1).flip(1)"),
     "qkvz read section by section": (MAPPING, "is_grouped = delta.is_grouped and", "is_grouped = False and"),
     "values and gates swapped": (LAYER, "value, gate = (x.unflatten", "gate, value = (x.unflatten"),

@@ -107,8 +107,8 @@ LAYER, STREAM = (f"megatron_grpo.policy.{name}" for name in ("gated_delta_net", 
 @pytest.mark.parametrize("wrong", [
     (LAYER, "else last[wave.parents]", "else 0 * last[wave.parents]"),
     (LAYER, "else last[wave.parents]", "else last[wave.parents].detach()"),
-    (LAYER, "torch.cat([going * fade[one] + ", "torch.cat([going * 0 + 0 * "),
-    (STREAM, "one.start + min(first + chunk, one.length))", "min(one.start + first + chunk, one.end))"),
+    (LAYER, "torch.cat([carried * fade[rows] + ", "torch.cat([carried * 0 + 0 * "),
+    (STREAM, "segment.start + min(first + chunk, segment.length))", "min(segment.start + first + chunk, segment.end))"),
     (STREAM, "index[segments[i].parent] for", "0 * index[segments[i].parent] for"),
 ], ids=["children begin anew", "no gradient to parents", "forgotten between chunks", "padding of a parent", "one parent"])  # fmt: skip
 def test_each_mistake_in_the_rule_is_seen(wrong):
@@ -117,9 +117,9 @@ def test_each_mistake_in_the_rule_is_seen(wrong):
 
 
 @pytest.mark.parametrize("wrong", [
-    (STREAM, "before[kernel - 1 - len(last) :] = last", "pass"),
+    (STREAM, "preceding[kernel - 1 - len(last) :] = last", "pass"),
     (STREAM, "np.arange(parent.start, parent.start + parent.length)[1", "np.arange(parent.start, parent.end)[1"),
-    (STREAM, "before = np.full(kernel - 1, total)", "before = np.arange(one.start - kernel + 1, one.start)"),
+    (STREAM, "preceding = np.full(kernel - 1, total)", "preceding = np.arange(segment.start - kernel + 1, segment.start)"),
 ], ids=["a child begins anew", "padding of a parent is seen", "segments see each other"])  # fmt: skip
 def test_each_mistake_in_the_convolution_is_seen(wrong):
     with mistake(*wrong), pytest.raises(AssertionError):
