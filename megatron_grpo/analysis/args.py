@@ -281,8 +281,8 @@ def _variant(
     problems += parsed.problems
     typed = set(parsed.config.typed)
     if wrong := sorted(typed - TRIED):
-        problems.append(_said(f"variant: {', '.join(wrong)} decides which rows there are or what they are worth, and the rows are those "
-                              f"that the run recorded. What can be tried: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
+        problems.append(_said(f"variant: {', '.join(wrong)} changes which rows are sampled or their rewards, but the rows are those that "
+                              f"the run recorded. Supported: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
     values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed & TRIED}
     changed = cfg.with_values(values)
     problems += validation.problems(changed)

@@ -157,7 +157,7 @@ def _finite_here(
 ) -> list[str]:  # fmt: skip
     lines = []
     if not math.isfinite(was.get("grad_norm", 0.0)):
-        lines.append("All values are finite here and were not in the run, with the same rows and weights: the cause is "
+        lines.append("All values are finite here but were not in the run, with the same rows and weights: the cause is "
                      "in the ranks of the run. Check the machine, its kernels and its dtype.")  # fmt: skip
     off = max((row.forward for row in rows if row.forward is not None), default=None)
     alike = USUAL[step_dump.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller

@@ -167,7 +167,7 @@ class RankProcesses:
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             rank = failed[0] if self._first_failed is None else self._first_failed  # the others may have been killed here
-            raise RunError(f"rank {rank} ended with exit code {codes[rank]} without a reason. Its output says more.")
+            raise RunError(f"rank {rank} ended with exit code {codes[rank]} without a reason. See its output.")
         return 0
 
     def _start(self, rank: int, port: int) -> subprocess.Popen:

@@ -266,7 +266,7 @@ def _unknown_reward(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _own_limit(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem if evaluations need another completion length than an environment or rollout function supports."""
+    """Return the message fields of a problem if evaluations need another completion length than an environment or rollout function supports."""
     own = c.player if c.plays else "rollout_func" if c.rollout_func else None
     return {"own": own} if own and c.eval_max_completion_length not in (None, c.max_completion_length) else None
 
@@ -285,7 +285,7 @@ def _never_told(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _steps_apart(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem if checkpoints are written at steps that are not evaluated."""
+    """Return the message fields of a problem if checkpoints are written at steps that are not evaluated."""
     save, evaluate = c.save_steps, c.eval_steps
     if not _asked_set(c) or (save and evaluate and save % evaluate == 0):
         return None

@@ -78,7 +78,7 @@ def _not_trusted(folder: Path, flag: str) -> Problem | None:
     files = files_that_run(folder) or sorted(set(names.values()))
     message = (
         f"{flag}: {' and '.join(names)} of {folder} {'is' if len(names) == 1 else 'are'} custom code ({_listed(files)}), which is not run. "
-        f"Read {_it(files)}; if you trust {_it(files)}, give {FLAG} true."
+        f"Read {_it(files)}; if you trust {_it(files)}, use {FLAG} true."
     )
     return Problem(flags=(flag, FLAG), message=message)
 
@@ -88,11 +88,11 @@ def _not_here(folder: Path, flag: str) -> Problem | None:
         for name in _classes(folder, file).values():
             parts = _CLASS.fullmatch(name)
             if parts is None:
-                where = f"{flag}: {file} of {folder} names code in another place ({name}), which is not fetched."
+                where = f"{flag}: {file} of {folder} refers to code in another place ({name}), which is not downloaded."
                 last = name.rpartition("--")[2].rpartition("/")[2]
                 return Problem(flags=(flag, FLAG), message=f"{where} Copy its file into the folder, and write {last} there.")
             if not (folder / f"{parts[1]}.py").is_file():
-                message = f"{flag}: {file} of {folder} names {parts[1]}.py, and it is not there. Copy it from where the model comes from."
+                message = f"{flag}: {file} of {folder} refers to {parts[1]}.py, which is missing. Copy it from the source of the model."
                 return Problem(flags=(flag, FLAG), message=message)
     return None
 

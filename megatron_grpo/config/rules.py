@@ -62,7 +62,7 @@ def _defaults() -> SimpleNamespace:
 
 
 def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
-    """Return the words of a problem for each of these settings that is not at its default: `name`, `value`, and `off` (the default).
+    """Return the message fields of a problem for each of these settings that is not at its default: `name`, `value`, and `off` (the default).
 
     Args:
         c: From `settings_of`.
@@ -73,7 +73,7 @@ def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
 
 
 def given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
-    """Return the words of a problem for each of these settings that was typed on the command line: `name` and `value`.
+    """Return the message fields of a problem for each of these settings that was typed on the command line: `name` and `value`.
 
     Configuration files do not count, because a file that a run has written contains every setting.
 

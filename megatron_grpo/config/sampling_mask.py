@@ -133,7 +133,7 @@ def _faults(c: SimpleNamespace) -> list[dict[str, Any]]:
 
 
 def _cut(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem if less than the whole vocabulary is sampled from."""
+    """Return the message fields of a problem if less than the whole vocabulary is sampled from."""
     if not is_cut(c.cfg.rollout):
         return None
     is_bounded = of_training(c.cfg.rollout) is not None

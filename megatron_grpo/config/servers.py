@@ -202,7 +202,7 @@ def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int)
 
 
 def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem for typed engine settings if the engine belongs to a server."""
+    """Return the message fields of a problem for typed engine settings if the engine belongs to a server."""
     engine = [name for name in OF_THE_ENGINE if name in c.cfg.typed and not (name == "vllm_max_model_len" and c.cfg.turns.has_agent)]
     settings = changed(c, *engine) if c.vllm_mode == "server" else []
     if not settings:
@@ -212,7 +212,7 @@ def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem for settings that name servers if no server samples."""
+    """Return the message fields of a problem for settings that name servers if no server samples."""
     named = [name for name in NAMES if getattr(c, name)] if c.vllm_mode != "server" else []
     return {"flags": " ".join(named), "named": " and ".join(named)} if named else None
 
@@ -238,7 +238,7 @@ def _wrong_teacher(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _both(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem for a server that is named both as rollout server and as teacher."""
+    """Return the message fields of a problem for a server that is named both as rollout server and as teacher."""
     teachers = teacher_addresses(c.cfg.grpo)
     both = [address for address in _known(c)[0] if address in teachers]
     return {"address": both[0]} if both else None

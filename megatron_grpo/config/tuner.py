@@ -44,7 +44,7 @@ def _unreadable(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
 
 
 def _listed(c: SimpleNamespace, names: Iterable[str]) -> dict[str, Any] | None:
-    """Return the words of one problem about several settings."""
+    """Return the message fields of one problem about several settings."""
     names = list(names)
     listed = ", ".join(f"{name} ({format_value(getattr(c, name))})" for name in names)
     words = ("these are", "them") if len(names) > 1 else ("this is", "it")
@@ -56,7 +56,7 @@ def _changed(c: SimpleNamespace, *names: str) -> list[str]:
 
 
 def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem for settings of LoRA that are changed, or typed with a value other than off."""
+    """Return the message fields of a problem for settings of LoRA that are changed, or typed with a value other than off."""
     names = [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_TOWER, *_OF_FULL)]
     by_hand = names if c.dialect else [setting["name"] for setting in given(c, *names)]
     typed = [name for name in by_hand if name in c.cfg.typed and getattr(c, name)]
@@ -64,7 +64,7 @@ def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _thawed(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem for weights excluded from freezing if nothing is frozen.
+    """Return the message fields of a problem for weights excluded from freezing if nothing is frozen.
 
     A vision tower is frozen by default.
     """

@@ -72,14 +72,14 @@ def _longest(cfg: Config) -> int:
 
 
 def _narrow(c: SimpleNamespace, names: Iterable[str] = DTYPES) -> dict[str, Any] | None:
-    """Return the words of a problem for dtypes that are not float32."""
+    """Return the message fields of a problem for dtypes that are not float32."""
     other = {name: getattr(c, name) for name in names if getattr(c, name) != "fp32"}
     settings = " and ".join(f"{name} {value}" for name, value in other.items())
     return {"told": settings, "other": " ".join(other), "fp32": dict.fromkeys(other, ["fp32"])} if other else None
 
 
 def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem if the engine's `max_model_len` is shorter than prompt and completion."""
+    """Return the message fields of a problem if the engine's `max_model_len` is shorter than prompt and completion."""
     if c.vllm_max_model_len is None or c.vllm_max_model_len >= c.longest:
         return None
     completion = longest_completion(c.cfg)
@@ -101,9 +101,9 @@ def _is_too_far_ahead(c: SimpleNamespace) -> bool:
 
 
 def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the words of a problem if the length is given in epochs of a streamed data set, whose rows are not counted.
+    """Return the message fields of a problem if the length is given in epochs of a streamed data set, whose rows are not counted.
 
-    The words include how many prompts a step trains, if the settings determine it.
+    The fields include how many prompts a step trains, if the settings determine it.
     """
     if not c.streaming or c.max_steps is not None:
         return None
@@ -123,7 +123,7 @@ def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
-    """Return the words of a problem for settings of a server typed on the command line. A file may describe both a run and its servers."""
+    """Return the message fields of a problem for settings of a server typed on the command line. A file may describe both a run and its servers."""
     return [{**s, "typed": c.cfg.typed[s["name"]]} for s in given(c, *vars(c.cfg.serve)) if s["name"] in c.cfg.typed]
 
 

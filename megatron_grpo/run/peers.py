@@ -149,14 +149,14 @@ class Peers:
         if why:
             return why
         if why == "":
-            return f"rank {self._rank} leaves: another rank has failed and says why."
+            return f"rank {self._rank} exits: another rank failed and reports the reason."
         if reason := who_is_silent():
             silent = ", ".join(f"rank {rank} (process {self.processes[rank].pid} on {self.processes[rank].host})" for rank in reason)
-            return f"{silent} does not answer, and a collective waited longer than it may (distributed_timeout_minutes): it is stopped, or \
-its machine is out of reach. The same command resumes from the last checkpoint."
+            return f"{silent} does not respond, and a collective exceeded distributed_timeout_minutes: the process is stopped, or its \
+machine is unreachable. The same command resumes from the last checkpoint."
         others = sorted({process.host for process in self.processes} - {self.processes[self._rank].host})
         if others:
-            error.add_note(f"All ranks of this machine live; look at {', '.join(others)}.")
+            error.add_note(f"All ranks of this machine are alive; check {', '.join(others)}.")
         return None
 
     def _deaths(self, has_spoken: Any) -> str:
@@ -164,10 +164,10 @@ its machine is out of reach. The same command resumes from the last checkpoint."
         deaths = []
         for rank, process in enumerate(self.processes):
             if rank != self._rank and process.machine == own.machine and (how := process.death()) and not has_spoken(rank):
-                deaths.append(f"rank {rank} {how} without a word (process {process.pid} on {process.host})")
+                deaths.append(f"rank {rank} {how} without an error message (process {process.pid} on {process.host})")
         if not deaths:
             return ""
-        return f"{'; '.join(deaths)}, and the run cannot go on. {_likely_cause()} The same command resumes from the last checkpoint."
+        return f"{'; '.join(deaths)}, and the run cannot continue. {_likely_cause()} The same command resumes from the last checkpoint."
 
 
 def _likely_cause() -> str:
@@ -177,4 +177,4 @@ def _likely_cause() -> str:
     """
     if Path(SHARED_MEMORY).is_dir() and (usage := shutil.disk_usage(SHARED_MEMORY)).free < 2**20:
         return f"Shared memory is full: {SHARED_MEMORY} has {usage.total / 2**20:.0f} MiB; give it more (docker run --shm-size 16g)."
-    return "The launcher's report names the signal; 9 that nobody sent is the kernel's, short of memory (dmesg says so)."
+    return "The launcher's report names the signal. The kernel sends signal 9 if memory runs out; dmesg shows it."

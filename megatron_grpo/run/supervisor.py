@@ -70,8 +70,8 @@ def supervised(command: Callable[[], int]) -> int:
     if status < 0:
         _die_of(-status, mask)
     if status == 0 and not _has_said_so(ended):
-        _print_error(f"{_who()} left with exit code 0 before its command had ended, so it exits with {EXIT_CRASH}. Something in it "
-             "called os._exit, a reward function perhaps, or replaced the process.")  # fmt: skip
+        _print_error(f"{_who()} ended with exit code 0 before its command was complete, so it exits with {EXIT_CRASH}. Code in it, such "
+             "as a reward function, called os._exit or replaced the process.")  # fmt: skip
         return EXIT_CRASH
     return status
 

@@ -41,7 +41,7 @@ def _absent(cfg: Config) -> Absent:
     yield "machine", "this machine's GPUs and memory, and whether output_dir can be written"
     yield "tokenizer", "the tokenizer (chat template, prompt lengths in tokens)"
     if cfg.rollout.vllm_mode == "server":
-        yield "servers", "the rollout servers (whether they answer, whose they are, how long their sequences may be)"
+        yield "servers", "the rollout servers (whether they respond, their owner, their maximum sequence length)"
     yield from _of_teacher(cfg)
     yield from _of_model(cfg)
     yield from _elsewhere(cfg)
@@ -61,7 +61,7 @@ def _absent(cfg: Config) -> Absent:
 def _of_teacher(cfg: Config) -> Absent:
     named = Path(cfg.grpo.teacher_model or "")
     if cfg.grpo.teacher_model_server:
-        yield "teacher", "the teacher's servers (whether they answer, and whether they have the model's vocabulary)"
+        yield "teacher", "the teacher's servers (whether they respond, and whether they have the model's vocabulary)"
     elif not cfg.grpo.teacher_model:
         return
     elif named.is_file() and named.suffix == ".json":
@@ -172,12 +172,12 @@ def validate_run(parsed: Parsed) -> Plan:
     absent = {flag: None for flag in ADAPTERS if flag in left_out}
     parsed = replace(parsed, config=parsed.config.with_values(absent))
     if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:
-        print(f"plan imports {', '.join(imports)}, and so runs what stands at the top of these files.", file=sys.stderr)
+        print(f"plan imports {', '.join(imports)}, which executes the top-level code of these files.", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # the file of a reward function may print when it is loaded, and stdout is for the plan
         made, inputs = _look_at(parsed, left_out, is_asked_to_train=False)
     close_rewards(inputs.rewards)
     if made.checked.shape is None and (model := parsed.config.model.model):
-        note = f"{model} is not on this machine, so that nobody looked at it: train says whether its architecture can be trained here."
+        note = f"{model} is not on this machine and was not checked; train reports whether its architecture is supported."
         made = replace(made, warnings=[note, *made.warnings])
     return replace(made, not_checked=tuple(left_out.values()))
 

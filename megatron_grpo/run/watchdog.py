@@ -39,7 +39,7 @@ PERIODS = 10  # minimum number of periods in a timeout
 SECONDS_TO_ANSWER = 15.0  # for live ranks to report after an alarm
 SECONDS_TO_LEAVE = 2.0
 
-_NO_VERDICT = f"{PREFIX}a rank hangs, and the one that was to say which has gone."
+_NO_VERDICT = f"{PREFIX}a rank hangs, and the rank that reports it has ended."
 
 # Modules of the innermost frames of a thread that waits for other ranks.
 _WAITING = ("torch.distributed.", "megatron.core.pipeline_parallel.p2p_communication", "megatron.core.distributed.")
@@ -358,7 +358,7 @@ class Watchdog:
         try:
             self.leaves_behind(f"a rank hangs (rank_heartbeat_timeout {self.timeout:g} s)")
         except Exception as error:  # noqa: BLE001 - the hanging rank must be named in any case
-            print(f"{PREFIX}rank {self.rank} could keep nothing of its step: {error}", file=sys.stderr, flush=True)
+            print(f"{PREFIX}rank {self.rank} could not save its step: {error}", file=sys.stderr, flush=True)
 
     def _my_account(self) -> RankReport:
         phases = activity.current()
@@ -424,7 +424,7 @@ class Watchdog:
             missing = [rank for rank in missing if rank not in accounts]
             time.sleep(0.1 if missing else 0.0)
         for rank in missing:
-            pulse, state = pulses[rank], "nobody on its machine answers"
+            pulse, state = pulses[rank], "no rank on its machine responds"
             accounts[rank] = RankReport(words=pulse.words, step=pulse.step, age=pulse.age, is_silent=True, state=state)
         return self._told(accounts)
 

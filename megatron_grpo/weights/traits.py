@@ -116,7 +116,7 @@ def qwen3_vl_moe(config: Config, common: Config) -> dict[str, Any]:
     """
     hidden, width = common["hidden_size"], config["moe_intermediate_size"]
     if hidden in (width, 2 * width):  # transformers reads both by their sizes
-        raise _wrong(f"hidden_size {hidden} with moe_intermediate_size {width}: files do not tell whether experts are transposed.")
+        raise _wrong(f"hidden_size {hidden} with moe_intermediate_size {width}: the files do not determine whether experts are transposed.")
     if config.get("norm_topk_prob", True) is not True:
         raise _wrong(f"norm_topk_prob is {config['norm_topk_prob']!r}, which transformers ignores. Use true.")
     return qwen3_moe({**config, "use_sliding_window": False, "norm_topk_prob": True}, common)

@@ -108,7 +108,7 @@ def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path
     ("argv", "said"),
     [
         (["--variant", "loss_type=gspo"], "loss_type cannot be 'gspo'"),
-        (["--variant", "advantage_estimator=rloo"], "decides which rows there are or what they are worth"),
+        (["--variant", "advantage_estimator=rloo"], "changes which rows are sampled or their rewards"),
         (["--variant", "global_batch_size=3"], "whole groups of 2 of the 8 rows"),
         (["--variant", "staleness=7"], "needs a checkpoint of the run that many steps later. Available: 1, 2, 3"),
         (["--variant", "vespo"], "needs name=value"),

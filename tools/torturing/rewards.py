@@ -30,8 +30,8 @@ REWARDS = {
     "calls sys.exit(0)": ("sys.exit(0)", "exit"),
     "calls os._exit(0)": ("os._exit(0)", "exit code 0"),
     "raises KeyboardInterrupt": ("raise KeyboardInterrupt", None),
-    "kills its process": ("os.kill(os.getpid(), signal.SIGKILL)", "without a word|Signal"),
-    "crashes the interpreter": ("import ctypes; ctypes.string_at(0)", "without a word|Signal"),
+    "kills its process": ("os.kill(os.getpid(), signal.SIGKILL)", "without an error message|Signal"),
+    "crashes the interpreter": ("import ctypes; ctypes.string_at(0)", "without an error message|Signal"),
     "recurses for ever": ("even.__globals__['f'] = lambda: f(); f()", "even"),
 }
 

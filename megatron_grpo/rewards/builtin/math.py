@@ -32,7 +32,7 @@ _LONGEST_BARE = 200  # characters; a longer text without an answer marker is not
 _MEMORY = 4 << 30  # bytes of address space: 10**(10**10) raises MemoryError instead of exhausting the machine
 _STARTUP = 120.0  # seconds for imports on a busy machine
 _MODULE = "megatron_grpo.rewards.builtin.math"  # this one, as the child runs it
-_SLOW = RowFailure(kind="slow", reason="took longer than its first look")  # never leaves this module
+_SLOW = RowFailure(kind="slow", reason="took longer than its first time limit")  # never leaves this module
 
 
 class Math:

@@ -187,7 +187,7 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
         return sampler
     if not hasattr(sampler, "play"):
         flag = "rollout_func" if inputs.rollout_func else cfg.turns.player
-        message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), and cannot draw turns. Leave {flag} out."
+        message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), so it cannot sample turns. Leave {flag} out."
         raise config_error(flag, message)
     engine = cast("TurnEngine", sampler)
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
@@ -257,7 +257,7 @@ def how_adapters_travel(
         return None
     on_gpu, obstacle = parallel.device.type == "cuda", None
     if not sampler_is_known:
-        obstacle = None if cfg.tuner.vllm_enable_lora else "this sampler was written elsewhere, and vllm_enable_lora true is not set"
+        obstacle = None if cfg.tuner.vllm_enable_lora else "the sampler is a custom one, and vllm_enable_lora true is not set"
     elif cfg.rollout.vllm_mode != "server":  # servers report their own capacity, and the trainer may have no vLLM installed
         from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 

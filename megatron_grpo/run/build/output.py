@@ -298,4 +298,4 @@ def where_they_part(cfg: Config) -> str:
     Args:
         cfg: Settings of the run.
     """
-    return f"To see at which operation they part: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"
+    return f"To find the operation where they diverge: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"

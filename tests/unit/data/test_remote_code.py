@@ -129,13 +129,13 @@ def test_a_configuration_that_nobody_else_has_is_refused_where_vllm_would_fail(m
 
 def test_code_that_is_in_another_repository_or_missing_is_said_and_nothing_is_fetched(model, mark):
     change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["somebody/else--tokenization_mine.Mine", None]})
-    with pytest.raises(ConfigError, match="names code in another place .somebody/else--tokenization_mine.Mine., which is not fetched. "
-                                          "Copy its file into the folder, and write tokenization_mine.Mine there."):  # fmt: skip
+    where = "refers to code in another place .somebody/else--tokenization_mine.Mine., which is not downloaded. "
+    with pytest.raises(ConfigError, match=where + "Copy its file into the folder, and write tokenization_mine.Mine there."):
         load_tokenizer(str(model), trust_remote_code=True)
     change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["/tmp/tokenization_mine.Mine", None]})
-    assert "names code in another place" in said(model, is_trusted=True)
+    assert "refers to code in another place" in said(model, is_trusted=True)
     change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_lost.Mine", None]})
-    assert "names tokenization_lost.py, and it is not there" in said(model, is_trusted=True)
+    assert "refers to tokenization_lost.py, which is missing" in said(model, is_trusted=True)
     assert not mark.exists()
 
 

@@ -84,7 +84,7 @@ print("done by", 42)
 ENDS = {
     "exit status": ("ask()\nprint('a')\nsys.exit('no such tool')", "error", "ended with exit status 1: no such tool"),
     "signal": ("ask()\nos.kill(os.getpid(), 11)", "error", "SIGSEGV"),
-    "asks nothing": ("pass", "error", "asked nothing"),
+    "asks nothing": ("pass", "error", "sent no request"),
     "exception": ("ask()\n1 / 0", "error", "ZeroDivisionError: division by zero"),
     "output": ("ask()\nwhile True: print('x' * 100_000)", "error", "more than 1 MiB of output"),
 }

@@ -70,7 +70,7 @@ def test_torchrun_takes_the_rank_that_spoke_for_the_root_cause(tmp_path):
         (RunInterruptedError("stopped after step 3"), 3, "megatron-grpo: stopped after step 3"),
         (RewardError("f failed on row 2"), 1, "megatron-grpo: a reward function failed, and the run ends.\nf failed on row 2"),
         (RunError("rank 1 died"), 1, "megatron-grpo: rank 1 died"),
-        (SystemExit(0), 1, "sys.exit(0) before the run was done"),
+        (SystemExit(0), 1, "sys.exit(0) before the run was complete"),
     ],
 )
 def test_exit_codes(capsys, error, code, said):
@@ -100,7 +100,7 @@ def test_a_bug_keeps_its_traceback_and_torchrun_gets_it(tmp_path, monkeypatch, c
         (OSError(errno.EACCES, "Permission denied", "/x"), "/x cannot be written or read: Permission denied"),
         (OSError(errno.EMFILE, "Too many open files"), "Run `ulimit -n"),
         (RuntimeError("pipe failed: Too many open files"), "Run `ulimit -n"),
-        (FileExistsError(errno.EEXIST, "File exists", "/x/hf"), "/x/hf is in the way"),
+        (FileExistsError(errno.EEXIST, "File exists", "/x/hf"), "/x/hf cannot be used"),
         (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/nccl-1"), "docker run --shm-size"),
         (MemoryError(), "no memory, or no thread, is left for this process: it holds "),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."), "MiB of the machine are free"),

@@ -60,9 +60,7 @@ def test_five_answers_in_a_terminal_become_files_that_plan_and_dry_run_take(tmp_
 def test_without_a_terminal_it_takes_the_defaults_and_says_so(tmp_path, with_project):
     ended = subprocess.run(INIT, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert (
-        "No terminal to ask in, so these are the defaults: model Qwen/Qwen3-0.6B, data data.jsonl, reward reward.py:correct" in ended.stdout
-    )
+    assert "Without a terminal, the defaults are used: model Qwen/Qwen3-0.6B, data data.jsonl, reward reward.py:correct" in ended.stdout
     assert "16  optimizer steps" in ended.stdout and "Next: `megatron-grpo dry-run --config config.yaml`" in ended.stdout
     again = subprocess.run(INIT, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert again.returncode == 2 and "init does not overwrite config.yaml, reward.py, run.sh" in again.stderr

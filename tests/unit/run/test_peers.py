@@ -45,9 +45,9 @@ def test_a_killed_rank_is_named_with_its_signal_until_its_launcher_has_taken_it(
     child.kill()
     while peers.why_doomed() is None:
         time.sleep(0.01)
-    assert f"rank 1 died (signal 9, SIGKILL) without a word (process {child.pid} " in peers.why_doomed()
+    assert f"rank 1 died (signal 9, SIGKILL) without an error message (process {child.pid} " in peers.why_doomed()
     child.wait()
-    assert f"rank 1 died without a word (process {child.pid} " in peers.explain(GLOO)
+    assert f"rank 1 died without an error message (process {child.pid} " in peers.explain(GLOO)
 
 
 def test_a_rank_that_was_done_before_it_left_is_no_death(job):
@@ -63,7 +63,7 @@ def test_a_rank_that_says_itself_why_it_failed_is_not_explained_again(job):
     peers, _ = job
     Peers(peers._store, rank=1, processes=peers.processes).report_failure()
     assert peers.why_doomed() == ""
-    assert "another rank has failed and says why" in peers.explain(GLOO)
+    assert "another rank failed and reports the reason" in peers.explain(GLOO)
 
 
 def test_a_rank_that_said_why_it_failed_and_left_has_not_died_without_a_word(job):

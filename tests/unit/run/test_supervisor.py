@@ -61,7 +61,7 @@ def test_modules_are_not_destroyed_at_the_end():
 def test_leaving_early_with_0_is_exit_code_1(how):
     code, _, said = end(start(f"{how}\nreturn 0"))
     assert code == 1
-    assert said.startswith("megatron-grpo: the process left with exit code 0 before its command had ended, so it exits with 1.")
+    assert said.startswith("megatron-grpo: the process ended with exit code 0 before its command was complete, so it exits with 1.")
 
 
 def test_a_process_that_is_left_behind_holds_nothing_up():

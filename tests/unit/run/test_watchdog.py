@@ -134,7 +134,7 @@ def test_what_is_said_names_rank_host_step_phase_and_place():
 
 
 def test_of_16384_ranks_few_are_named():
-    accounts = {rank: account(is_silent=True, waits="", state="nobody on its machine answers") for rank in range(16384)}
+    accounts = {rank: account(is_silent=True, waits="", state="no rank on its machine responds") for rank in range(16384)}
     text = verdict(accounts, dict.fromkeys(range(16384), "host"), 300.0)
     assert len(text) < 2000 and "So do 16376 more ranks: 8, 9," in text
 
