@@ -246,8 +246,8 @@ def report(argv: list[str]) -> int:
 def init(argv: list[str]) -> int:
     """Write the files of a first run, and plan it: config.yaml, reward.py and run.sh.
 
-    Asks five questions: model, data, reward, number of GPUs and memory of one. Without a terminal it takes the defaults. Writes into the
-    current directory, or into the one that is named.
+    Asks five questions: model, data, reward, number of GPUs and memory per GPU. Without a terminal it uses the defaults. Writes into
+    DIRECTORY, or else into the current directory.
     """
     from megatron_grpo.run.init import run_init
 

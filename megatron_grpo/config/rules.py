@@ -62,7 +62,7 @@ def _defaults() -> SimpleNamespace:
 
 
 def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
-    """Return the message fields of a problem for each of these settings that is not at its default: `name`, `value`, and `off` (the default).
+    """Return the message fields of a problem for each setting that is not at its default: `name`, `value`, and `off` (the default).
 
     Args:
         c: From `settings_of`.

@@ -89,7 +89,7 @@ def print_help(command: str, function: Callable, topics: Sequence[str] = ()) -> 
         if of_map is None:
             lines += _entry(setting)
         elif keys()[of_map][0] == setting.name:
-            text = f"{MAPS[of_map][0]}: {', '.join(keys()[of_map])}. Also each by itself: --{setting.name} ..."
+            text = f"{MAPS[of_map][0]}: {', '.join(keys()[of_map])}. Each is also a setting: --{setting.name} ..."
             lines += [f"  --{of_map} KEY=VALUE ...", *_wrapped(text)]
     lines += ["", f"Sections, each explained by `megatron-grpo {command} --help SECTION`:", ""]
     lines += [f"  {name:<12}{title}" for name, title in _titles().items()]

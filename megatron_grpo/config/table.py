@@ -19,17 +19,17 @@ from megatron_grpo.config.field import Setting
 # Groups of rarely used settings, each under one name that `--help` lists once: (topic, prefixes of the names of its keys). A key is a
 # setting like any other, with its own flag.
 MAPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "recompute_kwargs": ("activation recompute: layers and modules", ("recompute_method",
+    "recompute_kwargs": ("layers and modules of activation recompute", ("recompute_method",
                          "recompute_num_", "recompute_modules", "vit_gradient_")),
-    "lora_kwargs": ("LoRA beyond rank, alpha and targets", ("lora_dropout", "use_rslora", "lora_dtype", "target_regex", "exclude_modules",
+    "lora_kwargs": ("further settings of LoRA", ("lora_dropout", "use_rslora", "lora_dtype", "target_regex", "exclude_modules",
                                                             "rank_pattern", "alpha_pattern")),
     "freeze_kwargs": ("frozen weights with tuner_type full", ("freeze_", "trainable_")),
     "pipeline_kwargs": ("uneven pipeline stages", ("decoder_", "account_for_", "pipeline_model_parallel_layout", "microbatch_group_")),
     "kernel_kwargs": ("kernels and communication of Megatron-Core", ("cp_comm_", "moe_permute_", "moe_shared_", "moe_enable_")),
-    "image_kwargs": ("pictures", ("data_root", "max_pixels", "min_pixels", "limit_images")),
+    "image_kwargs": ("images", ("data_root", "max_pixels", "min_pixels", "limit_images")),
     "server_kwargs": ("connection to servers", ("vllm_server_port", "vllm_server_timeout", "vllm_server_ca", "vllm_server_token_")),
-    "turn_kwargs": ("episodes beyond max_turns", ("turn_", "environment_timeout", "max_environment_", "max_failed_", "tool_call_")),
-    "agent_kwargs": ("agents beyond their function or program", ("agent_verdict", "agent_columns", "agent_env", "agent_timeout",
+    "turn_kwargs": ("further settings of episodes", ("turn_", "environment_timeout", "max_environment_", "max_failed_", "tool_call_")),
+    "agent_kwargs": ("columns and limits of agents", ("agent_verdict", "agent_columns", "agent_env", "agent_timeout",
                                                                  "agent_memory_", "max_agent")),
     "reward_kwargs": ("options of built-in rewards", ("accuracy_", "length_target", "cosine_", "repetition_", "code_", "reward_model",
                                                             "llm_judge_", "reward_concurrency")),

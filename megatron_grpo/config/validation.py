@@ -123,7 +123,7 @@ def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
-    """Return the message fields of a problem for settings of a server typed on the command line. A file may describe both a run and its servers."""
+    """Return the message fields of a problem for server settings on the command line. A file may describe a run and its servers."""
     return [{**s, "typed": c.cfg.typed[s["name"]]} for s in given(c, *vars(c.cfg.serve)) if s["name"] in c.cfg.typed]
 
 
