@@ -84,7 +84,7 @@ def print_report(plan: Plan, *, file: TextIO | None = None, is_short: bool = Fal
     if plan.not_checked:
         _print(console, (f"Not checked: {'; '.join(plan.not_checked)}.", "dim"))
     if plan.warnings:
-        console.rule("[bold]worth knowing", align="left", style="dim")
+        console.rule("[bold]warnings and notes", align="left", style="dim")
         _print(
             console,
             *((f"• {warning}", "" if warning.startswith(("Note", "Your", "What differs")) else "yellow") for warning in plan.warnings),
@@ -110,7 +110,7 @@ def _sections(plan: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, 
     sizes, cfg = plan.checked.sizes, plan.checked.config
     yield "sizes", _sizes(plan)
     if not is_short:
-        yield "timetable", [*draw(plan.schedule, cfg.plan.plan_rollouts, width=width), *((line, "dim") for line in legend(sizes))]
+        yield "training schedule", [*draw(plan.schedule, cfg.plan.plan_rollouts, width=width), *((line, "dim") for line in legend(sizes))]
         if plan.memory:
             yield "memory of one rank", _memory(plan.memory, plan.cost or {})
         if plan.images:
@@ -226,7 +226,9 @@ def _stages(memory: dict[str, Any]) -> Line:
             out.add_row(name, *(gigabytes(stage[f"{name}_bytes"]) for stage in stages))
     for phase in stages[0]["phases"]:
         peaks = (gigabytes(stage["phases"][phase]) for stage in stages)
-        out.add_row(f"peak: {phase.replace('_', ' ')}", *peaks, style="bold" if phase == memory["peak_phase"] else "")
+        out.add_row(
+            f"peak: {phase.replace('push', 'sync').replace('_', ' ')}", *peaks, style="bold" if phase == memory["peak_phase"] else ""
+        )
     return out
 
 

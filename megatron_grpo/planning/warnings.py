@@ -177,7 +177,7 @@ def _peak(c: SimpleNamespace) -> dict[str, Any] | None:
 def _ways_to_fit(c: SimpleNamespace) -> list[dict[str, Any]]:
     return [
         {"changes": ", ".join(f"{name} {str(value).lower()}" for name, value in way["settings"].items()),
-         "peak": way["peak_bytes"] / 1e9, "phase": way["peak_phase"].replace("_", " ")}
+         "peak": way["peak_bytes"] / 1e9, "phase": way["peak_phase"].replace("push", "sync").replace("_", " ")}
         for way in (c.memory["would_fit"] if _peak(c) else ())
     ]  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_a_tokenizer_of_its_own_is_refused_and_its_code_does_not_run(model, mark
     [problem] = caught.value.problems
     assert problem.message == (
         f"model: the tokenizer of {model} is custom code (tokenization_mine.py, configuration_mine.py and helper_of_mine.py), which is "
-        "not run. Read them; if you trust them, give trust_remote_code true."
+        "not run. Read them; if you trust them, use trust_remote_code true."
     )
     assert not mark.exists()
 

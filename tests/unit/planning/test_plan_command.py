@@ -402,7 +402,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_a_plan(monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["plan", "--run_name", "Z\u00fcrich"]) == 0
     stream.flush()
-    assert b"timetable" in stream.buffer.getvalue()
+    assert b"training schedule" in stream.buffer.getvalue()
 
 
 @pytest.mark.parametrize("flag", ["model", "dataset", "output_dir", "lengths", "resume", "png", "reward_funcs"])

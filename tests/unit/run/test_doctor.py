@@ -105,7 +105,7 @@ def test_a_tiny_run_works_here_and_says_why_where_it_does_not(tmp_path):
     assert check.status == "fails" and f"output_dir ({tmp_path}/output) is a file" in check.found, check
     (tmp_path / "output").unlink()
     check = doctor.try_a_run(tmp_path, set())
-    assert check.status == "ok" and "one step of a tiny model is trained (gradient norm " in check.found, check
+    assert check.status == "ok" and "one step of a tiny model was trained (gradient norm " in check.found, check
 
 
 def test_it_takes_no_settings():

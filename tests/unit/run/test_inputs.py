@@ -235,7 +235,7 @@ def test_plan_says_what_it_imports_before_it_does(good, tmp_path, capfd):
     file = write(tmp_path / "loud.py", "import sys\nprint('loud', file=sys.stderr)\ndef f(completions): return [0.0] * len(completions)\n")
     validate_run(parsed(good | {"reward_funcs": f"{file}:f"}))
     told = capfd.readouterr().err
-    assert told.index(f"plan imports {file}:f, and so runs") < told.index("loud\n")
+    assert told.index(f"plan imports {file}:f, which executes") < told.index("loud\n")
     validate_run(parsed(good | {"reward_funcs": "math"}))
     assert "imports" not in capfd.readouterr().err
 

@@ -81,7 +81,7 @@ def test_code_in_the_models_folder_runs_in_an_engine_that_was_told_so(home, mode
     told |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
     (own / "tokenizer_config.json").write_text(json.dumps(told))
     assert problems("--model", str(own)) == [
-        f"model: the tokenizer of {own} is custom code (mine.py), which is not run. Read it; if you trust it, give trust_remote_code true."
+        f"model: the tokenizer of {own} is custom code (mine.py), which is not run. Read it; if you trust it, use trust_remote_code true."
     ]
     trusts = [_options(check_serving(parse(["--model", str(path), *words])), None, on_gpu=False)["trust_remote_code"]
               for path, words in ((model, []), (own, ["--trust_remote_code", "true"]))]  # fmt: skip
