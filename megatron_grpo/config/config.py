@@ -199,7 +199,7 @@ class DataConfig:
         "pixels of an image below which it is scaled up (default: the variable MIN_PIXELS, else the model's own limit)",
         unit="pixels", at_least=1)
     limit_images: int | None = free(None,
-        "limit of images per prompt (default: the largest number in the data)", unit="pictures", at_least=1)
+        "limit of images per prompt (default: the largest number in the data)", unit="images", at_least=1)
 
     @property
     def template_options(self) -> dict[str, Any]:
