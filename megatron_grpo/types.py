@@ -424,7 +424,7 @@ class ScoredGroup:
 
     Args:
         group: The prompt and its completions.
-        rewards: [num_generations][num_reward_funcs], `None` where a function does not apply to a completion.
+        rewards: [num_generations, num_reward_funcs], `None` where a function does not apply to a completion.
     """
 
     group: Group
@@ -438,7 +438,7 @@ class GroupMetadata:
     prompt_number: int
     version: int
     prefix: int
-    rewards: tuple[tuple[float | None, ...], ...]  # [G][num_reward_funcs]
+    rewards: tuple[tuple[float | None, ...], ...]  # [G, num_reward_funcs]
     contexts: tuple[tuple[int, ...], ...]  # [G]: tokens of each context
     num_sampled: tuple[int, ...]  # [G]: sampled tokens
     is_truncated: tuple[bool, ...]  # [G]: stopped by the length limit
@@ -801,7 +801,7 @@ class GlobalBatch:
     by_token: Mapping[str, float] = field(default_factory=dict)  # metrics of staleness by token, if a sequence has several versions
 
     def rows_by_micro_batch(self) -> list[list[list[list[int]]]]:
-        """Return [rollout, row] of the rows of the whole step: [micro-batch][data-parallel rank][row]."""
+        """Return (rollout, row) of the rows of the whole step, indexed by micro-batch, data-parallel rank and row."""
         parts = iter(np.split(self.placed, np.cumsum(self.counts.ravel())[:-1]))
         by_rank = [[next(parts).tolist() for _ in of_rank] for of_rank in self.counts]
         return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]

@@ -50,7 +50,7 @@ def pack(
     balance_length: float = math.inf,
     costs: np.ndarray | None = None,
 ) -> PackedRows:
-    """Pack rows into micro-batches: [data-parallel rank][micro-batch] -> rows, every row exactly once.
+    """Pack rows into micro-batches, every row exactly once. The result is indexed by data-parallel rank, then micro-batch.
 
     Every rank gets the same number of micro-batches, and the n-th of each rank cost about the same, since ranks wait for each other there.
 

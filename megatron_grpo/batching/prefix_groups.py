@@ -297,7 +297,7 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
         multiple: The number of micro-batches on a rank is a multiple of it.
 
     Returns:
-        [data-parallel rank][micro-batch] -> rows.
+        Rows of each micro-batch, indexed by data-parallel rank, then micro-batch.
 
     Raises:
         ValueError: There are fewer rows than micro-batches.
@@ -322,7 +322,7 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
 
 
 def _pack_pieces(rows: RowColumns, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, PackedRows]:
-    """Return (piece of each row, [rank][micro-batch] -> pieces).
+    """Return (piece of each row, pieces of each micro-batch, indexed by rank, then micro-batch).
 
     While there are too few pieces, the costliest are split in two, half of the missing number at a time.
     """

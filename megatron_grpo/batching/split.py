@@ -109,7 +109,7 @@ class Partition(Sequence[list[MicroBatchSpec]]):
 
 
 def partition(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartitioner) -> Partition:
-    """Partition rows into micro-batches: [data-parallel rank][micro-batch], every row exactly once.
+    """Partition rows into micro-batches, every row exactly once. The result is indexed by data-parallel rank, then micro-batch.
 
     Every rank gets the same number of micro-batches, a multiple of `cut.multiple`. Without a token budget, rows follow the training
     schedule: slices in order, each distributed in rank order. Rows that do not fill all micro-batches are spread evenly over as few as

@@ -28,7 +28,7 @@ def counted_layers(parallel: ParallelConfig, num_layers: int) -> int:
 
 
 def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
-    """Return the layers of each model chunk of each stage, [chunk][stage].
+    """Return the layers of each model chunk of each stage, [chunk, stage].
 
     Where they do not divide evenly, which validation rejects, the counts are lower bounds.
 

@@ -129,8 +129,8 @@ class AgentPlayer(RequestingPlayer):
         episodes = list(self.episodes.values())
         turns, unread = (sum(len(one.session.turns) for one in episodes), sum(one.session.num_unread for one in episodes))
         if unread > turns * MOST_UNREAD:
-            found.append(f"Agents did not read more than {MOST_UNREAD:.0%} of their turns, and those are not trained. If an agent gives up "
-                         "waiting for long answers, long answers are never punished (metric agent/unread).")  # fmt: skip
+            found.append(f"Agents did not read more than {MOST_UNREAD:.0%} of their turns, and those are not trained. If an agent stops "
+                         "waiting for long answers, long answers get no reward (metric agent/unread).")  # fmt: skip
         if sum(one.finish_reason == "max_seconds" for one in episodes) > len(episodes) / 2:
             found.append("More than half of the agents of a rollout reached agent_timeout; raise it, or lower max_turns.")
         return found
@@ -218,11 +218,11 @@ class AgentPlayer(RequestingPlayer):
         seconds = f"within {self.stage.timeout:g} s"
         ends = [  # (whether, reason, fault); the first that applies
             (isinstance(error, InvalidReplyError), "nonsense", str(error)),
-            (is_late and not has_turns, "timeout", f"the agent has asked nothing {seconds}"),
+            (is_late and not has_turns, "timeout", f"the agent sent no request {seconds}"),
             (is_late and lacks_reward, "timeout", f"the agent has returned no reward {seconds}"),
             (is_late, limit or "max_seconds", ""),
             (error is not None and (not limit or lacks_reward), "error", f"the agent {what}"),
-            (not has_turns, "error", "the agent asked nothing"),
+            (not has_turns, "error", "the agent sent no request"),
             (lacks_reward, "nonsense", "the agent returned no reward; expected a finite number, or a dict with reward"),
             (True, limit or "done", ""),
         ]

@@ -15,7 +15,7 @@ from megatron_grpo.config.config import GrpoConfig
 
 # Added to a std before dividing by it, as TRL and Megatron-SWIFT do.
 STD_EPSILON = 1e-4
-Rewards = Sequence[Sequence["float | None"]]  # rewards of one group: [G][num_reward_funcs]
+Rewards = Sequence[Sequence["float | None"]]  # rewards of one group: [G, num_reward_funcs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +51,7 @@ def advantages(
     """Compute the advantages of one rollout.
 
     Args:
-        rewards: Rewards of each group, [G][num_reward_funcs], `None` where a function does not apply. All groups must have the same number
+        rewards: Rewards of each group, [G, num_reward_funcs], `None` where a function does not apply. All groups must have the same number
             of completions.
         cfg: The GRPO settings; they select the estimator and its scale.
         reward_weights: One weight per reward function.
@@ -117,7 +117,7 @@ def rewards_per_func(rewards: Sequence[Rewards], num_reward_funcs: int) -> np.nd
     """Convert rewards to an array.
 
     Args:
-        rewards: [num_groups][G][num_reward_funcs], `None` where a function does not apply.
+        rewards: [num_groups, G, num_reward_funcs], `None` where a function does not apply.
         num_reward_funcs: Number of reward functions.
 
     Returns:

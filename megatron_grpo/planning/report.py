@@ -225,10 +225,8 @@ def _stages(memory: dict[str, Any]) -> Line:
         if any(stage[f"{name}_bytes"] for stage in stages):
             out.add_row(name, *(gigabytes(stage[f"{name}_bytes"]) for stage in stages))
     for phase in stages[0]["phases"]:
-        peaks = (gigabytes(stage["phases"][phase]) for stage in stages)
-        out.add_row(
-            f"peak: {phase.replace('push', 'sync').replace('_', ' ')}", *peaks, style="bold" if phase == memory["peak_phase"] else ""
-        )
+        name, peaks = phase.replace("push", "sync").replace("_", " "), (gigabytes(stage["phases"][phase]) for stage in stages)
+        out.add_row(f"peak: {name}", *peaks, style="bold" if phase == memory["peak_phase"] else "")
     return out
 
 

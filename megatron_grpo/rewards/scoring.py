@@ -38,7 +38,7 @@ class RewardScores:
     """Scores of one batch.
 
     Args:
-        rows: Scores, [completions][functions].
+        rows: Scores, [completions, functions].
         notices: Failures that became None, and side effects.
     """
 

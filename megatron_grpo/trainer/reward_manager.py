@@ -79,7 +79,7 @@ class RewardManager:
         """Warn once about a function that has returned no value, or a single value, since the run began.
 
         Args:
-            rows: [completions][functions], scores of all that was sampled together; the same on every rank.
+            rows: [completions, functions], scores of all that was sampled together; the same on every rank.
         """
         for function, scores in zip(self.functions, zip(*rows)):
             sentence = function.watch.take(scores)
