@@ -156,18 +156,20 @@ def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool 
     problems = []
     for rule in broken:
         flags = list(dict.fromkeys(flag for flag in rule.flags if flag in inputs.values or flag == "sequence_parallel"))
-        typed = [flag for flag in flags if flag in inputs.typed or cfg.sources.get(flag, "default") != "default"]
-        blamed = typed or [flag for flag in flags if flag in SIZES or flag in inputs.typed] or flags
-        near = {}
+        typed_flags = [flag for flag in flags if flag in inputs.typed or cfg.sources.get(flag, "default") != "default"]
+        blamed = typed_flags or [flag for flag in flags if flag in SIZES or flag in inputs.typed] or flags
+        nearest_values = {}
         if others_pass and not unreadable:
-            near = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and _changeable(flag, cfg)}
-        offered = {names[flag]: values for flag, values in near.items() if values and flag in blamed}
-        rest = {names[flag]: values for flag, values in near.items() if values and flag not in blamed and flag in SIZES}
+            nearest_values = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and _changeable(flag, cfg)}
+        proposals = {names[flag]: values for flag, values in nearest_values.items() if values and flag in blamed}
+        other_proposals = {
+            names[flag]: values for flag, values in nearest_values.items() if values and flag not in blamed and flag in SIZES
+        }
         problems.append(
             Problem(
                 flags=tuple(names.get(flag, flag) for flag in blamed),
-                nearest=offered,
-                message=_sentence(rule.text(), offered or rest),
+                nearest=proposals,
+                message=_sentence(rule.text(), proposals or other_proposals),
             )
         )
     return problems
@@ -177,10 +179,10 @@ def _changeable(flag: str, cfg: Config) -> bool:
     return not (flag == WORLD and cfg.sources.get(WORLD) == "launcher")
 
 
-def _sentence(core: str, near: Mapping[str, Sequence[int]]) -> str:
-    if not near:
+def _sentence(core: str, proposals: Mapping[str, Sequence[int]]) -> str:
+    if not proposals:
         return f"{core}."
-    ways = [f"{flag} {' or '.join(map(str, values))}" for flag, values in near.items()]
+    ways = [f"{flag} {' or '.join(map(str, values))}" for flag, values in proposals.items()]
     return f"{core}. Use {', or '.join(ways)}."
 
 
@@ -214,15 +216,15 @@ def broken_rules(inputs: TypedSizes) -> list[SizeRule]:
     Args:
         inputs: The typed sizes.
     """
-    below = [rule for rule in lower_bounds(inputs) if rule.broken]
-    too_small = {flag for rule in below for flag in rule.flags}
+    violated = [rule for rule in lower_bounds(inputs) if rule.broken]
+    too_small = {flag for rule in violated for flag in rule.flags}
     for flag in too_small:
         inputs = inputs.with_value(flag, minimum(inputs, flag))
     broken: dict[str, SizeRule] = {}
     for rule in rules(inputs):
         if rule.broken and not any(key in broken for key in rule.after):
             broken[rule.key] = rule
-    return below + [rule for rule in broken.values() if not too_small & set(rule.flags)]
+    return violated + [rule for rule in broken.values() if not too_small & set(rule.flags)]
 
 
 def nearest(inputs: TypedSizes, flag: str) -> list[int]:
@@ -239,16 +241,16 @@ def nearest(inputs: TypedSizes, flag: str) -> list[int]:
     step, bound = _sieve(inputs, flag)
     if bound is not None:
         divisors = sorted(d * step for d in _divisors(bound // step)) if bound % step == 0 else []
-        below: Iterator[int] = (d for d in reversed(divisors) if least <= d < present)
-        above: Iterator[int] = (d for d in divisors if d > present and d >= least)
+        lower: Iterator[int] = (d for d in reversed(divisors) if least <= d < present)
+        higher: Iterator[int] = (d for d in divisors if d > present and d >= least)
     else:
         first = max(present + 1, least)
-        below = iter(range((present - 1) // step * step, least - 1, -step)) if present > least else iter(())
-        above = iter(range(-(-first // step) * step, first + step * (MOST_CANDIDATES + 1), step))
-    found: list[int] = []
-    for side in (below, above):
-        found += islice((v for v in islice(side, MOST_CANDIDATES) if not broken_rules(inputs.with_value(flag, v))), 1)
-    return found
+        lower = iter(range((present - 1) // step * step, least - 1, -step)) if present > least else iter(())
+        higher = iter(range(-(-first // step) * step, first + step * (MOST_CANDIDATES + 1), step))
+    result: list[int] = []
+    for side in (lower, higher):
+        result += islice((v for v in islice(side, MOST_CANDIDATES) if not broken_rules(inputs.with_value(flag, v))), 1)
+    return result
 
 
 def _sieve(inputs: TypedSizes, flag: str) -> tuple[int, int | None]:
@@ -256,10 +258,10 @@ def _sieve(inputs: TypedSizes, flag: str) -> tuple[int, int | None]:
 
     Both sides of a rule are products of flags, so a flag enters each side linearly or not at all; two evaluations tell which.
     """
-    one, two = ({rule.key: rule for rule in rules(inputs.with_value(flag, value))} for value in (1, 2))
+    rules_at_1, rules_at_2 = ({rule.key: rule for rule in rules(inputs.with_value(flag, value))} for value in (1, 2))
     step, bound = 1, None
-    for key in one.keys() & two.keys():
-        a, b = one[key], two[key]
+    for key in rules_at_1.keys() & rules_at_2.keys():
+        a, b = rules_at_1[key], rules_at_2[key]
         if not a.holds and (flag not in a.flags or a.needs_removal):
             return 1, 0  # broken, and not by the value of this flag
         sides = [(*a.ratio, *b.ratio), *([(*a.ratio[::-1], *b.ratio[::-1])] if a.equal else [])]

@@ -62,7 +62,7 @@ def images_in(sequence: Sequence, first: int, end: int) -> PlacedImages:
         first: First token of the context.
         end: End of the context, exclusive.
     """
-    return tuple((place - first, image) for place, image in sequence.images if first <= place < end)
+    return tuple((position - first, image) for position, image in sequence.images if first <= position < end)
 
 
 def positions(length: int, images: PlacedImages) -> np.ndarray:
@@ -74,15 +74,15 @@ def positions(length: int, images: PlacedImages) -> np.ndarray:
         length: Tokens of the context.
         images: Images of the context, by their index in it.
     """
-    found, behind = np.tile(np.arange(length), (3, 1)), 0
-    for place, image in images:
+    result, offset = np.tile(np.arange(length), (3, 1)), 0
+    for start, image in images:
         rows, columns = grid_of(image)
-        end = min(place + rows * columns, length)
-        row, column = np.divmod(np.arange(end - place), columns)
-        found[:, place:end] = place + behind + np.stack([np.zeros_like(row), row, column])
-        behind += max(rows, columns) - rows * columns
-        found[:, end:] = np.arange(end, length) + behind
-    return found
+        end = min(start + rows * columns, length)
+        row, column = np.divmod(np.arange(end - start), columns)
+        result[:, start:end] = start + offset + np.stack([np.zeros_like(row), row, column])
+        offset += max(rows, columns) - rows * columns
+        result[:, end:] = np.arange(end, length) + offset
+    return result
 
 
 def image_tokens(
@@ -96,18 +96,18 @@ def image_tokens(
         in_stream: Maps a context and indices of its tokens, int64 [n], to indices in the stream.
     """
     images: dict[str, tuple[int, Image]] = {}  # by key: its first token among those of all
-    at, token, total = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+    positions, token, total = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
     for context in contexts:
-        for place, image in images_in(sequences[context.row], context.first, context.end):
+        for start, image in images_in(sequences[context.row], context.first, context.end):
             count = num_tokens(image)
             if image.key not in images:
                 images[image.key] = total, image
                 total += count
-            here = np.arange(min(count, context.num_computed - place))
-            at.append(in_stream(context, place + here))
-            token.append(images[image.key][0] + here)
-    places, first = np.unique(np.concatenate(at), return_index=True)
-    return StreamImages(tuple(image for _, image in images.values()), places, np.concatenate(token)[first])
+            local = np.arange(min(count, context.num_computed - start))
+            positions.append(in_stream(context, start + local))
+            token.append(images[image.key][0] + local)
+    unique_positions, first = np.unique(np.concatenate(positions), return_index=True)
+    return StreamImages(tuple(image for _, image in images.values()), unique_positions, np.concatenate(token)[first])
 
 
 class _Tree(NamedTuple):
@@ -144,19 +144,19 @@ class _Stream:
         self.positions: list[np.ndarray] = []
         self.num_references: list[np.ndarray] = []
 
-    def lay(self, tokens: np.ndarray, at: np.ndarray, *, copies: int, parent: int = -1) -> int:
+    def lay(self, tokens: np.ndarray, token_positions: np.ndarray, *, copies: int, parent: int = -1) -> int:
         """Append a segment and return where its tokens begin. Without tokens there is no segment.
 
         Args:
             tokens: Token IDs, int64 [n].
-            at: Their positions, int64 [n] or [3, n].
+            token_positions: Their positions, int64 [n] or [3, n].
             copies: Contexts that they belong to.
             parent: Segment of the shared prefix that they continue; -1 if there is none.
         """
         begin, length = self.length, len(tokens)
         padded = self.alignment.of_segment(length)
         if padded:
-            self._add(Segment(start=begin, end=begin + padded, parent=parent, length=length), tokens, at, copies)
+            self._add(Segment(start=begin, end=begin + padded, parent=parent, length=length), tokens, token_positions, copies)
         return begin
 
     def positions_of(self, length: int, images: PlacedImages) -> np.ndarray:
@@ -168,13 +168,17 @@ class _Stream:
         if self.length < total:
             self._add(Segment(start=self.length, end=total, length=0), np.zeros(0, dtype=np.int64), self.positions_of(0, ()), 0)
 
-    def _add(self, segment: Segment, tokens: np.ndarray, at: np.ndarray, copies: int) -> None:
+    def _add(self, segment: Segment, tokens: np.ndarray, token_positions: np.ndarray, copies: int) -> None:
         size = segment.end - segment.start
         padding = (0, size - segment.length)
         self.segments.append(segment)
         self.tokens.append(np.pad(tokens, padding))
-        behind = at[..., -1:] + np.arange(1, padding[1] + 1) if segment.length else np.broadcast_to(np.arange(size), (*at.shape[:-1], size))
-        self.positions.append(np.concatenate([at, behind], axis=-1))
+        padding_positions = (
+            token_positions[..., -1:] + np.arange(1, padding[1] + 1)
+            if segment.length
+            else np.broadcast_to(np.arange(size), (*token_positions.shape[:-1], size))
+        )
+        self.positions.append(np.concatenate([token_positions, padding_positions], axis=-1))
         self.num_references.append(np.pad(np.full(segment.length, copies), padding))
         self.length = segment.end
 
@@ -204,18 +208,18 @@ def collate(
     alignment = alignment or Alignment()
     contexts = contexts_of(sequences)
     stream = _Stream(alignment, has_axes=any(sequence.images for sequence in sequences))
-    places = _lay(stream, sequences, _trees(sequences, contexts, prefix_groups, alignment))
+    placed = _lay(stream, sequences, _trees(sequences, contexts, prefix_groups, alignment))
     stream.pad(max(alignment.of_stream(stream.length), at_least))
-    trained = list(_trained(sequences, contexts, places))
-    of_tokens = _column([np.append(places[context].of(np.arange(context.num_computed)), -1) for context in contexts], np.int64)
-    images = image_tokens(sequences, contexts, lambda context, tokens: places[context].of(tokens))
+    trained = list(_trained(sequences, contexts, placed))
+    of_tokens = _column([np.append(placed[context].of(np.arange(context.num_computed)), -1) for context in contexts], np.int64)
+    images = image_tokens(sequences, contexts, lambda context, tokens: placed[context].of(tokens))
     return MicroBatch(
         number=number,
         token_ids=_column(stream.tokens, np.int64),
         positions=np.concatenate([stream.positions_of(0, ()), *stream.positions], axis=-1).astype(np.int64),
         num_references=_column(stream.num_references, np.int64),
         segments=tuple(stream.segments),
-        logit_positions=_column([at for at, _, _ in trained], np.int64),
+        logit_positions=_column([logit_positions for logit_positions, _, _ in trained], np.int64),
         targets=_column([targets for _, targets, _ in trained], np.int64),
         sequence=_column([rows for _, _, rows in trained], np.int64),
         num_sequences=len(sequences),
@@ -276,27 +280,27 @@ def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tr
     Each class is ordered by length, so that equal lengths lie side by side.
     """
     prefix_groups = sorted((tree for tree in trees if tree.shared), key=lambda tree: tree.shared)
-    apart = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
-    places: dict[ContextSpan, _Place] = {}
+    unshared = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
+    placed: dict[ContextSpan, _Place] = {}
 
-    def of(context: ContextSpan, part: slice) -> tuple[np.ndarray, np.ndarray]:
+    def part_of(context: ContextSpan, part: slice) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens, positions) of a part of a context. Positions are those of the whole context: an image shifts what follows it."""
         sequence = sequences[context.row]
-        at = stream.positions_of(context.num_computed, images_in(sequence, context.first, context.end))
-        return sequence.token_ids[context.first : context.first + context.num_computed][part], at[..., part]
+        token_positions = stream.positions_of(context.num_computed, images_in(sequence, context.first, context.end))
+        return sequence.token_ids[context.first : context.first + context.num_computed][part], token_positions[..., part]
 
-    shared_prefixes = [stream.lay(*of(tree.contexts[0], slice(tree.shared)), copies=len(tree.contexts)) for tree in prefix_groups]
+    shared_prefixes = [stream.lay(*part_of(tree.contexts[0], slice(tree.shared)), copies=len(tree.contexts)) for tree in prefix_groups]
     for parent, (tree, shared_prefix) in enumerate(zip(prefix_groups, shared_prefixes, strict=True)):
         for context in sorted(tree.contexts, key=lambda context: context.num_computed):
-            own = stream.lay(*of(context, slice(tree.shared, None)), copies=1, parent=parent)
-            places[context] = _Place(shared_prefix, tree.shared, own)
-    for context in apart:
-        places[context] = _Place(stream.length, 0, stream.lay(*of(context, slice(None)), copies=1))
-    return places
+            suffix = stream.lay(*part_of(context, slice(tree.shared, None)), copies=1, parent=parent)
+            placed[context] = _Place(shared_prefix, tree.shared, suffix)
+    for context in unshared:
+        placed[context] = _Place(stream.length, 0, stream.lay(*part_of(context, slice(None)), copies=1))
+    return placed
 
 
 def _trained(
-    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], places: dict[ContextSpan, _Place]
+    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], placed: dict[ContextSpan, _Place]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (indices in the stream, targets, rows) of each context's masked tokens.
 
@@ -304,31 +308,40 @@ def _trained(
     """
     for context in contexts:
         sequence = sequences[context.row]
-        at = np.flatnonzero(sequence.mask[context.first : context.end])
-        yield places[context].of(at - 1), sequence.token_ids[context.first + at], np.full(len(at), context.row)
+        trained_index = np.flatnonzero(sequence.mask[context.first : context.end])
+        yield (
+            placed[context].of(trained_index - 1),
+            sequence.token_ids[context.first + trained_index],
+            np.full(len(trained_index), context.row),
+        )
 
 
 def _kept(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
     """Join the sampling masks of all trained positions; None if no token of any sequence has one."""
-    found = [sequence.sampling_mask for sequence in sequences]
-    if all(sampling_mask is None for sampling_mask in found):
+    masks = [sequence.sampling_mask for sequence in sequences]
+    if all(sampling_mask is None for sampling_mask in masks):
         return None
     return SamplingMask.joined(
-        [sampling_mask or SamplingMask.unfiltered(one.num_masked) for sampling_mask, one in zip(found, sequences, strict=True)]
+        [sampling_mask or SamplingMask.unfiltered(sequence.num_masked) for sampling_mask, sequence in zip(masks, sequences, strict=True)]
     )
 
 
-def _experts(sequences: SequenceOf[Sequence], places: np.ndarray, length: int) -> np.ndarray | None:
+def _experts(sequences: SequenceOf[Sequence], positions_in_stream: np.ndarray, length: int) -> np.ndarray | None:
     """Return the forced experts, int16 [length of the stream, MoE layers, k]; None if all sequences route freely."""
     form = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), None)
     if form is None:
         return None
-    found = np.full((length, *form), -1, dtype=np.int16)
+    routes = np.full((length, *form), -1, dtype=np.int16)
     of_tokens = np.concatenate(
-        [np.broadcast_to(FREE if one.experts is None else one.experts, (len(one.token_ids), *form)) for one in sequences]
+        [
+            np.broadcast_to(FREE if sequence.experts is None else sequence.experts, (len(sequence.token_ids), *form))
+            for sequence in sequences
+        ]
     )
-    found[places[places >= 0]] = of_tokens[places >= 0]  # what several contexts share, they route alike (`common_prefix`)
-    return found
+    routes[positions_in_stream[positions_in_stream >= 0]] = of_tokens[
+        positions_in_stream >= 0
+    ]  # what several contexts share, they route alike (`common_prefix`)
+    return routes
 
 
 def collate_samples(

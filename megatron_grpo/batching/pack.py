@@ -72,15 +72,18 @@ def pack(
         raise ValueError(f"{len(lengths)} sequences cannot fill {dp_size} ranks x {multiple} micro-batches")
     cost_of_row = lengths + lengths / balance_length * lengths if costs is None else costs
     order, counts = _full_bins(lengths, max_tokens)
-    wanted = -(-len(counts) // unit) * unit
-    even = _spread(lengths, cost_of_row, wanted, max_tokens) if len(lengths) <= MOST_ROWS_SPREAD else None
-    if even is not None:
-        order, counts = np.concatenate([np.array(rows, dtype=np.int64) for rows in even]), np.array([len(rows) for rows in even])
-        starts, cost = np.cumsum(counts) - counts, np.array([cost_of_row[rows].sum() for rows in even])
+    num_bins = -(-len(counts) // unit) * unit
+    balanced_bins = _spread(lengths, cost_of_row, num_bins, max_tokens) if len(lengths) <= MOST_ROWS_SPREAD else None
+    if balanced_bins is not None:
+        order, counts = (
+            np.concatenate([np.array(rows, dtype=np.int64) for rows in balanced_bins]),
+            np.array([len(rows) for rows in balanced_bins]),
+        )
+        starts, cost = np.cumsum(counts) - counts, np.array([cost_of_row[rows].sum() for rows in balanced_bins])
     else:
-        order, starts, counts, cost = _split_until(order, counts, cost_of_row, wanted)
-    dealt = _distribute(cost, dp_size)
-    return PackedRows(order[ragged(starts, counts, dealt.ravel())], counts[dealt])
+        order, starts, counts, cost = _split_until(order, counts, cost_of_row, num_bins)
+    bins_of_ranks = _distribute(cost, dp_size)
+    return PackedRows(order[ragged(starts, counts, bins_of_ranks.ravel())], counts[bins_of_ranks])
 
 
 def sums(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -91,11 +94,11 @@ def sums(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarr
         starts: First element of each stretch, int64.
         counts: Elements of each stretch, int64 of the same shape.
     """
-    found = np.empty(counts.shape)
+    result = np.empty(counts.shape)
     for count in np.unique(counts):
-        alike = counts == count
-        found[alike] = values[starts[alike][:, None] + np.arange(count)].sum(axis=1)
-    return found
+        has_count = counts == count
+        result[has_count] = values[starts[has_count][:, None] + np.arange(count)].sum(axis=1)
+    return result
 
 
 def _full_bins(lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,22 +116,22 @@ def _full_bins(lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.nda
     while shelf.longest_within(max_tokens) > 0:
         chosen = _fill(shelf, max_tokens)
         times = 1 + min(shelf.left[length] // count for length, count in chosen.items())
-        before = 0
+        num_before = 0
         for length, count in chosen.items():
             size = times * count
             end[length] -= size
-            lines.append((len(fillings), end[length], count, before))
+            lines.append((len(fillings), end[length], count, num_before))
             shelf.take(length, size - count)  # _fill took the first
-            before += count
-        fillings.append((times, before))
+            num_before += count
+        fillings.append((times, num_before))
     bins, rows = np.array(fillings, dtype=np.int64).reshape(-1, 2).T
-    filling, first, each, column = np.array(lines, dtype=np.int64).reshape(-1, 4).T
-    size, begin = bins[filling] * each, (np.cumsum(bins * rows) - bins * rows)[filling]
+    filling, first, per_line, column = np.array(lines, dtype=np.int64).reshape(-1, 4).T
+    size, begin = bins[filling] * per_line, (np.cumsum(bins * rows) - bins * rows)[filling]
     line = np.repeat(np.arange(len(size)), size)  # of each row in by_length, as are the next two
-    place = np.arange(len(line)) - (np.cumsum(size) - size)[line]
-    number, beside = np.divmod(place, each[line])
+    position = np.arange(len(line)) - (np.cumsum(size) - size)[line]
+    number, index_in_line = np.divmod(position, per_line[line])
     order = np.empty(len(line), dtype=np.int64)
-    order[(begin + column)[line] + number * rows[filling][line] + beside] = by_length[first[line] + place]
+    order[(begin + column)[line] + number * rows[filling][line] + index_in_line] = by_length[first[line] + position]
     return order, np.repeat(rows, bins)
 
 
@@ -153,8 +156,8 @@ class _Shelf:
     def longest_within(self, capacity: int) -> int:
         """Return the largest remaining length of at most `capacity` tokens; 0 if nothing fits."""
         start = self.size - 1 - capacity
-        place = int(self.downward[start:].argmax())
-        return capacity - place if self.downward[start + place] else 0
+        distance = int(self.downward[start:].argmax())
+        return capacity - distance if self.downward[start + distance] else 0
 
     def pair(self, total: int) -> tuple[int, ...]:
         """Return two remaining lengths with exactly this total, as equal as possible, which keeps short rows for later gaps.
@@ -167,11 +170,11 @@ class _Shelf:
         if total == 2 * half and self.left[half] > 1:
             return half, half
         # Lengths half+1, half+2, ... against total-half-1, total-half-2, ...
-        count, other = total - half - 1, self.size - (total - half)
-        both = self.upward[half + 1 : half + 1 + count] & self.downward[other : other + count]
-        place = int(both.argmax()) if count else 0
-        if count and both[place]:
-            return half + 1 + place, total - half - 1 - place
+        count, downward_start = total - half - 1, self.size - (total - half)
+        has_both = self.upward[half + 1 : half + 1 + count] & self.downward[downward_start : downward_start + count]
+        first_match = int(has_both.argmax()) if count else 0
+        if count and has_both[first_match]:
+            return half + 1 + first_match, total - half - 1 - first_match
         self._without_pair.add(total)
         return ()
 
@@ -192,15 +195,15 @@ def _fill(shelf: _Shelf, max_tokens: int) -> dict[int, int]:
     return chosen
 
 
-def _spread(lengths: np.ndarray, cost_of_row: np.ndarray, wanted: int, max_tokens: int) -> list[list[int]] | None:
-    """Fill `wanted` micro-batches of nearly equal cost: the costliest row left goes to the cheapest one with room.
+def _spread(lengths: np.ndarray, cost_of_row: np.ndarray, num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Fill `num_bins` micro-batches of nearly equal cost: the costliest row left goes to the cheapest one with room.
 
     Returns None if a row finds no room. Filling one micro-batch after another would leave the last ones nearly empty; with few
     micro-batches per rank, a rank would then wait.
     """
-    bins: list[list[int]] = [[] for _ in range(wanted)]
-    capacity = [max_tokens] * wanted
-    heap = [(0.0, i) for i in range(wanted)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    capacity = [max_tokens] * num_bins
+    heap = [(0.0, i) for i in range(num_bins)]
     for row in np.argsort(-cost_of_row, kind="stable").tolist():
         length, full = int(lengths[row]), []
         while heap and capacity[heap[0][1]] < length and bins[heap[0][1]]:
@@ -217,44 +220,44 @@ def _spread(lengths: np.ndarray, cost_of_row: np.ndarray, wanted: int, max_token
 
 
 def _split_until(
-    order: np.ndarray, counts: np.ndarray, cost_of_row: np.ndarray, wanted: int
+    order: np.ndarray, counts: np.ndarray, cost_of_row: np.ndarray, num_bins: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split the costliest bins in two until there are `wanted` bins.
+    """Split the costliest bins in two until there are `num_bins` bins.
 
     Args:
         order: Rows, bin by bin.
         counts: Rows of each bin.
         cost_of_row: Cost of each row.
-        wanted: Number of bins.
+        num_bins: Number of bins.
 
     Returns:
         Rows; of each bin the index of its first row among them, the number of its rows, and its cost.
     """
     starts = np.cumsum(counts) - counts
-    cost, missing = sums(cost_of_row[order], starts, counts), wanted - len(counts)
+    cost, missing = sums(cost_of_row[order], starts, counts), num_bins - len(counts)
     if not missing:
         return order, starts, counts, cost
     # Each split takes the costliest bin, so it is one of the `missing` costliest, or a part of one.
     divisible = np.flatnonzero(counts > 1)
-    dearest = divisible[np.argsort(-cost[divisible], kind="stable")[:missing]].tolist()
-    bins = {i: order[starts[i] : starts[i] + counts[i]] for i in dearest}
-    heap = [(-float(cost[i]), i) for i in dearest]
+    costliest = divisible[np.argsort(-cost[divisible], kind="stable")[:missing]].tolist()
+    bins = {i: order[starts[i] : starts[i] + counts[i]] for i in costliest}
+    heap = [(-float(cost[i]), i) for i in costliest]
     heapq.heapify(heap)
-    found = [*cost]
-    for j in range(len(counts), wanted):
+    costs = [*cost]
+    for j in range(len(counts), num_bins):
         if not heap:
-            raise ValueError(f"{len(order)} sequences cannot fill {wanted} micro-batches")
+            raise ValueError(f"{len(order)} sequences cannot fill {num_bins} micro-batches")
         _, i = heapq.heappop(heap)
         bins[i], bins[j] = bins[i][::2], bins[i][1::2]  # rows lie sorted by length: both halves get long and short ones
-        found.append(0.0)
+        costs.append(0.0)
         for k in (i, j):
-            found[k] = cost_of_row[bins[k]].sum()
+            costs[k] = cost_of_row[bins[k]].sum()
             if len(bins[k]) > 1:
-                heapq.heappush(heap, (-float(found[k]), k))
+                heapq.heappush(heap, (-float(costs[k]), k))
     starts, counts = (np.concatenate([values, np.zeros(missing, dtype=np.int64)]) for values in (starts, counts))
     changed, sizes = list(bins), np.array([len(rows) for rows in bins.values()])
     starts[changed], counts[changed] = len(order) + np.cumsum(sizes) - sizes, sizes
-    return np.concatenate([order, *bins.values()]), starts, counts, np.array(found)
+    return np.concatenate([order, *bins.values()]), starts, counts, np.array(costs)
 
 
 def _distribute(cost: np.ndarray, dp_size: int) -> np.ndarray:
@@ -271,6 +274,6 @@ def _distribute(cost: np.ndarray, dp_size: int) -> np.ndarray:
         orders += order
         for rank, added in zip(order, of_round, strict=True):
             total[rank] += added
-    dealt = np.empty_like(rounds)
-    np.put_along_axis(dealt, np.array(orders).reshape(rounds.shape), rounds, axis=1)
-    return dealt.T
+    result = np.empty_like(rounds)
+    np.put_along_axis(result, np.array(orders).reshape(rounds.shape), rounds, axis=1)
+    return result.T

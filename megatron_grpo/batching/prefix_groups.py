@@ -108,11 +108,11 @@ def num_shared(computed: SequenceOf[int], common: int, prefix_group: PrefixGroup
         prefix_group: The prefix group.
         alignment: Multiples that lengths are rounded up to.
     """
-    apart, packed = (num_tokens(computed, shared, alignment) for shared in (0, prefix_group.prefix))
-    chosen, fewest = (prefix_group.prefix, packed) if packed < apart else (0, apart)
-    found = num_tokens(computed, common, alignment)
-    most = fewest if prefix_group.prefix else (1 - prefix_group.min_saving_ratio) * apart
-    return common if found < apart and found <= most else chosen
+    unshared, packed = (num_tokens(computed, shared, alignment) for shared in (0, prefix_group.prefix))
+    chosen, min_tokens = (prefix_group.prefix, packed) if packed < unshared else (0, unshared)
+    shared_common = num_tokens(computed, common, alignment)
+    max_tokens = min_tokens if prefix_group.prefix else (1 - prefix_group.min_saving_ratio) * unshared
+    return common if shared_common < unshared and shared_common <= max_tokens else chosen
 
 
 def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan]) -> int:
@@ -124,16 +124,16 @@ def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextS
     """
     length = max(min(context.num_computed for context in contexts), 0)
     differs = np.zeros(length, dtype=bool)
-    ours, first = sequences[contexts[0].row], contexts[0].first
-    images = _images(ours, contexts[0])
+    reference, first = sequences[contexts[0].row], contexts[0].first
+    images = _images(reference, contexts[0])
     for context in contexts[1:]:
-        other = sequences[context.row]
-        differs |= ours.token_ids[first : first + length] != other.token_ids[context.first : context.first + length]
-        if ours.experts is not None or other.experts is not None:
-            routes = _routes(ours, first, length) != _routes(other, context.first, length)
+        sequence = sequences[context.row]
+        differs |= reference.token_ids[first : first + length] != sequence.token_ids[context.first : context.first + length]
+        if reference.experts is not None or sequence.experts is not None:
+            routes = _routes(reference, first, length) != _routes(sequence, context.first, length)
             differs |= routes.reshape(length, math.prod(routes.shape[1:])).any(axis=1)
-        for place, _ in images ^ _images(other, context):
-            differs[place:] = True
+        for position, _ in images ^ _images(sequence, context):
+            differs[position:] = True
     return int(differs.argmax()) if differs.any() else length
 
 
@@ -142,7 +142,7 @@ def _routes(sequence: Sequence, first: int, length: int) -> np.ndarray:
 
 
 def _images(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
-    return {(place - context.first, image.key) for place, image in sequence.images if context.first <= place < context.end}
+    return {(position - context.first, image.key) for position, image in sequence.images if context.first <= position < context.end}
 
 
 def prefix_of(completions: SequenceOf[Completion]) -> int:
@@ -221,9 +221,9 @@ class RowColumns:
         """
         row = np.repeat(np.arange(len(group)), num_contexts)
         # Attention pairs every query with every key before it: half of length^2, and for a suffix also the whole shared prefix.
-        apart, shared_prefix = alignment.of_segment(computed), alignment.of_segment(prefix)
+        unshared, shared_prefix = alignment.of_segment(computed), alignment.of_segment(prefix)
         tail = alignment.of_segment(computed - prefix[row])
-        apart_cost = apart + apart / balance_length * apart
+        apart_cost = unshared + unshared / balance_length * unshared
         tail_cost = tail + (tail + 2 * shared_prefix[row]) / balance_length * tail
 
         def of_rows(values: np.ndarray) -> np.ndarray:
@@ -232,7 +232,7 @@ class RowColumns:
         return cls(
             group=group,
             prefix=prefix,
-            apart=of_rows(apart).astype(np.int64),
+            apart=of_rows(unshared).astype(np.int64),
             apart_cost=of_rows(apart_cost),
             shared_prefix=shared_prefix,
             prefix_cost=shared_prefix + shared_prefix / balance_length * shared_prefix,
@@ -247,17 +247,17 @@ class RowColumns:
             together: Number of the piece that each row is in, int64 [rows]; the rows of a piece are of one group.
             min_saving_ratio: Minimum fraction of the tokens of a piece that need not be computed.
         """
-        apart, shared = _sums(together, self.apart), _sums(together, self.tail)
+        unshared, shared = _sums(together, self.apart), _sums(together, self.tail)
         shared_prefix = np.zeros_like(shared)
         shared_prefix[together] = self.shared_prefix
-        pays = ((shared_prefix + shared < apart) & (shared_prefix + shared <= (1 - min_saving_ratio) * apart))[together]
+        is_shared = ((shared_prefix + shared < unshared) & (shared_prefix + shared <= (1 - min_saving_ratio) * unshared))[together]
         return replace(
             self,
-            prefix=np.where(pays, self.prefix, 0),
-            shared_prefix=np.where(pays, self.shared_prefix, 0),
-            prefix_cost=np.where(pays, self.prefix_cost, 0.0),
-            tail=np.where(pays, self.tail, self.apart),
-            tail_cost=np.where(pays, self.tail_cost, self.apart_cost),
+            prefix=np.where(is_shared, self.prefix, 0),
+            shared_prefix=np.where(is_shared, self.shared_prefix, 0),
+            prefix_cost=np.where(is_shared, self.prefix_cost, 0.0),
+            tail=np.where(is_shared, self.tail, self.apart),
+            tail_cost=np.where(is_shared, self.tail_cost, self.apart_cost),
         )
 
     def sizes(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -266,12 +266,12 @@ class RowColumns:
         Args:
             piece: Piece of each row, int64 [rows], numbered from 0 without gaps; the rows of a piece are of one group.
         """
-        apart, tails = _sums(piece, self.apart), _sums(piece, self.tail)
+        unshared, tails = _sums(piece, self.apart), _sums(piece, self.tail)
         shared_prefix, prefix_cost = np.zeros_like(tails), np.zeros(len(tails))
         shared_prefix[piece], prefix_cost[piece] = self.shared_prefix, self.prefix_cost
-        is_shared = shared_prefix + tails < apart
+        is_shared = shared_prefix + tails < unshared
         cost = np.where(is_shared, prefix_cost + np.bincount(piece, self.tail_cost), np.bincount(piece, self.apart_cost))
-        return np.where(is_shared, shared_prefix + tails, apart), cost
+        return np.where(is_shared, shared_prefix + tails, unshared), cost
 
 
 def _numbered(group: np.ndarray) -> np.ndarray:
@@ -305,17 +305,17 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
     sizes = {"max_tokens": max_tokens, "dp_size": dp_size, "multiple": multiple}
     if not rows.prefix.any():
         return pack(rows.apart, costs=rows.apart_cost, **sizes)
-    whole = _within_budget(rows, max_tokens)
-    total = rows.sizes(whole)[1].sum()
-    best, fastest = PackedRows(whole, whole[None]), math.inf
+    group_pieces = _within_budget(rows, max_tokens)
+    total = rows.sizes(group_pieces)[1].sum()
+    best, fastest = PackedRows(group_pieces, group_pieces[None]), math.inf
     for parts in PARTS_OF_A_SHARE:
-        piece = _no_dearer_than(total / (dp_size * multiple * parts), rows, whole)
-        piece, dealt = _pack_pieces(rows, piece, **sizes)
+        piece = _no_dearer_than(total / (dp_size * multiple * parts), rows, group_pieces)
+        piece, packed = _pack_pieces(rows, piece, **sizes)
         cost = rows.sizes(piece)[1]
-        of_rounds = sums(cost[dealt.rows], dealt.starts, dealt.counts)
+        of_rounds = sums(cost[packed.rows], packed.starts, packed.counts)
         time = of_rounds.max(axis=0).sum()  # ranks wait for each other at every micro-batch
         if time < fastest:
-            best, fastest = _rows_of(piece, dealt), time
+            best, fastest = _rows_of(piece, packed), time
         if of_rounds.sum() >= EVEN_ENOUGH * time * dp_size:
             break
     return best
@@ -335,16 +335,16 @@ def _pack_pieces(rows: RowColumns, piece: np.ndarray, **sizes: int) -> tuple[np.
             cost[np.bincount(piece) == 1] = -1.0
             if cost.max() < 0:
                 raise
-            dearest = np.argsort(-cost, kind="stable")[: max(-len(cost) % unit // 2, 1)]
-            which = np.zeros(len(cost), dtype=bool)
-            which[dearest] = cost[dearest] >= 0
-            piece = _halved(rows, piece, which)
+            costliest = np.argsort(-cost, kind="stable")[: max(-len(cost) % unit // 2, 1)]
+            is_halved = np.zeros(len(cost), dtype=bool)
+            is_halved[costliest] = cost[costliest] >= 0
+            piece = _halved(rows, piece, is_halved)
 
 
-def _rows_of(piece: np.ndarray, dealt: PackedRows) -> PackedRows:
+def _rows_of(piece: np.ndarray, packed: PackedRows) -> PackedRows:
     counts = np.bincount(piece)
-    rows = np.argsort(piece, kind="stable")[ragged(np.cumsum(counts) - counts, counts, dealt.rows)]
-    return PackedRows(rows, np.add.reduceat(counts[dealt.rows], dealt.starts.ravel()).reshape(dealt.counts.shape))
+    rows = np.argsort(piece, kind="stable")[ragged(np.cumsum(counts) - counts, counts, packed.rows)]
+    return PackedRows(rows, np.add.reduceat(counts[packed.rows], packed.starts.ravel()).reshape(packed.counts.shape))
 
 
 def _within_budget(rows: RowColumns, max_tokens: int) -> np.ndarray:
@@ -387,12 +387,12 @@ def _no_dearer_than(limit: float, rows: RowColumns, piece: np.ndarray) -> np.nda
         piece = _halved(rows, piece, dear)
 
 
-def _halved(rows: RowColumns, piece: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """Return the piece of each row after splitting each piece of `which` in two. Both halves get long and short rows."""
-    cut = np.flatnonzero(which[piece])
+def _halved(rows: RowColumns, piece: np.ndarray, is_halved: np.ndarray) -> np.ndarray:
+    """Return the piece of each row after splitting each piece of `is_halved` in two. Both halves get long and short rows."""
+    cut = np.flatnonzero(is_halved[piece])
     cut = cut[np.lexsort((rows.tail[cut], piece[cut]))]
     _, first, line = np.unique(piece[cut], return_index=True, return_inverse=True)
     is_second = (np.arange(len(cut)) - first[line]) % 2 == 1
     piece = piece.copy()
-    piece[cut[is_second]] = len(which) + line[is_second]
+    piece[cut[is_second]] = len(is_halved) + line[is_second]
     return piece

@@ -67,8 +67,8 @@ _WHY = {
 
 
 def _lower_bound(flag: str, value: int, least: int, origin: Origin | None) -> SizeRule:
-    typed = f" ({origin.text})" if origin and origin.text and origin.name != flag else ""
-    text = f"{flag} must be at least {least}, not {value}{typed}{_WHY[flag] if least == 2 else ''}"
+    origin_text = f" ({origin.text})" if origin and origin.text and origin.name != flag else ""
+    text = f"{flag} must be at least {least}, not {value}{origin_text}{_WHY[flag] if least == 2 else ''}"
     return SizeRule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: text)
 
 
@@ -241,9 +241,11 @@ def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     if accounts := [name for name in ACCOUNTS if getattr(inputs.parallel, name)]:
         text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {words.name(PP)} above 1"
         yield SizeRule(key="accounts", flags=(*accounts, PP), holds=v[PP] > 1, text=lambda: text)
-    own = layers
+    model_layers = layers
     layers = counted_layers(inputs.parallel, layers) if layers else layers
-    what = f"the model's {own} layers" + (f" and {layers - own} at its ends" if layers and own and layers > own else "")
+    noun = f"the model's {model_layers} layers" + (
+        f" and {layers - model_layers} at its ends" if layers and model_layers and layers > model_layers else ""
+    )
     ends, chunks = [flag for flag in (FIRST, LAST) if flag in v], v.get(VPP, 1)
     if ends:
         yield SizeRule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
@@ -252,14 +254,14 @@ def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     if not layers:
         return
     if not ends:
-        yield _even_layers("layers", what, layers, v, words)
+        yield _even_layers("layers", noun, layers, v, words)
         return
     middle, stages = layers - sum(v[flag] for flag in ends), v[PP] - len(ends)
-    fits = middle % (stages * chunks) == 0 and middle > 0 if stages > 0 else middle == 0
+    is_divisible = middle % (stages * chunks) == 0 and middle > 0 if stages > 0 else middle == 0
     yield SizeRule(
         key="layers",
         flags=(*ends, PP, VPP),
-        holds=fits,
+        holds=is_divisible,
         after=("ends",),
         text=lambda: (
             f"the model's {layers} layers less {' and '.join(words.flag(flag) for flag in ends)} leave {middle} for {stages} stages"
@@ -268,11 +270,11 @@ def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     )
 
 
-def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: Messages) -> SizeRule:
+def _even_layers(key: str, noun: str, layers: int, v: Mapping[str, int], words: Messages) -> SizeRule:
     """Return the rule that each chunk of each stage has the same number of layers.
 
     Args:
-        what: The owner of the layers and their number, for the message.
+        noun: The owner of the layers and their number, for the message.
     """
     chunks = v.get(VPP, 1)
     return SizeRule(
@@ -280,7 +282,7 @@ def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: 
         flags=(PP, VPP),
         ratio=(layers, v[PP] * chunks),
         text=lambda: (
-            f"{what} must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: {remainder(layers, v[PP] * chunks)}"
+            f"{noun} must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: {remainder(layers, v[PP] * chunks)}"
         ),
     )
 
@@ -305,12 +307,12 @@ def _dense_rule(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     v, teacher = inputs.values, inputs.model.teacher
     if inputs.model.num_experts != 0 or (teacher is not None and teacher.num_experts != 0):
         return
-    whose = "the model has no experts" if teacher is None else "neither the model nor the teacher has experts"
+    reason = "the model has no experts" if teacher is None else "neither the model nor the teacher has experts"
     yield SizeRule(
         key="dense",
         flags=(EP, ETP),
         holds=v[EP] == 1 and v[ETP] == 1,
-        text=lambda: f"{words.flag(EP)} and {words.flag(ETP)} must be 1: {whose}",
+        text=lambda: f"{words.flag(EP)} and {words.flag(ETP)} must be 1: {reason}",
     )
 
 
@@ -336,5 +338,5 @@ def _model_rules(inputs: TypedSizes, words: Messages, model: Model, name: str) -
             text=lambda: f"a mixture-of-experts {name} with {words.flag(TP)} {verb} with sequence_parallel true only",
         )
     for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
-        said = sentence.replace("the model's", f"the {name}'s")
-        yield SizeRule(key=f"{name} {number}", flags=(flag,), holds=False, text=partial(str, said), after=(f"{name} experts", "dense"))
+        text = sentence.replace("the model's", f"the {name}'s")
+        yield SizeRule(key=f"{name} {number}", flags=(flag,), holds=False, text=partial(str, text), after=(f"{name} experts", "dense"))

@@ -105,8 +105,8 @@ class TrainingSchedule:
     @property
     def prompts_per_epoch(self) -> int:
         """Prompts that an epoch samples, without those that dynamic sampling adds; 0 if the size of the data set is unknown."""
-        each = self.sizes.num_rollout_prompts if self.drops_last else 1
-        return (self.num_prompts or 0) // each * each
+        multiple = self.sizes.num_rollout_prompts if self.drops_last else 1
+        return (self.num_prompts or 0) // multiple * multiple
 
     @property
     def whole_epoch(self) -> tuple[int, int] | None:
@@ -137,8 +137,8 @@ class TrainingSchedule:
         completions = self.prompts_per_epoch * self.sizes.num_generations
         if not completions or row.pass_index + 1 < self.sizes.num_iterations:
             return None
-        before, after = ((row.rollout * self.sizes.generation_batch_size + place) // completions for place in row.rows)
-        return after - 1 if after > before else None
+        first_epoch, last_epoch = ((row.rollout * self.sizes.generation_batch_size + index) // completions for index in row.rows)
+        return last_epoch - 1 if last_epoch > first_epoch else None
 
     def step_of(self, s: int) -> int:
         """Return the optimizer step of a micro-step.
@@ -247,7 +247,7 @@ class TrainingSchedule:
         sizes = self.sizes
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0 and not sizes.partial_rollouts
-        none = range(new.stop, new.stop)
+        empty = range(new.stop, new.stop)
         micro_steps = tuple(self.micro_step(s) for s in range(self.first_of(k), self.first_of(k + 1)))
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
         old_logprob_slices = tuple((r, j) for r in new for j in range(w) if self.needs_old_logprobs(r, j))
@@ -262,10 +262,10 @@ class TrainingSchedule:
         )
         return ScheduledStep(
             index=k,
-            arriving=new if is_ahead and k else none,
-            immediate=none if is_ahead and k else new,
-            launches=self._following(new) if is_ahead and new else none,
-            ahead=self._ahead(new) if sizes.partial_rollouts and new else none,
+            arriving=new if is_ahead and k else empty,
+            immediate=empty if is_ahead and k else new,
+            launches=self._following(new) if is_ahead and new else empty,
+            ahead=self._ahead(new) if sizes.partial_rollouts and new else empty,
             evaluates=self._evaluates(k),
             micro_steps=micro_steps,
             old_logprob_slices=old_logprob_slices,
@@ -275,8 +275,8 @@ class TrainingSchedule:
 
     def _following(self, new: range) -> range:
         """Return the rollouts of the next sampling step; none if the run ends before it."""
-        found = self.new_rollouts(self.version_of(new.stop))
-        return found if self.num_steps is None or self.version_of(new.stop) < self.num_steps else range(new.stop, new.stop)
+        rollouts = self.new_rollouts(self.version_of(new.stop))
+        return rollouts if self.num_steps is None or self.version_of(new.stop) < self.num_steps else range(new.stop, new.stop)
 
     def _ahead(self, new: range) -> range:
         """Return the rollouts of the next `async_rollout_depth` sampling steps, as far as the run reaches."""
@@ -317,13 +317,13 @@ class TrainingSchedule:
             num_rollouts: Rollouts that have arrived by then. None: those that are trained before step k. More have arrived if a checkpoint
                 waited for what was being sampled.
         """
-        there, has_launched = num_rollouts or 0, False
+        start, has_launched = num_rollouts or 0, False
         while self.num_steps is None or k < self.num_steps:
             step = self.step(k)
             if not has_launched:
                 step = replace(step, arriving=step.arriving[:0], immediate=step.arriving or step.immediate)
             step = replace(
-                step, arriving=_from(there, step.arriving), immediate=_from(there, step.immediate), ahead=_from(there, step.ahead)
+                step, arriving=_from(start, step.arriving), immediate=_from(start, step.immediate), ahead=_from(start, step.ahead)
             )
             has_launched = has_launched or len(step.launches) > 0
             yield step

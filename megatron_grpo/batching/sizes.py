@@ -63,11 +63,11 @@ class Messages:
         Args:
             flags: Flags that are set; the first is shown if none is above 1.
         """
-        shown = [flag for flag in flags if self.values[flag] != 1] or flags[:1]
+        factors = [flag for flag in flags if self.values[flag] != 1] or flags[:1]
         total = 1
-        for flag in shown:
+        for flag in factors:
             total *= self.values[flag]
-        return _equation([self.flag(flag) for flag in shown], total)
+        return _equation([self.flag(flag) for flag in factors], total)
 
     def dp(self) -> str:
         """Return the data-parallel size with its derivation."""
@@ -244,8 +244,8 @@ class SizeRule:
     def broken(self) -> bool:
         """Whether the rule is violated."""
         multiple, divisor = self.ratio
-        fits = multiple == divisor if self.equal else divisor != 0 and multiple % divisor == 0
-        return not (self.holds and fits)
+        is_multiple = multiple == divisor if self.equal else divisor != 0 and multiple % divisor == 0
+        return not (self.holds and is_multiple)
 
 
 def inputs_of(cfg: Config, model: Model | None = None) -> TypedSizes:

@@ -82,9 +82,9 @@ class Partition(Sequence[list[MicroBatchSpec]]):
     @property
     def dp_ranks(self) -> np.ndarray:
         """Data-parallel rank of each row, int64 [rows]."""
-        found = np.empty(len(self.packed.rows), dtype=np.int64)
-        found[self.packed.rows] = np.repeat(np.arange(len(self)), self.packed.counts.sum(axis=1))
-        return found
+        result = np.empty(len(self.packed.rows), dtype=np.int64)
+        result[self.packed.rows] = np.repeat(np.arange(len(self)), self.packed.counts.sum(axis=1))
+        return result
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -100,11 +100,11 @@ class Partition(Sequence[list[MicroBatchSpec]]):
         if self._cut.min_saving_ratio is None:
             return ()
         by_group: dict[int, list[int]] = {}
-        for place, row in enumerate(members):
-            by_group.setdefault(int(self._rows.group[row]), []).append(place)
+        for index, row in enumerate(members):
+            by_group.setdefault(int(self._rows.group[row]), []).append(index)
         return tuple(
-            PrefixGroup(tuple(places), int(self._rows.prefix[members[places[0]]]), self._cut.min_saving_ratio)
-            for places in by_group.values()
+            PrefixGroup(tuple(indices), int(self._rows.prefix[members[indices[0]]]), self._cut.min_saving_ratio)
+            for indices in by_group.values()
         )
 
 
@@ -166,8 +166,8 @@ def partition_padded(lengths: RowLengths | Sequence[SequenceLengths], cut: Batch
         lengths: As in `partition`.
         cut: As in `partition`.
     """
-    places = np.concatenate([np.arange(len(lengths)), np.zeros(cut.num_missing(len(lengths)), dtype=np.int64)])
-    return partition(RowLengths.of(lengths).take(places), cut)
+    index = np.concatenate([np.arange(len(lengths)), np.zeros(cut.num_missing(len(lengths)), dtype=np.int64)])
+    return partition(RowLengths.of(lengths).take(index), cut)
 
 
 def partition_for_scoring(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartitioner) -> Partition:
@@ -179,7 +179,7 @@ def partition_for_scoring(lengths: RowLengths | Sequence[SequenceLengths], cut: 
         lengths: As in `partition`.
         cut: As in `partition`. Micro-batches are packed up to `cut.scored_tokens`, if they are smaller.
     """
-    dealt = partition_padded(lengths, cut)
-    if (cut.max_tokens or dealt.num_tokens.max()) >= cut.scored_tokens:
-        return dealt
+    partition_of_rows = partition_padded(lengths, cut)
+    if (cut.max_tokens or partition_of_rows.num_tokens.max()) >= cut.scored_tokens:
+        return partition_of_rows
     return partition_padded(lengths, replace(cut, max_tokens=cut.scored_tokens))

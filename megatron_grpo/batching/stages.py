@@ -42,8 +42,8 @@ def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
         return [stages[first : first + pp] for first in range(0, len(stages), pp)]
     first, last = (getattr(parallel, name) for name in _ENDS)
     middle = pp - (first is not None) - (last is not None)
-    each = (counted_layers(parallel, num_layers) - (first or 0) - (last or 0)) // middle if middle > 0 else 0
-    of_stages = [each] * pp
+    layers_per_stage = (counted_layers(parallel, num_layers) - (first or 0) - (last or 0)) // middle if middle > 0 else 0
+    of_stages = [layers_per_stage] * pp
     if first is not None:
         of_stages[0] = first
     if last is not None:
@@ -67,7 +67,7 @@ def written_out(layout: str) -> list[str]:
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         if sum(len(part) * int(times) for part, times in re.findall(pattern, text)) > _LARGEST:
             raise ValueError(f"it has more than {_LARGEST} layers")
-        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     return text.split("|")
 
 
@@ -86,9 +86,9 @@ def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
         message = f"{accounts[0]} and {ends[0]} both set the layers of the first and last stage. Keep one of them."
         yield _problem(accounts[0], message, *accounts, *ends)
     if layout is not None:
-        if other := [*accounts, *ends]:
-            message = f"{LAYOUT} sets the layers of every stage and cannot be combined with {' and '.join(other)}. Keep one of them."
-            yield _problem(LAYOUT, message, *other)
+        if conflicting := [*accounts, *ends]:
+            message = f"{LAYOUT} sets the layers of every stage and cannot be combined with {' and '.join(conflicting)}. Keep one of them."
+            yield _problem(LAYOUT, message, *conflicting)
         elif fault := _layout_fault(parallel, layout, num_layers):
             yield _problem(LAYOUT, f"{LAYOUT} ({layout}): {fault}")
     elif accounts and num_layers and pp > 1 and min(min(row) for row in layer_counts(parallel, num_layers)) < 0:
@@ -103,21 +103,21 @@ def _layout_fault(parallel: ParallelConfig, layout: str, num_layers: int | None)
         stages = written_out(layout)
     except ValueError as error:
         return f"{error}."
-    whole = "".join(stages)
-    if strange := sorted(set(whole) - set("EtL")):
-        known = "multi-token prediction (m) is not supported" if strange == ["m"] else "supported symbols are E, t, L, |, * and ( )"
-        return f"{' '.join(strange)} is not a supported symbol: {known}."
-    if whole.count("E") != 1 or whole.count("L") != 1 or not whole.startswith("E") or not whole.endswith("L"):
+    symbols = "".join(stages)
+    if unknown := sorted(set(symbols) - set("EtL")):
+        supported = "multi-token prediction (m) is not supported" if unknown == ["m"] else "supported symbols are E, t, L, |, * and ( )"
+        return f"{' '.join(unknown)} is not a supported symbol: {supported}."
+    if symbols.count("E") != 1 or symbols.count("L") != 1 or not symbols.startswith("E") or not symbols.endswith("L"):
         return "it must begin with one embedding (E) and end with one loss (L)."
     if len(stages) != pp * chunks:
-        fits = f" Use virtual_pipeline_model_parallel_size {len(stages) // pp}." if len(stages) % pp == 0 and len(stages) > pp else ""
-        return f"it has {len(stages)} parts, for {pp} stages{f' of {chunks} chunks' if chunks > 1 else ''}.{fits}"
+        remedy = f" Use virtual_pipeline_model_parallel_size {len(stages) // pp}." if len(stages) % pp == 0 and len(stages) > pp else ""
+        return f"it has {len(stages)} parts, for {pp} stages{f' of {chunks} chunks' if chunks > 1 else ''}.{remedy}"
     if pp == 1:
         return "pipeline_model_parallel_size is 1. Leave it out."
     if "" in stages[1:-1]:
         return "a part between the first and the last is empty."
-    if num_layers is not None and whole.count("t") != num_layers:
-        return f"it has {whole.count('t')} layers (t), and the model has {num_layers}."
+    if num_layers is not None and symbols.count("t") != num_layers:
+        return f"it has {symbols.count('t')} layers (t), and the model has {num_layers}."
     return None
 
 
@@ -129,13 +129,13 @@ def _group(cfg: Config) -> Iterator[Problem]:
     if (cfg.parallel.virtual_pipeline_model_parallel_size or 1) == 1:
         yield _problem(name, f"{name} ({size}) applies to the interleaved schedule only. Set virtual_pipeline_model_parallel_size too.")
     elif size % pp:
-        below, above = size // pp * pp, -(-size // pp) * pp
+        lower, higher = size // pp * pp, -(-size // pp) * pp
         yield Problem(
-            flags=(name, "pipeline_model_parallel_size"), nearest={name: [near for near in (below, above) if near]},
+            flags=(name, "pipeline_model_parallel_size"), nearest={name: [size_near for size_near in (lower, higher) if size_near]},
             message=f"{name} ({size}) must be a multiple of pipeline_model_parallel_size ({pp}), as the number of micro-batches is. "
-            f"Use {' or '.join(str(near) for near in (below, above) if near)}.",
+            f"Use {' or '.join(str(size_near) for size_near in (lower, higher) if size_near)}.",
         )  # fmt: skip
 
 
-def _problem(flag: str, message: str, *others: str) -> Problem:
-    return Problem(flags=tuple(dict.fromkeys((flag, *others))), message=message)
+def _problem(flag: str, message: str, *other_flags: str) -> Problem:
+    return Problem(flags=tuple(dict.fromkeys((flag, *other_flags))), message=message)

@@ -65,7 +65,7 @@ class AgentServer:
     Args:
         episodes: The episodes. Keys of other episodes are refused.
         sampling: Sampling settings of the run.
-        ask: Passes a call to the engine's thread. `answered` is called when its turn is sampled.
+        on_call: Passes a call to the engine's thread. `answered` is called when its turn is sampled.
         overruled: Receives a description of each sampling parameter that is not the run's.
 
     Attributes:
@@ -73,13 +73,13 @@ class AgentServer:
     """
 
     def __init__(
-        self, episodes: Sequence[OpenEpisode], sampling: SamplingSettings, *, ask: Callable[[AgentCall], None],
+        self, episodes: Sequence[OpenEpisode], sampling: SamplingSettings, *, on_call: Callable[[AgentCall], None],
         overruled: Callable[[str], None],
     ):  # fmt: skip
-        entries = [_Entry(one) for one in episodes]
+        entries = [_Entry(episode) for episode in episodes]
         self._agents = {_digest(entry.episode.api_key): entry for entry in entries}
         self._verdicts = {_digest(entry.episode.verdict_key): entry for entry in entries}
-        self._sampling, self._ask, self._overruled = sampling, ask, overruled
+        self._sampling, self._ask, self._overruled = sampling, on_call, overruled
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._loop, self._server = asyncio.new_event_loop(), _server(self._app)
@@ -167,11 +167,11 @@ class AgentServer:
         session = entry.episode.session
         key = headers.get("idempotency-key", "")
         digest = hashlib.blake2b(f"{path}\0{key}\0".encode() + raw, digest_size=16).hexdigest()
-        known = entry.calls.get(digest)
+        existing = entry.calls.get(digest)
         is_marked = headers.get("x-stainless-retry-count", "0") != "0" or bool(key)
-        if known is not None and not session.ended and (is_marked or (not known.num_waiting and not known.turn.is_read)):
+        if existing is not None and not session.ended and (is_marked or (not existing.num_waiting and not existing.turn.is_read)):
             session.counts["retries"] += 1
-            return known
+            return existing
         turn = session.prepare(request)
         for words in agent_forms.overruled(body, self._sampling):
             session.counts["overruled"] += 1
@@ -190,15 +190,15 @@ class _Reply:
 
     async def run(self) -> None:
         """Wait for the turn and send it. A client that leaves may send the request again: its turn is sampled all the same."""
-        call, gone = self._call, asyncio.ensure_future(self._receive())  # after the body it returns when the client leaves
+        call, client_gone = self._call, asyncio.ensure_future(self._receive())  # after the body it returns when the client leaves
         is_streamed = call.turn.request.is_streamed
         call.num_waiting += 1
         try:
             while not call.done.done():
                 await asyncio.wait(
-                    [call.done, gone], timeout=SECONDS_BETWEEN_COMMENTS if is_streamed else None, return_when=asyncio.FIRST_COMPLETED
+                    [call.done, client_gone], timeout=SECONDS_BETWEEN_COMMENTS if is_streamed else None, return_when=asyncio.FIRST_COMPLETED
                 )
-                if gone.done():
+                if client_gone.done():
                     return
                 if not call.done.done():
                     await self._write(": wait\n\n")
@@ -208,22 +208,22 @@ class _Reply:
                 *first, last = self._form.events(call.turn)
                 await self._write("".join(first))
                 await asyncio.sleep(0)  # a client that has left is noticed here
-                if not gone.done():
+                if not client_gone.done():
                     await self._deliver(self._send({"type": "http.response.body", "body": last.encode()}))
-            elif not gone.done():
+            elif not client_gone.done():
                 await self._deliver(_send_json(self._send, 200, self._form.answer(call.turn)))
         finally:
             call.num_waiting -= 1
-            gone.cancel()
+            client_gone.cancel()
 
     async def _deliver(self, sending: Awaitable[None]) -> None:
         """Send the end of the answer. It counts as read before: the episode may end as soon as the agent has it."""
         turn = self._call.turn
-        was_read, turn.is_read = turn.is_read, True
+        was_delivered, turn.is_read = turn.is_read, True
         try:
             await sending
         except BaseException:
-            turn.is_read = was_read
+            turn.is_read = was_delivered
             raise
 
     async def _write(self, text: str) -> None:
@@ -240,9 +240,9 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": text.encode()})
 
 
-def _finish(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _server(app: Any) -> Any:
@@ -256,16 +256,16 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _entry(known: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
+def _entry(entries: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
     """Return the open episode of a key. Digests are compared, so the time of the answer tells nothing about the keys."""
     key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
     digest = _digest(key)
-    found = [entry for wanted, entry in known.items() if hmac.compare_digest(wanted, digest)]
-    if not found:
+    matches = [entry for entry_digest, entry in entries.items() if hmac.compare_digest(entry_digest, digest)]
+    if not matches:
         raise AgentRefusalError(401, "episode_over", "no open episode has this key.")
-    if found[0].episode.session.ended == "done":
+    if matches[0].episode.session.ended == "done":
         raise over("done")
-    return found[0]
+    return matches[0]
 
 
 def _verdict(episode: OpenEpisode, body: dict[str, Any]) -> dict[str, Any]:
@@ -277,13 +277,13 @@ def _verdict(episode: OpenEpisode, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _body(receive: Receive) -> bytes:
-    parts, size, more = list[bytes](), 0, True
-    while more:
+    parts, size, has_more = list[bytes](), 0, True
+    while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise agent_forms.invalid("the body is incomplete.")
         parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
+        size, has_more = size + len(parts[-1]), message.get("more_body", False)
         if size > MOST_BYTES:
             raise AgentRefusalError(413, "too_large", f"the body has more than {MOST_BYTES >> 20} MiB.")
     return b"".join(parts)

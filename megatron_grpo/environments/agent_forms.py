@@ -70,12 +70,12 @@ def overruled(body: Body, run: SamplingSettings) -> Iterator[str]:
         body: The request.
         run: Sampling settings of the run.
     """
-    off = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+    neutral = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
     used: dict[str, Any] = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k, "min_p": run.min_p, **_NEUTRAL}
     for name, value in used.items():
-        asked = body.get(name)
-        if asked is not None and asked != value and not (asked in off.get(name, ()) and value in off[name]):
-            yield f"{name} {asked!r:.40} requested, {'the seed of the run' if name == 'seed' else value} used"
+        requested = body.get(name)
+        if requested is not None and requested != value and not (requested in neutral.get(name, ()) and value in neutral[name]):
+            yield f"{name} {requested!r:.40} requested, {'the seed of the run' if name == 'seed' else value} used"
 
 
 # ---- parts of requests
@@ -92,7 +92,7 @@ def _text(content: Any) -> str:
 
 
 def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list) or not all(isinstance(one, (str, Mapping)) for one in value):
+    if not isinstance(value, list) or not all(isinstance(item, (str, Mapping)) for item in value):
         raise invalid(f"{name} must be a list of objects.")
     return value
 
@@ -119,14 +119,14 @@ def _tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters or {}}}
 
 
-def _request(body: Body, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], **more: Any) -> AgentRequest:
+def _request(body: Body, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], **extra: Any) -> AgentRequest:
     choice = body.get("tool_choice")
     is_without = (choice.get("type") if isinstance(choice, Mapping) else choice) == "none"
     if not messages:
         raise invalid("the request has no messages.")
     return AgentRequest(
         messages=messages, tools=() if is_without else tools, is_streamed=bool(body.get("stream")),
-        model=str(body.get("model", "policy")), **more,
+        model=str(body.get("model", "policy")), **extra,
     )  # fmt: skip
 
 
@@ -143,9 +143,9 @@ def _lengths(turn: AgentTurn) -> tuple[int, int]:
     return len(turn.before), len(turn.sampled.token_ids)
 
 
-def _reason(turn: AgentTurn, cut: str, calls: str, ended: str) -> str:
+def _reason(turn: AgentTurn, cut: str, calls: str, finished: str) -> str:
     assert turn.sampled is not None
-    return cut if turn.sampled.is_cut else calls if turn.message.get("tool_calls") else ended
+    return cut if turn.sampled.is_cut else calls if turn.message.get("tool_calls") else finished
 
 
 # ---- OpenAI chat completions
@@ -157,13 +157,13 @@ def _read_chat(body: Body) -> AgentRequest:
         role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
         if role is None:
             raise invalid(f"a message needs a role of {', '.join(_ROLES)}.")
-        one = {"role": role, "content": _text(message.get("content"))} | {
+        chat_message = {"role": role, "content": _text(message.get("content"))} | {
             name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)
         }
         if calls := message.get("tool_calls"):
             functions = [(call.get("id"), call.get("function") or {}) for call in _list(calls, "tool_calls")]
-            one["tool_calls"] = [_call(key, function.get("name"), function.get("arguments")) for key, function in functions]
-        messages.append(one)
+            chat_message["tool_calls"] = [_call(key, function.get("name"), function.get("arguments")) for key, function in functions]
+        messages.append(chat_message)
     tools = [tool.get("function") or {} for tool in _list(body.get("tools") or [], "tools")]
     return _request(
         body, messages, [_tool(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in tools],
@@ -230,8 +230,8 @@ def _read_anthropic(body: Body) -> AgentRequest:
                 raise invalid("a message needs the role user or assistant.")
             messages.append({"role": role, "content": _text(texts)} | ({"tool_calls": calls} if calls else {}))
     tools = [_tool(tool.get("name"), tool.get("description"), tool.get("input_schema")) for tool in _list(body.get("tools") or [], "tools")]
-    most = _limit(body.get("max_tokens"), "max_tokens")
-    return _request(body, messages, tools, max_tokens=most, stop=_stop(body.get("stop_sequences")))
+    max_tokens = _limit(body.get("max_tokens"), "max_tokens")
+    return _request(body, messages, tools, max_tokens=max_tokens, stop=_stop(body.get("stop_sequences")))
 
 
 def _answer_anthropic(turn: AgentTurn) -> dict[str, Any]:
@@ -252,12 +252,12 @@ def _anthropic_events(turn: AgentTurn) -> Iterator[str]:
     def event(name: str, /, **data: Any) -> str:
         return _event({"type": name, **data}, name)
 
-    whole = _answer_anthropic(turn)
+    answer_body = _answer_anthropic(turn)
     prompt, answer = _lengths(turn)
     yield event(
-        "message_start", message=whole | {"content": [], "stop_reason": None, "usage": {"input_tokens": prompt, "output_tokens": 1}}
+        "message_start", message=answer_body | {"content": [], "stop_reason": None, "usage": {"input_tokens": prompt, "output_tokens": 1}}
     )
-    for index, block in enumerate(whole["content"]):
+    for index, block in enumerate(answer_body["content"]):
         if block["type"] == "text":
             empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
@@ -265,7 +265,7 @@ def _anthropic_events(turn: AgentTurn) -> Iterator[str]:
         yield event("content_block_start", index=index, content_block=empty)
         yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)
-    yield event("message_delta", delta={"stop_reason": whole["stop_reason"], "stop_sequence": None}, usage={"output_tokens": answer})
+    yield event("message_delta", delta={"stop_reason": answer_body["stop_reason"], "stop_sequence": None}, usage={"output_tokens": answer})
     yield event("message_stop")
 
 
@@ -273,8 +273,8 @@ def _anthropic_events(turn: AgentTurn) -> Iterator[str]:
 
 
 def _read_responses(body: Body) -> AgentRequest:
-    asked = body.get("input")
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else _list(asked, "input")
+    input_items = body.get("input")
+    items = [{"role": "user", "content": input_items}] if isinstance(input_items, str) else _list(input_items, "input")
     messages: list[dict[str, Any]] = [{"role": "system", "content": _text(body["instructions"])}] if body.get("instructions") else []
     for item in items:
         kind = item.get("type", "message")
@@ -325,24 +325,26 @@ def _responses_events(turn: AgentTurn) -> Iterator[str]:
         number += 1
         return _event({"type": name, "sequence_number": number - 1, **data}, name)
 
-    whole = _answer_responses(turn)
-    yield event("response.created", response=whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None})
-    for index, item in enumerate(whole["output"]):
-        at = {"output_index": index, "item_id": item["id"]}
+    answer_body = _answer_responses(turn)
+    yield event(
+        "response.created", response=answer_body | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    )
+    for index, item in enumerate(answer_body["output"]):
+        location = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "message":
             part: dict[str, Any] = item["content"][0]
             text = part["text"]
             yield event("response.output_item.added", output_index=index, item=item | {"status": "in_progress", "content": []})
-            yield event("response.content_part.added", **at, content_index=0, part=part | {"text": ""})
-            yield event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=[])
-            yield event("response.output_text.done", **at, content_index=0, text=text, logprobs=[])
-            yield event("response.content_part.done", **at, content_index=0, part=part)
+            yield event("response.content_part.added", **location, content_index=0, part=part | {"text": ""})
+            yield event("response.output_text.delta", **location, content_index=0, delta=text, logprobs=[])
+            yield event("response.output_text.done", **location, content_index=0, text=text, logprobs=[])
+            yield event("response.content_part.done", **location, content_index=0, part=part)
         else:
             yield event("response.output_item.added", output_index=index, item=item | {"status": "in_progress", "arguments": ""})
-            yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
+            yield event("response.function_call_arguments.delta", **location, delta=item["arguments"])
+            yield event("response.function_call_arguments.done", **location, name=item["name"], arguments=item["arguments"])
         yield event("response.output_item.done", output_index=index, item=item)
-    yield event(f"response.{whole['status']}", response=whole)
+    yield event(f"response.{answer_body['status']}", response=answer_body)
 
 
 FORMS: Mapping[str, ApiProtocol] = {  # by path

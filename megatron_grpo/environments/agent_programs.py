@@ -113,14 +113,14 @@ def load_agent(cfg: Config) -> type[AgentEnvironment]:
 
 
 def _function(spec: str, flag: str, arguments: str) -> Callable[..., Any]:
-    found = user_object(spec, flag=flag)
+    function = user_object(spec, flag=flag)
     try:
-        inspect.signature(found).bind(*arguments.split(", "))
+        inspect.signature(function).bind(*arguments.split(", "))
     except (TypeError, ValueError) as error:
         raise config_error(flag, f"{flag}: {spec} must be a function that accepts ({arguments}): {printable(error)}.") from error
-    if inspect.isclass(found) or inspect.isasyncgenfunction(found) or inspect.isgeneratorfunction(found):
+    if inspect.isclass(function) or inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         raise config_error(flag, f"{flag}: {spec} is not a plain function.")
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], function)
 
 
 def _words(command: str) -> list[str]:
@@ -138,12 +138,12 @@ def _not_found(word: str, command: str) -> Problem:
     return problem_with("agent_command", f"agent_command ({command}): {word or 'nothing'} is not a program on this machine.")
 
 
-def as_result(value: Any, who: str) -> AgentResult:
+def as_result(value: Any, source: str) -> AgentResult:
     """Read what an agent function or a verdict returned.
 
     Args:
         value: A finite number, a dict with `reward` and columns for reward functions, or None.
-        who: Name of the function, for the error message.
+        source: Name of the function, for the error message.
 
     Raises:
         InvalidReplyError: It is something else.
@@ -151,11 +151,11 @@ def as_result(value: Any, who: str) -> AgentResult:
     columns = dict(value) if isinstance(value, Mapping) else {}
     reward = columns.pop("reward", None) if isinstance(value, Mapping) else value
     if not all(isinstance(name, str) for name in columns):
-        raise InvalidReplyError(f"{who} returned a dict with a key that is not a string")
+        raise InvalidReplyError(f"{source} returned a dict with a key that is not a string")
     if reward is None:
         return AgentResult(columns=columns)
     if not isinstance(reward, (numbers.Real, bool)) or not math.isfinite(reward):
-        raise InvalidReplyError(f"{who} returned {describe_value(value)}; expected a finite number, a dict with reward, or None")
+        raise InvalidReplyError(f"{source} returned {describe_value(value)}; expected a finite number, a dict with reward, or None")
     return AgentResult(reward=float(reward), columns=columns)
 
 
@@ -193,34 +193,34 @@ class AgentProgram:
             size = output.seek(0, os.SEEK_END)
             output.seek(max(0, size - OUTPUT))
             text = output.read().decode("utf-8", "replace")
-            found = AgentResult()
+            result = AgentResult()
             if self.verdict is not None and endpoint.messages():
                 try:
                     value = self.verdict(row, folder, text, endpoint.messages())
                 except Exception as error:
                     raise InvalidReplyError(f"agent_verdict raised {type(error).__name__}: {printable(error)}") from error
-                found = as_result(value, "agent_verdict")
-                if found.reward is None:
+                result = as_result(value, "agent_verdict")
+                if result.reward is None:
                     raise InvalidReplyError("agent_verdict returned no reward; expected a finite number, or a dict with reward")
-            return AgentResult(reward=found.reward, columns={**found.columns, "agent_output": text}, is_late=is_late)
+            return AgentResult(reward=result.reward, columns={**result.columns, "agent_output": text}, is_late=is_late)
 
     def _run(self, folder: Path, output: Any, endpoint: Endpoint) -> bool:
         """Run the program to its end. Returns whether its time was over."""
-        known = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ", *self.variables) if name in os.environ}
-        own = {"HOME": str(folder), "TMPDIR": str(folder), "AGENT_ROW": str(folder.parent / "row.json")}
+        inherited = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ", *self.variables) if name in os.environ}
+        own_variables = {"HOME": str(folder), "TMPDIR": str(folder), "AGENT_ROW": str(folder.parent / "row.json")}
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BEGIN, str(os.getpid()), str(self.memory_mb), *self.words],
-            cwd=folder, env=known | own | endpoint.variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            cwd=folder, env=inherited | own_variables | endpoint.variables, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        until, is_late = time.monotonic() + endpoint.timeout, False
+        deadline, is_late = time.monotonic() + endpoint.timeout, False
         try:
             while process.poll() is None and not endpoint.closed.wait(SECONDS_BETWEEN_LOOKS):
                 if os.fstat(output.fileno()).st_size > MOST_OUTPUT:
                     raise AgentError(f"wrote more than {MOST_OUTPUT >> 20} MiB of output")
                 if endpoint.is_over():
-                    until = min(until, time.monotonic() + SECONDS_AFTER_END)
-                if is_late := time.monotonic() >= until:
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_END)
+                if is_late := time.monotonic() >= deadline:
                     break
         finally:
             _end_group(process)
@@ -230,8 +230,8 @@ class AgentProgram:
         if process.returncode and not is_late and not endpoint.is_over():
             output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT))
             lines = output.read().decode("utf-8", "replace").strip().splitlines()
-            how = f"exit status {process.returncode}" if process.returncode > 0 else signal.Signals(-process.returncode).name
-            raise AgentError(f"ended with {how}: {lines[-1][:300] if lines else 'it has written nothing'}")
+            end = f"exit status {process.returncode}" if process.returncode > 0 else signal.Signals(-process.returncode).name
+            raise AgentError(f"ended with {end}: {lines[-1][:300] if lines else 'it has written nothing'}")
         return is_late
 
 
@@ -246,8 +246,8 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        until = time.monotonic() + SECONDS_TO_TERMINATE
-        while time.monotonic() < until:  # the kernel ends the others of the group a moment later
+        deadline = time.monotonic() + SECONDS_TO_TERMINATE
+        while time.monotonic() < deadline:  # the kernel ends the others of the group a moment later
             os.killpg(process.pid, 0)
             time.sleep(0.005)  # no process can wait for those that are not its children
     except ProcessLookupError:

@@ -153,15 +153,15 @@ class AgentSession:
                 raise over(self.ended)
             if self._num_turns >= self.limits.max_turns:
                 raise self._ended_by("max_turns", f"max_turns {self.limits.max_turns}")
-            full, known = self._rendered(request)
+            full, known_turns = self._rendered(request)
             if self._is_long(full):
                 raise self._ended_by("length", f"{self.limits.max_model_len} tokens of a context")
             parent = max((turn for turn in self.turns if full.startswith(turn.text)), key=lambda turn: len(turn.text), default=None)
             turn = self._turn(request, full, self._encoded(full, parent), parent)
             while parent is not None:  # its whole text is in the request
                 parent.is_read, parent = True, parent.parent
-            for one in known:
-                one.is_read = True
+            for known_turn in known_turns:
+                known_turn.is_read = True
             return turn
 
     def count_tokens(self, request: AgentRequest) -> int:
@@ -183,14 +183,14 @@ class AgentSession:
         """Return the rendering of a request, and the turns of the session that it repeats."""
         template = copy.copy(self._template)
         template.tools = self._guards.guarded(request.tools) or None
-        messages, known = self._recognized(request.messages)
+        messages, known_turns = self._recognized(request.messages)
         try:
             full = template.render(messages)
             if self._prefill is None:
                 self._prefill = template.prefill(messages, full)
         except Exception as error:  # a template may raise anything
             raise AgentRefusalError(400, "invalid_request", f"the chat template rejects the messages: {printable(error)}") from error
-        return full, known
+        return full, known_turns
 
     def _ended_by(self, reason: str, limit: str) -> AgentRefusalError:
         self.end(reason)
@@ -214,10 +214,10 @@ class AgentSession:
         elif len(self._contexts) + self._num_new >= limits.max_contexts:
             raise self._ended_by("length", f"max_agent_contexts {limits.max_contexts}")
         added = len(ids) - len(context.ids) if context is not None else len(ids)
-        left = self._budget(len(ids)) - self._num_tokens - added
-        room = min(limits.max_model_len - len(ids), left)
-        if room < 1:
-            raise self._ended_by("length", f"{len(ids)} tokens of {limits.max_model_len} in a context, {left} left of the row's")
+        remaining = self._budget(len(ids)) - self._num_tokens - added
+        max_tokens = min(limits.max_model_len - len(ids), remaining)
+        if max_tokens < 1:
+            raise self._ended_by("length", f"{len(ids)} tokens of {limits.max_model_len} in a context, {remaining} left of the row's")
         digest = hashlib.blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
         seed = hashlib.blake2b(f"{self._seed} {self.key} {digest} {self._seeds[digest]}".encode(), digest_size=4).digest()
         self._seeds[digest] += 1
@@ -229,39 +229,39 @@ class AgentSession:
         self.counts["forks"] += context is None and parent is not None
         return AgentTurn(
             request=request, number=self._num_turns - 1, before=tuple(ids), shown=full, prefill=self._prefill or "", parent=parent,
-            seed=int.from_bytes(seed, "big"), max_tokens=min(room, request.max_tokens or room), context=context,
+            seed=int.from_bytes(seed, "big"), max_tokens=min(max_tokens, request.max_tokens or max_tokens), context=context,
         )  # fmt: skip
 
     def _budget(self, first: int) -> int:
         """Return the limit for the tokens of all contexts. `first` is the length of the first prompt, where none was sampled after yet."""
-        opened = [turns[0] for _, turns in self._contexts]
-        return self.limits.max_completion_length + (len(opened[0].before) if opened else first)
+        first_turns = [turns[0] for _, turns in self._contexts]
+        return self.limits.max_completion_length + (len(first_turns[0].before) if first_turns else first)
 
     def _recognized(self, messages: Sequence[Message]) -> tuple[list[Message], list[AgentTurn]]:
         """Return the messages with earlier turns of the session as they were sampled, and those turns. All other text is guarded."""
-        shown: list[Message] = []
-        known: list[AgentTurn] = []
-        before = None
+        messages_shown: list[Message] = []
+        known_turns: list[AgentTurn] = []
+        previous = None
         for index, message in enumerate(messages):
-            turn = self._said(message, index, before) if message["role"] == "assistant" else None
+            turn = self._said(message, index, previous) if message["role"] == "assistant" else None
             if turn is not None:
-                known.append(turn)
-                shown.append({"role": "assistant", "content": turn.content})
+                known_turns.append(turn)
+                messages_shown.append({"role": "assistant", "content": turn.content})
             else:
-                shown += self._guards.over([_with_parsed_arguments(message)])
-            before = turn if message["role"] == "assistant" else before
-        return shown, known
+                messages_shown += self._guards.over([_with_parsed_arguments(message)])
+            previous = turn if message["role"] == "assistant" else previous
+        return messages_shown, known_turns
 
-    def _said(self, message: Message, index: int, before: AgentTurn | None) -> AgentTurn | None:
+    def _said(self, message: Message, index: int, previous: AgentTurn | None) -> AgentTurn | None:
         """Return the turn that an assistant's message repeats. IDs of calls decide first, then the turn before."""
-        said = _canonical(message)  # a turn whose own request had this message, such as an example of the agent's, is not the one
-        found = [
-            turn for turn in self._by_message.get(said, ())
-            if index >= len(turn.request.messages) or _canonical(turn.request.messages[index]) != said
+        canonical = _canonical(message)  # a turn whose own request had this message, such as an example of the agent's, is not the one
+        candidates = [
+            turn for turn in self._by_message.get(canonical, ())
+            if index >= len(turn.request.messages) or _canonical(turn.request.messages[index]) != canonical
         ]  # fmt: skip
-        ours = [turn for call in message.get("tool_calls") or () if (turn := self._by_call.get(str(call.get("id")))) is not None]
-        found = [turn for turn in found if ours and turn is ours[0]] or found
-        return next((turn for turn in reversed(found) if turn.parent is before), found[-1] if found else None)
+        called_turns = [turn for call in message.get("tool_calls") or () if (turn := self._by_call.get(str(call.get("id")))) is not None]
+        candidates = [turn for turn in candidates if called_turns and turn is called_turns[0]] or candidates
+        return next((turn for turn in reversed(candidates) if turn.parent is previous), candidates[-1] if candidates else None)
 
     # ---- from tokens to an answer
 
@@ -284,7 +284,7 @@ class AgentSession:
                 self._contexts.append((context, []))
             context.ids += turn.before[len(context.ids) :]
             turn.span = context.add_span(sampled.token_ids, sampled.logprobs, sampled.version, sampled.sampling_mask)
-            next(turns for one, turns in self._contexts if one is context).append(turn)
+            next(turns for turn_context, turns in self._contexts if turn_context is context).append(turn)
             self._num_tokens += added
             self._read_answer(turn, sampled)
             self.turns.append(turn)
@@ -304,11 +304,11 @@ class AgentSession:
             turn.message["reasoning_content"] = thought[1].strip()
         calls = [] if sampled.is_cut or not turn.request.tools else self._reader(turn.request.tools)(turn.content)
         if calls and not any(call.error for call in calls):  # a call that cannot be parsed stays text, for the agent to answer
-            begin = min((at for mark in MARKS if (at := answer.find(mark)) >= 0), default=0)
-            number, place = self.key
+            begin = min((position for mark in MARKS if (position := answer.find(mark)) >= 0), default=0)
+            number, generation = self.key
             turn.message["content"] = answer[:begin].strip() or None
             turn.message["tool_calls"] = [
-                {"id": f"call_{number}_{place}_{turn.number}_{index}", "type": "function",
+                {"id": f"call_{number}_{generation}_{turn.number}_{index}", "type": "function",
                  "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
                 for index, call in enumerate(calls)
             ]  # fmt: skip

@@ -66,7 +66,7 @@ class AgentRunnerFactory(PlayerFactory):
             max_model_len: Context length in tokens where `vllm_max_model_len` is not set.
         """
         turns, rollout = cfg.turns, cfg.rollout
-        made = lru_cache(16)(lambda tools: reader(turns.tool_call_parser, tokenizer, json.loads(tools)))
+        make_reader = lru_cache(16)(lambda tools: reader(turns.tool_call_parser, tokenizer, json.loads(tools)))
         return cls(
             agent=environment,
             template=template_of(cfg, environment, tokenizer, model_path=model_path),
@@ -78,7 +78,7 @@ class AgentRunnerFactory(PlayerFactory):
             timeout=turns.agent_timeout,
             concurrency=turns.max_agents,
             needs_reward=REWARD in cfg.rewards.reward_funcs,
-            reader=lambda tools: made(json.dumps(list(tools), sort_keys=True)),
+            reader=lambda tools: make_reader(json.dumps(list(tools), sort_keys=True)),
         )  # fmt: skip
 
 
@@ -109,31 +109,31 @@ class AgentPlayer(RequestingPlayer):
     ):  # fmt: skip
         super().__init__(prompts, sampling.n)
         self.stage = stage
-        made = partial(AgentSession, stage.template, stage.limits, seed=seed, reader=stage.reader)
+        make_session = partial(AgentSession, stage.template, stage.limits, seed=seed, reader=stage.reader)
         self.episodes = {
-            (prompt.number, place): _Episode(prompt=prompt, place=place, session=made(key=(prompt.number, place)))
+            (prompt.number, generation): _Episode(prompt=prompt, place=generation, session=make_session(key=(prompt.number, generation)))
             for prompt in self.prompts
-            for place in range(self.n)
+            for generation in range(self.n)
         }
         self._running = set(self.episodes)
-        self._server = AgentServer(list(self.episodes.values()), sampling, ask=self._ask_turn, overruled=overruled)
+        self._server = AgentServer(list(self.episodes.values()), sampling, on_call=self._ask_turn, overruled=overruled)
         self._workers = Workers(concurrency=stage.concurrency, timeout=stage.agent.timeout_of_call)
-        for one in self.episodes.values():
-            self._workers.submit(one.key, partial(self._play, one))
+        for episode in self.episodes.values():
+            self._workers.submit(episode.key, partial(self._play, episode))
 
     @property
     def warnings(self) -> list[str]:
-        found = [f"An agent {effect}." for effect in self._workers.side_effects]
+        warnings = [f"An agent {effect}." for effect in self._workers.side_effects]
         if self._running:
-            return found
+            return warnings
         episodes = list(self.episodes.values())
-        turns, unread = (sum(len(one.session.turns) for one in episodes), sum(one.session.num_unread for one in episodes))
+        turns, unread = (sum(len(episode.session.turns) for episode in episodes), sum(episode.session.num_unread for episode in episodes))
         if unread > turns * MOST_UNREAD:
-            found.append(f"Agents did not read more than {MOST_UNREAD:.0%} of their turns, and those are not trained. If an agent stops "
+            warnings.append(f"Agents did not read more than {MOST_UNREAD:.0%} of their turns, and those are not trained. If an agent stops "
                          "waiting for long answers, long answers get no reward (metric agent/unread).")  # fmt: skip
-        if sum(one.finish_reason == "max_seconds" for one in episodes) > len(episodes) / 2:
-            found.append("More than half of the agents of a rollout reached agent_timeout; raise it, or lower max_turns.")
-        return found
+        if sum(episode.finish_reason == "max_seconds" for episode in episodes) > len(episodes) / 2:
+            warnings.append("More than half of the agents of a rollout reached agent_timeout; raise it, or lower max_turns.")
+        return warnings
 
     @property
     def is_over(self) -> bool:
@@ -143,18 +143,18 @@ class AgentPlayer(RequestingPlayer):
     def groups(self) -> list[Group]:
         groups = []
         for prompt in self.prompts:
-            played = [self.episodes[prompt.number, place] for place in range(self.n)]
-            openings = len({one.session.opening for one in played}) / self.n
-            groups.append(Group(prompt=prompt, completions=tuple(self._completion(one, openings) for one in played)))
+            episodes = [self.episodes[prompt.number, generation] for generation in range(self.n)]
+            openings = len({episode.session.opening for episode in episodes}) / self.n
+            groups.append(Group(prompt=prompt, completions=tuple(self._completion(episode, openings) for episode in episodes)))
         return groups
 
     def close(self) -> None:
         """End the agents that still run, and the endpoint."""
         super().close()
-        left = [self.episodes[key] for key in self._running]
-        for one in left:
-            one.session.end("done")
-        started = [one.endpoint for one in left if one.endpoint is not None]
+        running = [self.episodes[key] for key in self._running]
+        for episode in running:
+            episode.session.end("done")
+        started = [episode.endpoint for episode in running if episode.endpoint is not None]
         for endpoint in started:
             endpoint.closed.set()
         self._server.close()
@@ -172,9 +172,9 @@ class AgentPlayer(RequestingPlayer):
             self._ended(self.episodes[cast(Key, outcome.key)], outcome)
 
     def _ask_turn(self, call: AgentCall) -> None:
-        turn, (number, place) = call.turn, call.session.key
+        turn, (number, generation) = call.turn, call.session.key
         self._ask([TurnRequest(
-            key=(number, place + self.n * turn.number), token_ids=turn.before, seed=turn.seed, max_tokens=turn.max_tokens,
+            key=(number, generation + self.n * turn.number), token_ids=turn.before, seed=turn.seed, max_tokens=turn.max_tokens,
             sampled=partial(self._sampled, call),
         )])  # fmt: skip
 
@@ -206,22 +206,22 @@ class AgentPlayer(RequestingPlayer):
         session.end("done")
         try:
             if error is None:
-                found = outcome.value
-                episode.result = found if isinstance(found, AgentResult) else as_result(found, "the agent")
+                value = outcome.value
+                episode.result = value if isinstance(value, AgentResult) else as_result(value, "the agent")
         except InvalidReplyError as invalid:
             error = invalid
         if episode.result.reward is not None:
             episode.reward = episode.result.reward
         lacks_reward = self.stage.needs_reward and episode.reward is None
         is_late = isinstance(error, CallTimeoutError) or episode.result.is_late
-        what = str(error) if error is None or isinstance(error, AgentError) else raised(error)
+        error_text = str(error) if error is None or isinstance(error, AgentError) else raised(error)
         seconds = f"within {self.stage.timeout:g} s"
         ends = [  # (whether, reason, fault); the first that applies
             (isinstance(error, InvalidReplyError), "nonsense", str(error)),
             (is_late and not has_turns, "timeout", f"the agent sent no request {seconds}"),
             (is_late and lacks_reward, "timeout", f"the agent has returned no reward {seconds}"),
             (is_late, limit or "max_seconds", ""),
-            (error is not None and (not limit or lacks_reward), "error", f"the agent {what}"),
+            (error is not None and (not limit or lacks_reward), "error", f"the agent {error_text}"),
             (not has_turns, "error", "the agent sent no request"),
             (lacks_reward, "nonsense", "the agent returned no reward; expected a finite number, or a dict with reward"),
             (True, limit or "done", ""),

@@ -41,15 +41,15 @@ class PlayedEpisodes:
         Args:
             groups: Groups of episodes; at least one completion has an episode record.
         """
-        records = [one.record for group in groups for one in group.completions if one.record is not None]
+        records = [completion.record for group in groups for completion in group.completions if completion.record is not None]
         finish_reason = Counter(record.numbers.finish_reason for record in records)
         turns = sum(record.numbers.num_turns for record in records) / len(records)
-        given = sum(reward or 0.0 for record in records for reward in record.turn_rewards) / len(records)
-        how = ", ".join(f"{how} {count}" for how, count in finish_reason.most_common())
+        mean_reward = sum(reward or 0.0 for record in records for reward in record.turn_rewards) / len(records)
+        end = ", ".join(f"{end} {count}" for end, count in finish_reason.most_common())
         faults = Counter(record.numbers.fault for record in records if record.numbers.finish_reason in FAULTS)
         return cls(
             groups=groups,
-            summary=f"{len(records)} episodes, {turns:.1f} turns; {how}; mean environment reward {given:.4g}",
+            summary=f"{len(records)} episodes, {turns:.1f} turns; {end}; mean environment reward {mean_reward:.4g}",
             faults=[f"{count} of {len(records)} episodes: {fault}" for fault, count in faults.most_common(3)],
         )
 
@@ -67,15 +67,17 @@ class _Scripted:
         self._asked.append((key, max_tokens))
 
     def poll(self) -> list[tuple[Key, SampledTurn]]:
-        asked, self._asked = self._asked, []
-        return [(key, self._sampled_turn(self._texts[key[0]], most)) for key, most in asked]
+        requests, self._asked = self._asked, []
+        return [(key, self._sampled_turn(self._texts[key[0]], max_tokens)) for key, max_tokens in requests]
 
-    def _sampled_turn(self, text: str, most: int) -> SampledTurn:
+    def _sampled_turn(self, text: str, max_tokens: int) -> SampledTurn:
         template = self._template
         tokens = [*template.tokenizer(text, add_special_tokens=False)["input_ids"], min(template.end_ids)]
         if template.tokenizer.eos_token_id is not None:
             tokens[-1] = template.tokenizer.eos_token_id
-        return SampledTurn(token_ids=tuple(tokens[:most]), logprobs=(0.0,) * min(most, len(tokens)), is_cut=len(tokens) > most, version=0)
+        return SampledTurn(
+            token_ids=tuple(tokens[:max_tokens]), logprobs=(0.0,) * min(max_tokens, len(tokens)), is_cut=len(tokens) > max_tokens, version=0
+        )
 
 
 def play_rows(
@@ -105,36 +107,36 @@ def play_rows(
             AgentRunnerFactory.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest), prompts, kinds
         )
     stage = EpisodeRunnerFactory.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest)
-    played = {}
+    episodes_by_kind = {}
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
-        play, turns = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *place: 0), _Scripted(stage.template, dict(enumerate(texts)))
+        play, turns = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *key: 0), _Scripted(stage.template, dict(enumerate(texts)))
         while not play.advance(turns, 1.0, version=0):
             pass
-        played[kind] = PlayedEpisodes.of(play.groups())
-    return played
+        episodes_by_kind[kind] = PlayedEpisodes.of(play.groups())
+    return episodes_by_kind
 
 
 def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]) -> dict[str, PlayedEpisodes]:
     """Run the agent of the first row alone, once for each kind: an agent may take minutes."""
-    played = {}
+    episodes_by_kind = {}
     for kind, texts in kinds.items():
         sampling = SamplingSettings(n=1, max_completion_length=stage.limits.max_completion_length)
         player, turns = AgentPlayer(stage, prompts[:1], sampling, seed=0), _Scripted(stage.template, {prompts[0].number: texts[0]})
         while not player.advance(turns, 1.0, version=0):
             pass
-        played[kind] = PlayedEpisodes.of(player.groups())
-    return played
+        episodes_by_kind[kind] = PlayedEpisodes.of(player.groups())
+    return episodes_by_kind
 
 
 def _calls(environment: type[Environment], count: int) -> dict[str, list[str]]:
     """Return a call of each tool in Hermes' format, with arguments of the right types."""
     if not issubclass(environment, ToolEnvironment):
         return {}
-    found = {}
+    texts_by_name = {}
     for tool in environment.tools:
         function = tool["function"]
         properties = function.get("parameters", {}).get("properties", {})
-        arguments = {name: MADE_UP.get(str(one.get("type")), "7") for name, one in properties.items()}
+        arguments = {name: MADE_UP.get(str(schema.get("type")), "7") for name, schema in properties.items()}
         call = json.dumps({"name": function["name"], "arguments": arguments})
-        found[f"{function['name']}()"] = [f"<tool_call>\n{call}\n</tool_call>"] * count
-    return found
+        texts_by_name[f"{function['name']}()"] = [f"<tool_call>\n{call}\n</tool_call>"] * count
+    return texts_by_name

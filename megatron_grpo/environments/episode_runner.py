@@ -89,15 +89,15 @@ class EpisodeRunner(RequestingPlayer):
         self._workers = Workers(concurrency=stage.concurrency, timeout=stage.timeout)
         self._openings: dict[int, tuple[int, ...]] = {}  # prompt number -> token IDs of its opening
         episodes = [
-            _Episode(prompt=prompt, place=place, opening=opening)
+            _Episode(prompt=prompt, place=generation, opening=opening)
             for prompt in self.prompts
             for opening in [stage.opening(prompt)]
-            for place in range(n)
+            for generation in range(n)
         ]
-        self.episodes = {one.key: one for one in episodes}
+        self.episodes = {episode.key: episode for episode in episodes}
         self._open = set(self.episodes)
-        for one in episodes:
-            self._workers.submit(("start", one.key), partial(self._start, one))
+        for episode in episodes:
+            self._workers.submit(("start", episode.key), partial(self._start, episode))
 
     @property
     def warnings(self) -> list[str]:
@@ -115,7 +115,9 @@ class EpisodeRunner(RequestingPlayer):
 
     def groups(self) -> list[Group]:
         return [
-            Group(prompt=prompt, completions=tuple(self._completion(self.episodes[prompt.number, place]) for place in range(self.n)))
+            Group(
+                prompt=prompt, completions=tuple(self._completion(self.episodes[prompt.number, generation]) for generation in range(self.n))
+            )
             for prompt in self.prompts
         ]
 
@@ -158,15 +160,15 @@ class EpisodeRunner(RequestingPlayer):
             self._finish(episode, "nonsense", str(error))
         except MemoryError:
             raise
-        except ExitRequestedError as asked:
-            self._finish(episode, "error", f"{kind} tried to end the process with {asked}")
+        except ExitRequestedError as exit_request:
+            self._finish(episode, "error", f"{kind} tried to end the process with {exit_request}")
         except BaseException as raised:  # noqa: BLE001 - user code, or a template that rejects its messages
             text = printable(raised)
             self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(text)}{text}")
 
     def _started(self, episode: _Episode, value: Any) -> None:
         is_own = value is not None and list(value) == list(episode.opening) if isinstance(value, (list, tuple)) else False
-        messages = tuple(value) if is_own else as_messages(value, who="start")
+        messages = tuple(value) if is_own else as_messages(value, source="start")
         if not messages:
             raise InvalidReplyError("start returned no messages")
         token_ids = episode.prompt.token_ids if is_own else None  # the data set's tokens, so all ranks and rounds use the same ones
@@ -191,21 +193,21 @@ class EpisodeRunner(RequestingPlayer):
     def _room(self, episode: _Episode) -> int:
         """Return the limit for the next turn in tokens."""
         assert episode.transcript is not None
-        spent = episode.transcript.num_sampled + episode.transcript.num_heard
-        return min(self.stage.max_completion_length - spent, self.stage.max_model_len - len(episode.transcript.ids))
+        num_used = episode.transcript.num_sampled + episode.transcript.num_heard
+        return min(self.stage.max_completion_length - num_used, self.stage.max_model_len - len(episode.transcript.ids))
 
-    def _is_long(self, messages: Sequence[Message], room: int) -> bool:
-        """Return whether messages have so many characters that they exceed `room` tokens for certain, without encoding them."""
-        return sum(1 + len(message["content"]) for message in messages) > max(LARGE, room * self.stage.template.longest)
+    def _is_long(self, messages: Sequence[Message], max_tokens: int) -> bool:
+        """Return whether messages have so many characters that they exceed `max_tokens` tokens for certain, without encoding them."""
+        return sum(1 + len(message["content"]) for message in messages) > max(LARGE, max_tokens * self.stage.template.longest)
 
     def _ask_turn(self, episode: _Episode) -> None:
         assert episode.transcript is not None
-        room = self._room(episode)
-        if room <= 0:
+        max_tokens = self._room(episode)
+        if max_tokens <= 0:
             return self._finish(episode, "length")
         token_ids, seed = tuple(episode.transcript.ids), self._seed_of(*episode.key, episode.num_turns)
         sampled = partial(self._sampled, episode)
-        self._ask([TurnRequest(key=episode.key, token_ids=token_ids, seed=seed, max_tokens=room, sampled=sampled)])
+        self._ask([TurnRequest(key=episode.key, token_ids=token_ids, seed=seed, max_tokens=max_tokens, sampled=sampled)])
 
     def _sampled(self, episode: _Episode, sampled: SampledTurn) -> None:
         """Process a sampled turn and pass it to the environment."""

@@ -23,11 +23,11 @@ def _then(value: Any, go_on: Callable[[Any], Any]) -> Any:
     if not inspect.isawaitable(value):
         return go_on(value)
 
-    async def later() -> Any:
-        found = go_on(await value)
-        return await found if inspect.isawaitable(found) else found
+    async def continued() -> Any:
+        result = go_on(await value)
+        return await result if inspect.isawaitable(result) else result
 
-    return later()
+    return continued()
 
 
 class TrlEnvironment(ToolEnvironment):
@@ -77,8 +77,8 @@ def public_methods(cls: type) -> list[str]:
     Args:
         cls: Class of the environment.
     """
-    kept = ("reset", "get_reward", "close")
-    return [name for name, value in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_") and name not in kept]
+    reserved = ("reset", "get_reward", "close")
+    return [name for name, value in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_") and name not in reserved]
 
 
 class SwiftEnvironment(Environment):
@@ -98,17 +98,17 @@ class SwiftEnvironment(Environment):
         self._object = type(self).theirs(columns.get("env_config") or {})
 
     def start(self, prompt: Sequence[Message]) -> Any:
-        def opening(told: Any) -> Sequence[Message]:
-            observation, _, system = told
-            own = [message for message in prompt if message["role"] == "system"]
-            head = [{"role": "system", "content": system}] if system else own
-            return [*head, {"role": "user", "content": observation}] if observation else [*head, *prompt[len(own) :]]
+        def opening(returned: Any) -> Sequence[Message]:
+            observation, _, system = returned
+            system_messages = [message for message in prompt if message["role"] == "system"]
+            head = [{"role": "system", "content": system}] if system else system_messages
+            return [*head, {"role": "user", "content": observation}] if observation else [*head, *prompt[len(system_messages) :]]
 
         return _then(self._object.reset(_SwiftConfig(self.columns, prompt)), opening)
 
     def step(self, turn: Turn) -> Any:
-        def answer(told: Any) -> StepOutput:
-            observation, reward, done, _ = told
+        def answer(returned: Any) -> StepOutput:
+            observation, reward, done, _ = returned
             return StepOutput(messages=() if done else ({"role": "user", "content": observation},), reward=reward, done=bool(done))
 
         return _then(self._object.step([dict(message) for message in turn.messages]), answer)
@@ -153,10 +153,10 @@ class VerifiersEnvironment(Environment):
         self._state["turn"] = turn.number + 1
         messages = [dict(message) for message in turn.messages]
 
-        def answer(found: Any) -> StepOutput:
-            if isinstance(found, tuple) and len(found) == 2:
-                found, self._state = found
-            return StepOutput(messages=[{"role": "user", "content": found}] if isinstance(found, str) else found)
+        def answer(returned: Any) -> StepOutput:
+            if isinstance(returned, tuple) and len(returned) == 2:
+                returned, self._state = returned
+            return StepOutput(messages=[{"role": "user", "content": returned}] if isinstance(returned, str) else returned)
 
         def unless_completed(is_completed: Any) -> Any:
             return StepOutput(done=True) if is_completed else _then(self.theirs.env_response(messages, self._state), answer)

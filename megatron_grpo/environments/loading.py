@@ -66,31 +66,31 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
         return inner
     try:
         schemas = [schema_of(function) for function in functions.values()]
-        read = reader(turns.tool_call_parser if tokenizer is not None else "hermes", tokenizer, schemas)
-        return tool_set(functions, inner=inner, read=read)
+        read_calls = reader(turns.tool_call_parser if tokenizer is not None else "hermes", tokenizer, schemas)
+        return tool_set(functions, inner=inner, read_calls=read_calls)
     except InvalidToolError as error:
         raise config_error("tools", f"tools: one of {' '.join(turns.tools)} {error}") from error
 
 
 def _environment(spec: str) -> type[Environment]:
-    found = user_object(spec, flag="environment")
+    user_class = user_object(spec, flag="environment")
     try:
-        made = adapted(found) if isinstance(found, type) else None
+        environment_class = adapted(user_class) if isinstance(user_class, type) else None
     except InvalidToolError as error:
         raise config_error("environment", f"environment {spec}: one of its methods {error}") from error
-    if made is None:
+    if environment_class is None:
         raise config_error(
             "environment",
             f"environment {spec} is not an environment. Use a class that inherits megatron_grpo.environments.protocol.Environment, or one "
             "for TRL (reset, methods that are tools), Megatron-SWIFT (reset, step) or verifiers (env_response).",
         )
-    if made.step is Environment.step:
+    if environment_class.step is Environment.step:
         raise config_error("environment", f"environment {spec} has no `step`.")
     try:
-        json.dumps(list(made.tools))
+        json.dumps(list(environment_class.tools))
     except (TypeError, ValueError) as error:
         raise config_error("environment", f"environment {spec}: `tools` must be a list of JSON schemas: {printable(error)}") from error
-    return made
+    return environment_class
 
 
 def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
@@ -108,20 +108,20 @@ def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
     spec = cfg.rollout.rollout_func
     if spec is None:
         return None
-    found = user_object(spec, flag="rollout_func")
-    wrong = None
-    if inspect.isclass(found) or not callable(found):
-        wrong = f"{spec} is not a function"
-    elif inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
-        wrong = f"{spec} is a coroutine or a generator. Use a function that returns completions; it may call the sampler from threads"
+    function = user_object(spec, flag="rollout_func")
+    fault = None
+    if inspect.isclass(function) or not callable(function):
+        fault = f"{spec} is not a function"
+    elif inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        fault = f"{spec} is a coroutine or a generator. Use a function that returns completions; it may call the sampler from threads"
     else:
         try:
-            inspect.signature(found).bind((), None)
+            inspect.signature(function).bind((), None)
         except (TypeError, ValueError) as error:
-            wrong = f"{spec} must accept the call {spec.rpartition(':')[2]}(prompts, sampler) ({error})"
-    if wrong:
-        raise config_error("rollout_func", f"rollout_func: {wrong}.")
-    return found
+            fault = f"{spec} must accept the call {spec.rpartition(':')[2]}(prompts, sampler) ({error})"
+    if fault:
+        raise config_error("rollout_func", f"rollout_func: {fault}.")
+    return function
 
 
 # ---- the chat template
@@ -135,15 +135,15 @@ def end_ids_of(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] =
         tokenizer: Its tokenizer, whose EOS token is one of them.
         stop_token_ids: Further token IDs from the settings.
     """
-    found = {*stop_token_ids}
+    end_ids = {*stop_token_ids}
     for name in ("generation_config.json", "config.json"):
         if (model_path / name).is_file():
-            own = json.loads((model_path / name).read_text(encoding="utf-8")).get("eos_token_id")
-            found |= {own} if isinstance(own, int) else {*(own or ())}
+            model_ids = json.loads((model_path / name).read_text(encoding="utf-8")).get("eos_token_id")
+            end_ids |= {model_ids} if isinstance(model_ids, int) else {*(model_ids or ())}
             break
     if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return frozenset(found)
+        end_ids.add(tokenizer.eos_token_id)
+    return frozenset(end_ids)
 
 
 def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
@@ -198,9 +198,10 @@ def look_at(template: ChatTemplate, environment: type[Environment], *, history: 
             del turns[" that thinks"]
         rewritten = [kind for kind, text in turns.items() if _rewrites(template, role, text, flag)]
         if rewritten and history == "template":
-            which = "a turn" if "" in rewritten else f"a turn{rewritten[0]}"
+            turn_text = "a turn" if "" in rewritten else f"a turn{rewritten[0]}"
             notes.append(
-                f"The chat template rewrites {which} when a message of role {role} follows it: an episode of T such turns has T contexts, "
+                f"The chat template rewrites {turn_text} when a message of role {role} follows it: an episode of T such turns has T "
+                "contexts, "
                 f"and each is computed.{keep}"
             )
     return [*notes, *_ends(template)]
@@ -208,8 +209,8 @@ def look_at(template: ChatTemplate, environment: type[Environment], *, history: 
 
 def _rewrites(template: ChatTemplate, role: str, text: str, flag: str) -> bool:
     answer: Message = {"role": role, "content": _ANSWER, **({"name": "look"} if role == "tool" else {})}
-    opened = template.render([_QUESTION])
-    prefill = template.prefill([_QUESTION], opened)
+    opening = template.render([_QUESTION])
+    prefill = template.prefill([_QUESTION], opening)
     text = text.removeprefix(prefill) if prefill else text
     try:
         full = template.render([_QUESTION, {"role": "assistant", "content": prefill + text}, answer])
@@ -222,14 +223,14 @@ def _rewrites(template: ChatTemplate, role: str, text: str, flag: str) -> bool:
             f"{flag}: the chat template drops messages of role {role}, so the model would not receive them. Use a tokenizer whose "
             "template supports this role, or an environment that answers as user.",
         )
-    return not full.startswith(opened + text)
+    return not full.startswith(opening + text)
 
 
 def _ends(template: ChatTemplate) -> Iterator[str]:
     """Yield a note if sampling does not stop at the token with which the template ends a turn."""
     messages = [_QUESTION, {"role": "assistant", "content": "I say so."}, {"role": "user", "content": _ANSWER}]
-    behind = template.render(messages).partition("I say so.")[2].lstrip()
-    marks = template.encode(behind, template.guards())
+    ending = template.render(messages).partition("I say so.")[2].lstrip()
+    marks = template.encode(ending, template.guards())
     if marks and marks[0] not in template.end_ids:
         mark = marks[0]
         yield (

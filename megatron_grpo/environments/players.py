@@ -83,9 +83,9 @@ class RequestingPlayer:
             for request in self._asked.values():
                 turns.submit(request.key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
         self._turns, self._version = turns, version
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
-            self._hear(0.0 if turns.num_running else min(self.patience, max(0.0, until - time.monotonic())))
+            self._hear(0.0 if turns.num_running else min(self.patience, max(0.0, deadline - time.monotonic())))
             self._submit(turns)
             for key, sampled in turns.poll():
                 self._asked.pop(key).sampled(sampled)
@@ -93,7 +93,7 @@ class RequestingPlayer:
                 self.close()
                 return True
             activity.advance(0)
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 return False
 
     def groups(self) -> list[Group]:
@@ -104,10 +104,10 @@ class RequestingPlayer:
         """Stop what still runs, and cancel open requests."""
         with self._changed:
             self._is_closed = True
-            left = [*self._waiting, *self._asked.values()]
+            open_requests = [*self._waiting, *self._asked.values()]
             self._waiting.clear()
             self._asked.clear()
-        for request in left:
+        for request in open_requests:
             request.cancel()
 
     def _hear(self, seconds: float) -> None:
@@ -126,10 +126,10 @@ class RequestingPlayer:
                 self._changed.notify_all()
             return not self._is_closed
 
-    def _wait(self, seconds: float, until: Callable[[], bool] = bool) -> None:
+    def _wait(self, seconds: float, is_done: Callable[[], bool] = bool) -> None:
         """Wait for a request, or until the condition is true."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or until(), timeout=seconds)
+            self._changed.wait_for(lambda: self._waiting or is_done(), timeout=seconds)
 
     def _submit(self, turns: TurnSampler) -> None:
         with self._changed:
@@ -203,18 +203,18 @@ class Episode:
         )
 
 
-def turns_as_text(messages: Sequence[Message], most: int = 20_000) -> str:
+def turns_as_text(messages: Sequence[Message], max_characters: int = 20_000) -> str:
     """Format messages as text, each after its role in brackets, with its tool calls.
 
     Args:
         messages: The messages.
-        most: Limit for one message in characters.
+        max_characters: Limit for one message in characters.
     """
     lines = []
     for message in messages:
         name, text = message.get("name"), message["content"]
-        who = f"{message['role']} {name}" if name else message["role"]
-        lines.append(f"[{who}] {text if len(text) <= most else f'{text[:most]} ... ({len(text):,} characters)'}")
+        role = f"{message['role']} {name}" if name else message["role"]
+        lines.append(f"[{role}] {text if len(text) <= max_characters else f'{text[:max_characters]} ... ({len(text):,} characters)'}")
         lines += [f"-> {call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
     return "\n".join(lines)
 
@@ -263,10 +263,10 @@ class PlayedSampler(Generic[Stage, OnePlayer]):
         Raises:
             WeightsLostError: The sampler lost its weights. Sync the weights and call it again.
         """
-        asked = ([prompt.number for prompt in prompts], sampling, seed)
-        if asked != self._asked:
+        request = ([prompt.number for prompt in prompts], sampling, seed)
+        if request != self._asked:
             self._drop()
-            self._asked = asked
+            self._asked = request
         try:
             groups = self.engine.play(prompts, sampling, partial(self._begin, sampling=sampling, seed=seed))
             self._check()

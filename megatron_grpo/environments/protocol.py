@@ -120,45 +120,47 @@ def as_step_output(value: Any) -> StepOutput:
     if not isinstance(value.metrics, Mapping):
         raise InvalidReplyError(f"step returned metrics = {describe_value(value.metrics)}; expected a dict of numbers")
     return StepOutput(
-        messages=as_messages(value.messages, who="step"),
+        messages=as_messages(value.messages, source="step"),
         reward=None if value.reward is None else _number(value.reward, "the reward"),
         done=bool(value.done),
         metrics={str(name): _number(amount, f"the metric {name}") for name, amount in value.metrics.items()},
     )
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, noun: str) -> float:
     try:
-        if isinstance(value, numbers.Real) and math.isfinite(found := float(value)):
-            return found
+        if isinstance(value, numbers.Real) and math.isfinite(number := float(value)):
+            return number
     except OverflowError:  # a Python int may exceed the range of float
         pass
-    raise InvalidReplyError(f"step returned {describe_value(value)} as {what}; expected a finite number")
+    raise InvalidReplyError(f"step returned {describe_value(value)} as {noun}; expected a finite number")
 
 
-def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
+def as_messages(value: Any, *, source: str) -> tuple[Message, ...]:
     """Validate and copy messages with text content.
 
     Args:
         value: The messages that an environment returned.
-        who: Name of the method that returned them, for the error message.
+        source: Name of the method that returned them, for the error message.
 
     Raises:
         InvalidReplyError: The value is not a list of messages, or a content is not a string.
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise InvalidReplyError(f"{who} returned {describe_value(value)}; expected a list of messages")
+        raise InvalidReplyError(f"{source} returned {describe_value(value)}; expected a list of messages")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidReplyError(f"{who} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
+            raise InvalidReplyError(f"{source} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
         if isinstance(message.get("content"), (list, tuple)):
-            raise InvalidReplyError(f"{who} returned {describe_value(message)}: its content is a list, but environments support text only")
+            raise InvalidReplyError(
+                f"{source} returned {describe_value(message)}: its content is a list, but environments support text only"
+            )
         if not isinstance(message.get("content"), str):
-            raise InvalidReplyError(f"{who} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
-    return tuple(_plain(message, who) for message in value)
+            raise InvalidReplyError(f"{source} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
+    return tuple(_plain(message, source) for message in value)
 
 
-def _plain(message: Message, who: str) -> Message:
+def _plain(message: Message, source: str) -> Message:
     """Return a copy of JSON values, since a message is sent to the scoring rank, rendered by the template and written to files.
 
     Raises:
@@ -168,9 +170,9 @@ def _plain(message: Message, who: str) -> Message:
         text = json.dumps(dict(message), ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidReplyError(f"{who} returned {describe_value(message)}, which is not valid text: {error.reason}") from error
+        raise InvalidReplyError(f"{source} returned {describe_value(message)}, which is not valid text: {error.reason}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidReplyError(
-            f"{who} returned {describe_value(message)}: {error}; a message may contain text, numbers, lists and dicts"
+            f"{source} returned {describe_value(message)}: {error}; a message may contain text, numbers, lists and dicts"
         ) from error
     return json.loads(text)

@@ -59,9 +59,9 @@ class RolloutFuncEngine:
     stop_token_ids, because the policy is trained on exactly that distribution.
 
     Args:
-        own: The rollout function.
+        rollout_func: The rollout function.
         sampling: Sampling settings of the run.
-        ask: Passes requests to the engine's thread.
+        on_requests: Passes requests to the engine's thread.
         seed_of: (prompt number, generation, call count) -> seed.
 
     Attributes:
@@ -75,16 +75,16 @@ class RolloutFuncEngine:
 
     def __init__(
         self,
-        own: RolloutFunc,
+        rollout_func: RolloutFunc,
         sampling: SamplingSettings,
-        ask: Callable[[Sequence[TurnRequest]], None],
+        on_requests: Callable[[Sequence[TurnRequest]], None],
         seed_of: Callable[[int, int, int], int],
     ):
-        self.tokenizer, self.temperature = own.tokenizer, sampling.temperature
-        self.max_completion_length, self.max_model_len = own.limits.max_completion_length, own.limits.max_model_len
+        self.tokenizer, self.temperature = rollout_func.tokenizer, sampling.temperature
+        self.max_completion_length, self.max_model_len = rollout_func.limits.max_completion_length, rollout_func.limits.max_model_len
         self.num_generations = sampling.n
         self.oldest_version: int | None = None
-        self._own, self._ask, self._seed_of = own, ask, seed_of
+        self._own, self._ask, self._seed_of = rollout_func, on_requests, seed_of
         self._counts: Counter[tuple[int, int]] = Counter()  # requests so far of each completion
         self._lock = threading.Lock()
 
@@ -116,24 +116,25 @@ class RolloutFuncEngine:
         return [self._sampled_tokens(one) for one in sampled]
 
     def _requests(
-        self, asked: Sequence[CompletionRequest], contexts: Sequence[tuple[int, ...]], most: int
+        self, asked: Sequence[CompletionRequest], contexts: Sequence[tuple[int, ...]], max_tokens: int
     ) -> list[tuple[TurnRequest, Future[SampledTurn]]]:
         requests = []
-        for one, ids in zip(asked, contexts, strict=True):
-            room = min(most, self.max_model_len - len(ids))
-            if not ids or room < 1:
+        for entry, ids in zip(asked, contexts, strict=True):
+            max_new_tokens = min(max_tokens, self.max_model_len - len(ids))
+            if not ids or max_new_tokens < 1:
                 raise ValueError(
-                    f"{one}: a context of {len(ids)} tokens with max_tokens {most}; together they must have 1 to {self.max_model_len}"
+                    f"{entry}: a context of {len(ids)} tokens with max_tokens {max_tokens}; together they must have 1 to "
+                    f"{self.max_model_len}"
                 )
-            if beyond := [i for i in ids if not 0 <= i < self._own.limits.vocab_size]:
-                raise ValueError(f"{one}: {beyond[0]} is not a token ID (0 to {self._own.limits.vocab_size - 1})")
+            if invalid_ids := [i for i in ids if not 0 <= i < self._own.limits.vocab_size]:
+                raise ValueError(f"{entry}: {invalid_ids[0]} is not a token ID (0 to {self._own.limits.vocab_size - 1})")
             with self._lock:
-                count = self._counts[one.number, one.generation]
-                self._counts[one.number, one.generation] += 1
-            key = one.number, one.generation + self.num_generations * count  # unique, since a completion may have several open requests
-            future, seed = Future[SampledTurn](), self._seed_of(one.number, one.generation, count)
+                count = self._counts[entry.number, entry.generation]
+                self._counts[entry.number, entry.generation] += 1
+            key = entry.number, entry.generation + self.num_generations * count  # unique, since a completion may have several open requests
+            future, seed = Future[SampledTurn](), self._seed_of(entry.number, entry.generation, count)
             cancel = partial(future.set_exception, _Over())
-            request = TurnRequest(key=key, token_ids=ids, seed=seed, max_tokens=room, sampled=future.set_result, cancel=cancel)
+            request = TurnRequest(key=key, token_ids=ids, seed=seed, max_tokens=max_new_tokens, sampled=future.set_result, cancel=cancel)
             requests.append((request, future))
         return requests
 
@@ -146,18 +147,18 @@ class RolloutFuncRunner(RequestingPlayer):
     """`rollout.turns.Player` that passes requests and samples between the function's thread and the engine.
 
     Args:
-        own: The rollout function.
+        rollout_func: The rollout function.
         prompts: This rank's share of the prompts.
         sampling: Sampling settings of the run.
         seed: Seed of the run.
     """
 
-    def __init__(self, own: RolloutFunc, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int):
+    def __init__(self, rollout_func: RolloutFunc, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int):
         super().__init__(prompts, sampling.n)
-        self.own = own
+        self.own = rollout_func
         self.problem: str | None = None
         self._seed_of = partial(request_seed, seed, n=sampling.n)
-        self._sampler = RolloutFuncEngine(own, sampling, self._ask_for, self._seed_of)
+        self._sampler = RolloutFuncEngine(rollout_func, sampling, self._ask_for, self._seed_of)
         self._completions: list[Completion] = []
         self._thread: threading.Thread | None = None
         self._is_finished = False
@@ -181,7 +182,7 @@ class RolloutFuncRunner(RequestingPlayer):
             self._thread = threading.Thread(target=self._run, name="rollout_func", daemon=True)
             self._thread.start()
         if seconds:
-            self._wait(seconds, until=lambda: self._is_finished)
+            self._wait(seconds, is_done=lambda: self._is_finished)
         if self._waiting or self._asked:
             self._heard_at = time.monotonic()
         elif time.monotonic() - self._heard_at > self.own.timeout and not self._is_finished:
@@ -196,25 +197,25 @@ class RolloutFuncRunner(RequestingPlayer):
             raise _Over
 
     def _run(self) -> None:
-        found, problem = self._called()
+        completions, problem = self._called()
         with self._changed:
             if not self._is_finished:  # else it was abandoned
-                self._completions, self.problem = found, problem
+                self._completions, self.problem = completions, problem
             self._is_finished = True
             self._changed.notify_all()
 
     def _called(self) -> tuple[list[Completion], str | None]:
-        asked = asked_of(self.prompts, self.n)
+        requests = asked_of(self.prompts, self.n)
         try:
-            returned = self.own.function(asked, self._sampler) if asked else {"completion_ids": [], "logprobs": []}
+            returned = self.own.function(requests, self._sampler) if requests else {"completion_ids": [], "logprobs": []}
             decode = partial(self.own.tokenizer.decode, skip_special_tokens=True)
             oldest = self._sampler.oldest_version
             version = self._version if oldest is None else oldest
-            return completions_of(returned, asked, self.own.limits, version=version, decode=decode), None
+            return completions_of(returned, requests, self.own.limits, version=version, decode=decode), None
         except _Over:
             return [], "was ended with the rollout."
-        except InvalidRolloutOutputError as bad:
-            return [], str(bad)
+        except InvalidRolloutOutputError as invalid:
+            return [], str(invalid)
         except BaseException as error:  # noqa: BLE001 - any exception of user code ends the run with a message
             return [], raised(error) + _place(error, self.own.function)
 

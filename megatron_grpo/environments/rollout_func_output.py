@@ -63,22 +63,27 @@ def asked_of(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
     """
     return [
         CompletionRequest(
-            prompt=one.raw, token_ids=tuple(one.token_ids), columns=dict(one.columns), number=one.number, generation=i, row=one.row
+            prompt=prompt.raw,
+            token_ids=tuple(prompt.token_ids),
+            columns=dict(prompt.columns),
+            number=prompt.number,
+            generation=i,
+            row=prompt.row,
         )
-        for one in prompts
+        for prompt in prompts
         for i in range(n)
     ]
 
 
 def completions_of(
-    returned: Any, asked: Sequence[CompletionRequest], limits: Limits, *, version: int, decode: Callable[[Sequence[int]], str]
+    returned: Any, requests: Sequence[CompletionRequest], limits: Limits, *, version: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Completion]:
     """Convert the return value of a rollout function to completions.
 
     Args:
         returned: A dict of lists with one entry per request: `completion_ids`, `logprobs`, and optionally `prompt_ids`, `env_mask` and
             columns for reward functions.
-        asked: The requests that the function received.
+        requests: The requests that the function received.
         limits: Limits of tokens and lengths.
         version: Version of the weights that sampled.
         decode: Decodes token IDs to text.
@@ -89,29 +94,29 @@ def completions_of(
     Raises:
         InvalidRolloutOutputError: A value is missing or invalid.
     """
-    columns = _columns(returned, len(asked))
-    others = {name: values for name, values in columns.items() if name not in (PROMPT, IDS, LOGPROBS, MASK)}
-    _check_travels(others)
+    columns = _columns(returned, len(requests))
+    other_columns = {name: values for name, values in columns.items() if name not in (PROMPT, IDS, LOGPROBS, MASK)}
+    _check_travels(other_columns)
     openings: dict[int, tuple[int, ...]] = {}
-    found = []
-    for i, one in enumerate(asked):
-        opening = one.token_ids if PROMPT not in columns else _ids(columns[PROMPT][i], limits, f"{PROMPT} of {one}")
-        if openings.setdefault(one.number, opening) != opening:
-            raise InvalidRolloutOutputError(f"returned two {PROMPT} for one prompt ({one}); GRPO compares completions of one prompt.")
-        answer = _ids(columns[IDS][i], limits, f"{IDS} of {one}")
-        mask = _mask(columns[MASK][i], answer, one) if MASK in columns else np.ones(len(answer), dtype=bool)
-        logprobs = _logprobs(columns[LOGPROBS][i], mask, one)
-        _check_lengths(opening, answer, mask, limits, one)
-        found.append(_completion(opening, answer, mask, logprobs, limits, version=version, text=_text(opening, answer, decode),
-                                 columns={name: values[i] for name, values in others.items()}))  # fmt: skip
-    return found
+    completions = []
+    for i, request in enumerate(requests):
+        opening = request.token_ids if PROMPT not in columns else _ids(columns[PROMPT][i], limits, f"{PROMPT} of {request}")
+        if openings.setdefault(request.number, opening) != opening:
+            raise InvalidRolloutOutputError(f"returned two {PROMPT} for one prompt ({request}); GRPO compares completions of one prompt.")
+        answer = _ids(columns[IDS][i], limits, f"{IDS} of {request}")
+        mask = _mask(columns[MASK][i], answer, request) if MASK in columns else np.ones(len(answer), dtype=bool)
+        logprobs = _logprobs(columns[LOGPROBS][i], mask, request)
+        _check_lengths(opening, answer, mask, limits, request)
+        completions.append(_completion(opening, answer, mask, logprobs, limits, version=version, text=_text(opening, answer, decode),
+                                 columns={name: values[i] for name, values in other_columns.items()}))  # fmt: skip
+    return completions
 
 
 def _text(opening: Sequence[int], answer: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
     """Decode an answer in the context of its prompt, as vLLM does: some tokenizers drop the space at the beginning of a text."""
     head = decode(opening[-4:])
-    whole = decode([*opening[-4:], *answer])
-    return whole[len(head) :] if whole.startswith(head) else decode(answer)
+    text = decode([*opening[-4:], *answer])
+    return text[len(head) :] if text.startswith(head) else decode(answer)
 
 
 def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
@@ -120,16 +125,16 @@ def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
         raise InvalidRolloutOutputError(
             f"returned {_kind(returned)}; expected a dict of lists with {IDS} and {LOGPROBS}, one entry per prompt."
         )
-    if strange := [name for name in returned if not isinstance(name, str)]:
-        raise InvalidRolloutOutputError(f"returned a dict with the key {strange[0]!r}; expected strings.")
+    if non_strings := [name for name in returned if not isinstance(name, str)]:
+        raise InvalidRolloutOutputError(f"returned a dict with the key {non_strings[0]!r}; expected strings.")
     if missing := [name for name in (IDS, LOGPROBS) if returned.get(name) is None]:
         raise InvalidRolloutOutputError(
             f"returned no {' and no '.join(missing)}: every sampled token is trained against the log-prob it was sampled with."
         )
-    if wrong := [name for name in _NOT_MASKS if name in returned]:
-        raise InvalidRolloutOutputError(f"returned {', '.join(wrong)}, which is not used. Use {MASK}, with 1 for sampled tokens.")
-    if taken := [name for name in _NOT_COLUMNS if name in returned]:
-        raise InvalidRolloutOutputError(f"returned {', '.join(taken)}, a reserved argument name of reward functions.")
+    if misnamed := [name for name in _NOT_MASKS if name in returned]:
+        raise InvalidRolloutOutputError(f"returned {', '.join(misnamed)}, which is not used. Use {MASK}, with 1 for sampled tokens.")
+    if reserved := [name for name in _NOT_COLUMNS if name in returned]:
+        raise InvalidRolloutOutputError(f"returned {', '.join(reserved)}, a reserved argument name of reward functions.")
     columns = {name: _listed(values, name) for name, values in returned.items() if values is not None}
     for name, values in columns.items():
         if len(values) != count:
@@ -139,9 +144,9 @@ def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
     return columns
 
 
-def _check_travels(others: Mapping[str, Any]) -> None:
+def _check_travels(other_columns: Mapping[str, Any]) -> None:
     """Check that columns for reward functions can be pickled, since they are sent to the scoring rank."""
-    for name, values in others.items():
+    for name, values in other_columns.items():
         try:
             pickle.dumps(values)
         except Exception as error:
@@ -157,61 +162,61 @@ def _listed(values: Any, name: str) -> Sequence[Any]:
     return values
 
 
-def _ids(values: Any, limits: Limits, what: str) -> tuple[int, ...]:
-    listed = _listed(values, what)
-    for place, value in enumerate(listed):
+def _ids(values: Any, limits: Limits, noun: str) -> tuple[int, ...]:
+    listed = _listed(values, noun)
+    for index, value in enumerate(listed):
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise InvalidRolloutOutputError(
-                f"returned {what} with {value!r} ({type(value).__name__}) at index {place}, which is not a token ID."
+                f"returned {noun} with {value!r} ({type(value).__name__}) at index {index}, which is not a token ID."
             )
         if not 0 <= int(value) < limits.vocab_size:
             raise InvalidRolloutOutputError(
-                f"returned {what} with {value} at index {place}, which is not a token ID (0 to {limits.vocab_size - 1}). Leave padding out."
+                f"returned {noun} with {value} at index {index}, which is not a token ID (0 to {limits.vocab_size - 1}). Leave padding out."
             )
     return tuple(int(value) for value in listed)
 
 
-def _mask(values: Any, answer: Sequence[int], one: CompletionRequest) -> np.ndarray:
-    listed = _listed(values, f"{MASK} of {one}")
+def _mask(values: Any, answer: Sequence[int], request: CompletionRequest) -> np.ndarray:
+    listed = _listed(values, f"{MASK} of {request}")
     if len(listed) != len(answer):
-        raise InvalidRolloutOutputError(f"returned {len(listed)} values of {MASK} for {len(answer)} {IDS} of {one}; expected one each.")
-    if wrong := [value for value in listed if not isinstance(value, (bool, Integral, float)) or value not in (0, 1)]:
+        raise InvalidRolloutOutputError(f"returned {len(listed)} values of {MASK} for {len(answer)} {IDS} of {request}; expected one each.")
+    if invalid := [value for value in listed if not isinstance(value, (bool, Integral, float)) or value not in (0, 1)]:
         raise InvalidRolloutOutputError(
-            f"returned {MASK} of {one} with {wrong[0]!r}; expected 1 for tokens sampled by the model, and 0 for others."
+            f"returned {MASK} of {request} with {invalid[0]!r}; expected 1 for tokens sampled by the model, and 0 for others."
         )
     return np.array([bool(value) for value in listed], dtype=bool)
 
 
-def _logprobs(values: Any, mask: np.ndarray, one: CompletionRequest) -> np.ndarray:
+def _logprobs(values: Any, mask: np.ndarray, request: CompletionRequest) -> np.ndarray:
     """Return float32 log-probs [tokens], 0 where the mask is False."""
-    listed = _listed(values, f"{LOGPROBS} of {one}")
+    listed = _listed(values, f"{LOGPROBS} of {request}")
     if len(listed) != len(mask):
         expected = f"one each, 0 where {MASK} is 0"
-        raise InvalidRolloutOutputError(f"returned {len(listed)} {LOGPROBS} for {len(mask)} {IDS} of {one}; expected {expected}.")
-    for place in np.flatnonzero(mask):
-        value = listed[place]
+        raise InvalidRolloutOutputError(f"returned {len(listed)} {LOGPROBS} for {len(mask)} {IDS} of {request}; expected {expected}.")
+    for index in np.flatnonzero(mask):
+        value = listed[index]
         if isinstance(value, bool) or not isinstance(value, Real):
             raise InvalidRolloutOutputError(
-                f"returned {LOGPROBS} of {one} with {_kind(value)} at index {place}; expected one number per sampled token."
+                f"returned {LOGPROBS} of {request} with {_kind(value)} at index {index}; expected one number per sampled token."
             )
         if not math.isfinite(value) or float(value) > ROUNDING:
             raise InvalidRolloutOutputError(
-                f"returned {LOGPROBS} of {one} with {value} at index {place}; a log-prob is finite and at most 0."
+                f"returned {LOGPROBS} of {request} with {value} at index {index}; a log-prob is finite and at most 0."
             )
     return np.array([float(value) if sampled else 0.0 for value, sampled in zip(listed, mask, strict=True)], dtype=np.float32)
 
 
-def _check_lengths(opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, limits: Limits, one: CompletionRequest) -> None:
+def _check_lengths(opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, limits: Limits, request: CompletionRequest) -> None:
     if not opening:
-        raise InvalidRolloutOutputError(f"returned empty {PROMPT} of {one}; the first token needs a context.")
+        raise InvalidRolloutOutputError(f"returned empty {PROMPT} of {request}; the first token needs a context.")
     if not mask.any():
-        raise InvalidRolloutOutputError(f"returned {one} without a sampled token, so it cannot be trained.")
+        raise InvalidRolloutOutputError(f"returned {request} without a sampled token, so it cannot be trained.")
     if len(answer) > limits.max_completion_length:
         raise InvalidRolloutOutputError(
-            f"returned {len(answer)} {IDS} of {one}, and max_completion_length is {limits.max_completion_length}."
+            f"returned {len(answer)} {IDS} of {request}, and max_completion_length is {limits.max_completion_length}."
         )
     if (total := len(opening) + len(answer)) > limits.max_model_len:
-        lengths = f"{len(opening)} {PROMPT} and {len(answer)} {IDS} of {one}: {total} tokens"
+        lengths = f"{len(opening)} {PROMPT} and {len(answer)} {IDS} of {request}: {total} tokens"
         raise InvalidRolloutOutputError(f"returned {lengths}, and vllm_max_model_len is {limits.max_model_len}.")
 
 

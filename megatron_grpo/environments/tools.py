@@ -40,7 +40,7 @@ def schema_of(function: Function) -> dict[str, Any]:
 
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise InvalidToolError(f"({function.__name__}) is a generator; a tool must return its result")
-    if unnamed := [one.name for one in inspect.signature(function).parameters.values() if one.kind in _UNNAMED]:
+    if unnamed := [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind in _UNNAMED]:
         raise InvalidToolError(f"({function.__name__}) takes {unnamed[0]} by position only; a call passes arguments by name")
     try:
         return get_json_schema(function)
@@ -98,12 +98,12 @@ def _behind_thoughts(text: str) -> str | None:
 
 def _of_json(body: str) -> ToolCall:
     try:
-        found = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the call is not JSON: {error}")
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
         return ToolCall(error="the call is not a JSON object with a name and arguments")
-    return _checked(found["name"], found.get("arguments", {}))
+    return _checked(content["name"], content.get("arguments", {}))
 
 
 def _checked(name: str, arguments: Any) -> ToolCall:
@@ -129,9 +129,9 @@ def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Rea
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         raise config_error("tool_call_parser", f"tool_call_parser ({name}) needs vLLM, which is not installed. Use hermes.") from error
-    known = ToolParserManager.list_registered()
-    if name not in known:
-        raise config_error("tool_call_parser", f"Unsupported tool_call_parser ({name}). Supported: {', '.join(known)}.")
+    available = ToolParserManager.list_registered()
+    if name not in available:
+        raise config_error("tool_call_parser", f"Unsupported tool_call_parser ({name}). Supported: {', '.join(available)}.")
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except Exception as error:
@@ -162,8 +162,8 @@ class _Parser:
         request = ChatCompletionRequest(model="", messages=[], tools=self._tools)  # type: ignore[call-arg,arg-type]  # pydantic reads them
         try:
             with self._lock:
-                found = self._parser.extract_tool_calls(text, request)
-            calls = [self._read(call.function) for call in found.tool_calls] if found.tools_called else []
+                extracted = self._parser.extract_tool_calls(text, request)
+            calls = [self._read(call.function) for call in extracted.tool_calls] if extracted.tools_called else []
         except Exception as error:  # noqa: BLE001 - a parser may raise anything on a model's text
             return [ToolCall(error=f"the call cannot be read: {type(error).__name__}")]
         if not calls and (any(mark in text for mark in MARKS) or self._begun.search(text)):
@@ -224,31 +224,31 @@ class ToolEnvironment(Environment):
             )  # the last turn too: the model would not read a tool's answer, and the inner environment may return a reward
         if not calls:
             return StepOutput(done=True)
-        begun = [self._begin(call) for call in calls]
-        if any(inspect.isawaitable(value) for value, _ in begun):
-            return self._awaited(calls, begun)
-        return self._output(calls, begun)
+        results = [self._begin(call) for call in calls]
+        if any(inspect.isawaitable(value) for value, _ in results):
+            return self._awaited(calls, results)
+        return self._output(calls, results)
 
     def _are_for_inside(self, calls: Sequence[ToolCall]) -> bool:
         """Return whether the calls are to tools of the inner environment, which parses them itself."""
-        theirs = [call.name for call in calls if call.name not in self.functions]
-        known = {tool.get("function", tool).get("name") for tool in self._inside.tools} if self._inside is not None else set()
-        return len(theirs) == len(calls) and not known.isdisjoint(theirs)
+        inner_calls = [call.name for call in calls if call.name not in self.functions]
+        inner_names = {tool.get("function", tool).get("name") for tool in self._inside.tools} if self._inside is not None else set()
+        return len(inner_calls) == len(calls) and not inner_names.isdisjoint(inner_calls)
 
     def close(self) -> Any:
         return None if self._inside is None else self._inside.close()
 
-    async def _awaited(self, calls: Sequence[ToolCall], begun: Sequence[tuple[Any, bool]]) -> StepOutput:
-        found = []
-        for value, has_failed in begun:
+    async def _awaited(self, calls: Sequence[ToolCall], started: Sequence[tuple[Any, bool]]) -> StepOutput:
+        results = []
+        for value, has_failed in started:
             if inspect.isawaitable(value):
                 value, has_failed = await _outcome(value)
-            found.append((value, has_failed))
-        return self._output(calls, found)
+            results.append((value, has_failed))
+        return self._output(calls, results)
 
-    def _output(self, calls: Sequence[ToolCall], found: Sequence[tuple[Any, bool]]) -> StepOutput:
+    def _output(self, calls: Sequence[ToolCall], results: Sequence[tuple[Any, bool]]) -> StepOutput:
         """Build the output. An unknown tool name is replaced, since it is text of the model that a template would put into a header."""
-        outputs = [(*_as_text(value), has_failed) for value, has_failed in found]
+        outputs = [(*_as_text(value), has_failed) for value, has_failed in results]
         messages = [
             {"role": "tool", "name": call.name if call.name in self.functions else "unknown", "content": text}
             for call, (text, *_) in zip(calls, outputs, strict=True)
@@ -279,8 +279,8 @@ def _error_text(error: BaseException) -> str:
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        wrong = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False, include_context=False)]
-        return "Error: " + "; ".join(f"{where}: {what}" if where else what for where, what in wrong)
+        errors = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors(include_url=False, include_context=False)]
+        return "Error: " + "; ".join(f"{location}: {text}" if location else text for location, text in errors)
     first = printable(error, first_line)
     return f"Error: {type(error).__name__}{': ' * bool(first)}{first}"
 
@@ -300,14 +300,14 @@ def _as_text(value: Any) -> tuple[str, bool]:
 
 
 def tool_set(
-    functions: Mapping[str, Function], *, inner: type[Environment] | None = None, read: ReadCalls = read_hermes
+    functions: Mapping[str, Function], *, inner: type[Environment] | None = None, read_calls: ReadCalls = read_hermes
 ) -> type[ToolEnvironment]:
     """Make an environment class with tools.
 
     Args:
         functions: The tools by the names in their schemas.
         inner: Environment class that answers turns without a call; None: such a turn ends the episode.
-        read: Parser of tool calls.
+        read_calls: Parser of tool calls.
 
     Raises:
         InvalidToolError: A function cannot be a tool.
@@ -320,5 +320,5 @@ def tool_set(
         checked = {name: validate_call(function) for name, function in functions.items()}
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         raise InvalidToolError(f"has arguments that cannot be checked: {printable(error)}") from error
-    values = {"functions": checked, "tools": [*(inner.tools if inner else ()), *schemas], "inner": inner, "read": staticmethod(read)}
+    values = {"functions": checked, "tools": [*(inner.tools if inner else ()), *schemas], "inner": inner, "read": staticmethod(read_calls)}
     return type("Tools" if inner is None else f"{inner.__name__}WithTools", (ToolEnvironment,), values)

@@ -73,8 +73,8 @@ class Guards:
             (text, whether a guard stood for it) in order, with guards replaced by their texts.
         """
         texts = {character: text for text, character in self._characters.items()}
-        found = re.split("([" + "".join(texts) + "])", text)
-        return [(texts.get(piece, piece), piece in texts) for piece in found if piece]
+        parts = re.split("([" + "".join(texts) + "])", text)
+        return [(texts.get(piece, piece), piece in texts) for piece in parts if piece]
 
 
 class ChatTemplate:
@@ -120,19 +120,19 @@ class ChatTemplate:
             continue_final_message=continues, **self.options,
         )  # fmt: skip
 
-    def prefill(self, messages: Sequence[Message], opened: str) -> str:
+    def prefill(self, messages: Sequence[Message], opening: str) -> str:
         """Return the part of the generation prompt that the template does not render in an earlier turn, such as `<think>`.
 
         Args:
             messages: The conversation.
-            opened: Its rendering with the generation prompt.
+            opening: Its rendering with the generation prompt.
 
         Returns:
-            The end of `opened`, or "" if there is no such part.
+            The end of `opening`, or "" if there is no such part.
         """
-        answered = [*messages, {"role": "assistant", "content": MARK}, {"role": "user", "content": "?"}]
-        head, found, _ = self.render(answered).partition(MARK)
-        return opened[len(head) :] if found and opened.startswith(head) else ""
+        with_answer = [*messages, {"role": "assistant", "content": MARK}, {"role": "user", "content": "?"}]
+        head, generated, _ = self.render(with_answer).partition(MARK)
+        return opening[len(head) :] if generated and opening.startswith(head) else ""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode token IDs, including special tokens, without cleaning up spaces.
@@ -142,15 +142,15 @@ class ChatTemplate:
         """
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def decode_behind(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    def decode_behind(self, previous: Sequence[int], token_ids: Sequence[int]) -> str:
         """Decode tokens in the context of preceding ones, since some tokenizers drop the space at the beginning of a text.
 
         Args:
-            before: Token IDs that precede.
+            previous: Token IDs that precede.
             token_ids: Token IDs to decode.
         """
-        head, whole = self.decode(before), self.decode([*before, *token_ids])
-        return whole[len(head) :] if whole.startswith(head) else self.decode(token_ids)
+        head, text = self.decode(previous), self.decode([*previous, *token_ids])
+        return text[len(head) :] if text.startswith(head) else self.decode(token_ids)
 
     def encode(self, text: str, guards: Guards) -> list[int]:
         """Encode a rendering. Guarded texts are encoded as plain text, not as special tokens.
@@ -243,13 +243,13 @@ class Trajectory:
     ):
         self.template, self.history = template, history
         self.guards = template.guards()
-        known = token_ids is not None
-        self.messages: list[Message] = [dict(message) for message in opening] if known else list(self.guards.over(opening))
+        has_token_ids = token_ids is not None
+        self.messages: list[Message] = [dict(message) for message in opening] if has_token_ids else list(self.guards.over(opening))
         continues = bool(self.messages) and self.messages[-1]["role"] == "assistant"
         self._shown = template.render(self.messages, continues=continues)  # the text that the tokens encode
-        begun = self.messages.pop()["content"] if continues else None
+        begun_text = self.messages.pop()["content"] if continues else None
         self._of_turns = template.prefill(self.messages, template.render(self.messages) if continues else self._shown)
-        self._prefill = self._of_turns if begun is None else begun  # of the next turn
+        self._prefill = self._of_turns if begun_text is None else begun_text  # of the next turn
         self._end, self._turn_text = "", ""  # of the last turn
         self._contexts = [Context(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
         self.opening = tuple(self.ids)
@@ -282,10 +282,10 @@ class Trajectory:
         Returns:
             The text of the turn without the end-of-turn token.
         """
-        before = self.ids[-1:]
+        last_id = self.ids[-1:]
         is_finished = bool(token_ids) and token_ids[-1] in self.template.end_ids
         self._end = self.template.decode(token_ids[-1:]) if is_finished else ""
-        self._turn_text = self.template.decode_behind(before, token_ids[:-1] if is_finished else token_ids)
+        self._turn_text = self.template.decode_behind(last_id, token_ids[:-1] if is_finished else token_ids)
         self._contexts[-1].add_span(token_ids, logprobs, version, sampling_mask)
         self.messages.append({"role": "assistant", "content": self._prefill + self._turn_text})
         return self._turn_text
@@ -296,14 +296,14 @@ class Trajectory:
         Args:
             messages: The messages, without guards.
         """
-        heard = self.guards.over(messages)
-        self.messages += heard
+        new_messages = self.guards.over(messages)
+        self.messages += new_messages
         full = self.template.render(self.messages)
-        before = self._shown + self._turn_text + self._end
-        if full.startswith(before):
-            self._go_on(full[len(before) :])
+        text_so_far = self._shown + self._turn_text + self._end
+        if full.startswith(text_so_far):
+            self._go_on(full[len(text_so_far) :])
         else:
-            tail = self._tail(heard)
+            tail = self._tail(new_messages)
             if self.history == "sampled":
                 self._go_on(tail.removeprefix(self._end))
             else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
@@ -317,10 +317,10 @@ class Trajectory:
         self.num_heard += len(token_ids)
         self.ids.extend(token_ids)
 
-    def _tail(self, heard: Sequence[Message]) -> str:
+    def _tail(self, new_messages: Sequence[Message]) -> str:
         """Return the part of the rendering after the last turn, however the template renders the text of that turn."""
-        place = len(self.messages) - len(heard) - 1
-        marked = [*self.messages[:place], {"role": "assistant", "content": MARK}, *heard]
+        index = len(self.messages) - len(new_messages) - 1
+        marked = [*self.messages[:index], {"role": "assistant", "content": MARK}, *new_messages]
         return self.template.render(marked).rpartition(MARK)[2]
 
     def finished(self) -> TokenizedTrajectory:

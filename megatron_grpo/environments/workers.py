@@ -87,26 +87,26 @@ class Workers:
         Args:
             seconds: Longest wait for the first result.
         """
-        found: list[CallResult] = []
-        until = time.monotonic() + seconds
+        results: list[CallResult] = []
+        deadline = time.monotonic() + seconds
         while True:
             try:
-                call, outcome = self._ended.get(timeout=(LINGER if self._running else 0.0) if found else self._patience(until))
+                call, outcome = self._ended.get(timeout=(LINGER if self._running else 0.0) if results else self._patience(deadline))
             except queue.Empty:
-                found += self._late()
+                results += self._late()
                 self._fill()
-                if found or time.monotonic() >= until:
-                    return found
+                if results or time.monotonic() >= deadline:
+                    return results
                 continue
             if call.is_cancelled:
                 continue
-            if not found:
-                until = time.monotonic() + MOST_LINGERED
+            if not results:
+                deadline = time.monotonic() + MOST_LINGERED
             self._running.discard(call)
-            found.append(outcome)
+            results.append(outcome)
             self._fill()
-            if time.monotonic() >= until:
-                return found
+            if time.monotonic() >= deadline:
+                return results
 
     def close(self) -> None:
         """End idle threads at once and busy ones when their call ends."""
@@ -119,14 +119,14 @@ class Workers:
 
     # ----
 
-    def _patience(self, until: float) -> float:
-        """Return the seconds until `until` or the next timeout of a call, whichever is earlier."""
+    def _patience(self, deadline: float) -> float:
+        """Return the seconds until `deadline` or the next timeout of a call, whichever is earlier."""
         deadlines = [call.began + self.timeout for call in self._running]
-        return max(0.0, min([until, *deadlines]) - time.monotonic())
+        return max(0.0, min([deadline, *deadlines]) - time.monotonic())
 
     def _late(self) -> list[CallResult]:
-        now = time.monotonic()
-        late = [call for call in self._running if call.began + self.timeout <= now]
+        time_now = time.monotonic()
+        late = [call for call in self._running if call.began + self.timeout <= time_now]
         with self._lock:
             for call in late:
                 call.is_cancelled = True
@@ -138,9 +138,9 @@ class Workers:
     @staticmethod
     def _is_alive(loop: asyncio.AbstractEventLoop) -> bool:
         """Return False if a coroutine blocks the loop."""
-        answered = threading.Event()
-        loop.call_soon_threadsafe(answered.set)
-        return answered.wait(0.5)
+        answer_event = threading.Event()
+        loop.call_soon_threadsafe(answer_event.set)
+        return answer_event.wait(0.5)
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self.concurrency:
@@ -198,12 +198,12 @@ class Workers:
     async def _awaited(self, call: _Call, value: Awaitable[Any]) -> None:
         try:
             with contained(self.side_effects):
-                found = await asyncio.wait_for(value, max(0.0, call.began + self.timeout - time.monotonic()))
+                result = await asyncio.wait_for(value, max(0.0, call.began + self.timeout - time.monotonic()))
         except BaseException as error:  # noqa: BLE001 - as above
             is_late = isinstance(error, (TimeoutError, asyncio.CancelledError)) and time.monotonic() >= call.began + self.timeout
             self._end(call, None, CallTimeoutError() if is_late else error)
         else:
-            self._end(call, found, None)
+            self._end(call, result, None)
 
     def _end(self, call: _Call, value: Any, error: BaseException | None) -> None:
         self._ended.put((call, CallResult(call.key, value, error, time.monotonic() - call.began)))

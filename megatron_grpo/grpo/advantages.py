@@ -69,11 +69,11 @@ def advantages(
         if kl_penalty is not None:
             raise ValueError("gdpo normalizes each reward function separately: there is no single reward to subtract a KL penalty from")
         return Advantages(advantages=_gdpo(per_func, reward_weights), rewards=totals, rewards_per_func=per_func, is_zero_std=is_zero_std)
-    judged = totals if kl_penalty is None else totals - kl_penalty
-    values = ESTIMATORS[estimator](judged, cfg.scale_rewards)
+    totals_with_kl = totals if kl_penalty is None else totals - kl_penalty
+    values = ESTIMATORS[estimator](totals_with_kl, cfg.scale_rewards)
     if estimator in NEEDS_GROUP:
         # The mean of equal floats may miss their value by an ulp. A group of equal rewards must give exactly 0.
-        values[are_equal(judged[:, :, None])[:, 0]] = 0.0
+        values[are_equal(totals_with_kl[:, :, None])[:, 0]] = 0.0
     return Advantages(advantages=np.nan_to_num(values, nan=0.0), rewards=totals, rewards_per_func=per_func, is_zero_std=is_zero_std)
 
 
@@ -189,8 +189,8 @@ def _grpo(rewards: np.ndarray, scale_rewards: str) -> np.ndarray:
 def _rloo(rewards: np.ndarray, scale_rewards: str) -> np.ndarray:
     """Compute R - mean of the others of its group (arXiv 2402.14740); a completion alone in its group gets 0."""
     count = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
-    others = (np.nansum(rewards, axis=1, keepdims=True) - rewards) / np.maximum(count - 1, 1)
-    return np.where(count > 1, rewards - others, 0.0)
+    sum_of_others = (np.nansum(rewards, axis=1, keepdims=True) - rewards) / np.maximum(count - 1, 1)
+    return np.where(count > 1, rewards - sum_of_others, 0.0)
 
 
 def _reinforce_plus_plus(rewards: np.ndarray, scale_rewards: str) -> np.ndarray:

@@ -58,13 +58,13 @@ def entropy_threshold(
     if total == 0:
         return -np.inf
     # The 1e-9 keeps 10 * (1 - 0.7) = 3.0000000000000004 from dropping one token more than 10 * 0.3 does.
-    place = math.ceil((total - 1) * (1.0 - top_quantile) - 1e-9)
-    lowest_kept = _at_index(values, place, over_ranks)
+    rank_index = math.ceil((total - 1) * (1.0 - top_quantile) - 1e-9)
+    lowest_kept = _at_index(values, rank_index, over_ranks)
     return lowest_kept - max(TIE_RELATIVE * lowest_kept, TIE_NATS)
 
 
-def _at_index(values: np.ndarray, place: int, over_ranks: Callable[[Counts], Counts]) -> float:
-    """Return the value at index `place` of all ranks' values (float64) in sorted order, exactly; NaN is last.
+def _at_index(values: np.ndarray, index: int, over_ranks: Callable[[Counts], Counts]) -> float:
+    """Return the value at index `index` of all ranks' values (float64) in sorted order, exactly; NaN is last.
 
     The value is found by its bits, eight at a time from the top: ranks sum 256 counts each time, and continue with the values that begin
     with the bits found so far. So the communication volume does not grow with the batch.
@@ -72,17 +72,17 @@ def _at_index(values: np.ndarray, place: int, over_ranks: Callable[[Counts], Cou
     sign = np.uint64(1 << 63)
     bits = values.view(np.uint64)
     keys = np.where(bits & sign, ~bits, bits | sign)  # in the order of the numbers
-    found = 0
+    ordered = 0
     for shift in range(56, -8, -8):
         digits = (keys >> np.uint64(shift)).astype(np.int64) & 255
         counts = over_ranks(np.bincount(digits, minlength=256))
         ends = np.cumsum(counts)
-        digit = int(np.searchsorted(ends, place, side="right"))
-        place -= int(ends[digit] - counts[digit])
-        found |= digit << shift
+        digit = int(np.searchsorted(ends, index, side="right"))
+        index -= int(ends[digit] - counts[digit])
+        ordered |= digit << shift
         keys = keys[digits == digit]
-    found = found ^ (1 << 63) if found >> 63 else ~found & (1 << 64) - 1
-    return float(np.array([found], dtype=np.uint64).view(np.float64)[0])
+    ordered = ordered ^ (1 << 63) if ordered >> 63 else ~ordered & (1 << 64) - 1
+    return float(np.array([ordered], dtype=np.uint64).view(np.float64)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +123,8 @@ class AdaptiveEntropy:
             entropy: Mean over all tokens that the step trained, in nats.
         """
         cfg, is_low = self.cfg, entropy <= self.cfg.entropy_target
-        up, down = self.coef + cfg.entropy_coef_delta, self.coef - cfg.entropy_coef_delta
-        return replace(self, coef=min(up, cfg.entropy_coef_max) if is_low else max(down, cfg.entropy_coef_min), entropy=entropy)
+        increased, decreased = self.coef + cfg.entropy_coef_delta, self.coef - cfg.entropy_coef_delta
+        return replace(self, coef=min(increased, cfg.entropy_coef_max) if is_low else max(decreased, cfg.entropy_coef_min), entropy=entropy)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values. The rest comes from the settings."""

@@ -113,19 +113,21 @@ def token_weights(
     """
     counts = ~(np.asarray(is_zero_std, dtype=bool) & exclude_zero_std_groups)
     trains = counts & ~(np.asarray(is_truncated, dtype=bool) & overlong_filter)
-    own = np.asarray(num_masked, dtype=np.int64) * trains
-    num_sequences, num_loss_tokens = int(counts.sum()), int(own.sum())
-    divisors = NORMALISATIONS[loss_type](max(num_sequences, 1), max(num_loss_tokens, 1), np.maximum(own, 1), max_completion_length)
-    return TokenWeights(of_rows=(own > 0) / np.asarray(divisors), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
+    num_trained = np.asarray(num_masked, dtype=np.int64) * trains
+    num_sequences, num_loss_tokens = int(counts.sum()), int(num_trained.sum())
+    divisors = NORMALISATIONS[loss_type](max(num_sequences, 1), max(num_loss_tokens, 1), np.maximum(num_trained, 1), max_completion_length)
+    return TokenWeights(of_rows=(num_trained > 0) / np.asarray(divisors), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
 
 
 # loss_type -> denominator of a trained token's weight, from (completions, trained tokens, those of its row, max_completion_length).
 NORMALISATIONS: dict[str, Callable[[int, int, np.ndarray, int], np.ndarray | int]] = {
-    **dict.fromkeys(("grpo", "sapo", "real"), lambda sequences, tokens, own, longest: sequences * own),  # a mean of means
-    **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "fipo"), lambda sequences, tokens, own, longest: tokens),
-    "dr_grpo": lambda sequences, tokens, own, longest: sequences * longest,
+    **dict.fromkeys(
+        ("grpo", "sapo", "real"), lambda sequences, tokens, tokens_of_sequence, longest: sequences * tokens_of_sequence
+    ),  # a mean of means
+    **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "fipo"), lambda sequences, tokens, tokens_of_sequence, longest: tokens),
+    "dr_grpo": lambda sequences, tokens, tokens_of_sequence, longest: sequences * longest,
     # luspo: the sequence loss of GSPO times its length
-    **dict.fromkeys(("sequence_sum", "luspo"), lambda sequences, tokens, own, longest: sequences),
+    **dict.fromkeys(("sequence_sum", "luspo"), lambda sequences, tokens, tokens_of_sequence, longest: sequences),
 }
 
 
@@ -380,12 +382,12 @@ class GrpoLoss:
         return _Terms(loss, per_token, old_logprobs, mismatch, importance, kl, of_teacher)
 
     def _require(self, entropy: torch.Tensor | None, ref_logprobs: torch.Tensor | None, entropy_threshold: float | None) -> None:
-        needed = (
+        requirements = (
             ("entropy", self.needs_entropy, entropy),
             ("ref_logprobs", self.needs_reference, ref_logprobs),
             ("entropy_threshold", self.needs_entropy_threshold, entropy_threshold),
         )
-        missing = [name for name, needs, given in needed if needs and given is None]
+        missing = [name for name, is_needed, value in requirements if is_needed and value is None]
         if missing:
             raise ValueError(f"this loss needs {' and '.join(missing)}")
 

@@ -32,8 +32,8 @@ def combine(logs: Iterable[LossLogs]) -> LossLogs:
     """
     logs = list(logs)
     return LossLogs(
-        sums={name: torch.stack([one.sums[name] for one in logs]).sum() for name in logs[0].sums},
-        maxima={name: torch.stack([one.maxima[name] for one in logs]).max() for name in logs[0].maxima},
+        sums={name: torch.stack([log.sums[name] for log in logs]).sum() for name in logs[0].sums},
+        maxima={name: torch.stack([log.maxima[name] for log in logs]).max() for name in logs[0].maxima},
     )
 
 
@@ -59,10 +59,10 @@ def clip_extremes(clips: Mapping[str, torch.Tensor], sum_over_context: SumOverCo
         sum_over_context: See `ratios.SumOverContext`.
     """
     units, low, high = sum_over_context(torch.stack([clips["clip_units"], clips["clip_low"], clips["clip_high"]]))
-    nothing = torch.full_like(units, -math.inf)
+    no_units = torch.full_like(units, -math.inf)
 
     def share(part: torch.Tensor) -> torch.Tensor:
-        return torch.where(units > 0, part / units.clamp(min=1e-300), nothing)
+        return torch.where(units > 0, part / units.clamp(min=1e-300), no_units)
 
     return {"clip_low": share(-low), "clip_high": share(high)}
 

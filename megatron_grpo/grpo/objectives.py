@@ -256,8 +256,8 @@ def off_policy_mask(
     Returns:
         [C], 0 for the tokens of masked sequences, else 1.
     """
-    before = torch.where(sampler_logprobs.isnan(), old_logprobs, sampler_logprobs)
-    drifted = sequences.scatter(sequences.mean(before - logprobs) > delta)
+    behavior_logprobs = torch.where(sampler_logprobs.isnan(), old_logprobs, sampler_logprobs)
+    drifted = sequences.scatter(sequences.mean(behavior_logprobs - logprobs) > delta)
     return (~(drifted & (advantages < 0))).to(logprobs.dtype)
 
 
@@ -351,8 +351,8 @@ def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
     """
     lowest, highest = 1.0 - epsilon, 1.0 + epsilon_high
 
-    def objective(of: Tokens) -> PerToken:
-        ratio, advantages = of.ratio, of.advantages
+    def objective(tokens: Tokens) -> PerToken:
+        ratio, advantages = tokens.ratio, tokens.advantages
         surrogate = torch.min(ratio.clamp(max=delta) * advantages, ratio.clamp(lowest, highest) * advantages)
         return PerToken(-surrogate, (ratio < lowest) & (advantages < 0), (ratio > highest) & (advantages > 0))
 
@@ -368,10 +368,10 @@ def cispo(epsilon_high: float) -> Objective:
         epsilon_high: Upper bound of r itself, not of its distance from 1.
     """
 
-    def objective(of: Tokens) -> PerToken:
-        weight = of.ratio.detach().clamp(max=epsilon_high)
-        is_high = (of.ratio > epsilon_high) & (of.advantages > 0)
-        return PerToken(-weight * of.advantages * of.logprobs, torch.zeros_like(is_high), is_high)
+    def objective(tokens: Tokens) -> PerToken:
+        weight = tokens.ratio.detach().clamp(max=epsilon_high)
+        is_high = (tokens.ratio > epsilon_high) & (tokens.advantages > 0)
+        return PerToken(-weight * tokens.advantages * tokens.logprobs, torch.zeros_like(is_high), is_high)
 
     return objective
 
@@ -386,9 +386,9 @@ def sapo(temperature_pos: float, temperature_neg: float) -> Objective:
         temperature_neg: tau elsewhere.
     """
 
-    def objective(of: Tokens) -> PerToken:
-        tau = torch.where(of.advantages > 0, of.ratio.new_tensor(temperature_pos), of.ratio.new_tensor(temperature_neg))
-        return _unclipped(of, -(4.0 / tau) * torch.sigmoid(tau * (of.ratio - 1.0)) * of.advantages)
+    def objective(tokens: Tokens) -> PerToken:
+        tau = torch.where(tokens.advantages > 0, tokens.ratio.new_tensor(temperature_pos), tokens.ratio.new_tensor(temperature_neg))
+        return _unclipped(tokens, -(4.0 / tau) * torch.sigmoid(tau * (tokens.ratio - 1.0)) * tokens.advantages)
 
     return objective
 
@@ -408,15 +408,15 @@ def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Objec
         negative: (k, lambda) where A is below 0.
     """
 
-    def objective(of: Tokens) -> PerToken:
+    def objective(tokens: Tokens) -> PerToken:
         with torch.no_grad():
-            log_ratio = bounded(of.logprobs - of.old_logprobs)
-            if of.correction is not None:
-                log_ratio = log_ratio + of.correction.log().clamp(math.log(SMALLEST_WEIGHT), 20.0)
-            log_w = of.sequences.scatter(of.sequences.sum(log_ratio).clamp(math.log(SMALLEST_WEIGHT), 20.0))
-            k, slope = (torch.where(of.advantages >= 0, log_w.new_tensor(a), log_w.new_tensor(b)) for a, b in zip(positive, negative))
+            log_ratio = bounded(tokens.logprobs - tokens.old_logprobs)
+            if tokens.correction is not None:
+                log_ratio = log_ratio + tokens.correction.log().clamp(math.log(SMALLEST_WEIGHT), 20.0)
+            log_w = tokens.sequences.scatter(tokens.sequences.sum(log_ratio).clamp(math.log(SMALLEST_WEIGHT), 20.0))
+            k, slope = (torch.where(tokens.advantages >= 0, log_w.new_tensor(a), log_w.new_tensor(b)) for a, b in zip(positive, negative))
             phi = (slope + k * log_w - slope * log_w.exp()).exp()
-        return _unclipped(of, -phi * of.advantages * of.logprobs, {"vespo/phi_seq_mean": phi})
+        return _unclipped(tokens, -phi * tokens.advantages * tokens.logprobs, {"vespo/phi_seq_mean": phi})
 
     return objective
 
@@ -437,27 +437,27 @@ def fipo(
         delta: Ratio above which a token adds nothing to the sum; None for no limit.
     """
 
-    def objective(of: Tokens) -> PerToken:
+    def objective(tokens: Tokens) -> PerToken:
         with torch.no_grad():
-            shift = of.logprobs - of.old_logprobs
+            shift = tokens.logprobs - tokens.old_logprobs
             if delta is not None:
-                shift = torch.where(of.ratio > delta, 0.0, shift)
-            future = _discounted_future(of, shift, 2.0 ** (-1.0 / half_life))
+                shift = torch.where(tokens.ratio > delta, 0.0, shift)
+            future = _discounted_future(tokens, shift, 2.0 ** (-1.0 / half_life))
             influence = bounded(future).exp()
             if clip_range:
                 influence = influence.clamp(1.0 if high_only else 1.0 - clip_range, 1.0 + clip_range)
-            is_unsafe = torch.zeros_like(of.ratio, dtype=torch.bool)
+            is_unsafe = torch.zeros_like(tokens.ratio, dtype=torch.bool)
             if safety is not None:
-                is_unsafe = (of.advantages < 0) & (of.ratio > safety)
+                is_unsafe = (tokens.advantages < 0) & (tokens.ratio > safety)
                 influence = torch.where(is_unsafe, influence.clamp(0.8, 1.0), influence)
-        told = {"fipo/future_kl_mean": future, "fipo/influence_weight_mean": influence, "fipo/safety_keep_ratio": (~is_unsafe).double()}
-        plain = surrogate(of)
-        return plain._replace(loss=influence * plain.loss, told=told)
+        metrics = {"fipo/future_kl_mean": future, "fipo/influence_weight_mean": influence, "fipo/safety_keep_ratio": (~is_unsafe).double()}
+        plain = surrogate(tokens)
+        return plain._replace(loss=influence * plain.loss, told=metrics)
 
     return objective
 
 
-def real(of: Tokens) -> PerToken:
+def real(tokens: Tokens) -> PerToken:
     """Return the loss of a classifier whose labels are a group's rollouts (arXiv 2602.05630).
 
     The logit is the sequence's mean of logp - old. The sums inside the logarithms go over a group, which micro-batches and ranks divide, so
@@ -465,28 +465,28 @@ def real(of: Tokens) -> PerToken:
     is that of the paper's loss.
 
     Args:
-        of: The trained positions; `labels` is required.
+        tokens: The trained positions; `labels` is required.
     """
-    assert of.labels is not None, "loss_type real needs the output of `classify`"
-    return _unclipped(of, of.labels.value + of.labels.slope * (of.logprobs - of.logprobs.detach()))
+    assert tokens.labels is not None, "loss_type real needs the output of `classify`"
+    return _unclipped(tokens, tokens.labels.value + tokens.labels.slope * (tokens.logprobs - tokens.logprobs.detach()))
 
 
-def _unclipped(of: Tokens, loss: torch.Tensor, told: Mapping[str, torch.Tensor] | None = None) -> PerToken:
-    never = torch.zeros_like(of.advantages, dtype=torch.bool)
-    return PerToken(loss, never, never, told or {})
+def _unclipped(tokens: Tokens, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor] | None = None) -> PerToken:
+    no_clip = torch.zeros_like(tokens.advantages, dtype=torch.bool)
+    return PerToken(loss, no_clip, no_clip, metrics or {})
 
 
-def _discounted_future(of: Tokens, values: torch.Tensor, discount: float) -> torch.Tensor:
+def _discounted_future(tokens: Tokens, values: torch.Tensor, discount: float) -> torch.Tensor:
     """Sum each token's and its sequence's later values, each times discount^(distance in tokens), [C].
 
     It takes log2(longest) doublings: after n of them an entry holds the sum of the 2^n values from it on.
     """
-    assert of.place is not None, "loss_type fipo needs token positions"
-    sequences = of.sequences
-    flat = sequences.index * of.longest + of.place
-    table = sequences.over_context(values.new_zeros(sequences.num_sequences * of.longest).index_add(0, flat, values))
-    table, reach = table.view(sequences.num_sequences, of.longest), 1
-    while reach < of.longest:
+    assert tokens.place is not None, "loss_type fipo needs token positions"
+    sequences = tokens.sequences
+    flat = sequences.index * tokens.longest + tokens.place
+    table = sequences.over_context(values.new_zeros(sequences.num_sequences * tokens.longest).index_add(0, flat, values))
+    table, reach = table.view(sequences.num_sequences, tokens.longest), 1
+    while reach < tokens.longest:
         table = table + discount**reach * torch.nn.functional.pad(table[:, reach:], (0, reach))
         reach *= 2
     return table.reshape(-1)[flat]
@@ -519,8 +519,8 @@ def classification(
         rows.setdefault(group, []).append(row)
     share = len(s) / max(len(rows), 1)  # turns a mean over rows into a mean over groups
     for members in rows.values():
-        here = np.array(members)
-        sides = [(here[(a[here] > 0) & does[here]], -1.0), (here[(a[here] < 0) & does[here]], 1.0)]
+        group_rows = np.array(members)
+        sides = [(group_rows[(a[group_rows] > 0) & does[group_rows]], -1.0), (group_rows[(a[group_rows] < 0) & does[group_rows]], 1.0)]
         if not all(len(side) for side, _ in sides):
             continue
         for side, sign in sides:

@@ -77,8 +77,8 @@ def _settings(config: Config) -> SimpleNamespace:
 
 def _dropped(c: SimpleNamespace) -> dict[str, Any] | None:
     names = [name for name in ("dynamic_sample", "exclude_zero_std_groups") if getattr(c, name)]
-    found = {"names": names, "flags": " ".join(names), "both": " and ".join(names), "it": "them" if len(names) > 1 else "it"}
-    return found if names and c.teacher and not c.reward_funcs else None
+    values = {"names": names, "flags": " ".join(names), "both": " and ".join(names), "it": "them" if len(names) > 1 else "it"}
+    return values if names and c.teacher and not c.reward_funcs else None
 
 
 def _is_gdpo(c: SimpleNamespace) -> bool:

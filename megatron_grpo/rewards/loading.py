@@ -68,12 +68,12 @@ def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[Rewa
     if twice:
         problems.append(_problem(f"reward_funcs names {', '.join(twice)} more than once. Use a larger weight in reward_weights instead."))
     loaded: dict[str, RewardFunction] = {}
-    here = Path.cwd()
+    directory = Path.cwd()
     names = dict(zip(specs, _names(specs)))
-    asked = [spec for spec in names if spec not in left_out]
-    for spec in sorted(asked, key=lambda spec: spec not in BUILT_IN):  # the user's files last: one may change directory or sys.path
+    requested = [spec for spec in names if spec not in left_out]
+    for spec in sorted(requested, key=lambda spec: spec not in BUILT_IN):  # the user's files last: one may change directory or sys.path
         try:
-            loaded[spec] = _load(spec, names[spec], config, here)
+            loaded[spec] = _load(spec, names[spec], config, directory)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -88,10 +88,10 @@ def may_be_here(spec: str) -> bool:
     Args:
         spec: An entry of `--reward_funcs`.
     """
-    where, colon, _ = spec.rpartition(":")
+    module, colon, _ = spec.rpartition(":")
     if not colon or given.is_given(spec):
         return True  # a built-in name, or a typing error; or an object of the program
-    return Path(where).expanduser().is_file() if where.endswith(".py") else importlib.util.find_spec(where.partition(".")[0]) is not None
+    return Path(module).expanduser().is_file() if module.endswith(".py") else importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 def close_rewards(functions: Sequence[RewardFunction]) -> None:
@@ -122,15 +122,15 @@ def check_columns(
     Raises:
         ConfigError: If the data set, or a row of it, lacks a needed column.
     """
-    problems, what = [], "the data set" if flag == "dataset" else f"a set of {flag}"
+    problems, subject = [], "the data set" if flag == "dataset" else f"a set of {flag}"
     for function in functions:
         for names in function.needs():
             needs = f"Reward `{function.name}` needs the column {' or '.join(f'`{name}`' for name in names)}"
             if not set(names).intersection(columns):
                 has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
-                problems.append(Problem(flags=("reward_funcs", flag), message=f"{needs}; {what} {has}."))
-            elif lacking := without(names):
-                message = f"{needs}, but {lacking} lack it. Add it to these rows, as null where it does not apply."
+                problems.append(Problem(flags=("reward_funcs", flag), message=f"{needs}; {subject} {has}."))
+            elif rows_without := without(names):
+                message = f"{needs}, but {rows_without} lack it. Add it to these rows, as null where it does not apply."
                 problems.append(Problem(flags=("reward_funcs", flag), message=message))
     if problems:
         raise ConfigError(problems)
@@ -147,11 +147,11 @@ def _fail(message: str, nearest: Sequence[str] = ()) -> ConfigError:
 def _names(specs: Sequence[str]) -> list[str]:
     """Return a unique metric name per function: its own name, prefixed with the file or module if two would be equal."""
     short = [spec.rpartition(":")[2] for spec in specs]
-    places = [Path(spec.rpartition(":")[0]).stem or "built_in" for spec in specs]
-    return [name if short.count(name) == 1 else f"{place}.{name}" for name, place in zip(short, places)]
+    modules = [Path(spec.rpartition(":")[0]).stem or "built_in" for spec in specs]
+    return [name if short.count(name) == 1 else f"{module}.{name}" for name, module in zip(short, modules)]
 
 
-def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
+def _load(spec: str, name: str, config: Config, directory: Path) -> RewardFunction:
     settings = config.rewards
     if spec in BUILT_IN:
         module = importlib.import_module(f"megatron_grpo.rewards.builtin.{BUILT_IN[spec]}")
@@ -164,7 +164,7 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
         if spec.endswith(".py"):
             guess = f" For a function of that file: {spec}:function."
         raise _fail(f"Unknown built-in reward {spec!r}.{guess} Built-in: {', '.join(BUILT_IN)}.", nearest)
-    function = _named(spec, here)
+    function = _named(spec, directory)
     if inspect.isclass(function):
         function = _instance(function, spec)
     try:
@@ -178,19 +178,19 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
     return RewardFunction(name=name, function=function, timeout=settings.reward_timeout, on_error=settings.reward_on_error)
 
 
-def _named(spec: str, here: Path) -> Any:
+def _named(spec: str, directory: Path) -> Any:
     """Return the callable that `path/to/file.py:name`, `package.module:name` or `python:name` refers to. Raises ConfigError."""
     if given.is_given(spec):
-        found = given.get(spec, "reward_funcs")
-        if not callable(found):
-            raise _fail(f"{spec} is {describe_value(found)}, which cannot be called. Pass a function.")
-        return found
-    where, _, attribute = spec.rpartition(":")
-    module = _module_of_file(Path(where), here) if where.endswith(".py") else _module_of_package(where, here)
-    found = getattr(module, attribute, None)
-    if found is None or not callable(found):
-        raise _fail(_no_such_function(where, module, attribute))
-    return found
+        value = given.get(spec, "reward_funcs")
+        if not callable(value):
+            raise _fail(f"{spec} is {describe_value(value)}, which cannot be called. Pass a function.")
+        return value
+    module_name, _, attribute = spec.rpartition(":")
+    module = _module_of_file(Path(module_name), directory) if module_name.endswith(".py") else _module_of_package(module_name, directory)
+    value = getattr(module, attribute, None)
+    if value is None or not callable(value):
+        raise _fail(_no_such_function(module_name, module, attribute))
+    return value
 
 
 def user_object(spec: str, *, flag: str) -> Any:
@@ -219,32 +219,32 @@ def _instance(cls: type, spec: str) -> Callable[..., Any]:
     return _users(shown_text(cls), f"{spec} is a class that cannot be instantiated without arguments")
 
 
-def _users(call: Callable[[], Any], what: str) -> Any:
+def _users(call: Callable[[], Any], action: str) -> Any:
     """Run `call()`, which executes the user's code.
 
     Raises:
-        ConfigError: If the call raises anything; the message begins with `what`.
+        ConfigError: If the call raises anything; the message begins with `action`.
     """
     side_effects: list[str] = []
     try:
         with contained(side_effects):
             return call()
     except ExitRequestedError as error:
-        raise _fail(f"{what}: it tried to end the process with {printable(error)}.") from error
+        raise _fail(f"{action}: it tried to end the process with {printable(error)}.") from error
     except KeyboardInterrupt:  # Ctrl-C: the code's own is an ExitRequestedError
         raise
     except BaseException as error:
-        raise _fail(f"{what}: {type(error).__name__}: {printable(error)}.") from error
+        raise _fail(f"{action}: {type(error).__name__}: {printable(error)}.") from error
     finally:
         for effect in side_effects:
-            _LOG.warning("%s %s when it was loaded; it was reopened.", what.partition(" ")[0], effect)
+            _LOG.warning("%s %s when it was loaded; it was reopened.", action.partition(" ")[0], effect)
 
 
-def _module_of_file(path: Path, here: Path) -> Any:
+def _module_of_file(path: Path, directory: Path) -> Any:
     path = path.expanduser()
-    if not (here / path).is_file():
-        raise _fail(f"File {str(path)!r} does not exist in {here}.")
-    path = (here / path).resolve()
+    if not (directory / path).is_file():
+        raise _fail(f"File {str(path)!r} does not exist in {directory}.")
+    path = (directory / path).resolve()
     # One module per file for all settings that name it. Files next to it can be imported, after all installed packages.
     name = f"megatron_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
@@ -270,25 +270,25 @@ def _module_of_file(path: Path, here: Path) -> Any:
     return module
 
 
-def _module_of_package(name: str, here: Path) -> Any:
-    if str(here) not in sys.path:
-        sys.path.append(str(here))  # as `python -m` would have it; the console command does not
+def _module_of_package(name: str, directory: Path) -> Any:
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))  # as `python -m` would have it; the console command does not
     if not name or name.startswith("."):
         raise _fail(f"{name!r} before the colon is neither a file nor a module. Use path/to/file.py:function or package.module:function.")
     return _users(lambda: importlib.import_module(name), f"module {name!r} cannot be imported")
 
 
-def _no_such_function(where: str, module: Any, attribute: str) -> str:
-    own = [
+def _no_such_function(module_name: str, module: Any, attribute: str) -> str:
+    functions = [
         name
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
-    if not own:
-        return f"{where} has no function {attribute!r}; it has no functions."
-    nearest = difflib.get_close_matches(attribute, own, n=1)
+    if not functions:
+        return f"{module_name} has no function {attribute!r}; it has no functions."
+    nearest = difflib.get_close_matches(attribute, functions, n=1)
     guess = f"Did you mean {nearest[0]}? " if nearest else ""
-    return f"{where} has no function {attribute!r}. {guess}It has {', '.join(own)}."
+    return f"{module_name} has no function {attribute!r}. {guess}It has {', '.join(functions)}."
 
 
 # ---- files that were written for another system
@@ -316,9 +316,9 @@ def trains_at_import(program: ast.Module) -> int | None:
         program: Parsed Python file.
     """
     defined = {line.name: _names_used(line) for line in program.body if isinstance(line, _DEFINES)}
-    trains, before = {"GRPOTrainer", ".train"}, 0
-    while before < len(trains):
-        before = len(trains)
+    trains, num_before = {"GRPOTrainer", ".train"}, 0
+    while num_before < len(trains):
+        num_before = len(trains)
         trains |= {name for name, used in defined.items() if used & trains}
     runs = (line for line in program.body if not isinstance(line, _DEFINES) and "__name__" not in _names_used(getattr(line, "test", line)))
     return next((line.lineno for line in runs if _names_used(line) & trains), None)
@@ -341,20 +341,20 @@ def with_swift(program: ast.Module) -> Iterator[None]:
         program: Syntax tree of the plugin.
     """
     lines = [line for line in ast.walk(program) if isinstance(line, ast.ImportFrom) and (line.module or "").split(".")[0] == "swift"]
-    made: dict[str, ModuleType] = {}
+    modules: dict[str, ModuleType] = {}
     for line in lines if lines and find_spec("swift") is None else ():
         names = list(accumulate(str(line.module).split("."), "{}.{}".format))
-        made |= {name: ModuleType(name) for name in names if name not in made}
+        modules |= {name: ModuleType(name) for name in names if name not in modules}
         for word in line.names:
             idle = type(word.name, (), {"__init__": lambda self, args=None, **words: None, "__module__": line.module})
             setattr(
-                made[names[-1]], word.name, {} if word.name in _REGISTRIES else logging.getLogger if word.name == "get_logger" else idle
+                modules[names[-1]], word.name, {} if word.name in _REGISTRIES else logging.getLogger if word.name == "get_logger" else idle
             )
-    sys.modules.update(made)
+    sys.modules.update(modules)
     try:
         yield
     finally:
-        for name in made:
+        for name in modules:
             del sys.modules[name]
 
 

@@ -72,11 +72,11 @@ class contained:  # lower case because it is used as `with contained(...)`
             if _open_again(fd, copy):
                 self.side_effects.append(f"closed {_OUTPUTS[fd]}; it was reopened")
             os.close(copy)
-        for name, (now, _) in _torch_settings().items():
-            if name in self._torch and now != self._torch[name][0]:
-                before, change_to = self._torch[name]
-                change_to(before)
-                self.side_effects.append(f"changed torch's {name} to {now}; it was reset to {before}")
+        for name, (current, _) in _torch_settings().items():
+            if name in self._torch and current != self._torch[name][0]:
+                initial, change_to = self._torch[name]
+                change_to(initial)
+                self.side_effects.append(f"changed torch's {name} to {current}; it was reset to {initial}")
         if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
             text = printable(error)
             raise ExitRequestedError(f"{type(error).__name__}{': ' * bool(text)}{text}") from error
@@ -123,10 +123,12 @@ def _open_again(fd: int, copy: int) -> bool:
 def _end_child(error: BaseException | None) -> None:
     if isinstance(error, SystemExit):
         os._exit(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
-    how = "returned" if error is None else raised(error)
-    what = f"megatron-grpo: process {os.getpid()}, which a reward function forked, {how} instead of leaving with os._exit. It ends here.\n"
+    end = "returned" if error is None else raised(error)
+    message = (
+        f"megatron-grpo: process {os.getpid()}, which a reward function forked, {end} instead of leaving with os._exit. It ends here.\n"
+    )
     try:
-        os.write(2, what.encode())
+        os.write(2, message.encode())
     finally:
         os._exit(1)
 
@@ -187,7 +189,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
                 signal.pthread_kill(main, SIGNAL)
                 pause = _REPEAT
 
-    before = signal.signal(SIGNAL, interrupt)
+    previous = signal.signal(SIGNAL, interrupt)
     watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)
     # It runs in a C thread and needs no interpreter lock, so it works even if the function holds that lock.
     faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr)
@@ -205,7 +207,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
         finished.set()
         faulthandler.cancel_dump_traceback_later()
         watcher.join()
-        signal.signal(SIGNAL, before)
+        signal.signal(SIGNAL, previous)
 
 
 def _call_in_own_thread(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool]) -> Any:
@@ -220,15 +222,15 @@ def _result_before(end: float, future: Future[Any], should_cancel: Callable[[], 
         end: Deadline, on the clock of `time.monotonic`.
     """
     while True:
-        left = max(0.0, end - time.monotonic())
+        remaining = max(0.0, end - time.monotonic())
         try:
-            return future.result(min(left, _LOOK))
+            return future.result(min(remaining, _LOOK))
         except TimeoutError:
             if future.done():  # the function's own TimeoutError
                 raise
         if should_cancel():
             raise _cancelled()
-        if left <= _LOOK:
+        if remaining <= _LOOK:
             raise RewardTimeoutError
 
 

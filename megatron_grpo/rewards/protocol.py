@@ -98,9 +98,9 @@ class Watch:
             End of a sentence that begins with the function's name, if at least `ENOUGH_BATCHES` batches and `ENOUGH_ROWS` rows all have
             the same score or none; otherwise None.
         """
-        given = [score for score in scores if score is not None]
-        self.batches, self.rows, self.scored = self.batches + 1, self.rows + len(scores), self.scored + len(given)
-        self.lowest, self.highest = min([self.lowest, *given]), max([self.highest, *given])
+        known = [score for score in scores if score is not None]
+        self.batches, self.rows, self.scored = self.batches + 1, self.rows + len(scores), self.scored + len(known)
+        self.lowest, self.highest = min([self.lowest, *known]), max([self.highest, *known])
         if self.batches < ENOUGH_BATCHES or self.rows < ENOUGH_ROWS:
             return None
         if not self.scored:
@@ -156,7 +156,7 @@ class RewardFunction:
         Args:
             batch: Completions to score.
         """
-        offered = {
+        available = {
             **batch.columns,
             "prompts": list(batch.prompts),
             "completions": list(batch.completions),
@@ -164,9 +164,9 @@ class RewardFunction:
             "trainer_state": batch.trainer_state,
         }
         if "completion_ids" in inspect.signature(self.function).parameters:
-            offered["completion_ids"] = [list(token_ids) for token_ids in batch.completion_ids]
+            available["completion_ids"] = [list(token_ids) for token_ids in batch.completion_ids]
         accepted = accepted_names(self.function)
-        return offered if accepted is None else {name: value for name, value in offered.items() if name in accepted}
+        return available if accepted is None else {name: value for name, value in available.items() if name in accepted}
 
     def needs(self) -> list[Sequence[str]]:
         """Return the data columns that the function requires, each as a list of alternatives such as `answer` or `solution`."""
@@ -198,9 +198,9 @@ def required_names(function: Callable[..., Any]) -> list[str]:
     Args:
         function: Reward function.
     """
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind in named and parameter.default is inspect.Parameter.empty]
+    return [parameter.name for parameter in parameters if parameter.kind in named_kinds and parameter.default is inspect.Parameter.empty]
 
 
 def positional_names(function: Callable[..., Any]) -> list[str]:
@@ -245,8 +245,8 @@ def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailur
     if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Sequence):
         return RowFailure(kind="type", reason=f"returned {describe_value(returned)}, expected a list of {count} numbers,")
     if len(returned) != count:
-        given = f"{len(returned)} value{'s' if len(returned) != 1 else ''}"
-        return RowFailure(kind="count", reason=f"returned {given} for {count} completion{'s' if count != 1 else ''}")
+        count_text = f"{len(returned)} value{'s' if len(returned) != 1 else ''}"
+        return RowFailure(kind="count", reason=f"returned {count_text} for {count} completion{'s' if count != 1 else ''}")
     return [as_score(value) for value in returned]
 
 

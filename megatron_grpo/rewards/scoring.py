@@ -67,29 +67,31 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
         return RewardScores(rows=(), notices=())
     side_effects: list[list[str]] = [[] for _ in functions]
     waiting = {
-        place: _start(function, batch, side_effects[place], should_cancel) for place, function in enumerate(functions) if function.is_async
+        index: _start(function, batch, side_effects[index], should_cancel) for index, function in enumerate(functions) if function.is_async
     }
     outcomes = {
-        place: _counted(_call(function, batch, side_effects[place], should_cancel, function.timeout), batch)
-        for place, function in enumerate(functions)
-        if place not in waiting
+        index: _counted(_call(function, batch, side_effects[index], should_cancel, function.timeout), batch)
+        for index, function in enumerate(functions)
+        if index not in waiting
     }
-    outcomes |= {place: _counted(wait(), batch) for place, wait in waiting.items()}
+    outcomes |= {index: _counted(wait(), batch) for index, wait in waiting.items()}
     columns, errors, notices = [], [], []
-    for place, function in enumerate(functions):
-        outcome = outcomes[place]
-        rows = _search(function, batch, outcome, side_effects[place], should_cancel) if isinstance(outcome, RowFailure) else outcome
+    for index, function in enumerate(functions):
+        outcome = outcomes[index]
+        rows = _search(function, batch, outcome, side_effects[index], should_cancel) if isinstance(outcome, RowFailure) else outcome
         notices += [
             Notice(function=function.name, kind=effect, message=f"Reward `{function.name}` {effect}.")
-            for effect in set(side_effects[place])
+            for effect in set(side_effects[index])
         ]
         failures = [(row, value) for row, value in enumerate(rows) if isinstance(value, RowFailure)]
         if failures and function.on_error == "raise":
             errors.append(_sentence(function, batch, failures))
         else:
             for kind in dict.fromkeys(value.kind for _, value in failures):
-                alike = [failure for failure in failures if failure[1].kind == kind]
-                notices.append(Notice(function=function.name, kind=kind, message=_sentence(function, batch, alike) + " Counted as None."))
+                same_kind = [failure for failure in failures if failure[1].kind == kind]
+                notices.append(
+                    Notice(function=function.name, kind=kind, message=_sentence(function, batch, same_kind) + " Counted as None.")
+                )
         columns.append([None if isinstance(value, RowFailure) else value for value in rows])
     if errors:
         raise RewardError("\n".join(errors))
@@ -149,8 +151,8 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
 
 def _where(error: BaseException) -> str:
     """Return the innermost place in the user's code, as text for a message; "" if there is none."""
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(package)]
     return f" ({os.path.basename(frames[-1].filename)} line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
@@ -167,7 +169,7 @@ def _search(
     if function.keeps_deadline or len(batch) == 1:
         return everywhere
     ends = time.monotonic() + _SEARCH_BUDGET * function.timeout
-    found = list(everywhere)
+    scores = list(everywhere)
     # First in, first out: large ranges get their scores before small ones, in case time runs out.
     ranges = deque([(0, len(batch) // 2), (len(batch) // 2, len(batch))])
     while ranges and time.monotonic() < ends:
@@ -176,30 +178,30 @@ def _search(
         outcome = _call(function, batch.part(first, end), side_effects, should_cancel, share)
         activity.advance(0)
         if not isinstance(outcome, RowFailure):
-            found[first:end] = outcome
+            scores[first:end] = outcome
         elif end - first > 1:
             middle = (first + end) // 2
             ranges += [(first, middle), (middle, end)]
         else:
-            found[first] = outcome = _of_one_row(failure, outcome, share)
+            scores[first] = outcome = _of_one_row(failure, outcome, share)
             if function.on_error == "raise":
                 return [outcome if row == first else None for row in range(len(batch))]  # one row is enough for the error message
-    if function.on_error == "raise" and not any(isinstance(value, RowFailure) for value in found):
+    if function.on_error == "raise" and not any(isinstance(value, RowFailure) for value in scores):
         return everywhere
-    return found
+    return scores
 
 
-def _of_one_row(failure: RowFailure, alone: RowFailure, seconds: float) -> RowFailure:
+def _of_one_row(failure: RowFailure, failure_alone: RowFailure, seconds: float) -> RowFailure:
     """Combine the failure of a row called alone with that of the whole batch, if the two differ.
 
     Args:
         seconds: Timeout that the call on the row had.
     """
-    if alone.reason == failure.reason:
-        return alone
-    if alone.kind == failure.kind == "timeout":
+    if failure_alone.reason == failure.reason:
+        return failure_alone
+    if failure_alone.kind == failure.kind == "timeout":
         return RowFailure(kind="timeout", reason=f"{failure.reason}, nor within {seconds:g} s when called for one row alone,")
-    return RowFailure(kind=failure.kind, reason=f"{failure.reason}; called again for one row alone it {alone.reason},")
+    return RowFailure(kind=failure.kind, reason=f"{failure.reason}; called again for one row alone it {failure_alone.reason},")
 
 
 def _sentence(function: RewardFunction, batch: RewardBatch, failures: Sequence[tuple[int, RowFailure]]) -> str:
@@ -207,8 +209,8 @@ def _sentence(function: RewardFunction, batch: RewardBatch, failures: Sequence[t
     subject = f"Reward `{function.name}` {failure.reason}"
     if len(batch) > 1 and len(failures) == len(batch) and all(value == failure for _, value in failures):
         return f"{subject.rstrip(',')}, on all {len(batch)} rows; the first is {_row(batch, row)}."
-    more = f" It failed on {len(failures)} of {len(batch)} rows." if len(failures) > 1 else ""
-    return f"{subject} on {_row(batch, row)}.{more}"
+    remark = f" It failed on {len(failures)} of {len(batch)} rows." if len(failures) > 1 else ""
+    return f"{subject} on {_row(batch, row)}.{remark}"
 
 
 def _row(batch: RewardBatch, row: int, width: int = 120) -> str:

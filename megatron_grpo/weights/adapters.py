@@ -99,57 +99,57 @@ def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, 
     """
     if problems := adapter_problems(directory, settings, shape, flag=flag):
         raise ConfigError(problems)
-    held = safe_open(Path(directory) / lora.WEIGHTS, framework="pt")
-    stored = {lora.own_name(name.removeprefix(lora.PREFIX), shape): name for name in held.keys()}
-    return lambda name: held.get_tensor(stored[name])
+    file = safe_open(Path(directory) / lora.WEIGHTS, framework="pt")
+    stored = {lora.own_name(name.removeprefix(lora.PREFIX), shape): name for name in file.keys()}
+    return lambda name: file.get_tensor(stored[name])
 
 
-def padded(read: Read, own: Sizes, even: Sizes) -> Read:
-    """Return a reader of every matrix in its size of `even`, with zeros beyond a module's own rank and for modules without adapter.
+def padded(read: Read, sizes: Sizes, padded_sizes: Sizes) -> Read:
+    """Return a reader of every matrix in its size of `padded_sizes`, with zeros beyond a module's own rank and for modules without adapter.
 
     The zeros stay zero in training: where A's row and B's column are zero, both gradients are zero.
 
     Args:
         read: Reader of the matrices in their own sizes.
-        own: Own size of each matrix.
-        even: Padded size of each matrix.
+        sizes: Own size of each matrix.
+        padded_sizes: Padded size of each matrix.
     """
 
     def read_padded(name: str) -> torch.Tensor:
-        out = torch.zeros(even[name])
-        if name in own:
-            rows, columns = own[name]
+        out = torch.zeros(padded_sizes[name])
+        if name in sizes:
+            rows, columns = sizes[name]
             out[:rows, :columns] = read(name)
         return out
 
     return read_padded
 
 
-def trimmed(named: Iterable[tuple[str, torch.Tensor]], own: Sizes) -> Iterator[tuple[str, torch.Tensor]]:
+def trimmed(tensors: Iterable[tuple[str, torch.Tensor]], sizes: Sizes) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each matrix with its module's own rank, and nothing of modules without adapter: the inverse of `padded`.
 
     Args:
-        named: (name, padded matrix).
-        own: Own size of each matrix.
+        tensors: (name, padded matrix).
+        sizes: Own size of each matrix.
     """
-    for name, tensor in named:
-        if name in own:
-            rows, columns = own[name]
+    for name, tensor in tensors:
+        if name in sizes:
+            rows, columns = sizes[name]
             yield name, tensor[:rows, :columns].contiguous()
 
 
 def write_adapter(
-    directory: str | Path, named: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], base: Mapping[str, str]
+    directory: str | Path, named_tensors: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], base: Mapping[str, str]
 ) -> None:
     """Write an adapter that PEFT, transformers and vLLM can read. The directory appears complete or not at all.
 
     Args:
         directory: Output directory.
-        named: (name by `peft_name`, matrix). Consumed once and kept in memory, because an adapter is small.
+        named_tensors: (name by `peft_name`, matrix). Consumed once and kept in memory, because an adapter is small.
         config: Content of adapter_config.json (`LoraSettings.to_peft`).
         base: Fingerprints of the base model's tensors, by name.
     """
-    tensors = {lora.PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
+    tensors = {lora.PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_tensors}
     with checkpoint_directory(Path(directory)) as partial:
         save_tensors(tensors, partial / lora.WEIGHTS)
         (partial / lora.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -156,26 +156,26 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
     Raises:
         ValueError: Parameters of several expert ranks at one position differ in shape, dtype or part; one gather takes them all.
     """
-    beside: dict[tuple[int, tuple[int, int, int]], list[Owned]] = {}
-    for one in owned:
-        beside.setdefault((one.stage, one.place), []).append(one)
+    by_position: dict[tuple[int, tuple[int, int, int]], list[Owned]] = {}
+    for tensor in owned:
+        by_position.setdefault((tensor.stage, tensor.place), []).append(tensor)
     buckets: list[Bucket] = []
-    for (stage, _), alike in sorted(beside.items(), key=itemgetter(0)):
-        first, length = alike[0], -(-alike[0].num_bytes // ALIGNMENT) * ALIGNMENT
-        names = {one.expert_rank: one.name for one in sorted(alike, key=lambda one: one.expert_rank)}
-        if len({(one.shape, one.dtype, one.part) for one in alike}) > 1 or len(names) < len(alike):
+    for (stage, _), same_position in sorted(by_position.items(), key=itemgetter(0)):
+        first, length = same_position[0], -(-same_position[0].num_bytes // ALIGNMENT) * ALIGNMENT
+        names = {tensor.expert_rank: tensor.name for tensor in sorted(same_position, key=lambda tensor: tensor.expert_rank)}
+        if len({(tensor.shape, tensor.dtype, tensor.part) for tensor in same_position}) > 1 or len(names) < len(same_position):
             raise ValueError(
                 "tensors at the same position of the model differ in shape or dtype: "
-                f"{', '.join(str((one.name, one.shape, one.dtype)) for one in alike)}"
+                f"{', '.join(str((tensor.name, tensor.shape, tensor.dtype)) for tensor in same_position)}"
             )
         part = first.part if ranks.sharing(first.part) > 1 else BucketPart.WHOLE  # one run of bytes for all that is on one rank
-        whole = length * ranks.sharing(part)
-        if not buckets or buckets[-1].stage != stage or buckets[-1].whole + whole > bucket_bytes:
+        gathered_bytes = length * ranks.sharing(part)
+        if not buckets or buckets[-1].stage != stage or buckets[-1].whole + gathered_bytes > bucket_bytes:
             buckets.append(Bucket(stage, bucket_bytes))
         bucket = buckets[-1]
         bucket.slots.append(BucketSlot(part, bucket.sizes[part], first.num_bytes, first.shape, first.dtype, names))
         bucket.sizes[part] += length
-        bucket.whole += whole
+        bucket.whole += gathered_bytes
     return buckets
 
 
@@ -196,8 +196,8 @@ def most_bytes(buckets: Sequence[Bucket], ranks: Ranks) -> int:
         buckets: Buckets of one weight update, in order.
         ranks: Parallel sizes.
     """
-    held = [bucket.memory_bytes(ranks) for bucket in buckets]
-    return max([sum(pair) for pair in pairwise(held)] or held, default=0)
+    bytes_of_buckets = [bucket.memory_bytes(ranks) for bucket in buckets]
+    return max([sum(pair) for pair in pairwise(bytes_of_buckets)] or bytes_of_buckets, default=0)
 
 
 NO_VERSION = -1  # of an update that makes no version: a base before its adapter, a trial

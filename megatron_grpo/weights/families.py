@@ -130,7 +130,7 @@ _NOT_YET = (
      f"{_SEES}; use the text models of Gemma 3 (Gemma3ForCausalLM)"),
     (r"google/gemma-3n-", "Gemma3nForConditionalGeneration Gemma3nForCausalLM", _SIZES),
 )  # fmt: skip
-NOT_YET = {name: why for _, names, why in _NOT_YET for name in names.split()}
+NOT_YET = {name: reason for _, names, reason in _NOT_YET for name in names.split()}
 NOT_YET_BY_NAME = {pattern: names.split()[0] for pattern, names, _ in _NOT_YET if pattern}  # usable before config.json is read
 
 
@@ -160,11 +160,11 @@ def text_config(config: Config) -> Config:
     outer = {key: value for key, value in config.items() if value is not None and key not in IDLE and key not in _OF_THE_WHOLE}
     problems = []
     for key, (_, default) in fields_of(config["architectures"][0]).items():
-        here = inner.get(key, outer.get(key) if key in ("tie_word_embeddings", *_ROPES) else default)
-        if key in outer and outer[key] != here and (key not in inner or here is not None):
-            problems.append(f"{key} is {outer[key]!r} at the top level and {here!r} in text_config. Keep one of them.")
-    if not any(key in inner for key in _ROPES) and (lost := [key for key in _ROPES if key in outer]):
-        problems.append(f"{' and '.join(lost)} must be in text_config too, where transformers reads it.")
+        inner_value = inner.get(key, outer.get(key) if key in ("tie_word_embeddings", *_ROPES) else default)
+        if key in outer and outer[key] != inner_value and (key not in inner or inner_value is not None):
+            problems.append(f"{key} is {outer[key]!r} at the top level and {inner_value!r} in text_config. Keep one of them.")
+    if not any(key in inner for key in _ROPES) and (outer_ropes := [key for key in _ROPES if key in outer]):
+        problems.append(f"{' and '.join(outer_ropes)} must be in text_config too, where transformers reads it.")
     if problems:
         raise ConfigError([Problem(flags=("model",), message=f"config.json: {problem}") for problem in problems])
     # The outer `architectures` decides the family; text_config may name another class.
@@ -186,11 +186,11 @@ def family_of(config: Config) -> ModelFamily:
         raise config_error("model", message)
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
-    if why := NOT_YET.get(names[0] if names else ""):
-        raise config_error("model", f"model: the architecture {names[0]} is not supported: {why}.")
-    what = f"the architecture {names[0]}" if names else "a config.json without `architectures`"
+    if reason := NOT_YET.get(names[0] if names else ""):
+        raise config_error("model", f"model: the architecture {names[0]} is not supported: {reason}.")
+    subject = f"the architecture {names[0]}" if names else "a config.json without `architectures`"
     raise config_error(
-        "model", f"model: {what} is not supported. Supported: {', '.join(sorted(FAMILIES))}. To add one, see docs/adding-a-model.md."
+        "model", f"model: {subject} is not supported. Supported: {', '.join(sorted(FAMILIES))}. To add one, see docs/adding-a-model.md."
     )
 
 
@@ -213,17 +213,17 @@ def as_the_class_reads(config: Config, architecture: str, require: Callable[[boo
         architecture: Key of `FAMILIES`.
         require: Called with (condition, message) for each value that the class does not accept or that is not computed here.
     """
-    found = dict(config)
+    result = dict(config)
     for alias, name in _TABLE["families"].get(architecture, {}).get("aliases", {}).items():
         if alias in config and name not in IDLE:
             require(
                 config[alias] == config.get(name, config[alias]),
                 f"{alias} is {config[alias]!r} but {name} is {config.get(name)!r}. Keep one of them.",
             )
-            found[name] = config[alias]
+            result[name] = config[alias]
     for name, (kinds, default) in fields_of(architecture).items():
-        require(name in found or name not in _NEEDED, f"{architecture} needs {name}.")
-        value = found.setdefault(name, default)
+        require(name in result or name not in _NEEDED, f"{architecture} needs {name}.")
+        value = result.setdefault(name, default)
         is_positive = name not in IDLE and name not in REFUSED and name not in _MAY_BE_ZERO
         words = _WORDS.get(kinds) or " or ".join(_WORDS[kind] for kind in kinds.split("|"))
         is_taken = any(_is(value, kind) for kind in kinds.split("|")) and (not is_positive or type(value) not in (int, float) or value > 0)
@@ -231,11 +231,11 @@ def as_the_class_reads(config: Config, architecture: str, require: Callable[[boo
         require(is_taken, f"{name} must be {words}, got {value!r}.")
         is_computed = name not in REFUSED or value in (default, None) or not is_taken
         require(is_computed, f"{name} is {value!r}, which is not supported. Leave it out, or use {json.dumps(default)}.")
-    return found
+    return result
 
 
 def _is(value: Any, kind: str) -> bool:
     """Return whether `value` has the JSON type `kind`, as strictly as transformers: true is not a number, and 1 is not a float."""
     if kind.startswith("list"):
-        return isinstance(value, list) and all(type(one).__name__ in kind for one in value)
+        return isinstance(value, list) and all(type(item).__name__ in kind for item in value)
     return type(value).__name__ == kind

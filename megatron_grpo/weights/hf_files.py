@@ -55,15 +55,15 @@ class HfReader:
         for name in self._where:
             if layout := family_of(self.config).fused_experts:
                 experts = experts_in(name, self._open(name).get_slice(name).get_shape(), layout) if _STORED.fullmatch(name) else ()
-                self._parts |= {one: (name, partial(_transposed, expert, channels)) for one, expert, channels in experts}
+                self._parts |= {part: (name, partial(_transposed, expert, channels)) for part, expert, channels in experts}
             elif fused := _FUSED.fullmatch(name):
                 self._offer_experts(name, *fused.groups())
         self.names = frozenset(self._stored) - {stored for stored, _ in self._parts.values()} | frozenset(self._parts)
 
     def __call__(self, name: str) -> torch.Tensor:
         if name in self._parts:
-            stored, taken = self._parts[name]
-            return taken(self._open(stored).get_slice(stored))
+            stored, cut = self._parts[name]
+            return cut(self._open(stored).get_slice(stored))
         if name not in self._stored:
             raise wrong(f"{self.directory} has no tensor {name}.")
         return self._open(self._stored[name]).get_tensor(self._stored[name])
@@ -74,25 +74,25 @@ class HfReader:
             self._files[file] = _open_safetensors(self.directory / file)
         return self._files[file]
 
-    def _offer_experts(self, stored: str, prefix: str, which: str) -> None:
+    def _offer_experts(self, stored: str, prefix: str, stored_part: str) -> None:
         family = family_of(self.config)
-        parts = family.expert_names[:2] if which == "gate_up_proj" else family.expert_names[2:]
+        parts = family.expert_names[:2] if stored_part == "gate_up_proj" else family.expert_names[2:]
         for expert in range(self._open(stored).get_slice(stored).get_shape()[0]):
             for part, own_name in enumerate(parts):
                 name = f"{prefix}.{family.moe_block}.experts.{expert}.{own_name}.weight"
                 self._parts[name] = stored, partial(_chunk, expert, part, len(parts))
         router = f"{prefix}.mlp.gate.weight"
         if family.moe_block != "mlp" and router in self._where:
-            self._parts[f"{prefix}.{family.moe_block}.gate.weight"] = router, lambda held: held[:]
+            self._parts[f"{prefix}.{family.moe_block}.gate.weight"] = router, lambda tensor: tensor[:]
 
 
-def _chunk(expert: int, part: int, parts: int, held: Any) -> torch.Tensor:
-    return held[expert].chunk(parts)[part]
+def _chunk(expert: int, part: int, parts: int, tensor: Any) -> torch.Tensor:
+    return tensor[expert].chunk(parts)[part]
 
 
-def _transposed(expert: int, channels: slice, held: Any) -> torch.Tensor:
-    one = held[expert][..., channels]
-    return one.t() if one.dim() > 1 else one
+def _transposed(expert: int, channels: slice, tensor: Any) -> torch.Tensor:
+    weight = tensor[expert][..., channels]
+    return weight.t() if weight.dim() > 1 else weight
 
 
 def check_tied_head(reader: HfReader) -> None:
@@ -109,16 +109,20 @@ def check_tied_head(reader: HfReader) -> None:
     embedding, head = f"{family_of(reader.config).text_prefix}embed_tokens.weight", "lm_head.weight"
     if not ModelShape.from_hf(reader.config).tied_embeddings or not {embedding, head} <= reader.names:
         return
-    one, other = reader(embedding), reader(head)
-    if torch.equal(one, other):
+    embedding_weight, head_weight = reader(embedding), reader(head)
+    if torch.equal(embedding_weight, head_weight):
         return
-    if one.shape == other.shape:
-        differences = (one.float() - other.float()).abs()
-        how = f"{int((differences.amax(dim=1) > 0).sum()):,} of {len(one):,} rows differ, by up to {float(differences.max()):.2g}"
+    if embedding_weight.shape == head_weight.shape:
+        differences = (embedding_weight.float() - head_weight.float()).abs()
+        difference_text = (
+            f"{int((differences.amax(dim=1) > 0).sum()):,} of {len(embedding_weight):,} rows differ, by up to "
+            f"{float(differences.max()):.2g}"
+        )
     else:
-        how = f"their shapes are {tuple(other.shape)} and {tuple(one.shape)}"
+        difference_text = f"their shapes are {tuple(head_weight.shape)} and {tuple(embedding_weight.shape)}"
     raise wrong(
-        f"config.json sets tie_word_embeddings (explicitly or by the family's default), but {head} differs from {embedding}: {how}. "
+        f"config.json sets tie_word_embeddings (explicitly or by the family's default), but {head} differs from {embedding}: "
+        f"{difference_text}. "
         f"vLLM and transformers use the stored head. Set tie_word_embeddings to false in {reader.directory / 'config.json'} to train "
         f"both, or remove {head} to train them as one."
     )
@@ -145,14 +149,14 @@ def experts_in(stored: str, size: Sequence[int], layout: str) -> Iterator[tuple[
         layout: `ModelFamily.fused_experts`.
     """
     if match := _STORED.fullmatch(stored):
-        prefix, which, bias = match.groups()
-        parts = _PARTS[which]
+        prefix, stored_part, bias = match.groups()
+        parts = _PARTS[stored_part]
         width = size[-1] // len(parts)
         for expert in range(size[0]):
-            for place, part in enumerate(parts):
+            for index, part in enumerate(parts):
                 name = f"{prefix}.{expert}.{part}_proj.{'bias' if bias else 'weight'}"
                 is_mixed = layout == "interleaved"
-                yield name, expert, slice(place, None, len(parts)) if is_mixed else slice(place * width, (place + 1) * width)
+                yield name, expert, slice(index, None, len(parts)) if is_mixed else slice(index * width, (index + 1) * width)
 
 
 def stored_name(name: str) -> str:
@@ -168,13 +172,13 @@ def stored_name(name: str) -> str:
     return f"{prefix}.{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
 
 
-def as_stored(named: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+def as_stored(tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the same weights with the experts of each layer in one tensor, if the family's files have them so.
 
     A tensor is held until the last of its experts arrives. The experts of a layer must be consecutive.
 
     Args:
-        named: (Hugging Face name, full tensor).
+        tensors: (Hugging Face name, full tensor).
         shape: Sizes of the model.
 
     Raises:
@@ -182,22 +186,30 @@ def as_stored(named: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> I
     """
     layout = FAMILIES[shape.architecture].fused_experts
     if layout is None:
-        yield from named
+        yield from tensors
         return
     waiting: dict[str, dict[tuple[str, int], torch.Tensor]] = {}
-    for name, tensor in named:
+    for name, tensor in tensors:
         match = _ONE.fullmatch(name)
         if match is None:
             yield name, tensor
             continue
-        whole, parts = stored_name(name), _PARTS["down" if match[3] == "down" else "gate_up"]
-        held = waiting.setdefault(whole, {})
-        held[match[3], int(match[2])] = tensor.t() if tensor.dim() > 1 else tensor
-        if len(held) == shape.num_experts * len(parts):
-            experts = [[held[part, e] for part in parts] for e in range(shape.num_experts)]
+        stored, parts = stored_name(name), _PARTS["down" if match[3] == "down" else "gate_up"]
+        parts_by_expert = waiting.setdefault(stored, {})
+        parts_by_expert[match[3], int(match[2])] = tensor.t() if tensor.dim() > 1 else tensor
+        if len(parts_by_expert) == shape.num_experts * len(parts):
+            experts = [[parts_by_expert[part, e] for part in parts] for e in range(shape.num_experts)]
             is_mixed = layout == "interleaved"
-            yield whole, torch.stack([torch.stack(one, dim=-1).flatten(-2) if is_mixed else torch.cat(one, dim=-1) for one in experts])
-            del waiting[whole]
+            yield (
+                stored,
+                torch.stack(
+                    [
+                        torch.stack(expert_parts, dim=-1).flatten(-2) if is_mixed else torch.cat(expert_parts, dim=-1)
+                        for expert_parts in experts
+                    ]
+                ),
+            )
+            del waiting[stored]
     if waiting:
         raise ValueError(f"missing experts of {', '.join(sorted(waiting)[:3])}")
 
@@ -251,8 +263,8 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        if match := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from error
         raise
 
 
@@ -351,8 +363,8 @@ class HfWriter:
         for i, file in enumerate(files):
             os.replace(self._partial / f"shard-{i}", self._partial / file)
         if count > 1:
-            where = {name: file for file, names in zip(files, self._shards, strict=True) for name in names}
-            index = {"metadata": {"total_size": sum(self._sizes.values())}, "weight_map": dict(sorted(where.items()))}
+            file_of_name = {name: file for file, names in zip(files, self._shards, strict=True) for name in names}
+            index = {"metadata": {"total_size": sum(self._sizes.values())}, "weight_map": dict(sorted(file_of_name.items()))}
             (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write_config(self) -> None:

@@ -41,8 +41,8 @@ def engine_problems(shape: ModelShape, ranks: int, *, world_size: int | None = N
         ranks: Tensor-parallel ranks of one engine.
         world_size: Ranks of a job that divides its ranks between engines. None: any number of ranks is available.
     """
-    among = [size for size in range(1, (world_size or _LARGEST) + 1) if world_size is None or world_size % size == 0]
-    return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks), among=among)
+    sizes = [size for size in range(1, (world_size or _LARGEST) + 1) if world_size is None or world_size % size == 0]
+    return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks), sizes=sizes)
 
 
 def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] = _LENGTHS) -> list[Problem]:
@@ -68,12 +68,12 @@ def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] =
     return [Problem(flags=flags, message=message) for message in problems]
 
 
-def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, among: Iterable[int] = range(1, _LARGEST + 1)) -> list[Problem]:
+def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, sizes: Iterable[int] = range(1, _LARGEST + 1)) -> list[Problem]:
     messages = list(check(ranks))
     if not messages:
         return []
-    works = [size for size in among if not any(check(size))]
-    nearest = ([size for size in works if size < ranks][-1:]) + ([size for size in works if size > ranks][:1])
+    working = [size for size in sizes if not any(check(size))]
+    nearest = ([size for size in working if size < ranks][-1:]) + ([size for size in working if size > ranks][:1])
     use = f" Use {' or '.join(map(str, nearest))}." if nearest else ""
     return [Problem(flags=(flag,), message=f"{flag} ({ranks}): {message}{use}", nearest={flag: nearest}) for message in messages]
 

@@ -118,23 +118,23 @@ class LoraSettings:
         Raises:
             ConfigError: The file is missing or damaged, or asks for something that is not supported.
         """
-        found = _read_config(Path(directory), flag)
-        if refused := _refused(found):
-            raise _wrong(flag, f"{directory}: {'; '.join(refused)}.")
-        targets, excluded = found.get("target_modules") or (ALL_LINEAR,), found.get("exclude_modules") or ()
+        config = _read_config(Path(directory), flag)
+        if refusals := _refused(config):
+            raise _wrong(flag, f"{directory}: {'; '.join(refusals)}.")
+        targets, excluded = config.get("target_modules") or (ALL_LINEAR,), config.get("exclude_modules") or ()
         if targets == ALL_LINEAR:
             targets = (ALL_LINEAR,)
         return cls(
-            rank=found["r"],
-            alpha=found["lora_alpha"],
-            dropout=found.get("lora_dropout") or 0.0,
-            use_rslora=bool(found.get("use_rslora")),
+            rank=config["r"],
+            alpha=config["lora_alpha"],
+            dropout=config.get("lora_dropout") or 0.0,
+            use_rslora=bool(config.get("use_rslora")),
             target_modules=() if isinstance(targets, str) else tuple(targets),
             target_regex=targets if isinstance(targets, str) else None,
             exclude_modules=() if isinstance(excluded, str) else tuple(excluded),
             exclude_regex=excluded if isinstance(excluded, str) else None,
-            rank_pattern=dict(found.get("rank_pattern") or {}),
-            alpha_pattern=dict(found.get("alpha_pattern") or {}),
+            rank_pattern=dict(config.get("rank_pattern") or {}),
+            alpha_pattern=dict(config.get("alpha_pattern") or {}),
         )
 
     def is_target(self, module: str) -> bool:
@@ -177,24 +177,24 @@ class LoraSettings:
             shape: Shape of the model.
         """
         modules = [module.name for module in linear_modules(shape)]
-        known = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
+        available = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
         also = "Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2 stand for the layers that they fuse"
-        lost = {}
+        unmatched = {}
         for flag, names in (("target_modules", self.target_modules), ("exclude_modules", self.exclude_modules)):
-            lost[flag] = [name for name in names if name != ALL_LINEAR and not any(_ends(module, (name,)) for module in modules)]
+            unmatched[flag] = [name for name in names if name != ALL_LINEAR and not any(_ends(module, (name,)) for module in modules)]
         for flag, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
-            lost[flag] = [key for key in pattern if not any(_matches(key, module) for module in modules)]
-        found = [
-            problem_with(flag, f"{flag}: no linear layer of this model is called {', '.join(names)}. Available: {known}; {also}.")
-            for flag, names in lost.items()
+            unmatched[flag] = [key for key in pattern if not any(_matches(key, module) for module in modules)]
+        problems = [
+            problem_with(flag, f"{flag}: no linear layer of this model is called {', '.join(names)}. Available: {available}; {also}.")
+            for flag, names in unmatched.items()
             if names
         ]
-        if not found and not any(self.rank_of(module) for module in modules):
+        if not problems and not any(self.rank_of(module) for module in modules):
             flag = "target_modules" if self.target_regex is None else "target_regex"
-            what = f"{flag} ({self.target_regex or ' '.join(self.target_modules)}) without exclude_modules"
-            example = f"Names look like {modules[0]} and end in {known}."
-            found.append(problem_with(flag, f"{what} selects no linear layer of this model. {example}"))
-        return found
+            subject = f"{flag} ({self.target_regex or ' '.join(self.target_modules)}) without exclude_modules"
+            example = f"Names look like {modules[0]} and end in {available}."
+            problems.append(problem_with(flag, f"{subject} selects no linear layer of this model. {example}"))
+        return problems
 
     def to_peft(self, modules: Iterable[str], base_model: str, *, is_multimodal: bool = False) -> dict[str, Any]:
         """Return the content of adapter_config.json.
@@ -278,23 +278,23 @@ def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
 def _read_config(directory: Path, flag: str) -> dict[str, Any]:
     path = directory / CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or found.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= found.keys():
-            kind = found.get("peft_type") if isinstance(found, dict) else None
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
+            kind = config.get("peft_type") if isinstance(config, dict) else None
             raise _wrong(flag, f"{path} is not a LoRA adapter configuration (peft_type {kind}).")
     except FileNotFoundError:
         raise _wrong(flag, f"{directory} is not an adapter: it has no {CONFIG}. PEFT's save_pretrained writes one.") from None
     except (OSError, ValueError) as error:
         raise _wrong(flag, f"{path} cannot be read: {error}.") from error
-    return found
+    return config
 
 
-def _refused(found: Mapping[str, Any]) -> list[str]:
+def _refused(config: Mapping[str, Any]) -> list[str]:
     """Return a reason for each unsupported option in an adapter's configuration."""
-    reasons = [f"{name} is not supported: {why}" for name, why in UNSUPPORTED_OPTIONS.items() if found.get(name)]
-    if found.get("bias", "none") != "none":
-        reasons.append(f"bias {found['bias']!r} is not supported: {UNSUPPORTED_OPTIONS['lora_bias']}")
-    start = found.get("init_lora_weights", True)
+    reasons = [f"{name} is not supported: {reason}" for name, reason in UNSUPPORTED_OPTIONS.items() if config.get(name)]
+    if config.get("bias", "none") != "none":
+        reasons.append(f"bias {config['bias']!r} is not supported: {UNSUPPORTED_OPTIONS['lora_bias']}")
+    start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start != "gaussian":
         reasons.append(
             f"init_lora_weights {start!r} is not supported: it changes the base weights, which then differ from those of `model`"
@@ -353,12 +353,12 @@ def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
     """
     expert_words = {module.name.rsplit(".", 1)[1] for module in linear_modules(shape) if module.is_expert}
     targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
-    lost = [module.name for module in targeted if not module.is_expert and module.name.rsplit(".", 1)[1] in expert_words]
-    if not lost:
+    unread = [module.name for module in targeted if not module.is_expert and module.name.rsplit(".", 1)[1] in expert_words]
+    if not unread:
         return None
-    some = f"{lost[0]}, ..." if len(lost) > 1 else lost[0]
+    examples = f"{unread[0]}, ..." if len(unread) > 1 else unread[0]
     return (
-        f"PEFT 0.21 loads this adapter without {len(lost)} of its {len(targeted)} modules ({some}) and reports no error: it treats "
+        f"PEFT 0.21 loads this adapter without {len(unread)} of its {len(targeted)} modules ({examples}) and reports no error: it treats "
         "these names as experts. Use the merged model (merge_lora true), or exclude these modules with exclude_modules."
     )
 
@@ -373,11 +373,11 @@ def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
         settings: Adapter settings.
         shape: Shape of the model.
     """
-    found = {}
+    sizes = {}
     for module in linear_modules(shape):
         if rank := settings.rank_of(module.name):
-            found[module.name + A], found[module.name + B] = (rank, module.inner), (module.out, rank)
-    return found
+            sizes[module.name + A], sizes[module.name + B] = (rank, module.inner), (module.out, rank)
+    return sizes
 
 
 def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
@@ -435,13 +435,13 @@ def module_of(name: str) -> str:
 
 def _in_hf_names(names: Iterable[str], shape: ModelShape) -> Iterator[str]:
     """Replace Megatron's names of linear layers by those of their modules (linear_fc1 is gate_proj and up_proj). Other names stay."""
-    ours: dict[str, dict[str, None]] = {}
+    hf_names: dict[str, dict[str, None]] = {}
     for kind in sorted(set(map(shape.kind_of, range(shape.num_layers)))):
         for entry in filter(is_linear, layer_entries(shape, kind)):
             last = entry.megatron.removesuffix(".weight").rsplit(".", 1)[1]
-            ours.setdefault(last, {}).update({name.removesuffix(".weight").rsplit(".", 1)[1]: None for name, _ in entry.hf})
+            hf_names.setdefault(last, {}).update({name.removesuffix(".weight").rsplit(".", 1)[1]: None for name, _ in entry.hf})
     for name in names:
-        yield from ours.get(name, (name,))
+        yield from hf_names.get(name, (name,))
 
 
 def _ends(module: str, names: Iterable[str]) -> bool:

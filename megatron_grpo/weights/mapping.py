@@ -37,8 +37,8 @@ def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
-    rest = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}{m[3]}", match[2])
-    return f"decoder.layers.{int(match[1]) + first_layer}.{rest}"
+    suffix = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}{m[3]}", match[2])
+    return f"decoder.layers.{int(match[1]) + first_layer}.{suffix}"
 
 
 def is_of_adapter(name: str) -> bool:
@@ -122,11 +122,11 @@ class WeightMap:
         problems = [
             Problem(
                 flags=("model",),
-                message=f"model: the checkpoint {what} {len(some)} tensor{'s' * (len(some) > 1)}: "
-                f"{', '.join(some[:5])}{', ...' if len(some) > 5 else ''}.",
+                message=f"model: the checkpoint {fault} {len(names)} tensor{'s' * (len(names) > 1)}: "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}.",
             )
-            for what, some in (("lacks", missing), (f"is not a plain {self.shape.architecture}: it has unexpected", unused))
-            if some
+            for fault, names in (("lacks", missing), (f"is not a plain {self.shape.architecture}: it has unexpected", unused))
+            if names
         ]
         if problems:
             raise ConfigError(problems)
@@ -144,9 +144,11 @@ class WeightMap:
         Raises:
             ValueError: A parameter is on no rank.
         """
-        lost = sorted(set(self.megatron_names()) - set(names) - {name for name, entry in self.outer.items() if entry.is_copy})
-        if lost:
-            raise ValueError(f"{self.shape.architecture} needs {len(lost)} parameters that no Megatron module has: {', '.join(lost[:5])}")
+        missing = sorted(set(self.megatron_names()) - set(names) - {name for name, entry in self.outer.items() if entry.is_copy})
+        if missing:
+            raise ValueError(
+                f"{self.shape.architecture} needs {len(missing)} parameters that no Megatron module has: {', '.join(missing[:5])}"
+            )
 
     def entry(self, name: str) -> Entry:
         """Return the table row of a parameter, which tells the caller how to gather its shards.
@@ -268,8 +270,8 @@ class WeightMap:
             return self.shape.tied_embeddings
         has_prediction_layers = FAMILIES[self.shape.architecture].has_prediction_layers
         layer = re.match(rf"{re.escape(self.shape.text_prefix)}layers\.(\d+)\.", name)
-        beyond = layer is not None and int(layer[1]) >= self.shape.num_layers
-        return bool(_UNTRAINED.fullmatch(name)) or (has_prediction_layers and (beyond or name.startswith("mtp.")))
+        is_beyond_layers = layer is not None and int(layer[1]) >= self.shape.num_layers
+        return bool(_UNTRAINED.fullmatch(name)) or (has_prediction_layers and (is_beyond_layers or name.startswith("mtp.")))
 
 
 def _pack_qkv(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
@@ -290,9 +292,9 @@ def _pack_gated_qkv(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch
 
 def _unpack_gated_qkv(full: torch.Tensor, shape: ModelShape, count: int) -> list[torch.Tensor]:
     by_group = full.reshape(shape.num_query_groups, -1, shape.head_dim, *full.shape[1:])
-    queries, *others = by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)
+    queries, *key_value = by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)
     queries = queries.unflatten(1, (2, -1)).transpose(1, 2)
-    return [queries.flatten(0, 3), *(part.flatten(0, 2) for part in others)]
+    return [queries.flatten(0, 3), *(part.flatten(0, 2) for part in key_value)]
 
 
 def _sections(rows: int, delta: DeltaNetShape) -> tuple[int, ...]:
@@ -312,9 +314,9 @@ def _unpack_delta_net(full: torch.Tensor, shape: ModelShape, count: int) -> list
     by_group = full.unflatten(0, (delta.num_key_heads, -1))
     parts = by_group.split([rows // delta.num_key_heads for rows in sections], dim=1)
     if delta.is_grouped and count > 1:
-        return [torch.cat(some, dim=1).flatten(0, 1) for some in (parts[:4], parts[4:])]
-    whole = [part.flatten(0, 1) for part in parts]
-    return [torch.cat(whole[:3]), *whole[3:]]
+        return [torch.cat(group, dim=1).flatten(0, 1) for group in (parts[:4], parts[4:])]
+    flat = [part.flatten(0, 1) for part in parts]
+    return [torch.cat(flat[:3]), *flat[3:]]
 
 
 def _delta_net(shape: ModelShape) -> DeltaNetShape:

@@ -112,11 +112,11 @@ def entries_in_layers(shape: ModelShape) -> Iterator[Entry]:
         shape: Shape of the model.
     """
     for layer in range(shape.num_layers):
-        here, there = f"decoder.layers.{layer}.", shape.layer_prefix(layer)
+        megatron_prefix, hf_prefix = f"decoder.layers.{layer}.", shape.layer_prefix(layer)
         for entry in layer_entries(shape, shape.kind_of(layer)):
             for number in range(shape.num_experts) if entry.is_expert else (0,):
-                hf = tuple((there + name.format(e=number), size) for name, size in entry.hf)
-                yield replace(entry, megatron=here + entry.megatron.format(e=number), hf=hf)
+                hf = tuple((hf_prefix + name.format(e=number), size) for name, size in entry.hf)
+                yield replace(entry, megatron=megatron_prefix + entry.megatron.format(e=number), hf=hf)
 
 
 def _attention(shape: ModelShape) -> Iterator[Entry]:
@@ -143,35 +143,35 @@ def _attention(shape: ModelShape) -> Iterator[Entry]:
 
 def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[Entry]:
     """Megatron's names of its own GatedDeltaNet. Every cut is an equal run of whole groups (a key head and its value heads)."""
-    here, there = "self_attention", "linear_attn"
+    megatron, hf = "self_attention", "linear_attn"
     keys, _, values, gate, heads, _ = delta.sections
     sizes = {"qkv": 2 * keys + values, "z": gate, "b": heads, "a": heads}
     if delta.is_grouped:
         sizes = {"qkvz": 2 * keys + values + gate, "ba": 2 * heads}
-    weights = tuple((f"{there}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
-    yield Entry(f"{here}.in_proj.weight", weights, Packing.DELTA_NET, ShardCut.COLUMN)
-    kernel = ((f"{there}.conv1d.weight", (2 * keys + values, 1, delta.conv_kernel_dim)),)
-    yield Entry(f"{here}.conv1d.weight", kernel, Packing.DELTA_NET, ShardCut.COLUMN)
+    weights = tuple((f"{hf}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
+    yield Entry(f"{megatron}.in_proj.weight", weights, Packing.DELTA_NET, ShardCut.COLUMN)
+    kernel = ((f"{hf}.conv1d.weight", (2 * keys + values, 1, delta.conv_kernel_dim)),)
+    yield Entry(f"{megatron}.conv1d.weight", kernel, Packing.DELTA_NET, ShardCut.COLUMN)
     for name in ("dt_bias", "A_log"):
-        yield _plain(f"{here}.{name}", f"{there}.{name}", (heads,), ShardCut.COLUMN)
-    yield _norm(f"{here}.out_norm", f"{there}.norm", delta.value_head_dim)
-    yield _plain(f"{here}.out_proj.weight", f"{there}.out_proj.weight", (hidden, values), ShardCut.ROW)
+        yield _plain(f"{megatron}.{name}", f"{hf}.{name}", (heads,), ShardCut.COLUMN)
+    yield _norm(f"{megatron}.out_norm", f"{hf}.norm", delta.value_head_dim)
+    yield _plain(f"{megatron}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, values), ShardCut.ROW)
 
 
 def _latent_attention(shape: ModelShape, mla: MlaShape) -> Iterator[Entry]:
-    hidden, heads, here = shape.hidden_size, shape.num_attention_heads, "self_attention"
+    hidden, heads, megatron = shape.hidden_size, shape.num_attention_heads, "self_attention"
     query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     if mla.q_lora_rank:
-        yield _plain(f"{here}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), ShardCut.COLUMN)
-        yield _norm(f"{here}.q_layernorm", "self_attn.q_a_layernorm", mla.q_lora_rank)
-        yield _plain(f"{here}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), ShardCut.COLUMN)
+        yield _plain(f"{megatron}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), ShardCut.COLUMN)
+        yield _norm(f"{megatron}.q_layernorm", "self_attn.q_a_layernorm", mla.q_lora_rank)
+        yield _plain(f"{megatron}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), ShardCut.COLUMN)
     else:
-        yield _plain(f"{here}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), ShardCut.COLUMN)
-    down, up = mla.kv_lora_rank + mla.qk_pos_emb_head_dim, heads * (mla.qk_head_dim + mla.v_head_dim)
-    yield _plain(f"{here}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down, hidden), ShardCut.COLUMN)
-    yield _norm(f"{here}.kv_layernorm", "self_attn.kv_a_layernorm", mla.kv_lora_rank)
-    yield _plain(f"{here}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up, mla.kv_lora_rank), ShardCut.COLUMN)
-    yield _plain(f"{here}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), ShardCut.ROW)
+        yield _plain(f"{megatron}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), ShardCut.COLUMN)
+    down_rows, up_rows = mla.kv_lora_rank + mla.qk_pos_emb_head_dim, heads * (mla.qk_head_dim + mla.v_head_dim)
+    yield _plain(f"{megatron}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down_rows, hidden), ShardCut.COLUMN)
+    yield _norm(f"{megatron}.kv_layernorm", "self_attn.kv_a_layernorm", mla.kv_lora_rank)
+    yield _plain(f"{megatron}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up_rows, mla.kv_lora_rank), ShardCut.COLUMN)
+    yield _plain(f"{megatron}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), ShardCut.ROW)
 
 
 def _gated_mlp(

@@ -48,8 +48,8 @@ def _llama3(rope: RopeShape) -> torch.Tensor:
     waves = 2 * math.pi / frequencies
     is_long, is_short = waves > context / rope.low_freq_factor, waves < context / rope.high_freq_factor
     stretched = torch.where(is_long, frequencies / rope.factor, frequencies)
-    kept = (context / waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blended = (1 - kept) * stretched / rope.factor + kept * stretched
+    smooth_factor = (context / waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth_factor) * stretched / rope.factor + smooth_factor * stretched
     return torch.where(is_long | is_short, stretched, blended)
 
 

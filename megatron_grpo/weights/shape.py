@@ -66,13 +66,13 @@ class ModelShape:
         Args:
             config: Parsed config.json.
         """
-        family, whole = family_of(config), config
+        family, outer_config = family_of(config), config
         if family.tower:
-            config = without_axes(text_config(whole))
-        read, architecture = _Config(), config["architectures"][0]
-        config = as_the_class_reads(config, architecture, read.require)
-        read.rope_numbers(config)
-        read.require(
+            config = without_axes(text_config(outer_config))
+        reader, architecture = _Config(), config["architectures"][0]
+        config = as_the_class_reads(config, architecture, reader.require)
+        reader.rope_numbers(config)
+        reader.require(
             not config.get("quantization_config"),
             "the checkpoint is quantized (quantization_config); training needs bfloat16 or float32 weights."
             + (
@@ -81,7 +81,7 @@ class ModelShape:
                 else ""
             ),
         )
-        read.stop_if_wrong()
+        reader.stop_if_wrong()
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         groups = config["num_key_value_heads"] or heads
         common = {
@@ -97,32 +97,34 @@ class ModelShape:
             "norm_epsilon": config["rms_norm_eps"],
             "tied_embeddings": config["tie_word_embeddings"],
         }
-        read.require(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups}).")
-        read.stop_if_wrong()
+        reader.require(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups}).")
+        reader.stop_if_wrong()
         try:
             merged = {**common, **family.traits(config, common)}
         except KeyError as missing:
             raise config_error("model", f"config.json: {architecture} needs {missing.args[0]}.") from missing
         if moe := merged.get("moe"):
-            read.require(
+            reader.require(
                 moe.topk <= moe.num_experts, f"num_experts_per_tok ({moe.topk}) is more than the experts of a layer ({moe.num_experts})."
             )
         windows = merged.get("windows") or (None,) * common["num_layers"]
-        read.require(0 not in windows, "sliding_window must be at least 1 or null, got 0.")
+        reader.require(0 not in windows, "sliding_window must be at least 1 or null, got 0.")
         kinds = config.get("layer_types") or [KINDS[window is not None] for window in windows]
-        read.require(
+        reader.require(
             merged.get("delta_net") is not None or kinds == [KINDS[window is not None] for window in windows],
             f"layer_types is {kinds!r}, but transformers reads the windows of {architecture} from other fields. Leave it out.",
         )
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
-        ropes = [rope_from_hf(one, rotated, family, read) for one in (family.ropes(config) if family.ropes else (config,))]
-        read.stop_if_wrong()
-        rope, *others = (one for one in ropes if one)
-        merged["local_rope"] = next((other for other in others if other != rope), None)
+        ropes = [
+            rope_from_hf(rope_config, rotated, family, reader) for rope_config in (family.ropes(config) if family.ropes else (config,))
+        ]
+        reader.stop_if_wrong()
+        rope, *other_ropes = (rope_shape for rope_shape in ropes if rope_shape)
+        merged["local_rope"] = next((other_rope for other_rope in other_ropes if other_rope != rope), None)
         if family.tower:
-            rope = with_axes(rope, whole, family.tower, read.require)
-            merged["vision"] = vision_of(whole, family.tower, read.require, hidden=hidden)
-        read.stop_if_wrong()
+            rope = with_axes(rope, outer_config, family.tower, reader.require)
+            merged["vision"] = vision_of(outer_config, family.tower, reader.require, hidden=hidden)
+        reader.stop_if_wrong()
         return cls(**merged, rope=rope)
 
     @classmethod
@@ -238,7 +240,7 @@ def flat(shape: ModelShape) -> dict[str, Any]:
     """
     form = json.loads(json.dumps(asdict(replace(shape, max_position_embeddings=0))))
     inner = {name: value for name, value in form.items() if isinstance(value, dict)}
-    of_inner = {f"{name}.{one}": value for name, parts in inner.items() for one, value in parts.items()}
+    of_inner = {f"{name}.{key}": value for name, parts in inner.items() for key, value in parts.items()}
     return {name: value for name, value in form.items() if name not in inner} | of_inner
 
 
@@ -255,16 +257,16 @@ class _Config:
     def rope_numbers(self, config: Mapping[str, Any]) -> None:
         self._numbers("", {key: value for key, value in config.items() if key == "original_max_position_embeddings"})
         for name in ("rope_scaling", "rope_parameters"):
-            given = config.get(name)
-            self.require(given is None or isinstance(given, Mapping), f"{name} must be an object, got {given!r}.")
-            if isinstance(given, Mapping):
-                self._numbers(f"{name}.", given)
+            value = config.get(name)
+            self.require(value is None or isinstance(value, Mapping), f"{name} must be an object, got {value!r}.")
+            if isinstance(value, Mapping):
+                self._numbers(f"{name}.", value)
 
-    def _numbers(self, prefix: str, given: Mapping[str, Any]) -> None:
+    def _numbers(self, prefix: str, section: Mapping[str, Any]) -> None:
         for key in _ROPE_FLOATS:
-            value = given.get(key)
+            value = section.get(key)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 if key in _POSITIVE else value >= 0)
-            is_absent = key not in given or (value is None and key != "rope_theta")
+            is_absent = key not in section or (value is None and key != "rope_theta")
             number = "a positive number" if key in _POSITIVE else "a number"
             self.require(is_absent or is_number, f"{prefix}{key} must be {number} or absent, got {value!r}.")
 
@@ -284,10 +286,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
-        what = "has no config.json" if path.parent.is_dir() else "is not a directory"
+        fault = "has no config.json" if path.parent.is_dir() else "is not a directory"
         raise config_error(
             "model",
-            f"model: {path.parent} {what}. A Hugging Face checkpoint directory holds config.json, tokenizer files and *.safetensors.",
+            f"model: {path.parent} {fault}. A Hugging Face checkpoint directory holds config.json, tokenizer files and *.safetensors.",
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -298,72 +300,70 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def rope_from_hf(config: Mapping[str, Any], channels: int, family: ModelFamily, read: _Config) -> RopeShape | None:
-    """Return the rope settings of either generation of config, or `None` with the problem in `read` if they are not supported.
+def rope_from_hf(config: Mapping[str, Any], channels: int, family: ModelFamily, reader: _Config) -> RopeShape | None:
+    """Return the rope settings of either generation of config, or `None` with the problem in `reader` if they are not supported.
 
     Args:
         config: config.json with defaults filled in.
         channels: Channels of a head.
         family: Family of the model.
-        read: Collects the problems.
+        reader: Collects the problems.
     """
-    read.rope_numbers(config)
-    if read.problems:
+    reader.rope_numbers(config)
+    if reader.problems:
         return None
-    given = config.get("rope_scaling") or config["rope_parameters"]
-    given = family.rope if given is None else given
-    kind = given.get("rope_type", given.get("type", "default"))
-    theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
-    dim = _rotated_channels(given.get("partial_rotary_factor", config["partial_rotary_factor"]), kind, channels, family, read)
-    nested = [key for key, value in given.items() if isinstance(value, Mapping)]
-    read.require(not nested, f"rope settings that differ by layer type ({', '.join(nested)}) are not supported.")
-    known = ("default", "linear", "llama3", "yarn")
+    rope = config.get("rope_scaling") or config["rope_parameters"]
+    rope = family.rope if rope is None else rope
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    dim = _rotated_channels(rope.get("partial_rotary_factor", config["partial_rotary_factor"]), kind, channels, family, reader)
+    nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
+    reader.require(not nested, f"rope settings that differ by layer type ({', '.join(nested)}) are not supported.")
+    supported = ("default", "linear", "llama3", "yarn")
     # dynamic and longrope change their frequencies with the length of the batch, so log-probs would depend on the packing.
-    read.require(kind in known, f"rope type {kind!r} is not supported. Supported: {', '.join(known)}.")
-    read.require("mrope_section" not in given, "multi-axis rope (mrope_section) is not supported.")
-    needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}.get(kind, [])
-    missing = [key for key in needed if given.get(key) is None]
-    read.require(not missing, f"rope type {kind!r} needs {', '.join(missing)}.")
-    if read.problems:
+    reader.require(kind in supported, f"rope type {kind!r} is not supported. Supported: {', '.join(supported)}.")
+    reader.require("mrope_section" not in rope, "multi-axis rope (mrope_section) is not supported.")
+    required = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}.get(kind, [])
+    missing = [key for key in required if rope.get(key) is None]
+    reader.require(not missing, f"rope type {kind!r} needs {', '.join(missing)}.")
+    if reader.problems:
         return None
-    original = {"original_max_position_embeddings": config["max_position_embeddings"], **given, **config}[
-        "original_max_position_embeddings"
-    ]
-    read.require(original is not None or kind not in ("llama3", "yarn"), f"rope type {kind!r} needs original_max_position_embeddings.")
-    if read.problems:
+    original = {"original_max_position_embeddings": config["max_position_embeddings"], **rope, **config}["original_max_position_embeddings"]
+    reader.require(original is not None or kind not in ("llama3", "yarn"), f"rope type {kind!r} needs original_max_position_embeddings.")
+    if reader.problems:
         return None
     plain: dict[str, Any] = {"type": kind, "dim": dim, "theta": theta}
     if kind == "default":
         return RopeShape(**plain)
     if kind == "linear":
-        return RopeShape(**plain, factor=float(given["factor"]))
-    stretched: dict[str, Any] = {**plain, "factor": float(given["factor"]), "original_max_position_embeddings": original}
+        return RopeShape(**plain, factor=float(rope["factor"]))
+    stretched: dict[str, Any] = {**plain, "factor": float(rope["factor"]), "original_max_position_embeddings": original}
     if kind == "llama3":
-        return RopeShape(**stretched, low_freq_factor=float(given["low_freq_factor"]), high_freq_factor=float(given["high_freq_factor"]))
+        return RopeShape(**stretched, low_freq_factor=float(rope["low_freq_factor"]), high_freq_factor=float(rope["high_freq_factor"]))
     return RopeShape(
         **stretched,
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
-        truncate=bool(given.get("truncate", True)),
-        attention_scaling=_yarn_attention_scaling(given, stretched["factor"]),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        truncate=bool(rope.get("truncate", True)),
+        attention_scaling=_yarn_attention_scaling(rope, stretched["factor"]),
     )
 
 
-def _rotated_channels(partial: float | None, kind: str, channels: int, family: ModelFamily, read: _Config) -> int:
+def _rotated_channels(partial: float | None, kind: str, channels: int, family: ModelFamily, reader: _Config) -> int:
     partial = 1.0 if partial is None else partial
     is_known = partial == 1.0 or family.turns_a_part
-    read.require(is_known, f"partial_rotary_factor is {partial}; partial rotary embeddings are not supported for this model.")
-    read.require(partial <= 1.0, f"partial_rotary_factor must be at most 1, got {partial}.")
+    reader.require(is_known, f"partial_rotary_factor is {partial}; partial rotary embeddings are not supported for this model.")
+    reader.require(partial <= 1.0, f"partial_rotary_factor must be at most 1, got {partial}.")
     dim = int(channels * partial)
     is_plain = dim == channels or kind in ("default", "linear")
-    read.require(is_plain, f"rope type {kind!r} with partial_rotary_factor {partial} is not supported.")
-    read.require(dim % 2 == 0, f"a head has {dim} rotated channels; rotary positions need an even number.")
+    reader.require(is_plain, f"rope type {kind!r} with partial_rotary_factor {partial} is not supported.")
+    reader.require(dim % 2 == 0, f"a head has {dim} rotated channels; rotary positions need an even number.")
     return dim
 
 
-def _yarn_attention_scaling(given: Mapping[str, Any], factor: float) -> float:
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return yarn_mscale(factor, given["mscale"]) / yarn_mscale(factor, given["mscale_all_dim"])
+def _yarn_attention_scaling(rope: Mapping[str, Any], factor: float) -> float:
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return yarn_mscale(factor, rope["mscale"]) / yarn_mscale(factor, rope["mscale_all_dim"])
     return yarn_mscale(factor)

@@ -33,29 +33,31 @@ def stored_names(directory: str | Path) -> dict[str, str]:
     directory = Path(directory)
     index = directory / INDEX
     if index.is_file():
-        where = _index(index)
-        files = sorted(set(where.values()))
+        file_of_name = _index(index)
+        files = sorted(set(file_of_name.values()))
         if absent := [file for file in files if not (directory / file).is_file()]:
             raise wrong(f"{index} names {len(files)} files, of which {len(absent)} are missing: {', '.join(absent[:5])}.")
         for file in files:
             stored_shapes(directory / file)
-        return where
+        return file_of_name
     single = directory / SINGLE
     if not single.is_file():
-        others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        hint = f" It has {others[0]}: convert it to safetensors first (transformers' save_pretrained does)." if others else ""
+        other_formats = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        hint = f" It has {other_formats[0]}: convert it to safetensors first (transformers' save_pretrained does)." if other_formats else ""
         raise wrong(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
     return dict.fromkeys(stored_shapes(single), SINGLE)
 
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise wrong(f"{path} is not a checkpoint index: {type(error).__name__}: {error}.") from error
-    if not found or not all(isinstance(file, str) for file in found.values()):
-        raise wrong(f"{path} is not a checkpoint index: its weight_map {'has a file name that is not a string' if found else 'is empty'}.")
-    return found
+    if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+        raise wrong(
+            f"{path} is not a checkpoint index: its weight_map {'has a file name that is not a string' if weight_map else 'is empty'}."
+        )
+    return weight_map
 
 
 def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ...]]:
@@ -82,9 +84,9 @@ def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ..
             shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
             raise wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.", flag) from None
-    wanted = 8 + length + end
-    if size != wanted:
-        raise wrong(f"{path} has {size} bytes where its header says {wanted}; it is damaged or was not downloaded completely.", flag)
+    expected_size = 8 + length + end
+    if size != expected_size:
+        raise wrong(f"{path} has {size} bytes where its header says {expected_size}; it is damaged or was not downloaded completely.", flag)
     return shapes
 
 
@@ -107,13 +109,13 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
         shape: Sizes of the model.
         flag: Setting that named the directory, for error messages.
     """
-    if found := [*_numbers(settings), *_expressions(settings)]:
-        return [_of(flag, f"{directory}: its {CONFIG} has {message}") for message in found]
-    if named := [name for name in settings.target_modules if name in NO_ADAPTER]:
-        return [_of(flag, f"{directory}: an adapter on {name} is not supported: {NO_ADAPTER[name]}.") for name in named]
-    wanted = {PREFIX + name: size for name, size in own_sizes(settings, shape).items()}
+    if faults := [*_numbers(settings), *_expressions(settings)]:
+        return [_of(flag, f"{directory}: its {CONFIG} has {message}") for message in faults]
+    if unsupported := [name for name in settings.target_modules if name in NO_ADAPTER]:
+        return [_of(flag, f"{directory}: an adapter on {name} is not supported: {NO_ADAPTER[name]}.") for name in unsupported]
+    expected = {PREFIX + name: size for name, size in own_sizes(settings, shape).items()}
     # A target name that matches nothing in this model is harmless: the matrices are compared one by one.
-    if not wanted and (unfit := settings.problems(shape)):
+    if not expected and (unfit := settings.problems(shape)):
         return [replace(problem, flags=(flag,), message=f"{flag}: {directory}: {problem.message}") for problem in unfit]
     path = Path(directory) / WEIGHTS
     if not path.is_file():
@@ -121,25 +123,27 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
         hint = " It has adapter_model.bin: save it as safetensors first." if pickled else " PEFT's save_pretrained writes it."
         return [_of(flag, f"{directory} has no {WEIGHTS}.{hint}")]
     try:
-        held = stored_shapes(path, flag=flag)
+        stored = stored_shapes(path, flag=flag)
     except ConfigError as error:
         return list(error.problems)
-    ours = {PREFIX + own_name(name.removeprefix(PREFIX), shape) if name.startswith(PREFIX) else name: size for name, size in held.items()}
-    return [_of(flag, f"{path} {message}") for message in _differences(ours, wanted)]
+    stored_by_name = {
+        PREFIX + own_name(name.removeprefix(PREFIX), shape) if name.startswith(PREFIX) else name: size for name, size in stored.items()
+    }
+    return [_of(flag, f"{path} {message}") for message in _differences(stored_by_name, expected)]
 
 
-def _differences(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    for what, some in (
-        ("lacks", wanted.keys() - held.keys()),
-        ("has, beyond its configuration,", held.keys() - wanted.keys()),
+def _differences(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for fault, names in (
+        ("lacks", expected.keys() - stored.keys()),
+        ("has, beyond its configuration,", stored.keys() - expected.keys()),
     ):
-        if some:
-            yield f"{what} {len(some)} of this model's matrices: {_some(sorted(some))}."
-    wrong = [name for name, size in wanted.items() if held.get(name, size) != size]
-    if wrong:
-        first = wrong[0]
-        others = f" {len(wrong) - 1} more differ." if len(wrong) > 1 else ""
-        yield f"has {first} with shape {held[first]}; this model's module with the rank in {CONFIG} needs {wanted[first]}.{others}"
+        if names:
+            yield f"{fault} {len(names)} of this model's matrices: {_some(sorted(names))}."
+    mismatched = [name for name, size in expected.items() if stored.get(name, size) != size]
+    if mismatched:
+        first = mismatched[0]
+        remark = f" {len(mismatched) - 1} more differ." if len(mismatched) > 1 else ""
+        yield f"has {first} with shape {stored[first]}; this model's module with the rank in {CONFIG} needs {expected[first]}.{remark}"
 
 
 def _numbers(settings: LoraSettings) -> Iterator[str]:

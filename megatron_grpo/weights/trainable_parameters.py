@@ -33,9 +33,9 @@ def trains(cfg: TunerConfig) -> Rule:
     if cfg.tuner_type != "full":
         return lambda name: False
     frozen = _matcher(cfg.freeze_parameters, cfg.freeze_parameters_regex)
-    kept = _matcher(cfg.trainable_parameters, cfg.trainable_parameters_regex)
+    is_selected = _matcher(cfg.trainable_parameters, cfg.trainable_parameters_regex)
     parts = frozen_parts(cfg)
-    return lambda name: kept(name) or not (frozen(name) or part_of(name) in parts)
+    return lambda name: is_selected(name) or not (frozen(name) or part_of(name) in parts)
 
 
 def frozen_parts(cfg: TunerConfig) -> set[Part]:
@@ -98,9 +98,9 @@ def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
     if cfg.tuner_type != "full":
         return []
     parameters = [*outer_entries(shape), *entries_in_layers(shape)]
-    found = [*_missing_parts(cfg, shape), *_unmatched_names(cfg, shape, parameters)]
-    if found or trains_all(cfg, shape):
-        return found
+    selection_problems = [*_missing_parts(cfg, shape), *_unmatched_names(cfg, shape, parameters)]
+    if selection_problems or trains_all(cfg, shape):
+        return selection_problems
     rule = trains(cfg)
     if not any(rule(name) for entry in parameters if not entry.is_buffer for name, _ in entry.hf):
         flags = tuple(flag for flag in (*_freezing_parts(shape), "freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
@@ -142,8 +142,8 @@ def _unmatched_names(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry
                                                      f"{_name_hint(word, shape, parameters)}")  # fmt: skip
         pattern = getattr(cfg, f"{flag}_regex")
         if pattern is not None and not any(map(re.compile(pattern).search, names)):
-            like = f"Use Hugging Face names, such as {names[0]} and {parameters[len(parameters) // 2].hf[0][0]}."
-            yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) matches no tensor of this model. {like}")
+            example = f"Use Hugging Face names, such as {names[0]} and {parameters[len(parameters) // 2].hf[0][0]}."
+            yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) matches no tensor of this model. {example}")
 
 
 def _name_hint(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
@@ -151,8 +151,8 @@ def _name_hint(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
         return " The head is tied to the embedding (tie_word_embeddings): use model.embed_tokens.weight for both."
     hf_names = [name for entry in parameters if entry.megatron.startswith(word) for name, _ in entry.hf]
     if hf_names:
-        more = f" and {len(hf_names) - 3} more" if len(hf_names) > 3 else ""
-        return f" This is a Megatron module name; the Hugging Face name is {', '.join(hf_names[:3])}{more}."
+        remark = f" and {len(hf_names) - 3} more" if len(hf_names) > 3 else ""
+        return f" This is a Megatron module name; the Hugging Face name is {', '.join(hf_names[:3])}{remark}."
     starts = dict.fromkeys(".".join(name.split(".")[:2]) for entry in parameters for name, _ in entry.hf)
     return f" Names begin with {', '.join(starts)}."
 
@@ -162,11 +162,11 @@ def _parts(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Pr
     if not mixed:
         return
     first = mixed[0]
-    on, off = (", ".join(name for name, _ in first.hf if rule(name) is wanted) for wanted in (True, False))
-    others = f" {len(mixed) - 1} more are split in this way." if len(mixed) > 1 else ""
+    trained, frozen = (", ".join(name for name, _ in first.hf if rule(name) is is_trained) for is_trained in (True, False))
+    remark = f" {len(mixed) - 1} more are split in this way." if len(mixed) > 1 else ""
     message = (
-        f"{off} would be frozen and {on} would train, but Megatron stores them as one parameter ({first.megatron}), which trains "
-        f"completely or not at all.{others} Select all of them, or none."
+        f"{frozen} would be frozen and {trained} would train, but Megatron stores them as one parameter ({first.megatron}), which trains "
+        f"completely or not at all.{remark} Select all of them, or none."
     )
     yield Problem(flags=_given(cfg), message=message)
 

@@ -236,10 +236,10 @@ def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
     heads, nope, rope = common["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     if common["num_query_groups"] != heads or config["head_dim"] not in (None, rope):
         raise _wrong(f"num_key_value_heads must be num_attention_heads ({heads}), and head_dim, if set, qk_rope_head_dim ({rope}).")
-    given = config.get("rope_scaling") or config["rope_parameters"] or {}
-    is_stretched = (given.get("rope_type", given.get("type")) or "default") != "default"
-    stretch = given.get("mscale_all_dim") if is_stretched else None
-    sharper = yarn_mscale(float(given.get("factor") or 1), stretch) if stretch else 1.0
+    rope_config = config.get("rope_scaling") or config["rope_parameters"] or {}
+    is_stretched = (rope_config.get("rope_type", rope_config.get("type")) or "default") != "default"
+    mscale = rope_config.get("mscale_all_dim") if is_stretched else None
+    sharper = yarn_mscale(float(rope_config.get("factor") or 1), mscale) if mscale else 1.0
     return {
         "head_dim": nope + rope,
         "qk_norm": True,

@@ -63,9 +63,13 @@ class VisionTower:
         Args:
             name: Name of the tensor, as any of these versions writes it.
         """
-        for theirs, ours in (("model.visual.", self.prefix), ("visual.", self.prefix), ("model.language_model.", self.text_prefix)):
-            if name.startswith(theirs):
-                return ours + name.removeprefix(theirs)
+        for hub_prefix, own_prefix in (
+            ("model.visual.", self.prefix),
+            ("visual.", self.prefix),
+            ("model.language_model.", self.text_prefix),
+        ):
+            if name.startswith(hub_prefix):
+                return own_prefix + name.removeprefix(hub_prefix)
         return name
 
     def in_memory(self, name: str) -> str:
@@ -244,8 +248,8 @@ def without_axes(config: Config) -> Config:
     """
     changed = {}
     for name in _ROPES:
-        if isinstance(given := config.get(name), Mapping):
-            plain = {key: value for key, value in given.items() if key not in _OF_AXES}
+        if isinstance(rope := config.get(name), Mapping):
+            plain = {key: value for key, value in rope.items() if key not in _OF_AXES}
             changed[name] = {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in plain.items()}
     return {**config, **changed}
 
@@ -260,18 +264,21 @@ def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Requ
         require: Called with (condition, message) for each requirement.
     """
     require(rope.type == "default", f"rope type {rope.type!r} with axes (mrope_section) is not supported; only 'mrope' and 'default' are.")
-    given = _unique_value(config, "mrope_section", require) or tower.sections
-    if not (isinstance(given, (list, tuple)) and len(given) == 3 and all(map(_is_count, given))):
-        require(False, f"mrope_section must be three integers, got {given!r}.")
+    sections_value = _unique_value(config, "mrope_section", require) or tower.sections
+    if not (isinstance(sections_value, (list, tuple)) and len(sections_value) == 3 and all(map(_is_count, sections_value))):
+        require(False, f"mrope_section must be three integers, got {sections_value!r}.")
         return rope
-    sections = tuple(given)
+    sections = tuple(sections_value)
     require(
         sum(sections) == rope.dim // 2,
         f"mrope_section ({sections}) must add up to half of the rotated channels of a head ({rope.dim // 2}), got {sum(sections)}.",
     )
     interleaved = tower.interleaved_axes
-    given = _unique_value(config, "mrope_interleaved", require)
-    require(given in (None, interleaved), f"mrope_interleaved is {given}; {config['architectures'][0]} needs {str(interleaved).lower()}.")
+    sections_value = _unique_value(config, "mrope_interleaved", require)
+    require(
+        sections_value in (None, interleaved),
+        f"mrope_interleaved is {sections_value}; {config['architectures'][0]} needs {str(interleaved).lower()}.",
+    )
     return replace(rope, sections=sections, interleaved=interleaved)
 
 
@@ -305,13 +312,13 @@ def vision_of(config: Config, tower: VisionTower, require: Require, *, hidden: i
 def _ropes(config: Config) -> Iterator[Config]:
     for level in (config, config.get("text_config") or {}):
         for name in _ROPES:
-            if isinstance(given := level.get(name), Mapping):
-                yield given
+            if isinstance(rope := level.get(name), Mapping):
+                yield rope
 
 
 def _unique_value(config: Config, key: str, require: Require) -> Any:
     """Return the value of a key in any of config.json's rope settings; None if there is none. All occurrences must agree."""
-    values = [given[key] for given in _ropes(config) if given.get(key) is not None]
+    values = [rope[key] for rope in _ropes(config) if rope.get(key) is not None]
     require(all(value == values[0] for value in values), f"{key} has contradictory values: {' and '.join(map(repr, values))}.")
     return values[0] if values else None
 

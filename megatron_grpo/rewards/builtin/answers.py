@@ -34,8 +34,8 @@ def right_answers(columns: Mapping[str, Sequence[Any]], needs: Sequence[Sequence
         columns: Columns of the data set, one value per row.
         needs: Columns that the reward needs, as alternatives.
     """
-    given = [columns[name] for name in needs[0] if name in columns]
-    return [next((value for value in row if value is not None), None) for row in zip(*given)]
+    columns_present = [columns[name] for name in needs[0] if name in columns]
+    return [next((value for value in row if value is not None), None) for row in zip(*columns_present)]
 
 
 def alternatives(right: Any) -> list[str]:
@@ -65,9 +65,9 @@ def final_answer(text: str) -> str:
     if boxed is not None:
         return boxed.strip()
     for pattern in (_HASHES, _SAID):
-        found = pattern.findall(text)
-        if found:
-            return found[-1].strip()
+        matches = pattern.findall(text)
+        if matches:
+            return matches[-1].strip()
     return text.strip()
 
 
@@ -81,10 +81,10 @@ def last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     depth = 0
-    for place in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for position in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return text[start + len("\\boxed{") : place]
+            return text[start + len("\\boxed{") : position]
     return None  # truncated before the closing brace
 
 
@@ -95,11 +95,11 @@ def same_answer(answer: str, right: str) -> bool:
         answer: Answer of the model.
         right: Correct answer.
     """
-    left, other = normalise(answer), normalise(right)
-    if left == other:
+    first, second = normalise(answer), normalise(right)
+    if first == second:
         return True
-    if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(other):
-        return Decimal(left) == Decimal(other)
+    if _NUMBER.fullmatch(first) and _NUMBER.fullmatch(second):
+        return Decimal(first) == Decimal(second)
     return False
 
 

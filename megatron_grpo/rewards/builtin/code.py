@@ -59,24 +59,24 @@ class Code:
         program = program_of(text)
         passed = 0
         if snippets:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return self._late()
-            verdicts = self._run(program, left, tests=snippets).passed
+            verdicts = self._run(program, remaining, tests=snippets).passed
             if fault := next((verdict for verdict in verdicts if isinstance(verdict, str)), None):
                 return _unusable(fault)
             passed += verdicts.count(True)
-        for given, expected in pairs:
-            left = deadline - time.monotonic()
-            if left <= 0:
+        for test_input, expected in pairs:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return self._late()
-            outcome = self._run(program, left, standard_input=given, as_main=True)
+            outcome = self._run(program, remaining, standard_input=test_input, as_main=True)
             passed += outcome.clean and lines_of(outcome.output) == lines_of(expected)
         share = passed / (len(snippets) + len(pairs))
         return float(share == 1) if self.settings.code_all_or_nothing else share
 
-    def _run(self, program: str, left: float, **options: Any) -> SandboxResult:
-        seconds = min(self.settings.code_timeout, left)
+    def _run(self, program: str, remaining: float, **options: Any) -> SandboxResult:
+        seconds = min(self.settings.code_timeout, remaining)
         return run_program(program, seconds=seconds, memory_mb=self.settings.code_memory_mb, landlock=self.landlock, **options)
 
     def _late(self) -> RowFailure:
@@ -128,7 +128,7 @@ def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
             raise ValueError(f"an object with {sorted(tests)}; expected inputs and outputs")
         if len(tests["inputs"]) != len(tests["outputs"]):
             raise ValueError(f"{len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs")
-        return [], [(str(given), str(expected)) for given, expected in zip(tests["inputs"], tests["outputs"])]
+        return [], [(str(test_input), str(expected)) for test_input, expected in zip(tests["inputs"], tests["outputs"])]
     snippets, pairs = [], []
     for test in tests:
         if isinstance(test, str):

@@ -38,11 +38,11 @@ class UnansweredError(Exception):
     """No usable response arrived. The message ends the sentence "reward `name` ...".
 
     Args:
-        why: End of the sentence.
+        reason: End of the sentence.
     """
 
-    def __init__(self, why: str):
-        super().__init__(printable(why))
+    def __init__(self, reason: str):
+        super().__init__(printable(reason))
 
 
 def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, concurrency: int, seconds: float) -> list[Answer | RowFailure]:
@@ -59,14 +59,14 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
     """
     deadline = time.monotonic() + seconds
 
-    def one(item: Item) -> Answer | RowFailure:
+    def ask_one(item: Item) -> Answer | RowFailure:
         try:
             return ask(item, deadline)
         except UnansweredError as error:
             return RowFailure(kind="endpoint", reason=str(error))
 
     with ThreadPoolExecutor(max(1, min(concurrency, len(items))), thread_name_prefix="reward-endpoint") as pool:
-        return list(pool.map(one, items))
+        return list(pool.map(ask_one, items))
 
 
 class Key:
@@ -109,9 +109,9 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
         request.add_unredirected_header("Authorization", key.header())
     opener = _opener(url, deadline)
     pause, reason = _FIRST_PAUSE, "was not contacted"
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            with opener.open(request, timeout=left) as response:
+            with opener.open(request, timeout=remaining) as response:
                 content = response.read(_LONGEST)  # without a limit it would allocate the size that the server announces
             return json.loads(content)
         except urllib.error.HTTPError as error:
@@ -133,8 +133,8 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
 
 def _refusal(error: urllib.error.HTTPError) -> str:
     if 300 <= error.code < 400:
-        where = printable(error.headers.get("Location", "nowhere"))
-        return f"answered {error.code}: it redirects to {where}. Redirects are not followed; use the final address"
+        location = printable(error.headers.get("Location", "nowhere"))
+        return f"answered {error.code}: it redirects to {location}. Redirects are not followed; use the final address"
     try:
         text = printable(error.read(_READ).decode(errors="replace"), most=_SHOWN)
     except (OSError, http.client.HTTPException, AnswerTooLongError):
@@ -157,10 +157,10 @@ class _Bounded(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+        remaining = self.deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("timed out")
-        self.connection.settimeout(left)
+        self.connection.settimeout(remaining)
         count = self.stream.readinto(buffer) or 0
         self.left -= count
         if self.left < 0:
@@ -231,9 +231,9 @@ def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:
         has_key: Whether requests contain a key.
     """
     if url.startswith("http://") and not is_local(url):
-        what = "the key, prompts and completions" if has_key else "prompts and completions"
+        content = "the key, prompts and completions" if has_key else "prompts and completions"
         host = urllib.parse.urlsplit(url).hostname
-        _LOG.warning("%s is http://: %s are sent to %s unencrypted. Use https:// outside of a trusted network.", flag, what, host)
+        _LOG.warning("%s is http://: %s are sent to %s unencrypted. Use https:// outside of a trusted network.", flag, content, host)
 
 
 def url_fault(url: str) -> str | None:

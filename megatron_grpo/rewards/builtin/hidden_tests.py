@@ -110,12 +110,12 @@ class ObjectLink:
         self._send("do", operation, target, arguments, named)
         while (answer := self._receive())[0] == "do":
             self._do(*answer[1:])
-        kind, value, back = answer
+        kind, value, changed = answer
         if kind == "raised":
-            raise _error(value, is_next=operation == "__next__")(*back)
+            raise _error(value, is_next=operation == "__next__")(*changed)
         if value is None:  # otherwise a function that returns a value could also change the arguments that its result is compared with
-            for mine, theirs in zip(arguments, back):
-                _change(mine, theirs)
+            for argument, value_there in zip(arguments, changed):
+                _change(argument, value_there)
         return value
 
     def serve(self) -> None:
@@ -123,38 +123,38 @@ class ObjectLink:
         while True:
             self._do(*self._receive()[1:])
 
-    def number_of(self, thing: object) -> int:
+    def number_of(self, value: object) -> int:
         """Register an object of this process, and return the number by which the other end refers to it.
 
         Args:
-            thing: The object.
+            value: The object.
 
         Raises:
             TypeError: In the process of the tests, if the object is not a function.
         """
-        if self.is_tests and not isinstance(thing, (FunctionType, BuiltinFunctionType)):
-            self.unheld = f"passes the program an object of type {type(thing).__name__}, which cannot leave the process of the tests"
+        if self.is_tests and not isinstance(value, (FunctionType, BuiltinFunctionType)):
+            self.unheld = f"passes the program an object of type {type(value).__name__}, which cannot leave the process of the tests"
             raise TypeError(self.unheld)
-        self.given.append(thing)
+        self.given.append(value)
         return len(self.given) - 1
 
     def _do(self, operation: str, target: Any, arguments: tuple, named: dict) -> None:
         try:
-            if self.is_tests and (operation != "__call__" or not any(target is one for one in self.given)):
+            if self.is_tests and (operation != "__call__" or not any(target is item for item in self.given)):
                 raise TypeError("functions of a test can only be called")
             does = getattr(operator, operation, None) or getattr(builtins, operation.strip("_"), None) or getattr(type(target), operation)
             value = does(target, *arguments, **named)
             self._send("gave", value, arguments if value is None else ())  # a function that returns None may have changed its arguments
         except BaseException as error:  # noqa: BLE001 - the error is raised in the other process
             kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-            self._send("raised", next(kinds), tuple(one for one in error.args if type(one) in (str, int, float)))
+            self._send("raised", next(kinds), tuple(argument for argument in error.args if type(argument) in (str, int, float)))
 
     def _send(self, *message: Any) -> None:
         stream = io.BytesIO()
         _Pickler(stream, self).dump(message)
-        left = memoryview(stream.tell().to_bytes(4, "little") + stream.getvalue())
-        while left:
-            left = left[os.write(self.descriptor, left) :]
+        remaining = memoryview(stream.tell().to_bytes(4, "little") + stream.getvalue())
+        while remaining:
+            remaining = remaining[os.write(self.descriptor, remaining) :]
 
     def _receive(self) -> Any:
         size = int.from_bytes(self.reader.read(4), "little")
@@ -204,9 +204,9 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, since the one in C ha
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
 
-    def persistent_load(self, place: tuple[str, int]) -> Any:
-        whose, number = place
-        return self.link.given[number] if whose == "yours" else _Distant(self.link, number)
+    def persistent_load(self, persistent_id: tuple[str, int]) -> Any:
+        owner, number = persistent_id
+        return self.link.given[number] if owner == "yours" else _Distant(self.link, number)
 
 
 def _error(name: str, *, is_next: bool) -> type[Exception]:
@@ -216,11 +216,11 @@ def _error(name: str, *, is_next: bool) -> type[Exception]:
     return kind if is_one else RuntimeError  # type: ignore[return-value]
 
 
-def _change(mine: Any, theirs: Any) -> None:
+def _change(target: Any, value: Any) -> None:
     """Apply the program's change of an argument to the object in the process of the tests."""
-    if type(mine) is type(theirs) and isinstance(mine, (list, bytearray, deque, dict, set)):
-        mine.clear()
-        (mine.update if isinstance(mine, (dict, set)) else mine.extend)(theirs)
+    if type(target) is type(value) and isinstance(target, (list, bytearray, deque, dict, set)):
+        target.clear()
+        (target.update if isinstance(target, (dict, set)) else target.extend)(value)
 
 
 class _Distant:
@@ -290,18 +290,18 @@ def run_tests(tests: list[str], descriptor: int, report: int) -> None:
 
 
 def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
-    before, names.held, link.calls, link.unheld = dict(names), 0, 0, ""
+    names_before, names.held, link.calls, link.unheld = dict(names), 0, 0, ""
     try:
         tree = ast.parse(test)
         bases = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
         names.modules = bases & {*sys.stdlib_module_names, *_ALIASES}
-        names.tested = found[1] if (found := _PLAIN.fullmatch(test.strip())) else ""
+        names.tested = match[1] if (match := _PLAIN.fullmatch(test.strip())) else ""
         if "unittest" in test:
             import unittest
 
             unittest.main = lambda *_, **__: None  # type: ignore[assignment]  # it would look for tests in __main__ and exit
         exec(compile(ast.fix_missing_locations(_Counting().visit(tree)), "<test>", "exec"), names)
-        _run_defined([value for name, value in names.items() if before.get(name) is not value])
+        _run_defined([value for name, value in names.items() if names_before.get(name) is not value])
     except BaseException:  # noqa: BLE001 - a test that exits has not passed
         return link.unheld or False
     return link.unheld or (names.held > 0 if link.calls else "does not use the program: does it define functions that it never calls?")
@@ -310,10 +310,10 @@ def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
 def _run_defined(defined: list[Any]) -> None:
     """Run what a test defines, like pytest and unittest: functions test..., and test cases."""
     unittest = sys.modules.get("unittest")
-    for one in defined:
-        if isinstance(one, FunctionType) and one.__name__.startswith("test") and not one.__code__.co_argcount:
-            one()
-        elif unittest is not None and isinstance(one, type) and issubclass(one, unittest.TestCase):
+    for value in defined:
+        if isinstance(value, FunctionType) and value.__name__.startswith("test") and not value.__code__.co_argcount:
+            value()
+        elif unittest is not None and isinstance(value, type) and issubclass(value, unittest.TestCase):
             result = unittest.TestResult()
-            unittest.defaultTestLoader.loadTestsFromTestCase(one).run(result)
+            unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
             assert result.wasSuccessful()

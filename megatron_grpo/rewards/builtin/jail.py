@@ -95,7 +95,7 @@ def main() -> None:
         os._exit(1)
     with os.fdopen(job_file, "rb") as source:
         job = json.loads(source.read())
-    held = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "hidden_tests.py")) if link >= 0 else {}
+    hidden_tests = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "hidden_tests.py")) if link >= 0 else {}
     _limit(job["seconds"], job["memory_bytes"])
     if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs")
@@ -104,10 +104,10 @@ def main() -> None:
         raise OSError(_ENOSYS, NO_LANDLOCK)
     _give_up_capabilities()
     _filter_calls(may_write=has_landlock)
-    _run(job, link, held)
+    _run(job, link, hidden_tests)
 
 
-def _run(job: dict, link: int, held: dict) -> None:
+def _run(job: dict, link: int, hidden_tests: dict) -> None:
     """Run the program and then serve requests of the tests; or, in the other process, run the tests.
 
     An exception of the program ends this process, which is sufficient.
@@ -119,12 +119,12 @@ def _run(job: dict, link: int, held: dict) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
     if "tests" in job:
-        return held["run_tests"](job["tests"], link, job["report"])
+        return hidden_tests["run_tests"](job["tests"], link, job["report"])
     module = types.ModuleType("__main__" if job["as_main"] else "program")
     sys.modules.setdefault(module.__name__, module)  # dataclasses look modules up there
     exec(compile(job["program"], "<program>", "exec"), vars(module))
-    if held:
-        held["ObjectLink"](link, own=module).serve()
+    if hidden_tests:
+        hidden_tests["ObjectLink"](link, own=module).serve()
 
 
 def _limit(seconds: float, memory_bytes: int) -> None:
@@ -147,10 +147,10 @@ def _restrict_files(writable: str) -> bool:
     version = _LIBC.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if version < 1:
         return False
-    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    all_access = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network = 0b11 if version >= 4 else 0
     scopes = 0b11 if version >= 6 else 0
-    attributes = struct.pack("QQQ", everything, network, scopes)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    attributes = struct.pack("QQQ", all_access, network, scopes)[: 24 if version >= 6 else 16 if version >= 4 else 8]
     ruleset = _LIBC.syscall(444, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
     if ruleset < 0:
         return False
@@ -158,8 +158,8 @@ def _restrict_files(writable: str) -> bool:
     for path in {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"}:
         _allow(ruleset, path, (execute | read | list_) if os.path.isdir(path) else read)
     for path in ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"):
-        _allow(ruleset, path, read | write | (truncate & everything))
-    _allow(ruleset, writable, everything & ~execute)
+        _allow(ruleset, path, read | write | (truncate & all_access))
+    _allow(ruleset, writable, all_access & ~execute)
     if _LIBC.syscall(446, ctypes.c_int(ruleset), ctypes.c_uint(0)):
         raise OSError(ctypes.get_errno(), "landlock_restrict_self")
     os.close(ruleset)
@@ -181,17 +181,17 @@ def _filter_calls(*, may_write: bool) -> None:
     machine = platform.machine()
     if machine not in ("x86_64", "aarch64"):
         raise OSError(f"no table of system calls for {machine}")
-    here = ("x86_64", "aarch64").index(machine)
-    program = [_load(4), _jump(0x15, (0xC000003E, 0xC00000B7)[here], 1, 0), _return(_KILL), _load(0)]
-    if here == 0:
+    architecture = ("x86_64", "aarch64").index(machine)
+    program = [_load(4), _jump(0x15, (0xC000003E, 0xC00000B7)[architecture], 1, 0), _return(_KILL), _load(0)]
+    if architecture == 0:
         program += [_jump(0x35, 0x40000000, 0, 1), _return(_ERRNO | _ENOSYS)]  # x32 numbers are aliases of the same calls
     for numbers in {**_ALLOWED, **(_WRITING_CALLS if may_write else {})}.values():
-        program += _on_call(numbers[here], [_return(_ALLOW)])
+        program += _on_call(numbers[architecture], [_return(_ALLOW)])
     for numbers, argument, values in _COMMANDS.values():
         allowed = [part for value in values for part in (_jump(0x15, value, 0, 1), _return(_ALLOW))]
-        program += _on_call(numbers[here], [_argument(argument), *allowed, _return(_ERRNO | _EPERM)])
+        program += _on_call(numbers[architecture], [_argument(argument), *allowed, _return(_ERRNO | _EPERM)])
     for numbers, body in _by_flags(may_write=may_write):
-        program += _on_call(numbers[here], [*body, _return(_ERRNO | _EPERM)])
+        program += _on_call(numbers[architecture], [*body, _return(_ERRNO | _EPERM)])
     program += [_jump(0x35, _NEWER, 0, 1), _return(_ERRNO | _ENOSYS), _return(_ERRNO | _EPERM)]
     code = ctypes.create_string_buffer(b"".join(program))
     header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
@@ -225,9 +225,9 @@ def _load(offset: int) -> bytes:
     return _instruction(0x20, 0, 0, offset)
 
 
-def _argument(place: int, half: int = 0) -> bytes:
+def _argument(number: int, half: int = 0) -> bytes:
     """Load the low half (or with 1 the high half) of an argument. For arguments that the kernel reads as int, only the low half counts."""
-    return _load(16 + 8 * place + 4 * half)
+    return _load(16 + 8 * number + 4 * half)
 
 
 def _and(value: int) -> bytes:

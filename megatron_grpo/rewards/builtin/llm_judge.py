@@ -66,16 +66,16 @@ class LlmJudge:
             row: Columns of the row.
         """
         answer = next((row[name] for name in self.answer_columns if row.get(name) is not None), "")
-        most = f"{self.settings.llm_judge_max_score:g}"
-        texts = {"prompt": prompt_text(prompt), "completion": text_of(completion), "answer": answer, "max_score": most}
+        max_score = f"{self.settings.llm_judge_max_score:g}"
+        texts = {"prompt": prompt_text(prompt), "completion": text_of(completion), "answer": answer, "max_score": max_score}
         values = {**row, **texts}
         # One pass: braces in a completion are text, not placeholders.
-        return _PLACE.sub(lambda place: str(values.get(place[1], place[0])), self.prompt)
+        return _PLACE.sub(lambda match: str(values.get(match[1], match[0])), self.prompt)
 
     def _ask(self, question: str, deadline: float) -> float:
         messages = [{"role": "user", "content": question}]
-        model, most = self.settings.llm_judge_model, self.settings.llm_judge_max_tokens
-        payload = {"model": model, "messages": messages, "temperature": 0, "max_tokens": most}
+        model, max_tokens = self.settings.llm_judge_model, self.settings.llm_judge_max_tokens
+        payload = {"model": model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}
         answer = post_json(self.url, payload, deadline, key=self.key)
         try:
             verdict = answer["choices"][0]["message"]["content"]
@@ -96,9 +96,9 @@ def read_score(verdict: str) -> float | None:
     Args:
         verdict: Response of the judge.
     """
-    found = _SCORE.findall(verdict)
-    if found:
-        return float(found[-1])
+    matches = _SCORE.findall(verdict)
+    if matches:
+        return float(matches[-1])
     return float(verdict) if re.fullmatch(r"\s*-?\d+(?:\.\d+)?\s*", verdict) else None
 
 

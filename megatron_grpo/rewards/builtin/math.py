@@ -54,22 +54,22 @@ class Math:
         scores = [self._score(text, right, min(self.row_seconds, _FIRST_LOOK), deadline) for text, right in rows]
         for row, score in enumerate(scores):
             if score is _SLOW:
-                again = self._score(*rows[row], self.row_seconds, deadline) if self.row_seconds > _FIRST_LOOK else 0.0
-                scores[row] = 0.0 if isinstance(again, RowFailure) else again
+                second_score = self._score(*rows[row], self.row_seconds, deadline) if self.row_seconds > _FIRST_LOOK else 0.0
+                scores[row] = 0.0 if isinstance(second_score, RowFailure) else second_score
         return scores
 
     def _score(self, text: str, right: Any, seconds: float, deadline: float) -> Score | RowFailure:
         answers = alternatives(right)
         if not answers:
             return None
-        given = final_answer(text)
-        if any(same_answer(given, final_answer(answer)) for answer in answers):
+        answer_given = final_answer(text)
+        if any(same_answer(answer_given, final_answer(answer)) for answer in answers):
             return 1.0  # equal as text: math-verify is not needed
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.batch_seconds:g} s before this row,")
         try:
-            return self.child.ask({"text": text, "given": given, "answers": answers}, min(seconds, left))
+            return self.child.ask({"text": text, "given": answer_given, "answers": answers}, min(seconds, remaining))
         except ChildDiedError:
             return _SLOW
 
@@ -117,7 +117,7 @@ def _prepare() -> Callable[[Any], float]:
     def equal(request: Any) -> float:
         try:
             rights = [right_answer(answer) for answer in request["answers"]]
-            return float(any(verify(right, given, timeout_seconds=None) for given in readings(request) for right in rights))
+            return float(any(verify(right, reading, timeout_seconds=None) for reading in readings(request) for right in rights))
         except Exception:  # noqa: BLE001 - sympy may raise anything for a model's output: such an answer is wrong
             return 0.0
 

@@ -177,8 +177,8 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
         return RemoteClassifier(url, _shape(settings, url), settings)
     if problems or not model:
         raise ConfigError(problems)
-    here = Path(model)  # loaded later: another reward function may have changed the directory by then
-    path = str(here.absolute()) if here.exists() else model
+    local = Path(model)  # loaded later: another reward function may have changed the directory by then
+    path = str(local.absolute()) if local.exists() else model
     return LocalClassifier(path, settings)
 
 

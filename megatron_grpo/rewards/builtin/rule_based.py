@@ -36,8 +36,8 @@ class Accuracy:
             return None
         if self.exact:
             return float(text in answers)
-        given = final_answer(text)
-        return float(any(same_answer(given, final_answer(answer)) for answer in answers))
+        answer_given = final_answer(text)
+        return float(any(same_answer(answer_given, final_answer(answer)) for answer in answers))
 
 
 def build_accuracy(config: Config) -> Accuracy:
@@ -59,13 +59,13 @@ def build_format(config: Config) -> Callable[..., list[float]]:
         ConfigError: If the tags are not distinct names.
     """
     tags = config.rewards.format_tags
-    bad = [tag for tag in tags if not re.fullmatch(r"[A-Za-z_][\w-]*", tag)]
-    if bad or not tags or len(set(tags)) < len(tags):
+    invalid = [tag for tag in tags if not re.fullmatch(r"[A-Za-z_][\w-]*", tag)]
+    if invalid or not tags or len(set(tags)) < len(tags):
         message = f"format_tags {tags} must be different names without brackets, such as: think answer."
         raise config_error("format_tags", message)
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    inside = [rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags]
-    pattern = re.compile(r"\s*" + r"\s*".join(inside) + r"\s*", re.DOTALL)
+    elements = [rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags]
+    pattern = re.compile(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
 
     def is_right(text: str) -> bool:
         # The count comes first: without it a second <think> could hide inside `.*?`.
@@ -114,10 +114,10 @@ def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
         flags = ("soft_max_length", "max_completion_length")
         problems.append(Problem(flags=flags, message=message, nearest={"soft_max_length": [longest]}))
     if ramp is None or not 1 <= ramp <= limit:
-        given = "is not given" if ramp is None else f"is {ramp}"
+        fault = "is not given" if ramp is None else f"is {ramp}"
         usual = max(1, limit // 5)
         message = f"soft_overlong needs soft_cache_length, the width of its ramp, between 1 and soft_max_length ({limit}) tokens; it \
-{given}. A common value is a fifth of the limit, {usual}."
+{fault}. A common value is a fifth of the limit, {usual}."
         problems.append(Problem(flags=("soft_cache_length",), message=message, nearest={"soft_cache_length": [usual]}))
     if problems or ramp is None:
         raise ConfigError(problems)

@@ -79,28 +79,28 @@ def run_program(
     limits = {"seconds": seconds, "memory_bytes": memory_mb << 20, "landlock": landlock}
     with (
         _directory() as folder,
-        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as stdin_file,
         tempfile.TemporaryFile() as output,
         tempfile.TemporaryFile() as errors,
         tempfile.TemporaryFile() as report,
         ExitStack() as started,
     ):
-        given.write(standard_input.encode())
-        given.seek(0)
+        stdin_file.write(standard_input.encode())
+        stdin_file.seek(0)
         ends = [started.enter_context(end) for end in (socket.socketpair() if tests else ())]
-        places = [end.fileno() for end in ends] or [-1]
+        descriptors = [end.fileno() for end in ends] or [-1]
         job = {**limits, "program": program, "as_main": as_main}
-        processes = [started.enter_context(_started(job, folder, places[0], (), stdin=given, stdout=output, stderr=errors))]
+        processes = [started.enter_context(_started(job, folder, descriptors[0], (), stdin=stdin_file, stdout=output, stderr=errors))]
         if tests:
             job = {**limits, "tests": list(tests), "report": report.fileno()}
             nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-            processes.append(started.enter_context(_started(job, folder, places[1], (report.fileno(),), **nowhere)))
+            processes.append(started.enter_context(_started(job, folder, descriptors[1], (report.fileno(),), **nowhere)))
         for end in ends:
             end.close()  # so that each process notices when the other ends
         exceeded, last, deadline = "", processes[-1], time.monotonic() + seconds + _STARTUP
         # The processes end themselves after `seconds`, unless the program disabled that.
         while last.poll() is None and not exceeded and time.monotonic() < deadline:
-            exceeded = next(filter(None, (_exceeded(one.pid, folder) for one in processes)), "")
+            exceeded = next(filter(None, (_exceeded(process.pid, folder) for process in processes)), "")
             with suppress(subprocess.TimeoutExpired):
                 last.wait(_LOOK)
         started.close()
@@ -111,19 +111,21 @@ def run_program(
 
 
 @contextmanager
-def _started(job: Mapping[str, object], folder: str, link: int, kept: tuple[int, ...], **streams: Any) -> Iterator[subprocess.Popen]:
+def _started(
+    job: Mapping[str, object], folder: str, link: int, kept_descriptors: tuple[int, ...], **streams: Any
+) -> Iterator[subprocess.Popen]:
     """Start a process of jail.py and stop it at the end of the block.
 
     Args:
         link: Descriptor of the connection to the other process, or -1.
-        kept: Further descriptors to pass on.
+        kept_descriptors: Further descriptors to pass on.
     """
     with os.fdopen(os.memfd_create("job"), "w+b") as job_file:
         job_file.write(json.dumps(job).encode())
         job_file.seek(0)
         # The command line has the descriptors, but not the contents of the job.
         command = [sys.executable, "-P", "-s", "-B", str(_JAIL), str(job_file.fileno()), str(link), str(os.getpid())]
-        descriptors = (job_file.fileno(), *kept, *([link] if link >= 0 else []))
+        descriptors = (job_file.fileno(), *kept_descriptors, *([link] if link >= 0 else []))
         process = subprocess.Popen(command, cwd=folder, env=_environment(folder), pass_fds=descriptors, start_new_session=True, **streams)
     try:
         yield process
@@ -255,9 +257,9 @@ def _remove(root: str) -> None:
 
 def _environment(folder: str) -> dict[str, str]:
     """Return the environment of the sandbox, without keys and tokens. Some Python installations cannot start without LD_LIBRARY_PATH."""
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-    return {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads, **kept}
+    return {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads, **inherited}
 
 
 def _head(file) -> str:

@@ -206,4 +206,4 @@ def test_numbers_of_any_library_are_rewards():
     import numpy as np
 
     step = as_step_output(([], np.float32(0.5), np.bool_(True)))
-    assert step.reward == 0.5 and step.done is True and as_messages([], who="start") == ()
+    assert step.reward == 0.5 and step.done is True and as_messages([], source="start") == ()

@@ -161,8 +161,8 @@ def test_tools_beside_an_environment_leave_it_its_own_tools_and_its_reward_at_th
 @pytest.mark.parametrize("extra", [{"made": lambda: 1}, {"name": "\ud800"}, {"numbers": {1, 2}}])
 def test_messages_hold_what_can_be_sent_rendered_and_written(extra):
     with pytest.raises(InvalidReplyError, match="a message may contain text|not valid text"):
-        as_messages([{**USER, **extra}], who="step")
-    kept = as_messages([{**USER, "content": type("Text", (str,), {})("x"), "tool_calls": ({"id": 1},)}], who="step")
+        as_messages([{**USER, **extra}], source="step")
+    kept = as_messages([{**USER, "content": type("Text", (str,), {})("x"), "tool_calls": ({"id": 1},)}], source="step")
     assert type(kept[0]["content"]) is str and kept[0]["tool_calls"] == [{"id": 1}]
 
 
