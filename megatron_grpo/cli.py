@@ -32,10 +32,10 @@ LEAST_FILES = 128  # files that a process must be allowed to open: a rank that t
 class Analysis:
     """Implementation of `run.build.AnalysisHooks` that imports each analysis tool when it is used."""
 
-    def replica_check(self, every: int) -> Any:
+    def replica_check(self, interval: int) -> Any:
         from megatron_grpo.analysis.replica_check import ReplicaCheck
 
-        return ReplicaCheck(every)
+        return ReplicaCheck(interval)
 
     def step_dumps(self, **facts: Any) -> Any:
         from megatron_grpo.analysis.step_dump import StepDumps
@@ -68,11 +68,11 @@ def train(argv: list[str], **parts: Any) -> int:
         with without_gc():
             from megatron_grpo.run.validate import load_inputs
 
-            made, inputs = load_inputs(parsed, has_sampler="engine" in parts)
+            plan, inputs = load_inputs(parsed, has_sampler="engine" in parts)
             from megatron_grpo.run.build import Parts
             from megatron_grpo.run.lifecycle import run_training
 
-        return run_training(made, inputs, Parts(analysis=Analysis(), **parts))
+        return run_training(plan, inputs, Parts(analysis=Analysis(), **parts))
 
 
 def _parsed_to_train(argv: list[str]) -> Parsed:
@@ -80,17 +80,17 @@ def _parsed_to_train(argv: list[str]) -> Parsed:
 
     As `_parsed`, but `--print_config` also shows derived values, and one process where the settings ask for several is a problem.
     """
-    launched, asked = launcher.read(), launcher.number_asked_for()
-    world_size = launched.world_size if launched.is_launched else asked and asked[1]
+    launched, requested = launcher.read(), launcher.number_asked_for()
+    world_size = launched.world_size if launched.is_launched else requested and requested[1]
     parsed = _parse(argv, world_size)
-    if world_size is None and (asked := _model_parallel(parsed.config)):
-        parsed = _parse(argv, asked[1])
+    if world_size is None and (requested := _model_parallel(parsed.config)):
+        parsed = _parse(argv, requested[1])
     if parsed.print_config:
         from megatron_grpo.planning.check import check_parsed
 
         _print_config(check_parsed(parsed).config)
     if not launched.is_launched:
-        parsed.problems.extend(_not_launched(argv, parsed.config, asked))
+        parsed.problems.extend(_not_launched(argv, parsed.config, requested))
     from megatron_grpo.run.limits import problems_with_limits
 
     parsed.problems.extend(problems_with_limits(parsed.config))
@@ -110,14 +110,14 @@ def _model_parallel(config: Config) -> tuple[str, int] | None:
     return " x ".join(f"{name} ({size})" for name, size in sizes.items()), math.prod(sizes.values())
 
 
-def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None) -> list[Problem]:
+def _not_launched(argv: list[str], config: Config, requested: tuple[str, int] | None) -> list[Problem]:
     """Return a problem if this is one process and the environment or the configuration asks for more."""
     number = config.parallel.world_size or 1
-    if asked is None and number > 1:  # a number below one is refused with the parallel sizes
+    if requested is None and number > 1:  # a number below one is refused with the parallel sizes
         name = config.typed.get("world_size", "world_size")
         source = config.sources.get("world_size", "")
-        asked = (f"{name} ({number})" if "NPROC_PER_NODE" not in source else f"NPROC_PER_NODE of {source}", number)
-    return [launcher.not_launched_problem(asked[0], asked[1], argv)] if asked else []
+        requested = (f"{name} ({number})" if "NPROC_PER_NODE" not in source else f"NPROC_PER_NODE of {source}", number)
+    return [launcher.not_launched_problem(requested[0], requested[1], argv)] if requested else []
 
 
 def plan(argv: list[str]) -> int:
@@ -323,9 +323,11 @@ def _problems_of_process(command: str) -> Iterator[Problem]:
         yield Problem(flags=(), message="the working directory of this command has been removed. Start it in another directory.")
     if command not in ("serve", "doctor", "completion"):
         yield from launcher.read().problems
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if command in ("train", "eval", "serve") and 0 <= files < LEAST_FILES:
-        message = f"the limit of open files is {files}, and {command} needs more. Run `ulimit -n {max(most, 65536)}` before the command."
+        message = (
+            f"the limit of open files is {files}, and {command} needs more. Run `ulimit -n {max(hard_limit, 65536)}` before the command."
+        )
         yield Problem(flags=(), message=message)
 
 
@@ -417,8 +419,8 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
         print_matching(words[1:])
         return EXIT_DONE
     if sys.platform != "linux" and command not in ("plan", "init", "completion"):
-        only = "only `plan`, `init` and `completion` run (docs/dependencies.md)"
-        raise ConfigError(f"{command} requires Linux; this is {sys.platform}, where {only}.")
+        supported = "only `plan`, `init` and `completion` run (docs/dependencies.md)"
+        raise ConfigError(f"{command} requires Linux; this is {sys.platform}, where {supported}.")
     if problems := list(_problems_of_process(command)):
         raise ConfigError(problems)
     if launcher.read().by_torchrun:

@@ -54,11 +54,11 @@ class StopRequest(Protocol):
             all_gather: Gathers a value from all ranks.
         """
 
-    def request(self, why: str) -> None:
+    def request(self, reason: str) -> None:
         """Request a stop. One rank alone may call it.
 
         Args:
-            why: End of the sentence "stopped by ...".
+            reason: End of the sentence "stopped by ...".
         """
 
 
@@ -119,23 +119,23 @@ def train(run: Run) -> Progress:
     for step in run.schedule.from_step(progress.step, progress.num_rollouts):  # one row of the schedule per optimizer step
         # SAMPLE   collect rollouts launched by earlier steps; sync this step's weights to the engine; start new sampling.
         with saved_if_sampling_ends(run, progress, buffer):
-            found = rollouts.collect(step.arriving)
+            new_rollouts = rollouts.collect(step.arriving)
             evaluate_if_due(run, progress, step.evaluates)
             if step.immediate or step.launches:
                 sync_weights(run, progress.step)
-            found += rollouts.sample(step.immediate, ahead=step.ahead)
+            new_rollouts += rollouts.sample(step.immediate, ahead=step.ahead)
             for number in step.launches:
                 rollouts.launch(number)
-        buffer, progress = buffer.add(found), progress.add(found)
-        stop_if_requested(run, progress, buffer, found)  # before the optimizer step, which may take longer than the time left
+        buffer, progress = buffer.add(new_rollouts), progress.add(new_rollouts)
+        stop_if_requested(run, progress, buffer, new_rollouts)  # before the optimizer step, which may take longer than the time left
         # SCORE    compute old log-probs, which stay fixed while the weights change: only for the slices that the schedule names.
         with policy.on_device("weights"), timers("old_logprobs"):
             buffer = buffer.with_old_logprobs(policy.scorer, step)
         # TRAIN    build this rank's share of the global batch: the only place where data is partitioned.
         buffer, batch = buffer.batch(step, token_weight_fn=policy.loss.token_weights)
         run.checkpoints.record(step, buffer)
-        with policy.on_device("all"), timers("train"), run.step_callback(step, buffer) as beside:
-            trained = policy.train_step(batch, beside)
+        with policy.on_device("all"), timers("train"), run.step_callback(step, buffer) as hooks:
+            trained = policy.train_step(batch, hooks)
         rows = buffer.rows
         if trained.skipped_step:  # the weights from before the step are unchanged
             with policy.on_device("weights"), timers("old_logprobs"):
@@ -148,8 +148,8 @@ def train(run: Run) -> Progress:
         saves = stops or is_time or run.checkpoints.are_due(progress.step)
         if saves:
             with saved_if_sampling_ends(run, progress, buffer, unlogged=(batch, trained, rows)):
-                found = rollouts.drain(progress.step, at_most=run.stop_drain_seconds if stops else None)
-            buffer, progress = buffer.add(found), progress.add(found)
+                new_rollouts = rollouts.drain(progress.step, at_most=run.stop_drain_seconds if stops else None)
+            buffer, progress = buffer.add(new_rollouts), progress.add(new_rollouts)
         log_step(run, progress, batch, trained, rows)
         end_if_skipped_too_often(run, progress, trained.skipped_step)
         if not trained.skipped:
@@ -195,11 +195,11 @@ def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedS
     """
     run.logger.step(progress, batch, trained.metrics, skipped=trained.skipped)
     if trained.skipped_step:
-        places = {}
+        row_info = {}
         for rollout, row in trained.skipped_step.rows:
             number = int(rows.prompt_number[rows.places_of(rollout, row)])
-            places[rollout, row] = dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.row_of(number))
-        run.logger.skipped_step(progress, trained.skipped_step.record(places), trained.skipped_step.lines(places))
+            row_info[rollout, row] = dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.row_of(number))
+        run.logger.skipped_step(progress, trained.skipped_step.record(row_info), trained.skipped_step.lines(row_info))
 
 
 def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: SkippedStep | None) -> None:
@@ -215,11 +215,15 @@ def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: Skipped
     """
     if skipped_step is None or skipped_step.skips.in_a_row < run.max_skipped_steps:
         return
-    good = run.checkpoints.last_good(progress.step)
+    last_good = run.checkpoints.last_good(progress.step)
     raise RunError(
         f"{skipped_step.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}); the run "
         f"stops. At the last one, step {progress.step}, {skipped_step.why}; the rows are listed above and in skipped.jsonl. "
-        + (f"The last good checkpoint is {good}; continue with --resume {good}. " if good else "No checkpoint is known to be good yet. ")
+        + (
+            f"The last good checkpoint is {last_good}; continue with --resume {last_good}. "
+            if last_good
+            else "No checkpoint is known to be good yet. "
+        )
         + "The same settings reproduce the same gradients: change them (--lr, --clip_grad) or the listed rows."
     )
 
@@ -267,7 +271,7 @@ def save(run: Run, progress: Progress, buffer: SampleBuffer, *, completely: bool
             run.checkpoints.finish()
 
 
-def stop_if_requested(run: Run, progress: Progress, buffer: SampleBuffer, found: Collection[Rollout]) -> None:
+def stop_if_requested(run: Run, progress: Progress, buffer: SampleBuffer, new_rollouts: Collection[Rollout]) -> None:
     """Stop between sampling and the optimizer step, if rollouts arrived and a stop was requested.
 
     The new rollouts are saved in the checkpoint, if at least one optimizer step was done.
@@ -276,12 +280,12 @@ def stop_if_requested(run: Run, progress: Progress, buffer: SampleBuffer, found:
         run: The components of the run.
         progress: The current progress, the new rollouts included.
         buffer: The sample buffer, the new rollouts included.
-        found: The rollouts that have just arrived.
+        new_rollouts: The rollouts that have just arrived.
 
     Raises:
         RunInterruptedError: The run was asked to stop.
     """
-    if found and run.stop.is_requested(collectives.all_reduce_max):
+    if new_rollouts and run.stop.is_requested(collectives.all_reduce_max):
         if progress.step:
             run.logger.keep(progress)
             save(run, progress, buffer, completely=True)
@@ -311,29 +315,29 @@ def saved_if_sampling_ends(
         NoRolloutServerError: No rollout server is left.
         RowsError: Rows of a streamed data set cannot be read.
     """
-    before = run.prompts.state()
+    prompts_state = run.prompts.state()
     try:
         yield
     except (NoRolloutServerError, CancelledError, RowsError) as end:
         if unlogged:
             log_step(run, progress, *unlogged)
         if progress.step:
-            run.prompts.restore(before)
+            run.prompts.restore(prompts_state)
             save(run, progress, buffer, completely=True)
         if isinstance(end, CancelledError):
             raise make_interrupted(run, progress, f", and {end}") from end
         raise type(end)(f"{end}; {where_it_is_saved(run, progress)}") from end
 
 
-def make_interrupted(run: Run, progress: Progress, more: str = "") -> RunInterruptedError:
+def make_interrupted(run: Run, progress: Progress, detail: str = "") -> RunInterruptedError:
     """Return the error that ends a stopped run, once its state is on disk. Collective.
 
     Args:
         run: The components of the run.
         progress: The progress that was saved.
-        more: Text added after the reason for the stop.
+        detail: Text added after the reason for the stop.
     """
-    return RunInterruptedError(f"stopped by {run.stop.why(collectives.all_gather_object)}{more}; {where_it_is_saved(run, progress)}")
+    return RunInterruptedError(f"stopped by {run.stop.why(collectives.all_gather_object)}{detail}; {where_it_is_saved(run, progress)}")
 
 
 def where_it_is_saved(run: Run, progress: Progress) -> str:

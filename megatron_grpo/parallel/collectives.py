@@ -92,8 +92,8 @@ def node(host: str | None = None) -> Node:
     name = (socket.gethostname() if host is None else host).encode()
     names = all_gather_object(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big"))
     firsts = {name: names.index(name) for name in dict.fromkeys(names)}
-    mine = names[rank()]
-    return Node(first=firsts[mine], number=list(firsts).index(mine), count=len(firsts))
+    own_node = names[rank()]
+    return Node(first=firsts[own_node], number=list(firsts).index(own_node), count=len(firsts))
 
 
 def store(name: str) -> Any:
@@ -144,14 +144,14 @@ def all_gather_object(value: Any, group: Group = None) -> list[Any]:
     """
     if num_ranks(group) == 1:
         return [value]
-    mine, device = pickle.dumps(value, protocol=5), device_of_messages(group)
-    sizes = torch.cat(of_each(torch.tensor([len(mine)], device=device), group)).tolist()
-    ends, place = list(accumulate(sizes)), rank_in(group)
+    data, device = pickle.dumps(value, protocol=5), device_of_messages(group)
+    sizes = torch.cat(of_each(torch.tensor([len(data)], device=device), group)).tolist()
+    ends, own_rank = list(accumulate(sizes)), rank_in(group)
     # A gather pads every object to the largest. Each rank's bytes are added to zeros instead.
     flat = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-    flat[ends[place] - len(mine) : ends[place]] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    found = add_(flat, group).cpu().numpy().data
-    return [pickle.loads(found[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    flat[ends[own_rank] - len(data) : ends[own_rank]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    received = add_(flat, group).cpu().numpy().data
+    return [pickle.loads(received[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def gather_object(value: Any) -> list[Any] | None:
@@ -162,8 +162,8 @@ def gather_object(value: Any) -> list[Any] | None:
     Args:
         value: Any object that can be pickled.
     """
-    found = exchange({0: value})
-    return found if rank() == 0 else None
+    values = exchange({0: value})
+    return values if rank() == 0 else None
 
 
 def broadcast_object(value: Any) -> Any:
@@ -222,25 +222,25 @@ def exchange(parts: Mapping[int, Any]) -> list[Any]:
     Args:
         parts: Objects by destination rank; a destination may be absent.
     """
-    me, size = rank(), num_ranks()
+    own_rank, size = rank(), num_ranks()
     if size == 1:
         return [parts[0]] if 0 in parts else []
     pickled = {id(part): pickle.dumps(part, protocol=5) for part in {id(part): part for part in parts.values()}.values()}
-    outgoing = [pickled[id(parts[r])] if r in parts and r != me else b"" for r in range(size)]
+    outgoing = [pickled[id(parts[r])] if r in parts and r != own_rank else b"" for r in range(size)]
     device = device_of_messages()
     sizes = torch.tensor([len(part) for part in outgoing], dtype=torch.int64, device=device)
     incoming = torch.empty_like(sizes)
     dist.all_to_all_single(incoming, sizes)
-    sent = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())].to(device)
+    sent_bytes = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())].to(device)
     received = torch.empty(int(incoming.sum()), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist())
-    found = []
+    dist.all_to_all_single(received, sent_bytes, incoming.tolist(), sizes.tolist())
+    result = []
     for source, part in enumerate(received.cpu().split(incoming.tolist())):
-        if source == me and me in parts:
-            found.append(parts[me])
+        if source == own_rank and own_rank in parts:
+            result.append(parts[own_rank])
         elif len(part):
-            found.append(pickle.loads(part.numpy().tobytes()))
-    return found
+            result.append(pickle.loads(part.numpy().tobytes()))
+    return result
 
 
 def device_of_messages(group: Group = None) -> torch.device:
@@ -331,9 +331,9 @@ def of_each(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """
     if num_ranks(group) == 1:
         return [tensor]
-    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(num_ranks(group))]
-    dist.all_gather(found, tensor.contiguous(), group=group)
-    return found
+    tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(num_ranks(group))]
+    dist.all_gather(tensors, tensor.contiguous(), group=group)
+    return tensors
 
 
 def _require_order(tensor: torch.Tensor) -> None:
@@ -351,12 +351,12 @@ def start_gather(rows: torch.Tensor, group: Group, *, at_once: int) -> list[Any]
         group: Process group; None is all ranks.
         at_once: Elements of a row per collective; there are as many collectives as necessary.
     """
-    mine = rows[rank_in(group)]
-    if len(mine) <= at_once:
+    own_row = rows[rank_in(group)]
+    if len(own_row) <= at_once:
         into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed to the first in torch 2.13
-        return [into(rows.view(-1), mine, group=group, async_op=True)]
-    pieces = zip(mine.split(at_once), *(row.split(at_once) for row in rows), strict=True)
-    return [dist.all_gather(places, piece, group=group, async_op=True) for piece, *places in pieces]
+        return [into(rows.view(-1), own_row, group=group, async_op=True)]
+    pieces = zip(own_row.split(at_once), *(row.split(at_once) for row in rows), strict=True)
+    return [dist.all_gather(targets, piece, group=group, async_op=True) for piece, *targets in pieces]
 
 
 def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tensor:
@@ -372,18 +372,18 @@ def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tenso
     return tensor
 
 
-def send(tensor: torch.Tensor, to: int) -> None:
+def send(tensor: torch.Tensor, dst: int) -> None:
     """Send a tensor to one rank, which receives it with `start_receive`. Messages between two ranks arrive in order.
 
     Args:
         tensor: Contiguous tensor.
-        to: Global rank of the receiver.
+        dst: Global rank of the receiver.
 
     Raises:
         ValueError: The tensor is not contiguous.
     """
     _require_order(tensor)
-    dist.send(tensor, to)
+    dist.send(tensor, dst)
 
 
 def start_receive(tensor: torch.Tensor, source: int) -> Any:

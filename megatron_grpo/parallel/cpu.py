@@ -132,16 +132,16 @@ def _patch_gloo():
         longest = max(len(part) for part in tensor_list)
         padded = [part.new_empty(longest, *part.shape[1:]) for part in tensor_list]
         all_gather(padded, torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])]), group)
-        for part, found in zip(tensor_list, padded, strict=True):
-            part.copy_(found[: len(part)])
+        for part, padded_part in zip(tensor_list, padded, strict=True):
+            part.copy_(padded_part[: len(part)])
         return None
 
     def scatter_unequal(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
         if _are_alike(input_list):
             return reduce_scatter(output, input_list, op, group, async_op)
-        whole = torch.cat(list(input_list))
-        dist.all_reduce(whole, op, group)
-        output.copy_(whole.split([len(part) for part in input_list])[dist.get_rank(group)])
+        joined = torch.cat(list(input_list))
+        dist.all_reduce(joined, op, group)
+        output.copy_(joined.split([len(part) for part in input_list])[dist.get_rank(group)])
         return None
 
     dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = with_lists, gather_unequal, scatter_unequal

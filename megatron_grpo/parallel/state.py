@@ -132,9 +132,9 @@ def start(
         if has_gpu:
             check_gpu_not_shared(store, launched, f"{torch.cuda.get_device_properties(device).uuid}")
         if not launched.is_launched:
-            held = store.underlying_store
-            assert isinstance(held, dist.TCPStore)  # opened in `rendezvous`
-            launcher.become_single(held.port)
+            tcp_store = store.underlying_store
+            assert isinstance(tcp_store, dist.TCPStore)  # opened in `rendezvous`
+            launcher.become_single(tcp_store.port)
         dist.init_process_group(
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )
@@ -161,11 +161,12 @@ def _check_equal_on_all_ranks(facts: Mapping[str, str], group: collectives.Group
     if len(set(collectives.all_gather_object(hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest(), group))) == 1:
         return
     ranks, problems = collectives.all_gather_object(dict(facts), group), []
-    for name in dict.fromkeys(name for one in ranks for name in one):
-        found = [one.get(name, "none") for one in ranks]
-        if other := next((rank for rank, value in enumerate(found) if value != found[0]), None):
+    for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
+        values = [of_rank.get(name, "none") for of_rank in ranks]
+        if different_rank := next((rank for rank, value in enumerate(values) if value != values[0]), None):
             message = (
-                f"{name} differs between ranks: rank 0 has {found[0]}, rank {other} has {found[other]}. Use the same value on all ranks."
+                f"{name} differs between ranks: rank 0 has {values[0]}, rank {different_rank} has {values[different_rank]}. Use the "
+                "same value on all ranks."
             )
             problems.append(Problem(flags=(name,), message=message))
     raise ConfigError(problems)
@@ -207,7 +208,7 @@ def check_gpu_not_shared(store: dist.Store, launched: Launched, gpu: str) -> Non
 
 
 def rendezvous(
-    launched: Launched, *, timeout: timedelta, every: float = SECONDS_BETWEEN_WORDS, print_line: Callable[[str], None] | None = None
+    launched: Launched, *, timeout: timedelta, interval: float = SECONDS_BETWEEN_WORDS, print_line: Callable[[str], None] | None = None
 ) -> dist.PrefixStore:
     """Return the job's store, once every rank has reached it. Prints the missing ranks at regular intervals.
 
@@ -218,7 +219,7 @@ def rendezvous(
     Args:
         launched: The launcher's variables.
         timeout: Time to wait.
-        every: Time between two messages, in seconds.
+        interval: Time between two messages, in seconds.
         print_line: Prints a message; None prints to standard error.
 
     Raises:
@@ -226,16 +227,16 @@ def rendezvous(
         ConfigError: Another rank has reported why it cannot join, or the port cannot be opened.
     """
     arrival = _Arrival(
-        launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, every=every, print_line=print_line or _print_line
+        launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, interval=interval, print_line=print_line or _print_line
     )
-    arrival.store = store = _store_of_the_job(launched, arrival.end, every, arrival.print_line)
+    arrival.store = store = _store_of_the_job(launched, arrival.end, interval, arrival.print_line)
     store.set_timeout(timeout)
     word = uuid.uuid4().hex
     attempt = word if launched.rank == 0 else arrival.answer_to(word, store)
-    own = dist.PrefixStore(f"megatron_grpo/{attempt}", store)
-    own.set(f"here/{launched.rank}", "1")
-    arrival.wait_for_all(own, store, attempt)
-    return own
+    prefix_store = dist.PrefixStore(f"megatron_grpo/{attempt}", store)
+    prefix_store.set(f"here/{launched.rank}", "1")
+    arrival.wait_for_all(prefix_store, store, attempt)
+    return prefix_store
 
 
 def report_failure(error: ConfigError) -> None:
@@ -268,10 +269,10 @@ class _Arrival:
 
     store: dist.Store  # the job's store, once it is reached
 
-    def __init__(self, launched: Launched, *, end: float, timeout: timedelta, every: float, print_line: Callable[[str], None]):
+    def __init__(self, launched: Launched, *, end: float, timeout: timedelta, interval: float, print_line: Callable[[str], None]):
         self.launched, self.end, self.print_line = launched, end, print_line
-        self._timeout, self._every = timeout, every
-        self._next_token, self._nap = time.monotonic() + every, 0.005
+        self._timeout, self._every = timeout, interval
+        self._next_token, self._nap = time.monotonic() + interval, 0.005
 
     def answer_to(self, word: str, store: dist.Store) -> str:
         """Return the name of the attempt, which rank 0 sends to each rank it sees."""
@@ -280,49 +281,49 @@ class _Arrival:
             self._pause(lambda: [0], speaks=self.launched.speaks or self.launched.rank == 1)
         return store.get(f"megatron_grpo/attempt/{word}").decode()
 
-    def wait_for_all(self, own: dist.PrefixStore, store: dist.Store, attempt: str) -> None:
-        """Wait until every rank has arrived in the store of this attempt, `own`."""
+    def wait_for_all(self, prefix_store: dist.PrefixStore, store: dist.Store, attempt: str) -> None:
+        """Wait until every rank has arrived in the store of this attempt, `prefix_store`."""
         missing: list[int] = list(range(self.launched.world_size))
         if self.launched.rank != 0:  # rank 0 looks for all; every rank looking for every other would overload the store
-            while not own.check(["all"]):
-                self._pause(lambda: [rank for rank in missing if not own.check([f"here/{rank}"])], speaks=False)
+            while not prefix_store.check(["all"]):
+                self._pause(lambda: [rank for rank in missing if not prefix_store.check([f"here/{rank}"])], speaks=False)
             return
-        told: dict[int, bytes] = {}
-        while missing := [rank for rank in missing if not own.check([f"here/{rank}"])]:
+        words: dict[int, bytes] = {}
+        while missing := [rank for rank in missing if not prefix_store.check([f"here/{rank}"])]:
             for rank in missing:
-                if store.check([f"megatron_grpo/word/{rank}"]) and (word := store.get(f"megatron_grpo/word/{rank}")) != told.get(rank):
+                if store.check([f"megatron_grpo/word/{rank}"]) and (word := store.get(f"megatron_grpo/word/{rank}")) != words.get(rank):
                     store.set(f"megatron_grpo/attempt/{word.decode()}", attempt)
-                    told[rank] = word
+                    words[rank] = word
             self._pause(lambda: missing, speaks=True)
-        own.set("all", "1")
+        prefix_store.set("all", "1")
 
     def _pause(self, missing: Callable[[], list[int]], *, speaks: bool) -> None:
-        now = time.monotonic()
+        time_now = time.monotonic()
         if self.store.check([_failure_key(self.launched)]):
             refusal = ConfigError(self.store.get(_failure_key(self.launched)).decode())
             self.store.add("megatron_grpo/heard", 1)
             raise refusal
-        if now >= self.end:
+        if time_now >= self.end:
             minutes = self._timeout.total_seconds() / 60
             waiting = _waiting_for(missing(), self.launched)
             raise RunError(f"{waiting} timed out after {minutes:g} minutes (distributed_timeout_minutes).")
-        if now >= self._next_token:
-            self._next_token = now + self._every
+        if time_now >= self._next_token:
+            self._next_token = time_now + self._every
             if speaks:
                 self.print_line(_waiting_for(missing(), self.launched))
         self._nap = min(2 * self._nap, 0.2, self._every)
         time.sleep(self._nap)  # `store.wait` with a time limit would write two lines of C++ for each
 
 
-def _store_of_the_job(launched: Launched, end: float, every: float, print_line: Callable[[str], None]) -> dist.TCPStore:
+def _store_of_the_job(launched: Launched, end: float, interval: float, print_line: Callable[[str], None]) -> dist.TCPStore:
     """Return torchrun's store if it holds one; otherwise the store that rank 0 opens for all."""
     hosts = launched.rank == 0 and not launched.launcher_holds_store
     if not hosts:
-        _wait_for_the_host(launched, end, every, print_line)
+        _wait_for_the_host(launched, end, interval, print_line)
     try:
         store = dist.TCPStore(
             launched.address, launched.port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts and launched.is_launched,
-            timeout=timedelta(seconds=max(30.0, every)),
+            timeout=timedelta(seconds=max(30.0, interval)),
         )  # fmt: skip
     except dist.DistNetworkError as error:
         raise ConfigError(
@@ -331,30 +332,30 @@ def _store_of_the_job(launched: Launched, end: float, every: float, print_line: 
     return store
 
 
-def _wait_for_the_host(launched: Launched, end: float, every: float, print_line: Callable[[str], None]) -> None:
+def _wait_for_the_host(launched: Launched, end: float, interval: float, print_line: Callable[[str], None]) -> None:
     """Wait until the store's address accepts connections.
 
     TCPStore waits too, but prints a page of C++ for each attempt and does not say which rank it waits for.
     """
-    next_token = time.monotonic() + every
+    next_token = time.monotonic() + interval
     while True:
         try:
-            socket.create_connection((launched.address, launched.port), timeout=every).close()
+            socket.create_connection((launched.address, launched.port), timeout=interval).close()
             return
         except OSError as error:
-            now = time.monotonic()
-            if now >= next_token and (launched.speaks or launched.rank == 1):
+            time_now = time.monotonic()
+            if time_now >= next_token and (launched.speaks or launched.rank == 1):
                 print_line(f"{_waiting_for([0], launched)}: {error.strerror or error}")
-                next_token = now + every
-            if now >= end:
+                next_token = time_now + interval
+            if time_now >= end:
                 raise RunError(f"No response from rank 0 at {launched.address}:{launched.port}: {error}.") from None
-            time.sleep(min(0.2, every))
+            time.sleep(min(0.2, interval))
 
 
 def _waiting_for(missing: list[int], launched: Launched) -> str:
-    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    where = f"{launched.address}:{launched.port}"
-    return f"waiting for {len(missing)} of {launched.world_size} ranks at {where} (rank{'s' if len(missing) > 1 else ''} {some})"
+    ranks_text = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    address = f"{launched.address}:{launched.port}"
+    return f"waiting for {len(missing)} of {launched.world_size} ranks at {address} (rank{'s' if len(missing) > 1 else ''} {ranks_text})"
 
 
 def _print_line(text: str) -> None:

@@ -39,17 +39,17 @@ class VocabMask(NamedTuple):
     is_some: torch.Tensor  # bool [C]: whether the position has token IDs
 
     @classmethod
-    def of(cls, at: np.ndarray, ids: np.ndarray, device: torch.device) -> VocabMask:
+    def of(cls, offsets: np.ndarray, ids: np.ndarray, device: torch.device) -> VocabMask:
         """Build the mask.
 
         Args:
-            at: int64 [C + 1], where each position's token IDs begin in `ids`.
+            offsets: int64 [C + 1], where each position's token IDs begin in `ids`.
             ids: Token IDs, int [m].
             device: Device of the tensors.
         """
-        counts = np.diff(at)
+        counts = np.diff(offsets)
         of_ids = torch.from_numpy(np.stack([ids.astype(np.int64), np.repeat(np.arange(len(counts)), counts)])).to(device)
-        return cls(at, of_ids[0], of_ids[1], torch.from_numpy(counts > 0).to(device))
+        return cls(offsets, of_ids[0], of_ids[1], torch.from_numpy(counts > 0).to(device))
 
 
 class TokenScores(NamedTuple):
@@ -143,12 +143,12 @@ def linear_logprobs(
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy, slope, vocab_mask):
-        num_positions, wants = hidden.shape[0], ctx.needs_input_grad[:2]
+        num_positions, needs_grad = hidden.shape[0], ctx.needs_input_grad[:2]
         log_normaliser, logprobs, entropy = hidden.new_empty(3, num_positions, dtype=_softmax_dtype(hidden))
-        made = asked = None
-        if slope is not None and any(wants):
-            made = _Gradients(hidden, weight, num_rows, temperature, wants_hidden=wants[0], wants_weight=wants[1])
-            asked = torch.empty_like(logprobs)
+        gradients = grads_of_logprobs = None
+        if slope is not None and any(needs_grad):
+            gradients = _Gradients(hidden, weight, num_rows, temperature, wants_hidden=needs_grad[0], wants_weight=needs_grad[1])
+            grads_of_logprobs = torch.empty_like(logprobs)
         for chunk in _chunks(num_positions, chunk_size):
             logits = _logits(hidden[chunk], weight[:num_rows], temperature)
             if vocab_mask is not None:
@@ -164,52 +164,54 @@ class _LinearLogprobs(torch.autograd.Function):
             log_normaliser[chunk] = highest + log_sum
             logprobs[chunk] = sums[1] - log_sum
             entropy[chunk] = log_sum - sums[2] / sums[0]
-            if made is not None:
-                asked[chunk] = slope(chunk, logprobs[chunk])
+            if gradients is not None:
+                grads_of_logprobs[chunk] = slope(chunk, logprobs[chunk])
                 # d log p_target / dx_v = [v is the target] - p_v, and p_v is the exponential over the sum
                 if num_rows:
                     logits.scatter_add_(1, columns[:, None], -(sums[0] * owned)[:, None])
-                made.add(chunk, logits, -asked[chunk] / sums[0])
+                gradients.add(chunk, logits, -grads_of_logprobs[chunk] / sums[0])
         ctx.save_for_backward(hidden, weight, targets, log_normaliser, entropy)
         ctx.temperature, ctx.vocab_start, ctx.num_rows, ctx.chunk_size = temperature, vocab_start, num_rows, chunk_size
-        ctx.made, ctx.asked, ctx.vocab_mask = made, asked, vocab_mask
+        ctx.made, ctx.asked, ctx.vocab_mask = gradients, grads_of_logprobs, vocab_mask
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        made, ctx.made = ctx.made, None
+        gradients, ctx.made = ctx.made, None
         asks_entropy = grad_entropy is not None and bool(grad_entropy.any())
-        if made is None or asks_entropy or grad_logprobs is None or not torch.equal(grad_logprobs, ctx.asked):
-            made = _again(ctx, grad_logprobs, grad_entropy if asks_entropy else None)
-        return *made.all(), *[None] * 9
+        if gradients is None or asks_entropy or grad_logprobs is None or not torch.equal(grad_logprobs, ctx.asked):
+            gradients = _again(ctx, grad_logprobs, grad_entropy if asks_entropy else None)
+        return *gradients.all(), *[None] * 9
 
 
 def _again(ctx, grad_logprobs, grad_entropy) -> _Gradients:
     """Compute the gradients from logits that are computed a second time."""
     hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
-    wants = ctx.needs_input_grad[:2]
-    made = _Gradients(hidden, weight, ctx.num_rows, ctx.temperature, wants_hidden=wants[0], wants_weight=wants[1])
+    needs_grad = ctx.needs_input_grad[:2]
+    gradients = _Gradients(hidden, weight, ctx.num_rows, ctx.temperature, wants_hidden=needs_grad[0], wants_weight=needs_grad[1])
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_normaliser)
     for chunk in _chunks(hidden.shape[0], ctx.chunk_size):
         logits = _logits(hidden[chunk], weight[: ctx.num_rows], ctx.temperature)
         if ctx.vocab_mask is not None:
             _leave_out(logits, ctx.vocab_mask, chunk, ctx.vocab_start)
-        asked = grad_logprobs[chunk]
+        grad_of_chunk = grad_logprobs[chunk]
         for rows in _rows(logits):
             x = logits[rows].sub_(log_normaliser[chunk][rows, None])
             if grad_entropy is None:
                 x.exp_()
             else:  # dH/dx_v = -p_v (log p_v + H)
                 softmax = x.exp()
-                x.add_(entropy[chunk][rows, None]).mul_(grad_entropy[chunk][rows, None]).add_(asked[rows, None]).mul_(softmax)
-        at_target, factor = (torch.ones_like(asked), -asked) if grad_entropy is None else (asked, -torch.ones_like(asked))
+                x.add_(entropy[chunk][rows, None]).mul_(grad_entropy[chunk][rows, None]).add_(grad_of_chunk[rows, None]).mul_(softmax)
+        at_target, factor = (
+            (torch.ones_like(grad_of_chunk), -grad_of_chunk) if grad_entropy is None else (grad_of_chunk, -torch.ones_like(grad_of_chunk))
+        )
         if ctx.num_rows:
             columns, owned = _own_columns(targets[chunk], ctx.vocab_start, ctx.num_rows)
             logits.scatter_add_(1, columns[:, None], -(at_target * owned)[:, None])
-        made.add(chunk, logits, factor)
-    return made
+        gradients.add(chunk, logits, factor)
+    return gradients
 
 
 def _sums(logits, columns, owned, highest, with_entropy: bool) -> torch.Tensor:

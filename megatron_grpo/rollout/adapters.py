@@ -120,7 +120,7 @@ def _uneven_experts(settings: LoraSettings, shape: ModelShape) -> str | None:
         if module.is_expert:
             layer, name = module.name.split(".experts.")
             ranks[layer, name.rsplit(".", 1)[1]].add(settings.rank_of(module.name))
-    layers = {layer for layer, _ in ranks if any(sizes != {0} for (other, _), sizes in ranks.items() if other == layer)}
+    layers = {layer for layer, _ in ranks if any(sizes != {0} for (other_layer, _), sizes in ranks.items() if other_layer == layer)}
     uneven = [f"{layer}.experts" for (layer, _), sizes in ranks.items() if layer in layers and (len(sizes) > 1 or sizes == {0})]
     if not uneven:
         return None

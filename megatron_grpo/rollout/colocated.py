@@ -108,9 +108,9 @@ class ColocatedEngine:
         patch()
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
-        room = lora if lora is not None and lora.kind == "adapter" else None
+        adapter_lora = lora if lora is not None and lora.kind == "adapter" else None
         options = vllm_requests.engine_options(
-            cfg, dtype=dtype, trust_remote_code=trust_remote_code, image_spec=image_spec, max_images=max_images, lora=room,
+            cfg, dtype=dtype, trust_remote_code=trust_remote_code, image_spec=image_spec, max_images=max_images, lora=adapter_lora,
             returns_experts=experts is not None, on_gpu=on_gpu,
         )  # fmt: skip
         if collectives.has_job():
@@ -130,7 +130,7 @@ class ColocatedEngine:
         if not on_gpu and experts is None:  # routing is returned by each request for all tokens of its prompt
             patch_scheduling(llm)
         engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
-                     sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
+                     sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, adapter_lora.modules) if adapter_lora else None,
                      experts=experts)  # fmt: skip
         engine._image_spec = image_spec
         return engine
@@ -212,10 +212,11 @@ class ColocatedEngine:
         generation = PartialGeneration(
             EngineTurns(self._llm.llm_engine, sampling, version=self.version, adapter=adapter), sampling, seed=seed, version=self.version,
             share=EngineShare(rank=self._rank, num_engines=self._num_replicas, ranks_per_engine=self._tensor_parallel_size),
-            text_of=lambda prompt, one: vllm_requests.text_of(
-                self._llm.get_tokenizer(), prompt.token_ids, one.token_ids.tolist(), sampling, is_stopped=one.finish_reason == "stop"
+            text_of=lambda prompt, completion: vllm_requests.text_of(
+                self._llm.get_tokenizer(), prompt.token_ids, completion.token_ids.tolist(), sampling, is_stopped=completion.finish_reason
+                == "stop"
             ),
-            should_cancel=lambda: self.should_cancel(), around=vllm_patches.trainer_untouched,
+            should_cancel=lambda: self.should_cancel(), context=vllm_patches.trainer_untouched,
         )  # fmt: skip
         return generation.begin(prompts, partial)
 
@@ -257,8 +258,8 @@ class ColocatedEngine:
         has_tower, self.has_base = self._has_tower, False
         self._has_tower = self._has_tower and not update.moves_tower
         with vllm_patches.trainer_untouched():
-            more = {"has_tower": update.moves_tower, "is_tower_there": has_tower}
-            (missing,) = self._llm.collective_rpc(self._weights.load, args=(update.tensors,), kwargs=more)
+            kwargs = {"has_tower": update.moves_tower, "is_tower_there": has_tower}
+            (missing,) = self._llm.collective_rpc(self._weights.load, args=(update.tensors,), kwargs=kwargs)
         if missing:
             raise WeightSyncError(f"The weight sync of version {update.version} {missing_sentence(missing)}")
         if update.moves_tower:
@@ -374,14 +375,14 @@ class ColocatedEngine:
         if longest is None:
             return
         length = len(longest.token_ids)
-        needed = length + sampling.max_completion_length
-        if needed > self._max_model_len:
+        num_needed = length + sampling.max_completion_length
+        if num_needed > self._max_model_len:
             message = (
                 f"prompt {longest.number} has {length} tokens, and {length} + max_completion_length ({sampling.max_completion_length}) = "
-                f"{needed} exceeds vllm_max_model_len ({self._max_model_len}). Use {needed}."
+                f"{num_needed} exceeds vllm_max_model_len ({self._max_model_len}). Use {num_needed}."
             )
             flags = ["vllm_max_model_len", "max_completion_length"]
-            raise ConfigError([Problem(flags=flags, nearest={"vllm_max_model_len": [needed]}, message=message)])
+            raise ConfigError([Problem(flags=flags, nearest={"vllm_max_model_len": [num_needed]}, message=message)])
 
     def _all_cancelled(self) -> Callable[[], bool]:
         """Return the check for cancellation that runs before every step of the engine.
@@ -394,12 +395,12 @@ class ColocatedEngine:
 
         group, num_steps = get_tp_group().cpu_group, count()
 
-        def asked() -> bool:
+        def all_cancelled() -> bool:
             if next(num_steps) % STEPS_BETWEEN_AGREEMENTS:
                 return False
             return bool(collectives.max_(torch.tensor(int(self.should_cancel())), group))
 
-        return asked
+        return all_cancelled
 
     def _agreed(
         self, request: tuple[Sequence[Prompt], SamplingSettings, int], answers: list[list[Completion]] | None, fault: str | None
@@ -416,7 +417,7 @@ class ColocatedEngine:
         """
         question = _question(*request)
         sampled = "" if answers is None else _digest(*(c.sequence.token_ids.tobytes() for row in answers for c in row))
-        everyone, faults = zip(
+        of_ranks, faults = zip(
             *(
                 (completion_routes[:2], completion_routes[2])
                 for completion_routes in collectives.all_gather_object((question, sampled, fault))
@@ -425,11 +426,11 @@ class ColocatedEngine:
         )
         if first_fault := next(filter(None, faults), None):
             raise RunError(first_fault)
-        _refuse_different((question for question, _ in everyone), "generate")
-        if answers is None or not all(sampled for _, sampled in everyone):
+        _refuse_different((question for question, _ in of_ranks), "generate")
+        if answers is None or not all(sampled for _, sampled in of_ranks):
             raise CancelledError
-        for first in range(0, len(everyone), self._tensor_parallel_size):
-            if len({sampled for _, sampled in everyone[first : first + self._tensor_parallel_size]}) > 1:
+        for first in range(0, len(of_ranks), self._tensor_parallel_size):
+            if len({sampled for _, sampled in of_ranks[first : first + self._tensor_parallel_size]}) > 1:
                 raise RuntimeError(
                     f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but sampled different tokens"
                 )
@@ -441,9 +442,9 @@ def _question(prompts: Sequence[Prompt], *settings: Any) -> str:
     return _digest(repr((settings, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
 
 
-def _refuse_different(questions: Iterable[str], what: str) -> None:
+def _refuse_different(questions: Iterable[str], action: str) -> None:
     if len(set(questions)) > 1:
-        raise RuntimeError(f"ranks called the rollout engine with different prompts, settings or seeds; {what} is collective")
+        raise RuntimeError(f"ranks called the rollout engine with different prompts, settings or seeds; {action} is collective")
 
 
 def _digest(*parts: bytes) -> str:
@@ -456,6 +457,6 @@ def _digest(*parts: bytes) -> str:
 def _fault(prompts: Sequence[Prompt], outputs: Sequence[Any]) -> str | None:
     """Return a sentence about the first prompt whose tokens in vLLM are not those of the trainer; None if there is no such prompt."""
     for prompt, output in zip(prompts, outputs, strict=True):
-        if prompt.images and (wrong := vllm_requests.difference(output, prompt.token_ids)):
-            return f"prompt {prompt.number} (data-set row {prompt.row}): {wrong}."
+        if prompt.images and (difference := vllm_requests.difference(output, prompt.token_ids)):
+            return f"prompt {prompt.number} (data-set row {prompt.row}): {difference}."
     return None

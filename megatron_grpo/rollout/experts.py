@@ -74,9 +74,9 @@ class ExpertLayers:
         """
         experts, form = sequence.experts, (len(sequence.token_ids), len(self.layers), self.topk)
         if experts is None or experts.shape != form:
-            got = "no routed experts" if experts is None else f"routed experts of shape {experts.shape}"
+            returned = "no routed experts" if experts is None else f"routed experts of shape {experts.shape}"
             raise InvalidRoutingError(
-                f"The sampler returned {got} for {form[0]} tokens; expected {form[1]} layers with {form[2]} experts per token."
+                f"The sampler returned {returned} for {form[0]} tokens; expected {form[1]} layers with {form[2]} experts per token."
             )
         ids = np.sort(experts, axis=-1)
         is_wrong = (ids[..., 0] < 0) | (ids[..., -1] >= self.num_experts) | (ids[..., 1:] == ids[..., :-1]).any(axis=-1)

@@ -81,14 +81,14 @@ class EngineShare:
             partial: Those that are on this rank.
         """
         parts: dict[int, list[PartialCompletion]] = {}
-        for one in partial:
-            first = self.rank_of(one.prompt_number) // self.ranks_per_engine * self.ranks_per_engine
+        for completion in partial:
+            first = self.rank_of(completion.prompt_number) // self.ranks_per_engine * self.ranks_per_engine
             for rank in range(first, first + self.ranks_per_engine):
-                parts.setdefault(rank, []).append(one)
-        return [one for part in collectives.exchange(parts) for one in part]
+                parts.setdefault(rank, []).append(completion)
+        return [completion for part in collectives.exchange(parts) for completion in part]
 
 
-def part_seed(run_seed: int, prompt_number: int, place: int, num_sampled: int, *, n: int) -> int:
+def part_seed(run_seed: int, prompt_number: int, generation: int, num_sampled: int, *, n: int) -> int:
     """Return the seed of a part, a function of the arguments alone. The first part has the seed of a completion that is not interrupted.
 
     With one seed for all parts, a part would repeat the random numbers of the one before it.
@@ -96,42 +96,42 @@ def part_seed(run_seed: int, prompt_number: int, place: int, num_sampled: int, *
     Args:
         run_seed: Seed of the run.
         prompt_number: Position of the prompt in the run's stream of prompts, from 0.
-        place: Index of the completion in its group.
+        generation: Index of the completion in its group.
         num_sampled: Tokens of the completion that earlier parts have sampled.
         n: Completions per prompt.
     """
     if num_sampled == 0:
-        return prompt_seed(run_seed, prompt_number, n) + place
-    return hash_seed(run_seed, prompt_number, place, "part", num_sampled)
+        return prompt_seed(run_seed, prompt_number, n) + generation
+    return hash_seed(run_seed, prompt_number, generation, "part", num_sampled)
 
 
-def with_part(before: PartialCompletion | None, key: Key, part: SampledTurn, limit: int) -> PartialCompletion:
+def with_part(partial: PartialCompletion | None, key: Key, part: SampledTurn, limit: int) -> PartialCompletion:
     """Return a completion with a further part.
 
     Args:
-        before: The completion so far; None if this is its first part.
+        partial: The completion so far; None if this is its first part.
         key: (prompt number, index in its group).
         part: The part, which ended or was interrupted.
         limit: Maximum number of tokens of the completion.
     """
-    begin = 0 if before is None else len(before.token_ids)
+    begin = 0 if partial is None else len(partial.token_ids)
     tokens, logprobs = np.array(part.token_ids, dtype=np.int64), np.array(part.logprobs, dtype=np.float32)
     finish_reason = "stop" if not part.is_cut else "length" if begin + len(tokens) >= limit else ""
     mask = part.sampling_mask
-    if before is None:
-        number, place = key
-        made = PartialCompletion(
-            prompt_number=number, place=place, token_ids=tokens, logprobs=logprobs, versions=(part.version,), starts=(0,),
+    if partial is None:
+        number, generation = key
+        completion = PartialCompletion(
+            prompt_number=number, place=generation, token_ids=tokens, logprobs=logprobs, versions=(part.version,), starts=(0,),
             finish_reason=finish_reason,
         )  # fmt: skip
     else:
-        made = replace(
-            before, token_ids=np.concatenate([before.token_ids, tokens]), logprobs=np.concatenate([before.logprobs, logprobs]),
-            versions=(*before.versions, part.version), starts=(*before.starts, begin), finish_reason=finish_reason,
+        completion = replace(
+            partial, token_ids=np.concatenate([partial.token_ids, tokens]), logprobs=np.concatenate([partial.logprobs, logprobs]),
+            versions=(*partial.versions, part.version), starts=(*partial.starts, begin), finish_reason=finish_reason,
         )  # fmt: skip
-        if mask is not None and before.sampling_mask is not None:
-            mask = SamplingMask.joined([before.sampling_mask, mask])
-    return made if mask is None else replace(made, mask_offsets=mask.at, mask_ids=mask.ids)
+        if mask is not None and partial.sampling_mask is not None:
+            mask = SamplingMask.joined([partial.sampling_mask, mask])
+    return completion if mask is None else replace(completion, mask_offsets=mask.at, mask_ids=mask.ids)
 
 
 def stretches(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -140,13 +140,13 @@ def stretches(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int
     Args:
         parts: (weights version, begin, end) of each part.
     """
-    found: list[tuple[int, int, int]] = []
+    result: list[tuple[int, int, int]] = []
     for version, begin, end in parts:
-        if found and found[-1][0] == version:
-            found[-1] = (version, found[-1][1], end)
+        if result and result[-1][0] == version:
+            result[-1] = (version, result[-1][1], end)
         else:
-            found.append((version, begin, end))
-    return found
+            result.append((version, begin, end))
+    return result
 
 
 class PartialGeneration:
@@ -155,7 +155,7 @@ class PartialGeneration:
     def __init__(
         self, parts: SteppingEngine, sampling: SamplingSettings, *, seed: int, version: int, share: EngineShare,
         text_of: Callable[[Prompt, PartialCompletion], str], should_cancel: Callable[[], bool],
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):  # fmt: skip
         """Set up the generation.
 
@@ -167,10 +167,10 @@ class PartialGeneration:
             share: This rank's share of the prompts.
             text_of: Decodes a completion. Its parts are not decoded one by one, because a character may have bytes of two parts.
             should_cancel: Whether the run cancels what it waits for.
-            around: Context of all use of the engine.
+            context: Context of all use of the engine.
         """
         self._parts, self._sampling, self._seed, self.version, self._share = parts, sampling, seed, version, share
-        self._text_of, self._should_cancel, self._around = text_of, should_cancel, around
+        self._text_of, self._should_cancel, self._around = text_of, should_cancel, context
         self._asked: set[int] = set()  # prompt numbers
         self._found: dict[Key, PartialCompletion] = {}
 
@@ -184,7 +184,7 @@ class PartialGeneration:
         Returns:
             This object.
         """
-        self._found = {one.key: one for one in self._share.delivered(partial)}
+        self._found = {completion.key: completion for completion in self._share.delivered(partial)}
         with self._around():
             self._ask(prompts)
         return self
@@ -195,24 +195,24 @@ class PartialGeneration:
             if prompt.number in self._asked or not self._share.is_sampled_here(prompt.number):
                 continue
             self._asked.add(prompt.number)
-            for place in range(n):
-                one = self._found.get((prompt.number, place))
-                if one is not None and one.finish_reason:
+            for generation in range(n):
+                completion = self._found.get((prompt.number, generation))
+                if completion is not None and completion.finish_reason:
                     continue
-                tokens = () if one is None else one.token_ids.tolist()
-                seed = part_seed(self._seed, prompt.number, place, len(tokens), n=n)
+                tokens = () if completion is None else completion.token_ids.tolist()
+                seed = part_seed(self._seed, prompt.number, generation, len(tokens), n=n)
                 self._parts.submit(
-                    (prompt.number, place), (*prompt.token_ids, *tokens), seed=seed, max_tokens=limit - len(tokens),
+                    (prompt.number, generation), (*prompt.token_ids, *tokens), seed=seed, max_tokens=limit - len(tokens),
                     group=None if tokens else prompt.number,
                 )  # fmt: skip
 
-    def _take(self, found: Iterable[tuple[Key, SampledTurn]]) -> None:
-        for key, part in found:
+    def _take(self, parts: Iterable[tuple[Key, SampledTurn]]) -> None:
+        for key, part in parts:
             self._found[key] = with_part(self._found.get(key), key, part, self._sampling.max_completion_length)
 
     def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         n = self._sampling.n
-        open_ = {(prompt.number, place) for prompt in prompts for place in range(n) if self._share.is_sampled_here(prompt.number)}
+        open_ = {(prompt.number, generation) for prompt in prompts for generation in range(n) if self._share.is_sampled_here(prompt.number)}
         with self._around(), activity.phase("sampling", total=len(open_), unit="completions"):
             self._ask(prompts)
             for step in count():
@@ -225,20 +225,23 @@ class PartialGeneration:
                     if worst == DONE:
                         break
                 self._take(self._parts.poll())
-        mine = [prompt for prompt in prompts if self._share.rank_of(prompt.number) == self._share.rank]
-        return [Group(prompt=one, completions=tuple(self._completion(one, place) for place in range(n))) for one in mine]
+        local = [prompt for prompt in prompts if self._share.rank_of(prompt.number) == self._share.rank]
+        return [
+            Group(prompt=prompt, completions=tuple(self._completion(prompt, generation) for generation in range(n))) for prompt in local
+        ]
 
-    def _completion(self, prompt: Prompt, place: int) -> Completion:
-        one = self._found[prompt.number, place]
+    def _completion(self, prompt: Prompt, generation: int) -> Completion:
+        partial = self._found[prompt.number, generation]
         return make_completion(
-            prompt.token_ids, one.token_ids.tolist(), one.logprobs.tolist(), text=self._text_of(prompt, one),
-            finish_reason=one.finish_reason, version=one.versions[0], spans=stretches(one.parts), sampling_mask=one.sampling_mask,
+            prompt.token_ids, partial.token_ids.tolist(), partial.logprobs.tolist(), text=self._text_of(prompt, partial),
+            finish_reason=partial.finish_reason, version=partial.versions[0], spans=stretches(partial.parts),
+            sampling_mask=partial.sampling_mask,
         )  # fmt: skip
 
     def interrupt(self) -> list[PartialCompletion]:
         with self._around():
             self._take(self._parts.interrupt())
-        return [one for key, one in sorted(self._found.items()) if self._share.rank_of(key[0]) == self._share.rank]
+        return [completion for key, completion in sorted(self._found.items()) if self._share.rank_of(key[0]) == self._share.rank]
 
     def abort(self) -> None:
         with self._around():

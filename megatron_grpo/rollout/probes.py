@@ -83,14 +83,14 @@ def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, imag
     if image_spec is None:
         return [make_sequence(row) for row in sampled]
     images = [ProbeImage(image_spec=image_spec, height=2 * image_spec.side, width=width * image_spec.side) for width in (3, 2)]
-    fitting = [(image, room) for image in images if (room := max_model_len - 1 - image.num_tokens - 2) >= FEWEST_WORDS]
-    seen = [_showing(row[:room], image) for row, (image, room) in zip(sampled, fitting, strict=False)]
-    return [*seen, *(make_sequence(row) for row in sampled[len(seen) :])]
+    fitting = [(image, max_tokens) for image in images if (max_tokens := max_model_len - 1 - image.num_tokens - 2) >= FEWEST_WORDS]
+    with_images = [_showing(row[:max_tokens], image) for row, (image, max_tokens) in zip(sampled, fitting, strict=False)]
+    return [*with_images, *(make_sequence(row) for row in sampled[len(with_images) :])]
 
 
 def _showing(tokens: list[int], image: ProbeImage) -> Sequence:
     """Insert the image in the middle, so that tokens after it attend to it."""
     begin, end = image.image_spec.around
     start = len(tokens) // 3
-    there = [begin, *[image.image_spec.image_token] * image.num_tokens, end]
-    return make_sequence([*tokens[:start], *there, *tokens[start:]], images=((start + 1, image),))
+    image_tokens = [begin, *[image.image_spec.image_token] * image.num_tokens, end]
+    return make_sequence([*tokens[:start], *image_tokens, *tokens[start:]], images=((start + 1, image),))

@@ -36,18 +36,20 @@ class _Flight:
         Thread(target=self._run, args=(work,), name="scripted answers", daemon=True).start()
 
     def _run(self, work: Callable[[Event], list[Group]]) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             result = work(self._dropped)
         except BaseException as error:  # noqa: BLE001 - raised again in `groups`
             self._future.set_exception(error)
         else:
-            self.seconds = time.perf_counter() - began
+            self.seconds = time.perf_counter() - start
             self._future.set_result(result)
 
     def wait(self, seconds: float | None = None) -> bool:
         return wait_together(
-            lambda most: bool(wait([self._future], most).done), seconds, should_cancel=self._should_cancel if seconds is None else None
+            lambda timeout: bool(wait([self._future], timeout).done),
+            seconds,
+            should_cancel=self._should_cancel if seconds is None else None,
         )
 
     def groups(self) -> list[Group]:

@@ -158,8 +158,8 @@ class EngineTurns:
     def poll(self) -> list[tuple[Key, SampledTurn]]:
         if not self._keys:
             return []
-        ended = [output for output in self._engine.step() if output.finished]
-        return [(self._keys.pop(output.request_id), self._sampled_turn(output.outputs[0])) for output in ended]
+        finished = [output for output in self._engine.step() if output.finished]
+        return [(self._keys.pop(output.request_id), self._sampled_turn(output.outputs[0])) for output in finished]
 
     @property
     def num_running(self) -> int:
@@ -181,9 +181,9 @@ class EngineTurns:
             )
             for state in states
         ]
-        found = [(self._keys[state.external_req_id], self._sampled_turn(output)) for state, output in zip(states, outputs, strict=True)]
+        turns = [(self._keys[state.external_req_id], self._sampled_turn(output)) for state, output in zip(states, outputs, strict=True)]
         self.abort()
-        return found
+        return turns
 
     def abort(self) -> None:
         """Abort all open requests."""
@@ -254,14 +254,14 @@ def follow(turns: EngineTurns, receive: Callable[[], Any], digest: bytes) -> tup
     Raises:
         RuntimeError: This rank sampled other tokens than the first.
     """
-    while not isinstance(heard := receive(), float):
-        joining, expected = heard
+    while not isinstance(received := receive(), float):
+        joining, expected = received
         if expected != digest:
             raise RuntimeError("ranks share a vLLM engine but sampled different tokens")
         for key, token_ids, seed, max_tokens in joining:
             turns.submit(key, token_ids, seed=seed, max_tokens=max_tokens)
         digest = _digest(turns.poll())
-    return heard, digest
+    return received, digest
 
 
 def _digest(turns: Sequence[tuple[Key, SampledTurn]]) -> bytes:
@@ -284,11 +284,11 @@ def lead(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], 
     Returns:
         DONE, WAITS or GIVES_UP.
     """
-    until = time.monotonic() + SECONDS_BETWEEN_AGREEMENTS
+    deadline = time.monotonic() + SECONDS_BETWEEN_AGREEMENTS
     while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=version):
         if should_cancel():
             return GIVES_UP
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             return WAITS
     return DONE
 
@@ -309,15 +309,15 @@ def wait_together(
     Raises:
         CancelledError: `should_cancel` returned true on a rank that was not done. Raised on every rank.
     """
-    left = seconds
+    remaining = seconds
     while True:
-        part = SECONDS_BETWEEN_AGREEMENTS if left is None else min(SECONDS_BETWEEN_AGREEMENTS, left)
+        part = SECONDS_BETWEEN_AGREEMENTS if remaining is None else min(SECONDS_BETWEEN_AGREEMENTS, remaining)
         worst = collectives.all_reduce_max(_waited(is_done, part, should_cancel))
         if worst == DONE:
             return True
         if worst == GIVES_UP:
             raise CancelledError
-        if left is not None and (left := left - part) <= 0:  # counted, not measured: the same on every rank
+        if remaining is not None and (remaining := remaining - part) <= 0:  # counted, not measured: the same on every rank
             return False
 
 

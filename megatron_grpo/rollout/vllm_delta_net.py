@@ -114,12 +114,12 @@ def gated_delta_rule(q, k, v, decay, strength, states, slots, bounds) -> torch.T
     first, slots = bounds[:-1][order].long(), slots[order].long()
     state = states[slots].float()
     for t in range(int(lengths.max())):
-        at = first[: int((lengths > t).sum())] + t
-        going = state[: len(at)] * fade[at]
-        moved = (v[at] - (going * k[at, :, :, None]).sum(2)) * strength[at]
-        going += k[at, :, :, None] * moved[:, :, None]
-        out[at] = (going * q[at, :, :, None]).sum(2)
-        state[: len(at)] = going
+        index = first[: int((lengths > t).sum())] + t
+        active = state[: len(index)] * fade[index]
+        moved = (v[index] - (active * k[index, :, :, None]).sum(2)) * strength[index]
+        active += k[index, :, :, None] * moved[:, :, None]
+        out[index] = (active * q[index, :, :, None]).sum(2)
+        state[: len(index)] = active
     states[slots] = state.to(states.dtype)
     return out
 

@@ -277,8 +277,8 @@ def start_reported(model_path: str | Path) -> Iterator[None]:
     def counted(*args: Any) -> Iterator[Any]:
         num_read = 0
         for name, tensor in weights_of(*args):
-            num_read, before = num_read + tensor.nbytes, num_read
-            activity.advance(num_read // MIB - before // MIB)
+            num_read, previous = num_read + tensor.nbytes, num_read
+            activity.advance(num_read // MIB - previous // MIB)
             yield name, tensor
 
     workers.__getattr__, loaders.get_all_weights = reported, counted
@@ -314,7 +314,7 @@ def trainer_untouched() -> Iterator[None]:
     on the sampler. vLLM also overwrites LOCAL_WORLD_SIZE (with its own TP size), LD_PRELOAD (which child processes would inherit), and
     `torch.set_num_threads` (with a function that only warns).
     """
-    kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    saved = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
     of_python, of_numpy = random.getstate(), np.random.get_state()
     set_num_threads = torch.set_num_threads
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -325,7 +325,7 @@ def trainer_untouched() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        _set_environment(kept)
+        _set_environment(saved)
 
 
 def forget_ended_groups() -> None:
@@ -461,7 +461,7 @@ def pack_heads(model: torch.nn.Module, pack: Callable[[torch.nn.Module], None]) 
         pack: Packs one module.
     """
     modules: list[Any] = list(model.modules())
-    named = [module._modules["lm_head"] for module in modules if "lm_head" in module._modules]
-    heads = [head for head in named if hasattr(head, "cpu_linear")]
+    candidates = [module._modules["lm_head"] for module in modules if "lm_head" in module._modules]
+    heads = [head for head in candidates if hasattr(head, "cpu_linear")]
     for head in heads or [module for module in modules if hasattr(module, "cpu_linear") and module.weight.numel()]:
         pack(head)

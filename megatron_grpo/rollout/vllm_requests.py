@@ -48,9 +48,9 @@ def take_logprobs_as_they_come() -> None:
         def from_new_request(cls, tokenizer: Any, request: Any) -> Any:
             if not request.sampling_params.flat_logprobs:  # a request that scores
                 return right.from_new_request(tokenizer, request)
-            made = super().from_new_request(None, request)
-            made.logprobs = []
-            return made
+            processor = super().from_new_request(None, request)
+            processor.logprobs = []
+            return processor
 
         def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
             all_ids, all_logprobs, *_ = logprobs_lists
@@ -63,14 +63,14 @@ def take_logprobs_as_they_come() -> None:
                 self.cumulative_logprob += float(row[0])
                 is_left = row[: 1 + self.num_logprobs] > -np.inf  # other requests may ask for more
                 is_left[0] = True
-                here = is_left.nonzero()[0]
-                self.logprobs.append((row_ids[here], row[here]))
+                kept_indices = is_left.nonzero()[0]
+                self.logprobs.append((row_ids[kept_indices], row[kept_indices]))
 
     replaced: Any = output_processor
     replaced.LogprobsProcessor = AsTheyCome
 
 
-def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size: int, **more: Any) -> Any:
+def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size: int, **kwargs: Any) -> Any:
     """Return vLLM's SamplingParams.
 
     Args:
@@ -96,7 +96,7 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
         max_tokens=sampling.max_completion_length, stop=list(sampling.stop), stop_token_ids=list(sampling.stop_token_ids),
         # The sampled token's; and those of the sampling mask, where it is returned. Flat: see `take_logprobs_as_they_come`.
         logprobs=num_asked(sampling.top_k, vocab_size) if sampling.returns_sampling_mask else 0, flat_logprobs=True,
-        **options, **more,
+        **options, **kwargs,
     )  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tupl
     is_left[:, 0] = True
     of_cut = np.where(is_left, logprobs, -np.inf).astype(np.float64)
     normalized = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(of_cut).sum(axis=1)), 0.0)
-    at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_left.sum(axis=1))])
-    return normalized.astype(np.float32), SamplingMask(at, ids[is_left].astype(np.int32))
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_left.sum(axis=1))])
+    return normalized.astype(np.float32), SamplingMask(offsets, ids[is_left].astype(np.int32))
 
 
 def sampled_logprobs(output: Any) -> list[float]:
@@ -170,8 +170,8 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
         return logprobs, None
     form = len(logprobs), 1 + num_asked(sampling.top_k, vocab_size)
     ids, top_logprobs = np.zeros(form, dtype=np.int32), np.full(form, -np.inf, dtype=np.float32)
-    for index, (left, values) in enumerate(output.logprobs):
-        ids[index, : len(left)], top_logprobs[index, : len(left)] = left, values
+    for index, (kept_ids, values) in enumerate(output.logprobs):
+        ids[index, : len(kept_ids)], top_logprobs[index, : len(kept_ids)] = kept_ids, values
     normalized, sampling_mask = whole_or_cut(ids, top_logprobs, vocab_size)
     return normalized.tolist(), sampling_mask
 
@@ -289,8 +289,10 @@ def take_pillow() -> None:
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
             settings = image_processor.to_dict()
-            known = {*Qwen2VLImageProcessorPil.valid_kwargs.__annotations__, *_SHARED}
-            loaded.image_processor = Qwen2VLImageProcessorPil(**{name: settings[name] for name in known if settings.get(name) is not None})
+            setting_names = {*Qwen2VLImageProcessorPil.valid_kwargs.__annotations__, *_SHARED}
+            loaded.image_processor = Qwen2VLImageProcessorPil(
+                **{name: settings[name] for name in setting_names if settings.get(name) is not None}
+            )
         return loaded
 
     cached: Any = lru_cache(with_pillow)
@@ -319,7 +321,7 @@ def prompt_of(token_ids: Sequence[int], images: PlacedImages) -> dict[str, Any]:
     return prompt_with(token_ids, spans, [decoded(image.data()) for _, image in images])
 
 
-def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], images: Sequence[Any], **more: Any) -> dict[str, Any]:
+def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], images: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
     """Return vLLM's input for a prompt whose images are decoded already.
 
     Args:
@@ -329,7 +331,7 @@ def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], imag
         **more: Further keys of vLLM's input.
     """
     # vLLM would silently expand IDs a second time, if they were passed expanded with raw images.
-    return {"prompt_token_ids": shortened(token_ids, spans), "multi_modal_data": {"image": list(images)}, **more}
+    return {"prompt_token_ids": shortened(token_ids, spans), "multi_modal_data": {"image": list(images)}, **kwargs}
 
 
 def difference(output: Any, token_ids: Sequence[int]) -> str | None:
@@ -339,11 +341,11 @@ def difference(output: Any, token_ids: Sequence[int]) -> str | None:
         output: vLLM's RequestOutput.
         token_ids: Token IDs of the prompt.
     """
-    got = list(output.prompt_token_ids)
-    if got == [int(token) for token in token_ids]:
+    vllm_ids = list(output.prompt_token_ids)
+    if vllm_ids == [int(token) for token in token_ids]:
         return None
     return (
-        f"vLLM has {len(got)} tokens for a prompt with images, but the trainer has {len(token_ids)}: they process images "
+        f"vLLM has {len(vllm_ids)} tokens for a prompt with images, but the trainer has {len(token_ids)}: they process images "
         "differently (max_pixels, min_pixels or the image processor differs)"
     )
 
@@ -482,6 +484,8 @@ def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str)
             f"Prompt plus completion may have {max_model_len} tokens, but the model supports {positions} positions. "
             "Lower max_completion_length, max_prompt_length or vllm_max_model_len."))  # fmt: skip
     if cfg.vllm_engine_kwargs:
-        given = ", ".join(f"{name}={value}" for name, value in cfg.vllm_engine_kwargs.items())
-        return Problem(flags=["vllm_engine_kwargs"], message=f"vLLM does not start with vllm_engine_kwargs {given}. Error of vLLM: {error}")
+        kwargs_text = ", ".join(f"{name}={value}" for name, value in cfg.vllm_engine_kwargs.items())
+        return Problem(
+            flags=["vllm_engine_kwargs"], message=f"vLLM does not start with vllm_engine_kwargs {kwargs_text}. Error of vLLM: {error}"
+        )
     return None

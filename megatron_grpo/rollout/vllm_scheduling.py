@@ -58,19 +58,19 @@ class _Patches:
         # A request with images needs the encoder's output; one with tokens of its own was preempted.
         if not group or request.mm_features or request.num_tokens > last + 1:
             return blocks, num_computed, boundary
-        first, rest = self._first.setdefault(group, request), last % self._block_size
+        first, remainder = self._first.setdefault(group, request), last % self._block_size
         shared = self._blocks_of.get(first.request_id)
         if not shared:  # not computed yet, or freed
             self._first[group] = request
-        elif 0 < rest == last - num_computed and self._manager.prefix_cache_lookup_enabled(request) and _same_prompt(first, request):
+        elif 0 < remainder == last - num_computed and self._manager.prefix_cache_lookup_enabled(request) and _same_prompt(first, request):
             tail = shared[last // self._block_size]
             return self._manager.create_kv_cache_blocks(([*blocks.blocks[0], tail],)), last, boundary
         return blocks, num_computed, boundary
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Return the new blocks of a request: none if its next token has room and fills no block, which would have to be cached."""
-        held, num_tokens = self._blocks_of.get(request.request_id), request.num_computed_tokens + 1
-        if num_new_tokens == 1 and held and num_tokens % self._block_size and num_tokens < len(held) * self._block_size:
+        blocks, num_tokens = self._blocks_of.get(request.request_id), request.num_computed_tokens + 1
+        if num_new_tokens == 1 and blocks and num_tokens % self._block_size and num_tokens < len(blocks) * self._block_size:
             return self._manager.empty_kv_cache_blocks
         return self._allocate(request, num_new_tokens, *args, **kwargs)
 
@@ -85,14 +85,14 @@ class _Patches:
 
     def build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Build the attention metadata of a step, in which copies are read where they will be copied from."""
-        metadata, *others = self._describe(*args, **kwargs)
+        metadata, *extras = self._describe(*args, **kwargs)
         if self._copies:
             shared = next(iter(metadata.values()))  # all layers have the same object
             source, copy = torch.tensor(self._copies, dtype=shared.block_table.dtype).unbind(dim=1)
-            read = torch.arange(self._runner.kv_cache_config.num_blocks, dtype=source.dtype)
-            read[copy.long()] = source
-            shared.block_table = read[shared.block_table.long()]
-        return metadata, *others
+            block_index = torch.arange(self._runner.kv_cache_config.num_blocks, dtype=source.dtype)
+            block_index[copy.long()] = source
+            shared.block_table = block_index[shared.block_table.long()]
+        return metadata, *extras
 
 
 def _same_prompt(first: Any, second: Any) -> bool:

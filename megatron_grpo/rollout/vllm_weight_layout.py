@@ -29,22 +29,22 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, view: torch.Tensor, whole: torch.Tensor) -> Place:
-        """Return the location of `view` in the storage of `whole`.
+    def of(cls, view: torch.Tensor, base: torch.Tensor) -> Place:
+        """Return the location of `view` in the storage of `base`.
 
         Args:
-            view: View of a part of `whole`.
-            whole: Tensor whose storage it views.
+            view: View of a part of `base`.
+            base: Tensor whose storage it views.
         """
-        return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - whole.storage_offset()))
+        return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - base.storage_offset()))
 
-    def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view at this location of `whole`.
+    def within(self, base: torch.Tensor) -> torch.Tensor:
+        """Return the view at this location of `base`.
 
         Args:
-            whole: Tensor with the storage.
+            base: Tensor with the storage.
         """
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Unit:
             live = getattr(self.module, name).data
             fresh = name in self.packed
             targets[name] = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=live.device) if fresh else live
-        for name, place, value in self.padding:
-            place.within(targets[name]).fill_(value)
+        for name, region, value in self.padding:
+            region.within(targets[name]).fill_(value)
         return targets
 
     def finish(self, targets: dict[str, torch.Tensor], pack: Pack) -> None:
@@ -126,32 +126,32 @@ class Table:
         """Return whether the engine's weights have the recorded forms. Their addresses may change: they are read at every weight sync."""
         return all(unit.is_as_learnt() for unit in self.units)
 
-    def load(self, named: Named, pack: Pack) -> list[str]:
+    def load(self, tensors: Named, pack: Pack) -> list[str]:
         """Copy synced tensors into the engine; return the names that did not arrive.
 
         Holds no tensor, except those of one unit with packed weights if tensors arrive in order.
 
         Args:
-            named: (name, tensor) pairs.
+            tensors: (name, tensor) pairs.
             pack: Packs a module; called for a unit with packed weights when they have arrived.
 
         Raises:
             WeightSyncError: A tensor is not in the table, has another shape, or arrives twice.
         """
         awaited = dict.fromkeys(self.copies)
-        targets, left = dict[int, dict[str, torch.Tensor]](), dict[int, int]()
-        for name, tensor in named:
+        targets, copies_left = dict[int, dict[str, torch.Tensor]](), dict[int, int]()
+        for name, tensor in tensors:
             if name not in awaited or tuple(tensor.shape) != self.shapes[name]:
                 raise WeightSyncError(self._stranger(name, tensor))
             del awaited[name]
             for copy in self.copies[name]:
                 number, unit = copy.unit, self.units[copy.unit]
                 if number not in targets:
-                    targets[number], left[number] = unit.targets(), unit.num_copies
+                    targets[number], copies_left[number] = unit.targets(), unit.num_copies
                 part = tensor if copy.part is None else copy.part.within(tensor.contiguous())
                 copy.to.within(targets[number][copy.weight]).copy_(part)
-                left[number] -= 1
-                if not left[number]:
+                copies_left[number] -= 1
+                if not copies_left[number]:
                     unit.finish(targets.pop(number), pack)
         return sorted(name for name in awaited if self.copies[name])
 
@@ -182,8 +182,8 @@ class _Seen:
         """Return whether every element of the weight is written exactly once."""
         length = 1 + sum((size - 1) * step for size, step in zip(self.form.shape, self.form.stride, strict=True))
         times = torch.zeros(length, dtype=torch.uint8)
-        for place in [*(to for _, to, _ in self.copies), *(to for to, _ in self.padding)]:
-            place.within(times).add_(1)
+        for region in [*(target for _, target, _ in self.copies), *(target for target, _ in self.padding)]:
+            region.within(times).add_(1)
         return bool((times.as_strided(self.form.shape, self.form.stride) == 1).all())
 
 
@@ -203,8 +203,10 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self.packed: set[torch.nn.Module] = set()  # modules whose experts are packed already
         self._pack, self._table, self._reason, self._is_trying = pack, Table(), "", False
         self._paths = {module: path for path, module in model.named_modules()}
-        kept = [(module, weight, tensor) for module in model.modules() for weight, tensor in own_tensors(module).items()]
-        self._kept = {_address(tensor): (module, weight, tensor) for module, weight, tensor in reversed(kept)}  # tied: the embedding's
+        weights_of_modules = [(module, weight, tensor) for module in model.modules() for weight, tensor in own_tensors(module).items()]
+        self._kept = {
+            _address(tensor): (module, weight, tensor) for module, weight, tensor in reversed(weights_of_modules)
+        }  # tied: the embedding's
         self._clones: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by address of a clone
         # Clones made by vLLM: name, part of our clone, form. An address may have been reused since; the test would detect it.
@@ -213,13 +215,13 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self._layer: torch.nn.Module | None = None  # layer that vLLM is loading
         self._seen: dict[tuple[torch.nn.Module, str], _Seen] = {}
 
-    def heard(self, named: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    def heard(self, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield clones of the synced tensors, and record their names and shapes.
 
         Args:
-            named: (name, tensor) pairs.
+            tensors: (name, tensor) pairs.
         """
-        for name, tensor in named:
+        for name, tensor in tensors:
             clone = tensor.clone(memory_format=torch.contiguous_format)
             self._table.shapes[name], self._table.copies[name] = tuple(tensor.shape), []
             self._clones[name], self._names[_address(clone)] = clone, name
@@ -237,22 +239,22 @@ class WeightLayoutRecorder(TorchDispatchMode):
             self._zeroed.add(name)
         return result
 
-    def _note(self, to: torch.Tensor, what: torch.Tensor | float) -> None:
+    def _note(self, target: torch.Tensor, source: torch.Tensor | float) -> None:
         loading = {_address(tensor): (self._layer, weight, tensor) for weight, tensor in own_tensors(self._layer).items()}
-        module, weight, whole = loading.get(_address(to)) or self._kept.get(_address(to)) or (None, "", to)
-        if module is None or not whole.numel():
+        module, weight, base = loading.get(_address(target)) or self._kept.get(_address(target)) or (None, "", target)
+        if module is None or not base.numel():
             return
-        seen = self._seen.setdefault((module, weight), _Seen(TensorForm.of(whole)))
-        if not isinstance(what, torch.Tensor):
-            seen.padding[Place.of(to, whole), what] = None
-        elif (name := self._names.get(_address(what))) in self._zeroed:
-            seen.padding[Place.of(to, whole), 0.0] = None
+        record = self._seen.setdefault((module, weight), _Seen(TensorForm.of(base)))
+        if not isinstance(source, torch.Tensor):
+            record.padding[Place.of(target, base), source] = None
+        elif (name := self._names.get(_address(source))) in self._zeroed:
+            record.padding[Place.of(target, base), 0.0] = None
         elif name in self._clones:
             clone = self._clones[name]
-            part = None if TensorForm.of(what) == TensorForm.of(clone) else Place.of(what, clone)
-            seen.copies[name, Place.of(to, whole), part] = None
-        elif (found := self._parts.get(_address(what))) is not None and found[0] in self._clones and found[2] == TensorForm.of(what):
-            seen.copies[found[0], Place.of(to, whole), found[1]] = None
+            part = None if TensorForm.of(source) == TensorForm.of(clone) else Place.of(source, clone)
+            record.copies[name, Place.of(target, base), part] = None
+        elif (cloned := self._parts.get(_address(source))) is not None and cloned[0] in self._clones and cloned[2] == TensorForm.of(source):
+            record.copies[cloned[0], Place.of(target, base), cloned[1]] = None
 
     def layer(self, load: Callable[..., None], module: torch.nn.Module, info: Any) -> None:
         """Load a layer in place of vLLM's `load(module, info)` when all its tensors have arrived, and test its copies.
@@ -273,7 +275,9 @@ class WeightLayoutRecorder(TorchDispatchMode):
 
     def outcome(self) -> tuple[Table | None, str | None]:
         """Return (table, None), or (None, the reason why there is none)."""
-        for module, weight in [key for key, seen in self._seen.items() if seen.copies]:  # weights that vLLM loads apart from their layer
+        for module, weight in [
+            key for key, record in self._seen.items() if record.copies
+        ]:  # weights that vLLM loads apart from their layer
             self._reason = self._reason or self._add(module, {weight})
         return (None, self._reason) if self._reason else (self._table, None)
 
@@ -287,8 +291,8 @@ class WeightLayoutRecorder(TorchDispatchMode):
             if weight not in seen_here or not seen_here[weight].covers_all_once():
                 return f"the source of each part of {path}.{weight} is unknown"
         names = {name for seen in seen_here.values() for name, _, _ in seen.copies}
-        if lost := names - self._clones.keys():
-            return f"{min(lost)} is copied to {path} and to another layer"
+        if unknown := names - self._clones.keys():
+            return f"{min(unknown)} is copied to {path} and to another layer"
         live = {weight: TensorForm.of(getattr(module, weight)) for weight in seen_here}
         unit = Unit(
             module=module, loaded={weight: seen.form for weight, seen in seen_here.items()}, live=live,
@@ -306,13 +310,13 @@ class WeightLayoutRecorder(TorchDispatchMode):
         return module in self.packed and weight in vllm_patches.PACKED_OF_EXPERTS
 
     def _try(self, unit: Unit, names: set[str]) -> bool:
-        before, self._is_trying = Bits(unit), True
+        bits, self._is_trying = Bits(unit), True
         for weight in unit.loaded.keys() - unit.packed:
             getattr(unit.module, weight).data.fill_(float("nan"))
         self._table.load([(name, self._clones.pop(name)) for name in sorted(names)], self._pack)
-        is_same = before.are_those_of(unit)
+        is_same = bits.are_those_of(unit)
         if not is_same:
-            before.put_back(unit)
+            bits.put_back(unit)
         self._is_trying = False
         return is_same
 
@@ -335,12 +339,12 @@ class Bits:
         Args:
             unit: Module with its weights.
         """
-        now = own_tensors(unit.module)
+        current = own_tensors(unit.module)
         return (
-            now.keys() == self.tensors.keys()
+            current.keys() == self.tensors.keys()
             and all(
-                TensorForm.of(now[name]) == TensorForm.of(kept) and is_bitwise_equal(now[name], kept)
-                for name, (_, kept) in self.tensors.items()
+                TensorForm.of(current[name]) == TensorForm.of(saved) and is_bitwise_equal(current[name], saved)
+                for name, (_, saved) in self.tensors.items()
             )
             and is_bitwise_equal(self.answer, self._answer(unit))
         )
@@ -351,9 +355,9 @@ class Bits:
         Args:
             unit: Module with its weights.
         """
-        for name, (tensor, kept) in self.tensors.items():
+        for name, (tensor, saved) in self.tensors.items():
             setattr(unit.module, name, tensor)
-            tensor.data.copy_(kept)
+            tensor.data.copy_(saved)
         if self.linear is not None:
             unit.module.cpu_linear = self.linear
 

@@ -40,14 +40,14 @@ class WeightLoader:
         """Table of weight syncs without a vision tower."""
         return self.tables.get(False)
 
-    def load(self, worker: Any, named: Named, *, has_tower: bool = False, is_tower_there: bool = False) -> list[str]:
+    def load(self, worker: Any, tensors: Named, *, has_tower: bool = False, is_tower_there: bool = False) -> list[str]:
         """Replace all weights of a vLLM worker; return the names of those that did not arrive.
 
         After an error the engine holds the weights of no version, and accepts the next weight sync.
 
         Args:
             worker: vLLM's worker.
-            named: (Hugging Face name, full tensor) pairs.
+            tensors: (Hugging Face name, full tensor) pairs.
             has_tower: Whether the vision tower is among them.
             is_tower_there: If not, whether the engine has the vision tower already, so that it need not arrive.
 
@@ -57,25 +57,25 @@ class WeightLoader:
         from vllm.config import set_current_vllm_config
 
         model = worker.model_runner.get_model()
-        before = buffers_of(worker)
+        buffers = buffers_of(worker)
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             table = self.tables.get(has_tower)
             if table is not None and table.is_as_learnt():
-                missing = table.load(named, self.pack)
+                missing = table.load(tensors, self.pack)
                 vllm_patches.settle_attention(model, worker.vllm_config.model_config.dtype)
             elif self.reason is None:
-                missing = self._learn(worker, model, named, has_tower=has_tower, is_tower_there=is_tower_there)
+                missing = self._learn(worker, model, tensors, has_tower=has_tower, is_tower_there=is_tower_there)
             else:
-                missing = self._reload(worker, model, kept_whole(named))
+                missing = self._reload(worker, model, kept_whole(tensors))
                 vllm_patches.pack_experts(model.modules(), self.pack)
             vllm_patches.pack_heads(model, self.pack)
-        refuse_changed(worker, before, "The weight update", besides=self._loaded_buffers)
+        refuse_changed(worker, buffers, "The weight update", besides=self._loaded_buffers)
         return _unless_there(missing, has_tower, is_tower_there)
 
-    def _learn(self, worker: Any, model: torch.nn.Module, named: Named, *, has_tower: bool, is_tower_there: bool) -> list[str]:
+    def _learn(self, worker: Any, model: torch.nn.Module, tensors: Named, *, has_tower: bool, is_tower_there: bool) -> list[str]:
         recorder = WeightLayoutRecorder(model, self.pack)
         with vllm_patches.layers_watched(recorder.layer), recorder:
-            missing = self._reload(worker, model, recorder.heard(named))
+            missing = self._reload(worker, model, recorder.heard(tensors))
         vllm_patches.pack_experts((module for module in model.modules() if module not in recorder.packed), self.pack)
         if not _unless_there(missing, has_tower, is_tower_there):
             table, self.reason = recorder.outcome()
@@ -85,8 +85,8 @@ class WeightLoader:
             logger.warning("Weight updates use vLLM's own reload, which is slower: %s.", self.reason)
         return missing
 
-    def _reload(self, worker: Any, model: Any, named: Named) -> list[str]:
-        expected, loaded = _reload(worker, model, named)
+    def _reload(self, worker: Any, model: Any, tensors: Named) -> list[str]:
+        expected, loaded = _reload(worker, model, tensors)
         self._loaded_buffers |= loaded - expected
         return sorted(expected - loaded)
 
@@ -100,25 +100,26 @@ def buffers_of(worker: Any) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in worker.model_runner.get_model().named_buffers()}
 
 
-def refuse_changed(worker: Any, before: dict[str, torch.Tensor], what: str, *, besides: Collection[str] = ()) -> None:
+def refuse_changed(worker: Any, old_buffers: dict[str, torch.Tensor], action: str, *, besides: Collection[str] = ()) -> None:
     """Raise WeightSyncError if a buffer changed, bit for bit.
 
     Args:
         worker: vLLM's worker.
-        before: What `buffers_of` returned before.
-        what: The cause, for the message.
+        old_buffers: What `buffers_of` returned before.
+        action: The cause, for the message.
         besides: Buffers that are weights, and arrived with the others.
     """
-    now = buffers_of(worker)
+    buffers = buffers_of(worker)
     changed = sorted(
-        name for name in before.keys() | now.keys()
-        if name not in besides and (name not in before or name not in now or not is_bitwise_equal(before[name], now[name]))
+        name for name in old_buffers.keys() | buffers.keys()
+        if name not in besides and (name not in old_buffers or name not in buffers or not is_bitwise_equal(old_buffers[name],
+        buffers[name]))
     )  # fmt: skip
     if changed:
-        raise WeightSyncError(f"{what} changed {len(changed)} of the engine's tensors that are not weights: {', '.join(changed[:4])}.")
+        raise WeightSyncError(f"{action} changed {len(changed)} of the engine's tensors that are not weights: {', '.join(changed[:4])}.")
 
 
-def _reload(worker: Any, model: Any, named: Named) -> tuple[set[str], set[str]]:
+def _reload(worker: Any, model: Any, tensors: Named) -> tuple[set[str], set[str]]:
     """Reload everything layer by layer. Return the names of all weights, and of those that arrived.
 
     Several reloads with a part each would produce garbage: a layer's kernel layout is made when the layer is complete.
@@ -131,7 +132,7 @@ def _reload(worker: Any, model: Any, named: Named) -> tuple[set[str], set[str]]:
     initialize_layerwise_reload(model)
     catch_copies(model)
     try:
-        loaded = model.load_weights(named)
+        loaded = model.load_weights(tensors)
     except BaseException:
         for layer in model.modules():  # drop what arrived, which may be the cause: else the line below and the next reload fail too
             info = get_layerwise_info(layer)
@@ -203,13 +204,13 @@ class _Copy:
         self.shell.weight_loader(self.shell, part)
 
 
-def kept_whole(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
+def kept_whole(tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the same tensors, with copies of those that vLLM changes as it loads them.
 
     Args:
-        named: (name, tensor) pairs.
+        tensors: (name, tensor) pairs.
     """
-    return ((name, tensor.clone() if name.endswith(_ADDED_ONCE) else tensor) for name, tensor in named)
+    return ((name, tensor.clone() if name.endswith(_ADDED_ONCE) else tensor) for name, tensor in tensors)
 
 
 # ---- the adapter that an engine samples with: one at a time, from memory, each under a new name --------------------------------------
@@ -240,8 +241,8 @@ def sampler_obstacle(architecture: str, *, on_gpu: bool) -> str | None:
     vllm_patches.prepare_environment(on_gpu=on_gpu)
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
-    known = ModelRegistry.models.get(architecture)
-    if known is not None and supports_lora(known.load_model_cls()):
+    model_class = ModelRegistry.models.get(architecture)
+    if model_class is not None and supports_lora(model_class.load_model_cls()):
         return None
     return f"vLLM's {architecture} does not support adapters"
 
@@ -271,9 +272,9 @@ class AdapterSlot:
         self.request = None
         self._number += 1
         with vllm_patches.trainer_untouched():
-            (wrong,) = self._llm.collective_rpc(take_adapter, args=(self._number, update.config, update.tensors, self._modules))
-        if wrong:
-            raise WeightSyncError(f"The adapter of version {update.version} is incomplete: {wrong}.")
+            (fault,) = self._llm.collective_rpc(take_adapter, args=(self._number, update.config, update.tensors, self._modules))
+        if fault:
+            raise WeightSyncError(f"The adapter of version {update.version} is incomplete: {fault}.")
         self.request = adapter_request(self._number, update.version)
 
     def drop(self) -> None:
@@ -298,7 +299,7 @@ def adapter_request(number: int, version: int) -> Any:
 
 
 def take_adapter(
-    worker: Any, number: int, config: Mapping[str, Any], named: Iterable[tuple[str, torch.Tensor]], modules: Collection[str]
+    worker: Any, number: int, config: Mapping[str, Any], named_tensors: Iterable[tuple[str, torch.Tensor]], modules: Collection[str]
 ) -> str:
     """Load an adapter under a new number; return what of it did not arrive, or "". Runs in the engine.
 
@@ -306,21 +307,21 @@ def take_adapter(
         worker: vLLM's worker.
         number: Number of the adapter in the engine.
         config: The adapter's configuration, as PEFT writes it.
-        named: (name, tensor) pairs of the adapter's matrices.
+        named_tensors: (name, tensor) pairs of the adapter's matrices.
         modules: Hugging Face names of the modules that every adapter of this run is on.
     """
     # Copies: vLLM keeps them on the host, and multiplies B by the scale in place.
-    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-    sent = {module_of(name) for name in tensors}
-    wrong = {
-        "arrived with one of their two matrices": {module for module in sent if not {module + A, module + B} <= tensors.keys()},
-        "have an adapter in this run but were not sent": set(modules) - sent,
-        "were sent but have no adapter in this run": sent - set(modules),
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
+    sent_modules = {module_of(name) for name in tensors}
+    faults = {
+        "arrived with one of their two matrices": {module for module in sent_modules if not {module + A, module + B} <= tensors.keys()},
+        "have an adapter in this run but were not sent": set(modules) - sent_modules,
+        "were sent but have no adapter in this run": sent_modules - set(modules),
     }
-    if not any(wrong.values()):
-        ignored = sent - set(_receive(worker, number, config, tensors))
-        wrong = {"were ignored by vLLM, which has no such modules or does not support adapters on them": ignored}
-    return "; ".join(f"{len(names)} modules {what} ({_some(names)})" for what, names in wrong.items() if names)
+    if not any(faults.values()):
+        ignored = sent_modules - set(_receive(worker, number, config, tensors))
+        faults = {"were ignored by vLLM, which has no such modules or does not support adapters on them": ignored}
+    return "; ".join(f"{len(names)} modules {fault} ({_some(names)})" for fault, names in faults.items() if names)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -347,13 +348,13 @@ def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[
         number, tensors, helper, device="cpu", dtype=loras.lora_config.lora_dtype, model_vocab_size=loras.vocab_size,
         weights_mapper=renames,
     )  # fmt: skip
-    known = {part for name in manager.modules for part in (name, *manager.packed_modules.get(name, ()))}
-    theirs = {module_of(name): parse_fine_tuned_lora_name(name, renames)[0] for name in tensors}
-    taken = [ours for ours, name in theirs.items() if name in known and name in model.loras]
-    if len(taken) == len(theirs):
+    module_parts = {part for name in manager.modules for part in (name, *manager.packed_modules.get(name, ()))}
+    vllm_names = {module_of(name): parse_fine_tuned_lora_name(name, renames)[0] for name in tensors}
+    active = [module for module, name in vllm_names.items() if name in module_parts and name in model.loras]
+    if len(active) == len(vllm_names):
         manager.add_adapter(model)  # it packs q, k and v into one, with nothing where a module has no adapter
         manager.activate_adapter(number)
-    return taken
+    return active
 
 
 def drop_adapters(worker: Any) -> None:

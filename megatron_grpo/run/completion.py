@@ -107,8 +107,10 @@ def run_completion(words: Sequence[str], commands: Mapping[str, Callable]) -> in
         ConfigError: The word is not one of the shells.
     """
     if len(words) != 1 or words[0] not in ("bash", "zsh"):
-        got = f", not {' '.join(words)!r}" if words else ""
-        raise ConfigError(f"completion needs the name of a shell{got}: `megatron-grpo completion bash` or `megatron-grpo completion zsh`.")
+        typed_text = f", not {' '.join(words)!r}" if words else ""
+        raise ConfigError(
+            f"completion needs the name of a shell{typed_text}: `megatron-grpo completion bash` or `megatron-grpo completion zsh`."
+        )
     print(completion_script(words[0], commands), end="")
     return EXIT_DONE
 

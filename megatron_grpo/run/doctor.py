@@ -141,26 +141,26 @@ def look_at_packages() -> Iterator[Check]:
     """Yield a check for each package that a run needs or can use."""
     yield _checked("python", f"{platform.python_version()} ({sys.executable})")
     yield _checked(OURS, __version__)
-    wanted = _wanted()
+    required = _wanted()
     for name, module in REQUIRED.items():
-        yield _required(name, module, f"pip install '{name}{wanted.get(name, '')}', or {OURS} again, with its dependencies.")
+        yield _required(name, module, f"pip install '{name}{required.get(name, '')}', or {OURS} again, with its dependencies.")
     yield _sampler()
     yield _torchvision()
-    for name, (extra, what) in OPTIONAL.items():
+    for name, (extra, missing_feature) in OPTIONAL.items():
         version = installed_version(name) or installed_version(name.replace("-", "_"))
-        remedy = "" if version else f"Switched off: {what}. pip install '{OURS}[{extra}]'"
+        remedy = "" if version else f"Switched off: {missing_feature}. pip install '{OURS}[{extra}]'"
         yield Check(name=name, status="ok" if version else "absent", found=version or "is not installed", remedy=remedy)
 
 
 def _sampler() -> Check:
-    there = [name for name in SAMPLERS if installed_version(name)]
-    which = f"pip install '{OURS}[vllm]' on GPUs, or '{OURS}[cpu]'"
-    if not there:
-        return _checked("vllm", "", "is not installed", f"Switched off: sampling inside the trainer, and rollout servers. {which}. A "
+    installed = [name for name in SAMPLERS if installed_version(name)]
+    remedy = f"pip install '{OURS}[vllm]' on GPUs, or '{OURS}[cpu]'"
+    if not installed:
+        return _checked("vllm", "", "is not installed", f"Switched off: sampling inside the trainer, and rollout servers. {remedy}. A "
                                                         "trainer with --vllm_mode server does not need it.")  # fmt: skip
-    if len(there) > 1:
-        return _checked("vllm", "", " and ".join(there), "Both are imported as `vllm`: pip uninstall both, then install one.")
-    return _required(there[0], "vllm", f"{which}, in a separate environment.")
+    if len(installed) > 1:
+        return _checked("vllm", "", " and ".join(installed), "Both are imported as `vllm`: pip uninstall both, then install one.")
+    return _required(installed[0], "vllm", f"{remedy}, in a separate environment.")
 
 
 def _torchvision() -> Check:
@@ -169,28 +169,30 @@ def _torchvision() -> Check:
     vLLM's vision-language models import it. A broken installation also breaks transformers, even for text models.
     """
     if installed_version("torchvision") is None:
-        off = "Switched off: sampling from vision-language models, for which vLLM imports it. tools/install.sh installs it for any torch."
-        return Check(name="torchvision", status="absent", found="is not installed", remedy=off)
+        switched_off = (
+            "Switched off: sampling from vision-language models, for which vLLM imports it. tools/install.sh installs it for any torch."
+        )
+        return Check(name="torchvision", status="absent", found="is not installed", remedy=switched_off)
     remedy = ("It was built for another torch and breaks `import transformers`. Run tools/install.sh, or, if you train text models only, "
               "`pip uninstall torchvision`.")  # fmt: skip
     return _imported("torchvision", "torchvision", remedy)
 
 
 def _required(name: str, module: str, remedy: str) -> Check:
-    version, wanted = installed_version(name), _wanted().get(name)
+    version, specifier = installed_version(name), _wanted().get(name)
     if version is None:
         return _checked(name, "", "is not installed", remedy)
-    if wanted:
+    if specifier:
         from packaging.specifiers import SpecifierSet
 
-        if not SpecifierSet(wanted).contains(version, prereleases=True):
-            return _checked(name, "", f"{version}, and {wanted} is needed", remedy)
+        if not SpecifierSet(specifier).contains(version, prereleases=True):
+            return _checked(name, "", f"{version}, and {specifier} is needed", remedy)
     return _imported(name, module, f"It is broken, or was built for another machine. {remedy}")
 
 
 def _imported(name: str, module: str, remedy: str) -> Check:
-    version, (why, _) = f"{installed_version(name)}", run([sys.executable, "-c", f"import {module}"])
-    return _checked(name, version, why and f"{version} cannot be imported: {why}", remedy)
+    version, (error, _) = f"{installed_version(name)}", run([sys.executable, "-c", f"import {module}"])
+    return _checked(name, version, error and f"{version} cannot be imported: {error}", remedy)
 
 
 def _wanted() -> dict[str, str]:
@@ -214,18 +216,18 @@ def look_at_machine() -> Iterator[Check]:
     yield _devices()
     yield _shared_memory(Path("/dev/shm"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    more = f"`ulimit -n {GOOD_FILES if hard == resource.RLIM_INFINITY else min(hard, GOOD_FILES)}` before the command"
-    few = f"{soft} at a time" if soft < LEAST_FILES else None
-    yield _checked("open files", f"{soft:,} at a time", few, f"Ranks and engines need more: run {more}.")
+    remedy = f"`ulimit -n {GOOD_FILES if hard == resource.RLIM_INFINITY else min(hard, GOOD_FILES)}` before the command"
+    limit_text = f"{soft} at a time" if soft < LEAST_FILES else None
+    yield _checked("open files", f"{soft:,} at a time", limit_text, f"Ranks and engines need more: run {remedy}.")
     for name, folder in (("disk", Path.cwd()), ("temporary folder", Path(tempfile.gettempdir()))):
         yield _disk(name, folder)
 
 
 def _devices() -> Check:
-    why, output = run([sys.executable, "-c", _DEVICES])
-    if why:
+    error, output = run([sys.executable, "-c", _DEVICES])
+    if error:
         remedy = "Repair torch first, then the driver (nvidia-smi shows its version and the processes on the GPUs)."
-        return _checked("devices", "", f"cannot be used: {why}", remedy)
+        return _checked("devices", "", f"cannot be used: {error}", remedy)
     facts = json.loads(output.splitlines()[-1])
     if devices := facts["devices"]:
         return _checked("devices", f"{len(devices)} GPUs ({'; '.join(dict.fromkeys(devices))}), torch for CUDA {facts['built']}")
@@ -247,8 +249,8 @@ def _shared_memory(folder: Path) -> Check:
 def _disk(name: str, folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
     free_space = f"{folder}: {free / 1e9:,.1f} GB free"
-    if wrong := _not_writable(folder, 1):
-        return _checked(name, "", wrong, "Use a directory that you can write, or set TMPDIR.")
+    if obstacle := _not_writable(folder, 1):
+        return _checked(name, "", obstacle, "Use a directory that you can write, or set TMPDIR.")
     remedy = "Free disk space, or use an --output_dir on another disk: checkpoints are several times as large as the model."
     return _checked(name, free_space, free_space if free < LEAST_DISK else None, remedy)
 
@@ -273,17 +275,17 @@ def try_a_run(folder: Path, broken: Collection[str]) -> Check:
         broken: Packages whose checks failed; the run is skipped if it needs one of them.
     """
     name = "a tiny run"
-    if lacking := [part for part in ("torch", "megatron-core", "transformers", *SAMPLERS) if part in broken]:
-        return _checked(name, "", f"cannot be tried without {' and '.join(lacking)}", f"Repair {' and '.join(lacking)} first.")
-    why, _ = run([sys.executable, "-m", "megatron_grpo.run.tiny_run", str(folder)])
-    if why:
+    if broken_parts := [part for part in ("torch", "megatron-core", "transformers", *SAMPLERS) if part in broken]:
+        return _checked(name, "", f"cannot be tried without {' and '.join(broken_parts)}", f"Repair {' and '.join(broken_parts)} first.")
+    error, _ = run([sys.executable, "-m", "megatron_grpo.run.tiny_run", str(folder)])
+    if error:
         remedy = (
             "Install the required versions of torch, megatron-core and vLLM for this machine's GPUs or CPU in a separate environment. "
             "If ranks cannot connect, the name of the host must resolve to the address of a network interface: on one machine use "
             "GLOO_SOCKET_IFNAME=lo, otherwise correct /etc/hosts. If it still fails, report it with the output of "
             "`megatron-grpo doctor --json`."
         )
-        return _checked(name, "", f"a tiny model could not be sampled and trained: {why}", remedy)
+        return _checked(name, "", f"a tiny model could not be sampled and trained: {error}", remedy)
     [record] = [json.loads(line) for line in (folder / "output/metrics.jsonl").read_text().splitlines()]
     return _checked(name, f"ranks connected, vLLM sampled, and one step of a tiny model was trained (gradient norm "
                           f"{record['grad_norm']:.3g}, {record['time/step']:.1f} s)")  # fmt: skip
@@ -312,13 +314,13 @@ def run(command: Sequence[str], *, seconds: float = SECONDS) -> tuple[str, str]:
         process.communicate()
         return f"it did not end within {seconds:g} s", ""
     if process.returncode < 0:
-        known = {
+        exit_texts = {
             signal.SIGILL: "illegal instruction (SIGILL): it was built for another processor",
             signal.SIGBUS: "shared memory is full (SIGBUS)",
             signal.SIGKILL: "it was killed (SIGKILL), possibly because memory ran out",
         }
         number = signal.Signals(-process.returncode)
-        return known.get(number, f"it crashed ({number.name})"), out
+        return exit_texts.get(number, f"it crashed ({number.name})"), out
     return _reason(err, process.returncode) if process.returncode else "", out
 
 

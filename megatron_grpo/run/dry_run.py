@@ -99,8 +99,8 @@ def run_dry_run(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -
     Raises:
         ConfigError: If a run could not even begin.
     """
-    num_rows, rest = _rows_asked(argv)
-    parsed = parse(rest)
+    num_rows, other_words = _rows_asked(argv)
+    parsed = parse(other_words)
     if parsed.problems:
         raise ConfigError(parsed.problems)
     cfg = parsed.config
@@ -153,25 +153,25 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
     Raises:
         ConfigError: With all problems, if model, data or rewards cannot be opened.
     """
-    opened = read_inputs(cfg, parts=PARTS)
-    rows = opened.rows
+    inputs = read_inputs(cfg, parts=PARTS)
+    rows = inputs.rows
     assert rows is not None  # otherwise `read_inputs` has raised
     try:
         result = DryRun(num_rows=len(rows))
         if rows.is_beginning:
             result.notes.append(f"streaming: only the first {len(rows):,} rows were checked; a run checks the others when it reads them.")
-        tools = opened.environment.tools if opened.environment is not None else ()
+        tools = inputs.environment.tools if inputs.environment is not None else ()
         encode = PromptEncoder(
-            opened.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, image_spec=opened.image_spec
+            inputs.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, image_spec=inputs.image_spec
         )
         _look_at_prompts(result, cfg, rows, encode)
-        batches = _batches(result, cfg, opened, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
-        for function in opened.rewards:
+        batches = _batches(result, cfg, inputs, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
+        for function in inputs.rewards:
             _look_at_reward(result, cfg, rows, batches, function)
         _look_at_all(result, cfg, batches)
         return result
     finally:
-        close_rewards(opened.rewards)
+        close_rewards(inputs.rewards)
 
 
 # -- prompts ------------------------------------------------------------------------------------------------------------------------------
@@ -179,33 +179,33 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
 
 def _look_at_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
     tokens: list[int] = []  # of each image
-    lengths, refused = [], Counter[str]()
+    lengths, rejections = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
         try:
             images = rows.images(index)
             token_ids = encode(rows.raw(index), images)
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything, and such errors are what this looks for
-            refused[f"{type(error).__name__}: {printable(error)}"] += 1
+            rejections[f"{type(error).__name__}: {printable(error)}"] += 1
             continue
         lengths.append(len(token_ids))
         tokens += [num_tokens(image) for image in images]
         result.prompt = result.prompt or encode.tokenizer.decode(token_ids)
-    result.num_tokenised = len(lengths) + refused.total()
+    result.num_tokenised = len(lengths) + rejections.total()
     if tokens:
         result.images = (
             f"Images: {len(tokens):,} with {sum(tokens) / len(tokens):,.0f} tokens on average, at most {max(tokens):,}: "
             f"{sum(tokens) / max(1, sum(lengths)):.0%} of all prompt tokens. None is damaged."
         )
-    for why, count in refused.most_common(3):
-        result.wrong.append(f"The tokenizer or its chat template rejects {count} of {result.num_tokenised} prompts: {why}")
+    for fault, count in rejections.most_common(3):
+        result.wrong.append(f"The tokenizer or its chat template rejects {count} of {result.num_tokenised} prompts: {fault}")
     if any(length == 0 for length in lengths):
         result.wrong.append(f"{lengths.count(0)} prompts have no tokens.")
     if lengths:
         result.lengths = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in QUANTILES.items()}
     _look_at_limit(result, cfg, lengths)
-    same = Counter(json.dumps([rows.raw(index), rows.shown(index)], sort_keys=True, default=str) for index in range(len(rows)))
-    if twice := len(rows) - len(same):
-        result.notes.append(f"{twice} of {len(rows)} prompts are duplicates; the most frequent prompt occurs {max(same.values())} times.")
+    counts = Counter(json.dumps([rows.raw(index), rows.shown(index)], sort_keys=True, default=str) for index in range(len(rows)))
+    if twice := len(rows) - len(counts):
+        result.notes.append(f"{twice} of {len(rows)} prompts are duplicates; the most frequent prompt occurs {max(counts.values())} times.")
 
 
 def _look_at_limit(result: DryRun, cfg: Config, lengths: Sequence[int]) -> None:
@@ -223,41 +223,41 @@ def _look_at_limit(result: DryRun, cfg: Config, lengths: Sequence[int]) -> None:
 _TRUNCATED = {"delete": "skips them", "left": "removes their first tokens, and with them the start of the chat template"}
 
 
-def _spread(size: int, most: int) -> Iterator[int]:
-    yield from (range(size) if size <= most else (round(i * (size - 1) / (most - 1)) for i in range(most)))
+def _spread(size: int, max_items: int) -> Iterator[int]:
+    yield from (range(size) if size <= max_items else (round(i * (size - 1) / (max_items - 1)) for i in range(max_items)))
 
 
 # -- rewards ------------------------------------------------------------------------------------------------------------------------------
 
 
 def _batches(
-    result: DryRun, cfg: Config, opened: ValidatedInputs, rows: PromptRows, picked: Sequence[int], encode: PromptEncoder
+    result: DryRun, cfg: Config, inputs: ValidatedInputs, rows: PromptRows, indices: Sequence[int], encode: PromptEncoder
 ) -> dict[str, RewardBatch]:
     """Return the batches to score, by kind of completion.
 
     With an environment they are the episodes in which the model gives that completion at every turn.
     """
-    answers = [_answer_of(rows, index, cfg) for index in picked]
-    kinds: dict[str, list[str | None]] = {"nothing": [""] * len(picked), "garbage": [GARBAGE] * len(picked)}
+    answers = [_answer_of(rows, index, cfg) for index in indices]
+    kinds: dict[str, list[str | None]] = {"nothing": [""] * len(indices), "garbage": [GARBAGE] * len(indices)}
     if any(answers):
         kinds = {"its answer": answers, **kinds}
-    if opened.environment is None:
-        return {kind: _batch(rows, picked, texts, opened.tokenizer) for kind, texts in kinds.items()}
+    if inputs.environment is None:
+        return {kind: _batch(rows, indices, texts, inputs.tokenizer) for kind, texts in kinds.items()}
     try:
-        result.notes += plug_ins.notes_of_template(cfg, opened.environment, opened.tokenizer, opened.model_path)
+        result.notes += plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
     except ConfigError as error:
         result.wrong += [problem.message for problem in error.problems]
         return {}
     prompts = [
         Prompt(number=i, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
-        for i, index in enumerate(picked)
+        for i, index in enumerate(indices)
     ]
     outputs = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
-    played = plug_ins.dry_run_environment(cfg, opened.environment, prompts, outputs, opened.tokenizer, opened.model_path)
-    for kind, episodes in played.items():
+    episodes_by_kind = plug_ins.dry_run_environment(cfg, inputs.environment, prompts, outputs, inputs.tokenizer, inputs.model_path)
+    for kind, episodes in episodes_by_kind.items():
         result.episodes[kind] = episodes.summary
         result.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in episodes.faults]
-    batches = {kind: as_batch(episodes.groups) for kind, episodes in played.items()}
+    batches = {kind: as_batch(episodes.groups) for kind, episodes in episodes_by_kind.items()}
     return {kind: batch for kind, batch in batches.items() if len(batch)}
 
 
@@ -268,26 +268,26 @@ def _look_at_reward(result: DryRun, cfg: Config, rows: PromptRows, batches: Mapp
         result.wrong += [problem.message for problem in error.problems]
         return
     strict = replace(function, on_error="raise")
-    judged = {kind: _judge(strict, batch) for kind, batch in batches.items()}
-    result.rewards[function.name] = judged
-    for kind, row in judged.items():
+    results = {kind: _judge(strict, batch) for kind, batch in batches.items()}
+    result.rewards[function.name] = results
+    for kind, row in results.items():
         if row.error:
             ends = "and ends the run" if cfg.rewards.reward_on_error == "raise" else "and those completions have no score"
             result.wrong.append(f"On {kind}: {row.error} ({ends}: reward_on_error {cfg.rewards.reward_on_error})")
-    scores = [value for row in judged.values() for value in row.scores]
+    scores = [value for row in results.values() for value in row.scores]
     scored = [value for value in scores if value is not None]
     if scores and not scored:
-        messages = result.wrong if "its answer" in judged else result.notes  # without an answer no good completion was tried
+        messages = result.wrong if "its answer" in results else result.notes  # without an answer no good completion was tried
         messages.append(f"Reward `{function.name}` returns None for all tested completions, so it has no effect on the run.")
-    elif _says_nothing(judged):  # normal for rewards of a format or a length
+    elif _says_nothing(results):  # normal for rewards of a format or a length
         result.notes.append(f"Reward `{function.name}` returns {scored[0]:g} for all tested completions.")
-    elif {"its answer", "garbage"} <= judged.keys():
-        best, worst = _mean(judged["its answer"]), _mean(judged["garbage"])
+    elif {"its answer", "garbage"} <= results.keys():
+        best, worst = _mean(results["its answer"]), _mean(results["garbage"])
         if best is not None and worst is not None and best <= worst:
             result.notes.append(f"Reward `{function.name}` does not score the data set's answers higher than garbage.")
-    if judged:
-        slowest = max(judged, key=lambda kind: judged[kind].seconds)
-        _look_at_speed(result, cfg, function, judged[slowest], len(batches[slowest]))
+    if results:
+        slowest = max(results, key=lambda kind: results[kind].seconds)
+        _look_at_speed(result, cfg, function, results[slowest], len(batches[slowest]))
 
 
 def _look_at_all(result: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
@@ -301,10 +301,10 @@ def _look_at_all(result: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]
         )
 
 
-def _says_nothing(judged: Mapping[str, Judged]) -> bool:
+def _says_nothing(results: Mapping[str, Judged]) -> bool:
     """Return whether several kinds of completions all received the same score."""
-    scored = {value for row in judged.values() for value in row.scores if value is not None}
-    return len(judged) > 1 and len(scored) == 1 and not any(row.error for row in judged.values())
+    scored = {value for row in results.values() for value in row.scores if value is not None}
+    return len(results) > 1 and len(scored) == 1 and not any(row.error for row in results.values())
 
 
 def _look_at_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest: Judged, num_rows: int) -> None:
@@ -332,27 +332,27 @@ def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _batch(rows: PromptRows, picked: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> RewardBatch:
+def _batch(rows: PromptRows, indices: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> RewardBatch:
     """Build a batch from the rows that have a text."""
-    answered = [(index, text) for index, text in zip(picked, texts, strict=True) if text is not None]
-    columns = [rows.columns(index) for index, _ in answered]
+    with_text = [(index, text) for index, text in zip(indices, texts, strict=True) if text is not None]
+    columns = [rows.columns(index) for index, _ in with_text]
     names = list(dict.fromkeys(name for row in columns for name in row))
     return RewardBatch(
-        prompts=[rows.raw(index) for index, _ in answered],
-        completions=[as_completion(rows.raw(index), text) for index, text in answered],
-        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in answered],
+        prompts=[rows.raw(index) for index, _ in with_text],
+        completions=[as_completion(rows.raw(index), text) for index, text in with_text],
+        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in with_text],
         columns={name: [row.get(name) for row in columns] for name in names},
-        labels=[f"data-set row {int(rows.keep[index])}" for index, _ in answered],
+        labels=[f"data-set row {int(rows.keep[index])}" for index, _ in with_text],
     )
 
 
 def _judge(function: RewardFunction, batch: RewardBatch) -> Judged:
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         scores = tuple(row[0] for row in score([function], batch).rows)
     except RewardError as error:
-        return Judged(seconds=time.perf_counter() - began, error=str(error))
-    return Judged(scores=scores, seconds=time.perf_counter() - began)
+        return Judged(seconds=time.perf_counter() - start, error=str(error))
+    return Judged(scores=scores, seconds=time.perf_counter() - start)
 
 
 def _mean(row: Judged) -> float | None:
@@ -370,9 +370,9 @@ def report_lines(result: DryRun, cfg: Config) -> str:
         result: Result of the dry run.
         cfg: Settings of the run.
     """
-    shown = result.prompt if len(result.prompt) <= WIDTH else result.prompt[:WIDTH] + " ..."
+    prompt_text = result.prompt if len(result.prompt) <= WIDTH else result.prompt[:WIDTH] + " ..."
     of_all = "" if result.num_tokenised == result.num_rows else f", {result.num_tokenised:,} of them tokenised"
-    lines = [f"{cfg.data.dataset}: {result.num_rows:,} prompts{of_all}", "", "The first prompt, as the model receives it:", shown, ""]
+    lines = [f"{cfg.data.dataset}: {result.num_rows:,} prompts{of_all}", "", "The first prompt, as the model receives it:", prompt_text, ""]
     if result.lengths:
         lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in result.lengths.items()))
     lines += [result.images] if result.images else []

@@ -52,12 +52,12 @@ def run_eval(parsed: Parsed, bitwise_parity: Callable[[], None]) -> int:
         ConfigError: With all problems, before a model loads.
     """
     cfg = asked_for(parsed)
-    looked = read_inputs(cfg, OF_A_RUN)
-    with CleanUp(partial(close_rewards, looked.rewards)) as clean_up:
-        layout, problems = layout_of(cfg, looked.shape)
+    inputs = read_inputs(cfg, OF_A_RUN)
+    with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
+        layout, problems = layout_of(cfg, inputs.shape)
         engine_ranks = 1 if cfg.rollout.vllm_mode == "server" else cfg.rollout.vllm_tensor_parallel_size
-        problems += engine_problems(looked.shape, engine_ranks, world_size=layout.world_size)
-        if problems := [*problems, *tuner_problems(cfg, looked.shape)]:
+        problems += engine_problems(inputs.shape, engine_ranks, world_size=layout.world_size)
+        if problems := [*problems, *tuner_problems(cfg, inputs.shape)]:
             raise ConfigError(problems)
         parallel = start_parallel(cfg, layout)
         clean_up.add(state.stop)
@@ -66,10 +66,10 @@ def run_eval(parsed: Parsed, bitwise_parity: Callable[[], None]) -> int:
         if display is not None:
             mark(Path(cfg.run.output_dir), _EVAL)
             display.open()
-            for note in looked.notes:
+            for note in inputs.notes:
                 display.print_line(note)
             clean_up.add(display.stop)
-        step, evaluated = evaluate(cfg, looked, parallel, clean_up, bitwise_parity)
+        step, evaluated = evaluate(cfg, inputs, parallel, clean_up, bitwise_parity)
         if display is not None:
             display.close()
             _tell(cfg, display, step, evaluated)
@@ -88,14 +88,14 @@ def asked_for(parsed: Parsed) -> Config:
     cfg, problems = parsed.config, list(parsed.problems)
     if "output_dir" not in cfg.typed:
         problems.append(problem_with("output_dir", "eval needs --output_dir."))
-    elif there := [name for name in _OF_A_RUN if (Path(cfg.run.output_dir) / name).exists()]:
+    elif run_files := [name for name in _OF_A_RUN if (Path(cfg.run.output_dir) / name).exists()]:
         out = cfg.run.output_dir
-        message = f"output_dir ({out}) contains a training run ({', '.join(there)}). Use another directory: {out}-eval."
+        message = f"output_dir ({out}) contains a training run ({', '.join(run_files)}). Use another directory: {out}-eval."
         problems.append(problem_with("output_dir", message))
-    elif wrong := overwrite_obstacle(Path(cfg.run.output_dir), _EVAL, ("evaluations.jsonl", "evaluations")):
-        problems.append(problem_with("output_dir", f"output_dir: {wrong}"))
+    elif obstacle := overwrite_obstacle(Path(cfg.run.output_dir), _EVAL, ("evaluations.jsonl", "evaluations")):
+        problems.append(problem_with("output_dir", f"output_dir: {obstacle}"))
     if not problems and _is_of_checkpoint(cfg):
-        cfg = _without_other_sets(settings_of_checkpoint(cfg, Path(cfg.run.resume)), typed=cfg)
+        cfg = _without_other_sets(settings_of_checkpoint(cfg, Path(cfg.run.resume)), typed_cfg=cfg)
     elif cfg.tuner.adapters:
         cfg = with_adapter(cfg.with_values({"tuner_type": "lora"})) if Path(cfg.tuner.adapters).is_dir() else cfg
     if not problems and not sets_of(cfg):
@@ -107,13 +107,13 @@ def asked_for(parsed: Parsed) -> Config:
 
 
 def evaluate(
-    cfg: Config, looked: ValidatedInputs, parallel: ParallelState, clean_up: CleanUp, bitwise_parity: Callable[[], None]
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, clean_up: CleanUp, bitwise_parity: Callable[[], None]
 ) -> tuple[int, list[Evaluated]]:
     """Evaluate all held-out sets. Collective.
 
     Args:
         cfg: Settings of the evaluation.
-        looked: Validated inputs.
+        inputs: Validated inputs.
         parallel: Process groups of this rank.
         clean_up: Receives the closers of everything opened here.
         bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
@@ -121,26 +121,26 @@ def evaluate(
     Returns:
         (optimizer steps of the weights, result of each set).
     """
-    step, model = loaded(cfg, looked, parallel)
-    engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel, bitwise_parity=bitwise_parity)
+    step, model = loaded(cfg, inputs, parallel)
+    engine = ENGINES[cfg.rollout.vllm_mode](cfg, inputs, parallel, bitwise_parity=bitwise_parity)
     clean_up.add(engine.close)
-    sampler, reward_manager = answering(cfg, looked, engine), RewardManager(looked.rewards, cfg.rewards.reward_weights)
+    sampler, reward_manager = answering(cfg, inputs, engine), RewardManager(inputs.rewards, cfg.rewards.reward_weights)
     if model is not None:
         is_coarse = cfg.model.torch_dtype != "float32"
         weight_sync = WeightSyncManager(
             model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False
         )
         weight_sync.sync_weights(step)
-        sampler = generator_of(cfg, looked, sampler, reward_manager, Timers(), again=partial(weight_sync.sync_weights, step))
-    return step, build_evaluator(cfg, looked, sampler, reward_manager, last_step=0).run()
+        sampler = generator_of(cfg, inputs, sampler, reward_manager, Timers(), sync_again=partial(weight_sync.sync_weights, step))
+    return step, build_evaluator(cfg, inputs, sampler, reward_manager, last_step=0).run()
 
 
-def loaded(cfg: Config, looked: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:
+def loaded(cfg: Config, inputs: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:
     """Load the model that the sampler must receive. Collective.
 
     Args:
         cfg: Settings of the evaluation.
-        looked: Validated inputs: shape and path of the model.
+        inputs: Validated inputs: shape and path of the model.
         parallel: Process groups of this rank.
 
     Returns:
@@ -150,7 +150,7 @@ def loaded(cfg: Config, looked: ValidatedInputs, parallel: ParallelState) -> tup
     if not is_of_checkpoint and not cfg.tuner.adapters and cfg.rollout.vllm_mode == "colocate":
         return 0, None
     checkpoint = Path(cfg.run.resume) if is_of_checkpoint else None
-    model = build_loaded(cfg, looked.shape, parallel, model_path=looked.model_path, checkpoint=checkpoint)
+    model = build_loaded(cfg, inputs.shape, parallel, model_path=inputs.model_path, checkpoint=checkpoint)
     step = 0
     if is_of_checkpoint:
         manifest = read_manifest(Path(cfg.run.resume))
@@ -163,9 +163,9 @@ def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[Evaluate
     out = Path(cfg.run.output_dir)
     evaluations = Evaluations(out, replaces=False, writes_completions=bool(cfg.run.log_completions_steps))
     evaluations.start()
-    what = _what(cfg)
-    how, heads, rows = describe([evaluations.add(step, result, model=what) for result in evaluated])
-    display.table(f"{what} ({how})", heads, rows)
+    model_text = _what(cfg)
+    sampling_text, heads, rows = describe([evaluations.add(step, result, model=model_text) for result in evaluated])
+    display.table(f"{model_text} ({sampling_text})", heads, rows)
     display.print_line(f"Done: {out}")
 
 
@@ -180,8 +180,8 @@ def _is_of_checkpoint(cfg: Config) -> bool:
     return cfg.run.resume not in ("auto", "never")
 
 
-def _without_other_sets(cfg: Config, *, typed: Config) -> Config:
+def _without_other_sets(cfg: Config, *, typed_cfg: Config) -> Config:
     """Drop the held-out sets of the checkpoint's run if any set was typed."""
-    nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}, "split_dataset_ratio": 0.0}
-    named = {name for name in nothing if name in typed.typed}
-    return cfg.with_values({name: value for name, value in nothing.items() if name not in named}) if named else cfg
+    no_sets: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}, "split_dataset_ratio": 0.0}
+    typed_names = {name for name in no_sets if name in typed_cfg.typed}
+    return cfg.with_values({name: value for name, value in no_sets.items() if name not in typed_names}) if typed_names else cfg

@@ -56,42 +56,42 @@ Stream = Iterable[tuple[str, torch.Tensor]]  # (name, full tensor) pairs; iterat
 
 
 def export_hf(
-    named: Stream, out: str | Path, *, source: str | Path, dtype: torch.dtype, expected: frozenset[str], max_shard_size: str = "5GB"
+    tensors: Stream, out: str | Path, *, source: str | Path, dtype: torch.dtype, expected: frozenset[str], max_shard_size: str = "5GB"
 ) -> None:
     """Write safetensors, config and tokenizer to `out`, completely or not at all. Collective; the main rank writes.
 
     Args:
-        named: (name, full tensor) pairs of a whole model.
+        tensors: (name, full tensor) pairs of a whole model.
         out: Output directory.
         source: Checkpoint from which config.json and the tokenizer are copied.
         dtype: Dtype of the written tensors.
         expected: Names of all tensors that must be written.
         max_shard_size: Maximum size of one file, such as "5GB".
     """
-    with drained(named) as rest:
+    with drained(tensors) as remaining:
         if collectives.rank() == 0:
             write = HfWriter(out, source, dtype=dtype, expected=expected, max_shard_bytes=bytes_of(max_shard_size) or 1)
             with write, activity.phase("exporting", total=len(expected), unit="tensors"):
-                for name, tensor in rest:
+                for name, tensor in remaining:
                     write(name, tensor)
                     activity.advance()
     collectives.wait_for_all()
 
 
-def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config: Mapping[str, Any]) -> None:
+def export_adapter(tensors: Stream, out: str | Path, *, source: str | Path, config: Mapping[str, Any]) -> None:
     """Write an adapter to `out`, completely or not at all, as PEFT, transformers and vLLM read it. Collective; the main rank writes.
 
     Args:
-        named: (name, full tensor) pairs of the adapter.
+        tensors: (name, full tensor) pairs of the adapter.
         out: Output directory.
         source: The base model; its fingerprint is written beside the adapter.
         config: Content of adapter_config.json.
     """
-    with drained(named) as rest:
+    with drained(tensors) as remaining:
         if collectives.rank() == 0:
             shape = ModelShape.from_pretrained(source)
-            named = ((peft_name(name, shape), tensor) for name, tensor in rest)
-            write_adapter(out, named, config, {"fingerprint": model_fingerprint(Path(source))})
+            tensors = ((peft_name(name, shape), tensor) for name, tensor in remaining)
+            write_adapter(out, tensors, config, {"fingerprint": model_fingerprint(Path(source))})
     collectives.wait_for_all()
 
 
@@ -119,9 +119,9 @@ def export_model(
     if not (cfg.tuner.merge_lora and merged == out):
         export_adapter(adapters.named(), out, source=source, config=adapters.config)
         describe(out, replace(card, kind="adapter"))
-        lost = peft_leaves_out(adapters.settings, exchange.map.shape)
-        if lost and collectives.rank() == 0:
-            logger.warning("%s: %s", out, lost)
+        unread = peft_leaves_out(adapters.settings, exchange.map.shape)
+        if unread and collectives.rank() == 0:
+            logger.warning("%s: %s", out, unread)
     if cfg.tuner.merge_lora:
         weights, merged = exchange.stream(tensors, "merged", prepare=adapters.merged), merged or merged_folder(out)
         export_hf(weights, merged, source=source, dtype=dtype, expected=expected, max_shard_size=cfg.run.max_shard_size)
@@ -165,7 +165,7 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
     adapter_read = from_file(adapter, settings, shape)
     if problems := base_problems(adapter, Path(model)):
         raise ConfigError(problems)
-    read = merged(reader, adapter_read, settings, own_sizes(settings, shape))
+    read_merged = merged(reader, adapter_read, settings, own_sizes(settings, shape))
     weights = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
     names = weights.expected_hf_names()
     if names != weights.stored_names():
@@ -174,19 +174,19 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
         )
     with HfWriter(out, model, expected=names) as write:
         for name in sorted(names):
-            write(name, read(name))
+            write(name, read_merged(name))
 
 
 @contextmanager
-def drained(named: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+def drained(tensors: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Consume what the block leaves of a stream, because the other ranks send it too and would wait for this one.
 
     Args:
-        named: (name, tensor) pairs.
+        tensors: (name, tensor) pairs.
     """
-    rest = iter(named)
-    with CleanUp(lambda: deque(rest, maxlen=0)):
-        yield rest
+    remaining = iter(tensors)
+    with CleanUp(lambda: deque(remaining, maxlen=0)):
+        yield remaining
 
 
 # ---- the Hub
@@ -235,9 +235,11 @@ def push_to_hub(repositories: dict[Path, str]) -> None:
         try:
             upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=MARK, commit_message="Trained with megatron_grpo")
         except Exception as error:  # noqa: BLE001 - errors of HTTP, of files or of the client: the export is complete anyway
-            again = shlex.join(["hf", "upload", repository, str(folder.absolute()), "."])
+            upload_command = shlex.join(["hf", "upload", repository, str(folder.absolute()), "."])
             reason = printable(error, first_line) or type(error).__name__
-            failures.append(f"{folder} was not uploaded to {repository} ({reason}). It is complete on this disk; upload it with: {again}")
+            failures.append(
+                f"{folder} was not uploaded to {repository} ({reason}). It is complete on this disk; upload it with: {upload_command}"
+            )
         else:
             print(f"Pushed: {folder} to {repository}", flush=True)
     if failures:
@@ -277,8 +279,8 @@ def run_export(parsed: Parsed) -> int:
     """
     cfg = parsed.config
     out = Path(cfg.run.output_dir)
-    wrong = why_not_replaced(out) if "output_dir" in cfg.typed else "export needs --output_dir."
-    if problems := [*parsed.problems, *([problem_with("output_dir", wrong)] if wrong else [])]:
+    obstacle = why_not_replaced(out) if "output_dir" in cfg.typed else "export needs --output_dir."
+    if problems := [*parsed.problems, *([problem_with("output_dir", obstacle)] if obstacle else [])]:
         raise ConfigError(problems)
     if cfg.run.resume not in ("auto", "never"):
         cfg = settings_of_checkpoint(cfg, Path(cfg.run.resume))
@@ -334,6 +336,6 @@ def card_of(directory: Path, model: Path) -> Card:
     """
     manifest = read_manifest(directory)
     assert not isinstance(manifest, str)  # it has been read before
-    known, beside = table(), directory.absolute().parent.parent
-    trained = Config().with_values({name: value for name, value in manifest.origin.settings.items() if name in known})
-    return Card(cfg=trained, source=model, run=beside if (beside / "metrics.jsonl").is_file() else None, step=manifest.step)
+    known_settings, run_directory = table(), directory.absolute().parent.parent
+    trained = Config().with_values({name: value for name, value in manifest.origin.settings.items() if name in known_settings})
+    return Card(cfg=trained, source=model, run=run_directory if (run_directory / "metrics.jsonl").is_file() else None, step=manifest.step)

@@ -120,7 +120,7 @@ def _turn(text: str) -> Iterator[bool]:
     except OSError:  # printing twice is better than not at all
         yield True
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # not killed between printing and marking
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # not killed between printing and marking
     try:
         fcntl.flock(stream, fcntl.LOCK_EX)
         mark = hashlib.sha256(text.encode()).hexdigest()
@@ -132,7 +132,7 @@ def _turn(text: str) -> Iterator[bool]:
     finally:
         with suppress(OSError):  # for example a full disk, which may be the reason being reported
             stream.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def note(text: str, *, seconds_later: int = 0) -> None:
@@ -185,14 +185,14 @@ def _gpu_sentence(error: BaseException) -> str | None:
     """Return a sentence for an out-of-memory error of a GPU; None for all other errors."""
     if type(error).__name__ != "OutOfMemoryError" and not _NO_ROOM_ON_GPU.search(str(error)):
         return None
-    where = _where(error)
-    doing, remedy = next((doing, remedy) for pattern, doing, remedy in _ON_GPU if re.search(pattern, where))
-    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    location = _where(error)
+    doing, remedy = next((doing, remedy) for pattern, doing, remedy in _ON_GPU if re.search(pattern, location))
+    requested = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     free = re.search(r"of which ([\d.]+ \w+) is free", str(error))
-    facts = f" ({wanted[1]} requested{f', {free[1]} free' if free else ''})" if wanted else ""
+    facts = f" ({requested[1]} requested{f', {free[1]} free' if free else ''})" if requested else ""
     return (
         f"the GPU has no memory left while {doing}{facts}. To reduce memory: {remedy}. `plan --gpu_memory_gb` estimates what is needed and "
-        f"what would fit. The same command resumes from the last checkpoint.{where}"
+        f"what would fit. The same command resumes from the last checkpoint.{location}"
     )
 
 
@@ -210,27 +210,28 @@ def machine_sentence(error: BaseException) -> str | None:
     path = error.filename if isinstance(error, OSError) else None
     if path is None and (match := re.search(r"(/[\w./+-]+)", str(error))) and not isinstance(error, OSError):
         path = match[1].rstrip(".")
-    what = f"{path}" if path else "a file"
-    where = _where(error)
+    file_text = f"{path}" if path else "a file"
+    location = _where(error)
     if "/dev/shm" in str(path) or (number == errno.ENOSPC and "shared memory" in str(error)):
         size = _mebibytes("/dev/shm")
-        return f"shared memory is full: /dev/shm has {size}. Give it more (docker run --shm-size 16g).{where}"
+        return f"shared memory is full: /dev/shm has {size}. Give it more (docker run --shm-size 16g).{location}"
     if number in (errno.ENOSPC, errno.EDQUOT):
         free = f" ({_mebibytes(path)})" if path and _folder_of(path) else ""
-        return f"no space is left on the disk for {what}{free}. Free disk space, then run the same command again.{where}"
+        return f"no space is left on the disk for {file_text}{free}. Free disk space, then run the same command again.{location}"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"{what} cannot be written or read: {os.strerror(number)}.{where}"
+        return f"{file_text} cannot be written or read: {os.strerror(number)}.{location}"
     if number in (errno.EMFILE, errno.ENFILE):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return (
-            f"the limit of open files is {soft}, and this process needs more. Run `ulimit -n {max(hard, 65536)}` before the command.{where}"
+            f"the limit of open files is {soft}, and this process needs more. Run `ulimit -n {max(hard, 65536)}` before the "
+            f"command.{location}"
         )
     if number == errno.ENOMEM:
-        return f"no memory, or no thread, is left for this process: {_memory()}.{where}"
+        return f"no memory, or no thread, is left for this process: {_memory()}.{location}"
     if number in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
-        return f"{what} cannot be used: {os.strerror(number)}.{where}"
+        return f"{file_text} cannot be used: {os.strerror(number)}.{location}"
     if number in (errno.EIO, errno.ESTALE):
-        return f"the file system of {what} fails: {os.strerror(number)}.{where}"
+        return f"the file system of {file_text} fails: {os.strerror(number)}.{location}"
     return None
 
 
@@ -252,10 +253,10 @@ def _memory() -> str:
     mebibytes = {words[0]: int(words[1]) // 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
     parts = [f"it holds {mebibytes.get('VmRSS:', 0)} MiB ({mebibytes.get('VmSize:', 0)} MiB of addresses)"]
     limits = {"-v": (resource.RLIMIT_AS, 2**20, " MiB"), "-u": (resource.RLIMIT_NPROC, 1, " processes and threads")}
-    for flag, (limit, unit, of) in limits.items():
+    for flag, (limit, unit, suffix) in limits.items():
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:
-            parts.append(f"`ulimit {flag}` allows {soft // unit}{of}")
+            parts.append(f"`ulimit {flag}` allows {soft // unit}{suffix}")
     return ", ".join([*parts, f"{mebibytes.get('MemAvailable:', 0)} MiB of the machine are free"])
 
 

@@ -78,25 +78,25 @@ def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeou
         hosts: Host name of each rank.
         timeout: `rank_heartbeat_timeout`, seconds.
     """
-    named = culprits(accounts)
-    lines = [_of_culprit(rank, hosts[rank], accounts[rank]) for rank in named[:NAMED]]
-    if len(named) > NAMED:
-        lines.append(f"So do {len(named) - NAMED} more ranks: {', '.join(map(str, named[NAMED : NAMED + 32]))}.")
-    others = Counter(_of_other(accounts[rank]) for rank in accounts.keys() - set(named))
-    doing = "; ".join(f"{count} {words}" for words, count in others.most_common(NAMED))
-    if not named:
+    culprit_ranks = culprits(accounts)
+    lines = [_of_culprit(rank, hosts[rank], accounts[rank]) for rank in culprit_ranks[:NAMED]]
+    if len(culprit_ranks) > NAMED:
+        lines.append(f"So do {len(culprit_ranks) - NAMED} more ranks: {', '.join(map(str, culprit_ranks[NAMED : NAMED + 32]))}.")
+    other_states = Counter(_of_other(accounts[rank]) for rank in accounts.keys() - set(culprit_ranks))
+    doing = "; ".join(f"{count} {words}" for words, count in other_states.most_common(NAMED))
+    if not culprit_ranks:
         lines.append("all ranks wait for each other, and none of them is behind: they are in different collectives, or the network fails "
                      f"({doing}).")  # fmt: skip
-    elif others:
-        lines.append(f"The others wait for {'it' if len(named) == 1 else 'them'} ({doing}).")
+    elif other_states:
+        lines.append(f"The others wait for {'it' if len(culprit_ranks) == 1 else 'them'} ({doing}).")
     return "\n  ".join([*lines, f"That has lasted for rank_heartbeat_timeout ({timeout:g} s), so the run ends."])
 
 
 def _of_culprit(rank: int, host: str, report: RankReport) -> str:
     doing = f", {report.words}" if report.words else ""
-    where = f", at {report.where}" if report.where else ""
-    how = report.state or f"it has made no progress for {report.age:.0f} s"
-    return f"rank {rank} on {host} hangs in optimizer step {report.step + 1}{doing}{where}: {how}."
+    location = f", at {report.where}" if report.where else ""
+    state_text = report.state or f"it has made no progress for {report.age:.0f} s"
+    return f"rank {rank} on {host} hangs in optimizer step {report.step + 1}{doing}{location}: {state_text}."
 
 
 def _of_other(report: RankReport) -> str:
@@ -245,25 +245,25 @@ def collect(pid: int) -> str:
     try:
         if (path := _place(pid, _NAME)) is None:
             return ""
-        before, was_stopped = path.stat().st_size, state_of(pid) == STATES["T"]
+        old_size, was_stopped = path.stat().st_size, state_of(pid) == STATES["T"]
         # Sent to its main thread, which then writes before it does anything else.
         if ctypes.CDLL(None).tgkill(pid, pid, SIGNAL) != 0:
             return ""
         os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + SECONDS
-        while time.monotonic() < end and (path.stat().st_size == before or _grows(path)):
+        while time.monotonic() < end and (path.stat().st_size == old_size or _grows(path)):
             time.sleep(0.002)  # it writes to memory and does not signal the end
         if was_stopped:
             os.kill(pid, signal.SIGSTOP)
-        return path.read_bytes()[before:].decode(errors="replace")
+        return path.read_bytes()[old_size:].decode(errors="replace")
     except OSError:  # it has exited
         return ""
 
 
 def _grows(path: Path) -> bool:
-    before = path.stat().st_size
+    old_size = path.stat().st_size
     time.sleep(0.02)  # threads are written one after the other
-    return path.stat().st_size > before
+    return path.stat().st_size > old_size
 
 
 def innermost(text: str) -> str:

@@ -121,9 +121,9 @@ class Problems(list[Problem]):
         Args:
             inputs: The problems. Those that an iterator yields before it raises are kept.
         """
-        known = {problem.message for problem in self}
+        messages = {problem.message for problem in self}
         for problem in inputs:
-            if problem.message not in known:
+            if problem.message not in messages:
                 self.append(problem)
 
 
@@ -256,8 +256,8 @@ def reference(cfg: Config, inputs: ValidatedInputs) -> None:
     ref_shape = ModelShape.from_pretrained(path)
     stored_names(path)
     if shape is not None and ref_shape != shape:
-        other = [f.name for f in fields(ModelShape) if getattr(ref_shape, f.name) != getattr(shape, f.name)]
-        sizes = ", ".join(f"{name} {getattr(ref_shape, name)} (model: {getattr(shape, name)})" for name in other)
+        different = [f.name for f in fields(ModelShape) if getattr(ref_shape, f.name) != getattr(shape, f.name)]
+        sizes = ", ".join(f"{name} {getattr(ref_shape, name)} (model: {getattr(shape, name)})" for name in different)
         message = f"ref_model ({name}) does not have the model's architecture: {sizes}. The reference uses the model's layout."
         raise config_error(flags, message)
     if inputs.model_path is not None and vocabulary_fingerprint(path) not in (None, vocabulary_fingerprint(inputs.model_path)):
@@ -285,8 +285,8 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
         stored_names(path)
     except ConfigError as error:
         raise ConfigError([of_teacher(problem) for problem in error.problems]) from error
-    own = inputs.tokenizer
-    if own is not None and vocabulary_of(load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)) != vocabulary_of(own):
+    tokenizer = inputs.tokenizer
+    if tokenizer is not None and vocabulary_of(load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)) != vocabulary_of(tokenizer):
         message = (
             f"teacher_model ({name}) has a tokenizer that differs from the policy's: the same token IDs would be different text. Use a "
             "teacher with the policy's vocabulary."
@@ -355,13 +355,13 @@ def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
         inputs: Inputs read so far; the result is stored in it.
     """
     problems = Problems()
-    for name, where in sets_of(cfg).items():
+    for name, path in sets_of(cfg).items():
         if part_of(name) not in inputs.left_out:
-            problems.attempt(partial(_held_out_set, cfg, inputs, name, where))
+            problems.attempt(partial(_held_out_set, cfg, inputs, name, path))
     return problems
 
 
-def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, where: str) -> None:
+def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) -> None:
     from megatron_grpo.data.prompts import load_rows, open_stream
 
     flag = flag_of(name, cfg)
@@ -371,7 +371,7 @@ def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, where: str) -
             cfg.data,
             inputs.tokenizer,
             seed=0,
-            dataset=where,
+            dataset=path,
             shuffle=False,
             flag=flag,
             image_spec=inputs.image_spec,
@@ -380,7 +380,7 @@ def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, where: str) -
         )
         inputs.held_out[name], rows = stream, stream.rows
     else:
-        rows = load_rows(cfg.data, dataset=where, flag=flag, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
+        rows = load_rows(cfg.data, dataset=path, flag=flag, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
         _check_rows_alone(inputs, rows, flag)
     inputs.looked.append((flag, rows))
 
@@ -436,10 +436,10 @@ def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems
     """
     problems = Problems()
     for flag, rows in inputs.looked:
-        for why in _blind(cfg) if rows.image_store is not None else ():
+        for reason in _blind(cfg) if rows.image_store is not None else ():
             from megatron_grpo.data.checks import check_without_images
 
-            problems.attempt(partial(check_without_images, rows, flag, why))
+            problems.attempt(partial(check_without_images, rows, flag, reason))
         if inputs.rewards:
             problems.attempt(partial(find_columns, cfg, inputs.rewards, rows, flag))
         if inputs.tokenizer is not None:
@@ -475,14 +475,16 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
         return
     names = rows.column_names()
     of_episodes = (*_EPISODE_COLUMNS, *(("contexts", "agent_output") if cfg.turns.has_agent else ())) if cfg.turns.plays else ()
-    if both := [name for name in names if name in of_episodes]:
-        message = f"{flag} has the column {', '.join(both)}, a name that is reserved for values of episodes in rewards. Rename the column."
+    if reserved := [name for name in names if name in of_episodes]:
+        message = (
+            f"{flag} has the column {', '.join(reserved)}, a name that is reserved for values of episodes in rewards. Rename the column."
+        )
         raise config_error(flag, message)
     if cfg.turns.has_agent:  # its verdict may add columns
         return
 
-    def without(wanted: Sequence[str]) -> str:
-        return "" if set(wanted).intersection(of_episodes) else rows.without(wanted)
+    def without(names_needed: Sequence[str]) -> str:
+        return "" if set(names_needed).intersection(of_episodes) else rows.without(names_needed)
 
     check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)
 
@@ -510,8 +512,8 @@ def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """
     if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
         return ()
-    most = max((rows.max_images for _, rows in inputs.looked), default=0)
-    return plug_ins.problems_of_servers(cfg, inputs.shape, _longest(inputs), inputs.image_spec, most)
+    max_images = max((rows.max_images for _, rows in inputs.looked), default=0)
+    return plug_ins.problems_of_servers(cfg, inputs.shape, _longest(inputs), inputs.image_spec, max_images)
 
 
 def teacher_servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:

@@ -39,11 +39,11 @@ from megatron_grpo.run.watchdog import Watchdog
 _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo dry-run`."
 
 
-def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
+def run_training(plan: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
     """Run `megatron-grpo train` on this rank.
 
     Args:
-        made: Plan of the run, with validated settings.
+        plan: Plan of the run, with validated settings.
         inputs: Validated inputs.
         parts: Custom parts, and the hooks into `analysis`.
 
@@ -54,24 +54,24 @@ def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
         RunInterruptedError: If the run was asked to stop; its state is saved.
         RunError: If the run failed for a reason that a user can act on.
     """
-    cfg = made.checked.config
+    cfg = plan.checked.config
     limits = limits_of(cfg, launched_at())
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
         # Settings as typed: derived sizes would be reported as further differences. Paths are those of this machine.
-        typed = made.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
-        parallel = start_parallel(cfg, made.checked.sizes.layout, typed=typed, content=inputs.resume.origin.content)
+        typed_cfg = plan.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
+        parallel = start_parallel(cfg, plan.checked.sizes.layout, typed_cfg=typed_cfg, content=inputs.resume.origin.content)
         peers = Peers(collectives.store("peers"), rank=parallel.rank, processes=collectives.all_gather_object(Process.mine()))
         signal = StopSignal(
-            partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, others=peers,
+            partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, peers=peers,
             leaves_unasked=parallel.device.type == "cuda",
         )  # fmt: skip
         clean_up.add(signal.restore)
         watchdog = watched(cfg, parallel, peers, clean_up)
         try:
-            with CleanUp() as opened, recorded(cfg, parallel), reported(peers, watchdog):
-                take_output_dir(cfg, parallel, opened)
+            with CleanUp() as exit_stack, recorded(cfg, parallel), reported(peers, watchdog):
+                take_output_dir(cfg, parallel, exit_stack)
                 repositories = open_repositories(cfg, exports(cfg))
-                train_and_export(made, inputs, parallel, signal, opened, parts, watchdog)
+                train_and_export(plan, inputs, parallel, signal, exit_stack, parts, watchdog)
         except RunInterruptedError as stopped:
             stopped.is_final = signal.is_final
             leave_together(cfg, parallel, peers, signal)
@@ -104,10 +104,10 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
     except BaseException as error:
         if watchdog is not None:
             watchdog.hold_if_alarmed()
-        lost = peers.explain(error, watchdog.who_is_silent) if watchdog is not None else peers.explain(error)
+        death = peers.explain(error, watchdog.who_is_silent) if watchdog is not None else peers.explain(error)
         peers.report_failure()
-        if lost:
-            raise RunError(lost) from error
+        if death:
+            raise RunError(death) from error
         if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich converts it to SystemExit
             raise RunError("the reader of this command's output closed the pipe.") from error
         raise
@@ -160,7 +160,7 @@ def launched_at() -> float:
 
 
 def train_and_export(
-    made: Plan,
+    plan: Plan,
     inputs: ValidatedInputs,
     parallel: ParallelState,
     signal: StopSignal,
@@ -171,7 +171,7 @@ def train_and_export(
     """Train, then export the model. Collective.
 
     Args:
-        made: Plan of the run.
+        plan: Plan of the run.
         inputs: Validated inputs.
         parallel: Process groups of this rank.
         signal: Tells whether the run is to stop.
@@ -183,10 +183,10 @@ def train_and_export(
         RunInterruptedError: If the run was asked to stop.
         RunError: If no gradient changed the weights.
     """
-    cfg = made.checked.config
+    cfg = plan.checked.config
     if parallel.is_rank_zero:
-        print_report(made, is_short=True)
-    run = build_run(made, inputs, parallel, signal, parts)
+        print_report(plan, is_short=True)
+    run = build_run(plan, inputs, parallel, signal, parts)
     clean_up.add(run.engine.close)
     if watchdog is not None:
         watchdog.leaves_behind = run.step_callback.dump_on_hang
@@ -203,8 +203,8 @@ def train_and_export(
                 export_model(policy, exports(cfg)[0], cfg=cfg, source=inputs.model_path, card=card)
         if parallel.is_rank_zero:
             check_output_dir(Path(cfg.run.output_dir))
-        if nothing := collectives.broadcast_object(run.logger.metrics.learnt.nothing(progress.step)):
-            raise RunError(f"{nothing} {_WHERE_TO_LOOK} Other files of the run are in {Path(cfg.run.output_dir).resolve()}.")
+        if not_learnt := collectives.broadcast_object(run.logger.metrics.learnt.nothing(progress.step)):
+            raise RunError(f"{not_learnt} {_WHERE_TO_LOOK} Other files of the run are in {Path(cfg.run.output_dir).resolve()}.")
     except RunInterruptedError:
         clean_up.add(run.logger.close)
         raise
@@ -297,9 +297,9 @@ def leave_if_doomed(peers: Peers) -> None:
     Args:
         peers: The other ranks.
     """
-    why = peers.why_doomed()
-    if why is None:
+    reason = peers.why_doomed()
+    if reason is None:
         return
-    if why:
-        print_error(f"{PREFIX}{why}")
+    if reason:
+        print_error(f"{PREFIX}{reason}")
     os._exit(EXIT_CRASH)

@@ -62,8 +62,8 @@ def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.envir
     if job is not None and job.end is not None:
         lead = lead_of(cfg, job)
         if lead:
-            at = time.monotonic() + job.end - time.time() - lead
-            limits.append(Limit(at, f"the end of Slurm's job {job.number}, {lead:.0f} s from it (stop_before_end_seconds)"))
+            end = time.monotonic() + job.end - time.time() - lead
+            limits.append(Limit(end, f"the end of Slurm's job {job.number}, {lead:.0f} s from it (stop_before_end_seconds)"))
     return limits
 
 
@@ -74,9 +74,9 @@ def lead_of(cfg: Config, job: launcher.SlurmJob) -> float:
         cfg: Settings of the run.
         job: The Slurm job.
     """
-    typed = cfg.run.stop_before_end_seconds
-    if typed is not None or job.seconds is None:
-        return LONGEST_LEAD if typed is None else typed
+    seconds = cfg.run.stop_before_end_seconds
+    if seconds is not None or job.seconds is None:
+        return LONGEST_LEAD if seconds is None else seconds
     return min(LONGEST_LEAD, job.seconds / 10)
 
 
@@ -91,11 +91,11 @@ def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> li
     lead, seconds = cfg.run.stop_before_end_seconds, job.seconds if job is not None else None
     if job is not None and lead is not None and seconds is not None and lead >= seconds:
         name = cfg.typed.get("stop_before_end_seconds", "stop_before_end_seconds")
-        near = int(seconds / 10)
+        proposed = int(seconds / 10)
         problems.append(Problem(
-            flags=(name,), nearest={name: [near]},
+            flags=(name,), nearest={name: [proposed]},
             message=f"{name} ({lead:g}) is not less than the {seconds:g} s of Slurm job {job.number}: the run would stop before its first "
-                    f"step. Use {near}, or request more time (--time)."))  # fmt: skip
+                    f"step. Use {proposed}, or request more time (--time)."))  # fmt: skip
     if cfg.run.requeue:
         name = cfg.typed.get("requeue", "requeue")
         if job is None:

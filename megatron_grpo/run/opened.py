@@ -69,15 +69,15 @@ def settings_over(cfg: Config, of_run: Mapping[str, Any]) -> Config:
         cfg: Settings of this command.
         of_run: Settings of the run, by name.
     """
-    known = table()
-    values = {name: value for name, value in of_run.items() if name in known and name not in _OTHERS}
+    known_settings = table()
+    values = {name: value for name, value in of_run.items() if name in known_settings and name not in _OTHERS}
     start = values.get("adapters")
     if start and not Path(start).is_dir():
         values["adapters"] = None  # the run's initial adapters are gone; its settings contain ranks and targets too
     if values.get("mcore_model") and not Path(values["mcore_model"]).is_dir():
         values["mcore_model"] = None
-    typed = {name: getattr(section, name) for section in cfg.groups().values() for name in vars(section) if name in cfg.typed}
-    return cfg.with_values(values | typed)
+    typed_values = {name: getattr(section, name) for section in cfg.groups().values() for name in vars(section) if name in cfg.typed}
+    return cfg.with_values(values | typed_values)
 
 
 def layout_of(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
@@ -135,16 +135,16 @@ def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
         raise config_error("mcore_model", message) from error
 
 
-def copy_weights(chunks: Sequence[Any], of: Sequence[Any]) -> None:
+def copy_weights(chunks: Sequence[Any], source_chunks: Sequence[Any]) -> None:
     """Copy the parameters and buffers of one model into another of the same shape on the same ranks.
 
     Args:
         chunks: Model chunks to write.
-        of: Model chunks to read.
+        source_chunks: Model chunks to read.
     """
     with torch.no_grad():
-        for target, source in zip(chunks, of, strict=True):
+        for target, source in zip(chunks, source_chunks, strict=True):
             for kind in ("named_parameters", "named_buffers"):
-                named = dict(getattr(source, kind)())
+                source_tensors = dict(getattr(source, kind)())
                 for name, tensor in getattr(target, kind)():
-                    tensor.copy_(named[name])
+                    tensor.copy_(source_tensors[name])

@@ -144,27 +144,27 @@ class Peers:
         if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
             return None
         end = time.monotonic() + SECONDS_TO_LEARN
-        while (why := self.why_doomed()) is None and time.monotonic() < end:
+        while (death := self.why_doomed()) is None and time.monotonic() < end:
             time.sleep(0.05)
-        if why:
-            return why
-        if why == "":
+        if death:
+            return death
+        if death == "":
             return f"rank {self._rank} exits: another rank failed and reports the reason."
         if reason := who_is_silent():
             silent = ", ".join(f"rank {rank} (process {self.processes[rank].pid} on {self.processes[rank].host})" for rank in reason)
             return f"{silent} does not respond, and a collective exceeded distributed_timeout_minutes: the process is stopped, or its \
 machine is unreachable. The same command resumes from the last checkpoint."
-        others = sorted({process.host for process in self.processes} - {self.processes[self._rank].host})
-        if others:
-            error.add_note(f"All ranks of this machine are alive; check {', '.join(others)}.")
+        other_hosts = sorted({process.host for process in self.processes} - {self.processes[self._rank].host})
+        if other_hosts:
+            error.add_note(f"All ranks of this machine are alive; check {', '.join(other_hosts)}.")
         return None
 
     def _deaths(self, has_spoken: Any) -> str:
-        own = self.processes[self._rank]
+        own_process = self.processes[self._rank]
         deaths = []
         for rank, process in enumerate(self.processes):
-            if rank != self._rank and process.machine == own.machine and (how := process.death()) and not has_spoken(rank):
-                deaths.append(f"rank {rank} {how} without an error message (process {process.pid} on {process.host})")
+            if rank != self._rank and process.machine == own_process.machine and (death := process.death()) and not has_spoken(rank):
+                deaths.append(f"rank {rank} {death} without an error message (process {process.pid} on {process.host})")
         if not deaths:
             return ""
         return f"{'; '.join(deaths)}, and the run cannot continue. {_likely_cause()} The same command resumes from the last checkpoint."

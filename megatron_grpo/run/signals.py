@@ -36,10 +36,10 @@ _NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job,
 @contextmanager
 def heard_before_the_run() -> Iterator[None]:
     """Handle signals that arrive while no `StopSignal` is active: print one sentence and exit at once (exit code 3)."""
-    me, before = os.getpid(), {number: signal.getsignal(number) for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}
+    pid, old_handlers = os.getpid(), {number: signal.getsignal(number) for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}
 
     def end(number: int, frame: Any) -> None:
-        if os.getpid() != me:  # a forked child, for example of a reward function
+        if os.getpid() != pid:  # a forked child, for example of a reward function
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -49,12 +49,12 @@ def heard_before_the_run() -> Iterator[None]:
         note(f"{stopped}", seconds_later=1)  # torchrun may send it because another rank has failed: that rank's reason must come first
         os._exit(report(stopped))
 
-    for number in before:
+    for number in old_handlers:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
@@ -66,7 +66,7 @@ class StopSignal:
             the process if a rank has failed, and returns if the run is to be saved.
         patience: Seconds that a sampling request in progress may still take.
         limits: Time limits.
-        others: The other ranks. They are notified of a request here, and polled for their own in a thread, so that a rank learns of a
+        peers: The other ranks. They are notified of a request here, and polled for their own in a thread, so that a rank learns of a
             signal to another one in the middle of a rollout, without a collective.
         leaves_unasked: Whether this process also exits after the others have reported for `SECONDS_TO_TELL` that the run cannot go on.
             gloo's collectives raise an error when a member dies; NCCL's keep waiting, and not every launcher sends SIGTERM.
@@ -78,16 +78,16 @@ class StopSignal:
         *,
         patience: float = 0.0,
         limits: Sequence[Limit] = (),
-        others: Peers | None = None,
+        peers: Peers | None = None,
         leaves_unasked: bool = False,
     ):
-        self._leaves_unasked, self._doomed_since = leaves_unasked and others is not None, float("inf")
+        self._leaves_unasked, self._doomed_since = leaves_unasked and peers is not None, float("inf")
         self.received: signal.Signals | None = None
         self.asked: StopReason | None = None
         # True if this rank itself was asked to stop, and not by SIGTERM: torchrun also sends SIGTERM to ranks that it restarts when the
         # set of machines changes.
         self.is_final = False
-        self._leave_if_doomed, self._patience, self._limits, self._others = leave_if_doomed, patience, limits, others
+        self._leave_if_doomed, self._patience, self._limits, self._others = leave_if_doomed, patience, limits, peers
         self._since, self._patient_until = 0.0, float("inf")
         # Python runs signal handlers in the main thread, which never gets to them inside a collective that hangs. So a thread listens.
         self._heard, self._tell = os.pipe()
@@ -129,13 +129,13 @@ class StopSignal:
         self.asked = next(reason for reason in all_gather(self.asked) if reason is not None)
         return self.asked.why
 
-    def request(self, why: str) -> None:
+    def request(self, reason: str) -> None:
         """Request a stop from inside the program. One rank alone may call it.
 
         Args:
-            why: End of the sentence "stopped by ...".
+            reason: End of the sentence "stopped by ...".
         """
-        self._take(StopReason(why), is_final=True)
+        self._take(StopReason(reason), is_final=True)
 
     def restore(self) -> None:
         """Restore the signal handlers that were installed before."""
@@ -169,15 +169,15 @@ class StopSignal:
         os.close(self._heard)
 
     def _until_next_look(self) -> float | None:
-        between = [self._others.seconds_between_looks] if self._others else []
+        intervals = [self._others.seconds_between_looks] if self._others else []
         if self.asked is not None:
-            return between[0] if self._leaves_unasked else None
-        return min([limit.at - time.monotonic() for limit in self._limits] + between, default=None)
+            return intervals[0] if self._leaves_unasked else None
+        return min([limit.at - time.monotonic() for limit in self._limits] + intervals, default=None)
 
     def _look(self) -> None:
-        over = next((limit for limit in self._limits if time.monotonic() >= limit.at), None) if self.asked is None else None
-        if over is not None:
-            self._take(StopReason(over.why, is_time=True), is_final=True)
+        reached = next((limit for limit in self._limits if time.monotonic() >= limit.at), None) if self.asked is None else None
+        if reached is not None:
+            self._take(StopReason(reached.why, is_time=True), is_final=True)
         elif self._others is not None:
             self.asked = self.asked or self._others.asked()
         if self._leaves_unasked:

@@ -45,19 +45,19 @@ def supervised(command: Callable[[], int]) -> int:
     if launcher.read().by_torchrun:
         die_with_launcher(started_by)
     if end := launcher.ended_before():
-        code, why = end
-        _print_error(why)
+        code, message = end
+        _print_error(message)
         return code
     _STARTED_BY.append(started_by)
-    me = os.getpid()
-    ended, says_end = os.pipe()
-    os.set_blocking(ended, False)  # a process that outlives the child may hold the other end
+    own_pid = os.getpid()
+    end_reader, says_end = os.pipe()
+    os.set_blocking(end_reader, False)  # a process that outlives the child may hold the other end
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     child = os.fork()
     if not child:
-        os.close(ended)
-        die_with_parent(me)
+        os.close(end_reader)
+        die_with_parent(own_pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = command()
         os.write(says_end, b".")
@@ -69,7 +69,7 @@ def supervised(command: Callable[[], int]) -> int:
     status = _wait_for(child)
     if status < 0:
         _die_of(-status, mask)
-    if status == 0 and not _has_said_so(ended):
+    if status == 0 and not _has_said_so(end_reader):
         _print_error(f"{_who()} ended with exit code 0 before its command was complete, so it exits with {EXIT_CRASH}. Code in it, such "
              "as a reward function, called os._exit or replaced the process.")  # fmt: skip
         return EXIT_CRASH
@@ -104,23 +104,26 @@ def _wait_for(child: int) -> int:
 
     A child that hangs is killed.
     """
-    looked, beats, silent = time.monotonic(), 0, 0.0
+    last_look, beats, silent = time.monotonic(), 0, 0.0
     while True:
-        heard = signal.sigwaitinfo(_HEARD)
-        if heard.si_signo == signal.SIGALRM:
+        received = signal.sigwaitinfo(_HEARD)
+        if received.si_signo == signal.SIGALRM:
             from megatron_grpo.run import hung
 
-            now, note = time.monotonic(), hung.note_of(child)
-            gap, looked = min(now - looked, 2 * _SECONDS_BETWEEN_LOOKS), now  # time while this process itself is stopped does not count
+            time_now, note = time.monotonic(), hung.note_of(child)
+            gap, last_look = (
+                min(time_now - last_look, 2 * _SECONDS_BETWEEN_LOOKS),
+                time_now,
+            )  # time while this process itself is stopped does not count
             silent, beats = (silent + gap, beats) if note.get("beats", beats) == beats else (0.0, note["beats"])
             if note.get("timeout") and silent > note["timeout"]:
                 _end_hung(child, Path(note["output_dir"]), silent)
                 return EXIT_CRASH
-        elif heard.si_signo != signal.SIGCHLD:
-            if heard.si_code != _SENT_BY_THE_KERNEL:
-                os.kill(child, heard.si_signo)
-        elif (ended := os.waitpid(child, os.WNOHANG))[0]:
-            return os.waitstatus_to_exitcode(ended[1])
+        elif received.si_signo != signal.SIGCHLD:
+            if received.si_code != _SENT_BY_THE_KERNEL:
+                os.kill(child, received.si_signo)
+        elif (waited := os.waitpid(child, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(waited[1])
 
 
 def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
@@ -135,10 +138,10 @@ def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
     os.waitpid(child, 0)
 
 
-def _has_said_so(ended: int) -> bool:
+def _has_said_so(end_reader: int) -> bool:
     """Return whether the child has reported that its command ended."""
     try:
-        return bool(os.read(ended, 1))
+        return bool(os.read(end_reader, 1))
     except BlockingIOError:
         return False
 

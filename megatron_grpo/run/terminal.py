@@ -40,15 +40,15 @@ def speak_plainly() -> None:
 
 
 @cache
-def note_renamed(former: str, current: str) -> None:
+def note_renamed(old_name: str, current: str) -> None:
     """Print that a name of an earlier version has changed, on rank 0 and once per run: `cli.main` clears the cache.
 
     Args:
-        former: The name as typed.
+        old_name: The name as typed.
         current: The name to type from now on.
     """
     if launcher.read().rank == 0:
-        print(f"Note: {former} is now {current}.", file=sys.stderr, flush=True)
+        print(f"Note: {old_name} is now {current}.", file=sys.stderr, flush=True)
 
 
 class _Terminal(io.FileIO):

@@ -52,22 +52,22 @@ def _absent(cfg: Config) -> Absent:
     if _is_guest(cfg, "report_to"):
         yield "report_to", f"whether {' and '.join(cfg.run.report_to)} can be reported to"
     for part, flag, spec in user_code(cfg):
-        if why := _not_loaded(cfg, flag, spec):
-            yield spec if part == "reward" else part, f"the {part} {spec} ({why})"
+        if reason := _not_loaded(cfg, flag, spec):
+            yield spec if part == "reward" else part, f"the {part} {spec} ({reason})"
     if cfg.turns.tools and find_spec("transformers") is None:
         yield "environment", "the tools (transformers, which describes them to the model, is not installed)"
 
 
 def _of_teacher(cfg: Config) -> Absent:
-    named = Path(cfg.grpo.teacher_model or "")
+    path = Path(cfg.grpo.teacher_model or "")
     if cfg.grpo.teacher_model_server:
         yield "teacher", "the teacher's servers (whether they respond, and whether they have the model's vocabulary)"
     elif not cfg.grpo.teacher_model:
         return
-    elif named.is_file() and named.suffix == ".json":
-        yield "teacher_model", f"the teacher's weights ({named} is its configuration)"
-    elif _is_configuration_alone(named):
-        yield "teacher_model", f"the teacher's weights ({named} holds its configuration alone)"
+    elif path.is_file() and path.suffix == ".json":
+        yield "teacher_model", f"the teacher's weights ({path} is its configuration)"
+    elif _is_configuration_alone(path):
+        yield "teacher_model", f"the teacher's weights ({path} holds its configuration alone)"
     else:
         yield "vocabulary of the teacher", "whether the teacher has the model's vocabulary"
 
@@ -92,19 +92,22 @@ def _is_configuration_alone(model: Path) -> bool:
 
 def _elsewhere(cfg: Config) -> Absent:
     """Yield what may exist only on the machine of the run: names on the Hub, and paths in another system's configuration."""
-    sets = [("dataset", "dataset", cfg.data.dataset), *((part_of(name), flag_of(name, cfg), at) for name, at in sets_of(cfg).items())]
+    sets = [
+        ("dataset", "dataset", cfg.data.dataset),
+        *((part_of(name), flag_of(name, cfg), set_path) for name, set_path in sets_of(cfg).items()),
+    ]
     sets += [("dataset", "dataset", name) for name in cfg.data.further_datasets]
-    named = [(part, flag, plain_name(where), f"the rows of {flag}") for part, flag, where in sets]
+    parts = [(part, flag, plain_name(path), f"the rows of {flag}") for part, flag, path in sets]
     if _is_guest(cfg, "mcore_model"):
-        named.append(("mcore_model", "mcore_model", cfg.run.mcore_model or "", "the weights to begin with"))
-    named.append(("ref_model", "ref_model", cfg.grpo.ref_model or "", "the reference model"))
-    named.append(("teacher_model", "teacher_model", cfg.grpo.teacher_model or "", "the teacher"))
+        parts.append(("mcore_model", "mcore_model", cfg.run.mcore_model or "", "the weights to begin with"))
+    parts.append(("ref_model", "ref_model", cfg.grpo.ref_model or "", "the reference model"))
+    parts.append(("teacher_model", "teacher_model", cfg.grpo.teacher_model or "", "the teacher"))
     if "reward_model" in cfg.rewards.reward_funcs:
-        named.append(("reward_model", "reward_model", cfg.rewards.reward_model or "", "the classifier of the reward reward_model"))
-    for part, flag, where, what in named:
-        is_word = flag in ("ref_model", "teacher_model") and "/" not in where and not _is_guest(cfg, flag)  # not a repository's name
-        if _is_elsewhere(cfg, flag, where) and not is_word:
-            yield part, f"{what} ({where} is not on this machine)"
+        parts.append(("reward_model", "reward_model", cfg.rewards.reward_model or "", "the classifier of the reward reward_model"))
+    for part, flag, path, description in parts:
+        is_word = flag in ("ref_model", "teacher_model") and "/" not in path and not _is_guest(cfg, flag)  # not a repository's name
+        if _is_elsewhere(cfg, flag, path) and not is_word:
+            yield part, f"{description} ({path} is not on this machine)"
 
 
 def user_code(cfg: Config) -> list[tuple[str, str, str]]:
@@ -174,12 +177,12 @@ def validate_run(parsed: Parsed) -> Plan:
     if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:
         print(f"plan imports {', '.join(imports)}, which executes the top-level code of these files.", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # the file of a reward function may print when it is loaded, and stdout is for the plan
-        made, inputs = _look_at(parsed, left_out, is_asked_to_train=False)
+        plan, inputs = _look_at(parsed, left_out, is_asked_to_train=False)
     close_rewards(inputs.rewards)
-    if made.checked.shape is None and (model := parsed.config.model.model):
+    if plan.checked.shape is None and (model := parsed.config.model.model):
         note = f"{model} is not on this machine and was not checked; train reports whether its architecture is supported."
-        made = replace(made, warnings=[note, *made.warnings])
-    return replace(made, not_checked=tuple(left_out.values()))
+        plan = replace(plan, warnings=[note, *plan.warnings])
+    return replace(plan, not_checked=tuple(left_out.values()))
 
 
 def _look_at(parsed: Parsed, left_out: Collection[str], *, is_asked_to_train: bool) -> tuple[Plan, ValidatedInputs]:
@@ -192,13 +195,13 @@ def _look_at(parsed: Parsed, left_out: Collection[str], *, is_asked_to_train: bo
         run = parsed.config.run
         problems.attempt(partial(find_checkpoints, run.output_dir, run.resume, overwrites=run.overwrite_output_dir))
     inputs = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
-    made = None
+    plan = None
     if checked is not None and inputs is not None and not problems:
-        made = problems.attempt(lambda: _plan_of(parsed, checked, inputs, paths, is_asked_to_train=is_asked_to_train))
-    if inputs is None or made is None:
+        plan = problems.attempt(lambda: _plan_of(parsed, checked, inputs, paths, is_asked_to_train=is_asked_to_train))
+    if inputs is None or plan is None:
         close_rewards(inputs.rewards if inputs is not None else [])
         raise ConfigError(problems)
-    return made, inputs
+    return plan, inputs
 
 
 def _unreadable(parsed: Parsed) -> set[str]:
@@ -215,29 +218,29 @@ def _plan_of(parsed: Parsed, checked: Checked, inputs: ValidatedInputs, paths: M
     if checked.teacher is None and inputs.teacher_path is not None:
         fetched["teacher_model"] = str(inputs.teacher_path)
     if fetched:
-        here = check_parsed(replace(parsed, config=parsed.config.with_values(fetched)))
-        typed = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
-        checked = replace(here, config=here.config.with_values(typed))
+        checked_here = check_parsed(replace(parsed, config=parsed.config.with_values(fetched)))
+        typed_values = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
+        checked = replace(checked_here, config=checked_here.config.with_values(typed_values))
     checked, rows = replace(checked, config=checked.config.with_values(paths)), inputs.rows
     images = ImageFacts.of(rows, checked.sizes) if rows is not None else None
-    made = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
-    cfg = made.checked.config
-    if problems := length_problems(cfg.optimizer, made.schedule.num_steps):
+    plan = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
+    cfg = plan.checked.config
+    if problems := length_problems(cfg.optimizer, plan.schedule.num_steps):
         raise ConfigError(problems)
-    if rows is not None and inputs.image_spec is not None and not rows.max_images and made.checked.shape is not None:
-        made = replace(made, warnings=[*made.warnings, *learns_nothing(cfg, made.checked.shape)])
+    if rows is not None and inputs.image_spec is not None and not rows.max_images and plan.checked.shape is not None:
+        plan = replace(plan, warnings=[*plan.warnings, *learns_nothing(cfg, plan.checked.shape)])
     if not is_asked_to_train and inputs.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
-        made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(inputs.model_path)])])
+        plan = replace(plan, warnings=[*plan.warnings, *filter(None, [remote_code.warning_of(inputs.model_path)])])
     if not is_asked_to_train and _begins_anew(cfg):
-        return made
+        return plan
     from megatron_grpo.checkpoint.fingerprints import content_of
     from megatron_grpo.checkpoint.resume import plan_resume
 
     if inputs.prompts is not None and cfg.data.dataset_drop_last:
-        inputs.prompts.whole = made.checked.sizes.num_rollout_prompts
+        inputs.prompts.whole = plan.checked.sizes.num_rollout_prompts
     content = content_of(cfg, model_path=inputs.model_path, rows=rows, teacher_path=inputs.teacher_path)
-    inputs.resume = plan_resume(cfg, made.schedule, content, inputs.prompts)
-    return made
+    inputs.resume = plan_resume(cfg, plan.schedule, content, inputs.prompts)
+    return plan
 
 
 def _begins_anew(cfg: Config) -> bool:

@@ -75,13 +75,13 @@ class Age:
 
     Args:
         longest_gap: Maximum seconds that count between two calls of `look`.
-        now: Clock, in seconds.
+        clock: Clock, in seconds.
     """
 
-    def __init__(self, longest_gap: float, now: Callable[[], float] = time.monotonic):
-        self._longest_gap, self._now = longest_gap, now
+    def __init__(self, longest_gap: float, clock: Callable[[], float] = time.monotonic):
+        self._longest_gap, self._now = longest_gap, clock
         self._last: Any = None
-        self._looked = now()
+        self._looked = clock()
         self.seconds = 0.0
 
     def look(self, value: Any) -> float:
@@ -90,8 +90,8 @@ class Age:
         Args:
             value: Any value that can be compared.
         """
-        now = self._now()
-        gap, self._looked = min(now - self._looked, self._longest_gap), now
+        time_now = self._now()
+        gap, self._looked = min(time_now - self._looked, self._longest_gap), time_now
         self.seconds = 0.0 if value != self._last else self.seconds + gap
         self._last = value
         return self.seconds
@@ -105,12 +105,12 @@ class Alarms:
     Args:
         timeout: `rank_heartbeat_timeout`, seconds.
         period: Seconds between two pulses.
-        now: Clock, in seconds.
+        clock: Clock, in seconds.
     """
 
-    def __init__(self, timeout: float, period: float, now: Callable[[], float] = time.monotonic):
+    def __init__(self, timeout: float, period: float, clock: Callable[[], float] = time.monotonic):
         self.timeout = timeout
-        self.mine, self.everyone, self.neighbour = (Age(5 * period, now) for _ in range(3))
+        self.mine, self.everyone, self.neighbour = (Age(5 * period, clock) for _ in range(3))
 
     def is_moving(self, moves: int, pause: float) -> bool:
         """Return whether this rank vouches for the job: it has progressed since the last call, or its phase may stand still this long.
@@ -131,13 +131,13 @@ class Alarms:
             pause: Seconds for which the current phases may stand still.
             neighbour: Pulse of the rank that this one watches; None without one.
         """
-        everyone = self.everyone.look(moving)
+        seconds_of_all = self.everyone.look(moving)
         if neighbour is not None and not neighbour.has_left:
             if self.neighbour.look(neighbour.beat) > self.timeout + neighbour.pause:
                 return "silent"
         if is_alone and self.mine.seconds > self.timeout + pause:
             return "stuck"
-        if everyone > self.timeout and self.mine.seconds > self.timeout:
+        if seconds_of_all > self.timeout and self.mine.seconds > self.timeout:
             return "standstill"
         return None
 
@@ -223,9 +223,9 @@ class Watchdog:
         The main thread calls it when a collective has failed although no rank has reported a failure.
         """
         try:
-            before = self._pulses()
+            old_pulses = self._pulses()
             time.sleep(3 * self.period)
-            still = [rank for rank, pulse in enumerate(self._pulses()) if pulse.beat == before[rank].beat and not pulse.has_left]
+            still = [rank for rank, pulse in enumerate(self._pulses()) if pulse.beat == old_pulses[rank].beat and not pulse.has_left]
             return [rank for rank in still if rank != self.rank]
         except RuntimeError:  # the store is closed
             return []
@@ -266,15 +266,15 @@ class Watchdog:
         self._rounds += 1
 
     def _watch(self) -> None:
-        seen = 0
+        last_round = 0
         while not self._ended.wait(self.period):
             if self._store_is_gone:
                 return
             if self._round.look(self._rounds) > self.timeout:
                 self._end_without_store()
-            if self._rounds == seen:
+            if self._rounds == last_round:
                 continue
-            seen = self._rounds
+            last_round = self._rounds
             phases, (moving, neighbour, has_alarm) = activity.current(), self._found
             reason = self._alarms.reason(
                 moving=moving, is_alone=any(p.is_alone for p in phases), pause=sum(p.pause for p in phases), neighbour=neighbour

@@ -170,9 +170,9 @@ MISTAKES = {
         TURNS, "token_ids=state.detokenizer.output_token_ids, logprobs=state.logprobs_processor.logprobs,",
         "token_ids=state.detokenizer.output_token_ids[1:], logprobs=state.logprobs_processor.logprobs[1:],"),
     "parts are joined in another order": (
-        PARTS, "np.concatenate([before.token_ids, tokens])", "np.concatenate([tokens, before.token_ids])"),
-    "tokens have the version of the end": (PARTS, "versions=(*before.versions, part.version)",
-                                           "versions=(*(part.version for _ in before.versions), part.version)"),
+        PARTS, "np.concatenate([partial.token_ids, tokens])", "np.concatenate([tokens, partial.token_ids])"),
+    "tokens have the version of the end": (PARTS, "versions=(*partial.versions, part.version)",
+                                           "versions=(*(part.version for _ in partial.versions), part.version)"),
 }  # fmt: skip
 
 

@@ -271,7 +271,7 @@ def play_and_lose(rank, world, path, named, out):
                 for member in engine._broadcaster.server_group.used[:num_lost]:
                     break_after(member, 5, ServerGoneError, losses)
             how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
-            sampler = generator_of(play_on(engine), again=lambda version=version: weight_sync.sync_weights(version))
+            sampler = generator_of(play_on(engine), sync_again=lambda version=version: weight_sync.sync_weights(version))
             groups = sampler.generate(questions(8), how, seed=SEED)
             assert worst_gap_of_contexts(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
             assert {one.versions[0][0] for group in groups for one in group.completions} == {version}
@@ -544,7 +544,7 @@ def lose_all(rank, world, path, named, out, pid, address):
 
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
         weight_sync.sync_weights(0)
-        restoring = generator_of(engine, again=lambda: weight_sync.sync_weights(0))
+        restoring = generator_of(engine, sync_again=lambda: weight_sync.sync_weights(0))
 
         def kill():
             os.killpg(pid, signal.SIGKILL)
@@ -610,7 +610,7 @@ def ask_rounds(rank, world, paths, named, out, folder):
             counts["restored"] += 1
             weight_sync.sync_weights(number)
 
-        restoring = generator_of(engine, again=restore)
+        restoring = generator_of(engine, sync_again=restore)
         while not collectives.broadcast_object((folder / "stop").exists()):
             which, start = number % len(paths), time.monotonic()
             counts.clear()

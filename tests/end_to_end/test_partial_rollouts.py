@@ -184,7 +184,7 @@ def with_a_mistake(rank: int, world_size: int, flags: list[str], output: str, ri
 
 def test_parts_that_are_joined_wrongly_end_the_run_at_the_next_sampling_step(whole, tmp_path):
     _, flags = whole
-    right, wrong = "np.concatenate([before.token_ids, tokens])", "np.concatenate([tokens, before.token_ids])"
+    right, wrong = "np.concatenate([partial.token_ids, tokens])", "np.concatenate([tokens, partial.token_ids])"
     flags = [*flags, "--output_dir", str(tmp_path)]
     assert run_ranks(with_a_mistake, 1, flags, str(tmp_path / "said"), right, wrong, timeout=180) == [1]
     text = " ".join((tmp_path / "said").read_text().split())

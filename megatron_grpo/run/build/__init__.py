@@ -21,11 +21,11 @@ class AnalysisHooks(Protocol):
     `cli` provides them, because `run` may not import `analysis`. Each imports what it needs when it is called.
     """
 
-    def replica_check(self, every: int) -> Any:
+    def replica_check(self, interval: int) -> Any:
         """Return an `analysis.replica_check.ReplicaCheck`.
 
         Args:
-            every: Optimizer steps between two checks of the replicas.
+            interval: Optimizer steps between two checks of the replicas.
         """
 
     def step_dumps(self, **facts: Any) -> Any:

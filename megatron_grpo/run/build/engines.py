@@ -302,8 +302,8 @@ def build_served_teacher(
     from megatron_grpo.trainer.teacher import ServedTeacher
 
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
-    needs = teachers.TeacherRequirements.of(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
-    servers = teachers.TeacherServerGroup.build(cfg, needs, stop.should_cancel) if parallel.is_rank_zero else None
+    requirements = teachers.TeacherRequirements.of(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
+    servers = teachers.TeacherServerGroup.build(cfg, requirements, stop.should_cancel) if parallel.is_rank_zero else None
     facts = (servers.fingerprint, servers.logprobs) if servers else ()
     teacher = ServedTeacher(parallel, *facts)
     checkpoints.record_fingerprint(TEACHER, teacher.fingerprint)
@@ -326,15 +326,15 @@ def build_held_teacher(
     from megatron_grpo.trainer.teacher import HeldTeacher
 
     shape = ModelShape.from_pretrained(teacher_path)
-    own = config_of_teacher(cfg, shape, student)
-    _, loaded_chunks = model_of(own, shape, parallel, model_path=teacher_path)
+    teacher_cfg = config_of_teacher(cfg, shape, student)
+    _, loaded_chunks = model_of(teacher_cfg, shape, parallel, model_path=teacher_path)
     chunks = frozen(loaded_chunks())
     cut = cut_for(
         parallel,
         chunks[0].config,
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
-        min_saving_ratio=sharing_of(own, shape, parallel).min_saving_ratio,
+        min_saving_ratio=sharing_of(teacher_cfg, shape, parallel).min_saving_ratio,
     )
     leaves = cfg.grpo.offload_teacher_model or "reference" in offload
     return HeldTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), timers, leaves=leaves)

@@ -131,10 +131,10 @@ def _lock(handle: int, path: Path) -> None:
 
 
 def _held(path: Path, owner: dict[str, Any]) -> ConfigError:
-    who = "another run, which has just started"
+    holder = "another run, which has just started"
     if owner:
-        who = f"another run: pid {owner['pid']} on {owner['host']}, since {owner['started']}"
-    return _refusal(f"output_dir ({path.parent}) is in use by {who}. Wait for its end, stop it, or use another output_dir.")
+        holder = f"another run: pid {owner['pid']} on {owner['host']}, since {owner['started']}"
+    return _refusal(f"output_dir ({path.parent}) is in use by {holder}. Wait for its end, stop it, or use another output_dir.")
 
 
 def _refusal(message: str) -> ConfigError:
@@ -143,8 +143,8 @@ def _refusal(message: str) -> ConfigError:
 
 def _note_of_this_process() -> dict[str, Any]:
     process = Process.mine()
-    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return {"host": process.host, "pid": process.pid, "started": now, "machine": process.machine, "started_ticks": process.started}
+    time_text = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"host": process.host, "pid": process.pid, "started": time_text, "machine": process.machine, "started_ticks": process.started}
 
 
 def _owner(handle: int) -> dict[str, Any]:
@@ -161,35 +161,37 @@ def _write(handle: int, facts: dict[str, Any]) -> None:
     os.pwrite(handle, json.dumps(facts).encode() + b"\n", 0)
 
 
-def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, content: Mapping[str, str] | None = None) -> ParallelState:
+def start_parallel(
+    cfg: Config, layout: Layout, *, typed_cfg: Config | None = None, content: Mapping[str, str] | None = None
+) -> ParallelState:
     """Join the job on the grid that the plan describes. Collective.
 
     Args:
         cfg: Settings of the run.
         layout: Parallel layout.
-        typed: The settings without derived values; `cfg` if omitted. The ranks compare these.
+        typed_cfg: The settings without derived values; `cfg` if omitted. The ranks compare these.
         content: Fingerprints of the files that settings name, by setting. The ranks compare these too.
 
     Raises:
         ConfigError: On all ranks, if settings, versions or files differ between ranks.
     """
-    facts, p = facts_of(typed or cfg, content or {}), cfg.parallel
+    facts, p = facts_of(typed_cfg or cfg, content or {}), cfg.parallel
     minutes = p.distributed_timeout_minutes
     return state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed, timeout_minutes=minutes, facts=facts)
 
 
-def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState, *, print_line: Callable[[str], None]) -> Checkpoints:
+def open_output(plan: Plan, inputs: ValidatedInputs, parallel: ParallelState, *, print_line: Callable[[str], None]) -> Checkpoints:
     """Prepare `output_dir` for the run and choose the checkpoint to resume from. Collective.
 
     The main rank clears the previous run's files if the run starts afresh, and writes config.yaml and plan.json.
 
     Args:
-        made: Plan of the run.
+        plan: Plan of the run.
         inputs: Validated inputs: how the run begins.
         parallel: Process groups of this rank.
         print_line: Prints messages about checkpoints on the main rank.
     """
-    cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
+    cfg, out = plan.checked.config, Path(plan.checked.config.run.output_dir)
     checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group, print_line=print_line)
     if metric := metric_of(cfg):
         checkpoints.best = Best(out / "checkpoints", metric, greater=is_greater_better(cfg), print_line=print_line)
@@ -199,7 +201,7 @@ def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState, *,
             remove_run(out)
         claim(out)
         write_config(cfg, out / "config.yaml")
-        made.save(out / "plan.json", versions=versions_on(parallel.device))
+        plan.save(out / "plan.json", versions=versions_on(parallel.device))
     collectives.wait_for_all()
     return checkpoints
 
@@ -229,31 +231,31 @@ def read_if_there(path: Path) -> str:
 
 
 def build_metrics_logger(
-    made: Plan,
+    plan: Plan,
     reward_manager: RewardManager,
     parallel: ParallelState,
     timers: Timers,
     *,
-    heard: Callable[[int, Mapping[str, Any]], None] | None,
+    on_metrics: Callable[[int, Mapping[str, Any]], None] | None,
 ) -> MetricsLogger:
     """Build the logger of metrics and completions.
 
     Args:
-        made: Plan of the run.
+        plan: Plan of the run.
         reward_manager: Reward manager: names and weights of the rewards.
         parallel: Process groups of this rank.
         timers: Timers of the run.
-        heard: Also called with each record: (optimizer step, metrics).
+        on_metrics: Also called with each record: (optimizer step, metrics).
     """
-    cfg, out, run_cfg = made.checked.config, Path(made.checked.config.run.output_dir), made.checked.config.run
+    cfg, out, run_cfg = plan.checked.config, Path(plan.checked.config.run.output_dir), plan.checked.config.run
     metrics = Metrics(
         out,
         report_to=run_cfg.report_to,
         rank=parallel.rank,
-        total_steps=made.schedule.num_steps,
+        total_steps=plan.schedule.num_steps,
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
-        on_metrics=heard,
+        on_metrics=on_metrics,
     )
     gap = gap_of(cfg)
     return MetricsLogger(

@@ -102,9 +102,9 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
     """
     has_te, has_gpu = uses_transformer_engine("auto"), parallel.device.type == "cuda"
     capability = torch.cuda.get_device_capability(parallel.device) if has_gpu else None
-    lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
-    if lacking := [*lacking, *sharing_problems(cfg, shape)]:
-        raise ConfigError(lacking)
+    problems = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
+    if problems := [*problems, *sharing_problems(cfg, shape)]:
+        raise ConfigError(problems)
     sharing = sharing_of(cfg, shape, parallel)
     planned = decide(cfg, shape)  # `plan` and the sizes shown at the start do not know the machine
     if parallel.is_rank_zero and sharing != planned and (has_gpu or sharing.min_saving_ratio != planned.min_saving_ratio):
@@ -121,8 +121,8 @@ def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Shari
         parallel: Process groups of this rank.
     """
     has_gpu = parallel.device.type == "cuda"
-    lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
-    return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
+    obstacle = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
+    return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=obstacle)
 
 
 def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, push: AdapterUpdateRequest | None = None) -> Adapters | None:
@@ -143,8 +143,8 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, pus
         select_trainable(chunks, exchange, tuner)
         return None
     sizes = own_sizes(settings, shape)
-    read = from_file(tuner.adapters, settings, shape) if tuner.adapters else initial_adapter(sizes, cfg.run.seed)
-    adapters = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
+    reader = from_file(tuner.adapters, settings, shape) if tuner.adapters else initial_adapter(sizes, cfg.run.seed)
+    adapters = Adapters(chunks, exchange, settings, reader, base_model=cfg.model.model, push=push or "adapter")
     start = tuner.ref_adapters or tuner.adapters
     if cfg.grpo.beta and start and not cfg.grpo.ref_model:
         flag = "ref_adapters" if tuner.ref_adapters else "adapters"
@@ -183,13 +183,13 @@ def model_of(
         check_tied_head(reader)
         return reader
 
-    own = reader_of(model_path)
+    model_reader = reader_of(model_path)
 
-    def loaded_chunks(other: Path | None = None) -> list[PolicyModel]:
-        reader, tower = reader_of(other) if other is not None else own, None
+    def loaded_chunks(other_path: Path | None = None) -> list[PolicyModel]:
+        reader, tower = reader_of(other_path) if other_path is not None else model_reader, None
         if parallel.is_first_stage:  # the vision tower; its weights are not set yet
             dtype, checkpointing = getattr(torch, cfg.model.torch_dtype), cfg.model.vit_gradient_checkpointing
-            tower = build_tower(shape, other or model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
+            tower = build_tower(shape, other_path or model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
         chunks = build_chunks(shape, cfg, parallel, use_te=use_te, plain_linears=plain_linears, tower=tower)
         exchange.load(chunks, reader)
         return chunks
@@ -285,7 +285,7 @@ def build_policy(
         else:
             copies = loaded_chunks(ref_model_path)
             if cfg.run.mcore_model and ref_model_path is None:
-                copy_weights(copies, of=model.chunks)
+                copy_weights(copies, source_chunks=model.chunks)
             initial = ModelScorer(frozen(copies), parallel, cut)
             keep_outputs([] if moves else initial.model)
         held_to = (parts.reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))

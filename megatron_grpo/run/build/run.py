@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_run(
-    made: Plan,
+    plan: Plan,
     inputs: ValidatedInputs,
     parallel: ParallelState,
     stop: train.StopRequest,
@@ -65,7 +65,7 @@ def build_run(
     """Build everything that `train.train` needs. Collective.
 
     Args:
-        made: Plan of the run.
+        plan: Plan of the run.
         inputs: Validated inputs.
         parallel: Process groups of this rank.
         stop: Tells whether the run is to stop.
@@ -74,24 +74,24 @@ def build_run(
     Raises:
         ConfigError: If the built-in sampler does not support the model, or if a part refuses the settings.
     """
-    cfg, schedule = made.checked.config, made.schedule
+    cfg, schedule = plan.checked.config, plan.schedule
     assert schedule.num_steps is not None  # the data have been read, so the length of the run is known
-    if parts.engine is None and (lacking := sampler_problems(inputs.shape)):
-        raise ConfigError(lacking)
+    if parts.engine is None and (problems := sampler_problems(inputs.shape)):
+        raise ConfigError(problems)
     printed: list[str] = []  # before warnings can be recorded
 
     def print_line(line: str) -> None:
         printed.append(line)
         print(line, flush=True)
 
-    checkpoints = open_output(made, inputs, parallel, print_line=print_line)
+    checkpoints = open_output(plan, inputs, parallel, print_line=print_line)
     reward_manager = RewardManager(
         inputs.rewards, cfg.rewards.reward_weights, should_cancel=stop.should_cancel, most_failed_episodes=cfg.turns.max_failed_episodes
     )
     timers = Timers()
-    heard = partial(_hear, checkpoints.best, parts.listener, stop)
+    on_metrics = partial(_hear, checkpoints.best, parts.listener, stop)
     # Opened before any model loads: a tracking service that is not installed is an error.
-    logger = build_metrics_logger(made, reward_manager, parallel, timers, heard=heard)
+    logger = build_metrics_logger(plan, reward_manager, parallel, timers, on_metrics=on_metrics)
     logger.metrics.open()
     checkpoints.print_line = logger.metrics.print_line
     if checkpoints.best:
@@ -103,7 +103,7 @@ def build_run(
             logger.metrics.print_line(note)
         if isinstance(inputs.prompts, StreamedPrompts):
             inputs.prompts.agree_by(collectives.all_gather_object)
-        return put_together(made, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
+        return put_together(plan, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
     except BaseException:
         logger.close(summary=False)
         raise
@@ -118,7 +118,7 @@ def _hear(best: Best | None, listener: Listener | None, stop: train.StopRequest,
 
 
 def put_together(
-    made: Plan,
+    plan: Plan,
     inputs: ValidatedInputs,
     parallel: ParallelState,
     stop: train.StopRequest,
@@ -130,7 +130,7 @@ def put_together(
     """Build the parts that load models, once the output is open. Collective.
 
     Args:
-        made: Plan of the run.
+        plan: Plan of the run.
         inputs: Validated inputs.
         parallel: Process groups of this rank.
         stop: Tells whether the run is to stop.
@@ -139,11 +139,11 @@ def put_together(
         logger: Logger of the run, already open.
         parts: Custom parts, and the hooks into `analysis`.
     """
-    cfg, schedule, timers = made.checked.config, made.schedule, logger.timers
+    cfg, schedule, timers = plan.checked.config, plan.schedule, logger.timers
     assert schedule.num_steps is not None
     teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
     lora = how_adapters_travel(cfg, inputs, parallel, logger, sampler_is_known=parts.engine is None)
-    offload = offloaded_roles(made, parallel)
+    offload = offloaded_roles(plan, parallel)
     if cfg.rollout.bitwise_parity:
         parts.analysis.bitwise_parity()
     policy = build_policy(
@@ -158,8 +158,8 @@ def put_together(
     partial_rollouts = partial_rollouts_of(cfg, policy, sampler)
     generator = generator_of(
         cfg, inputs, partial_rollouts or answering(cfg, inputs, sampler), reward_manager, timers,
-        again=partial(sync_weights_again, policy, weight_sync, timers),
-        before=policy.free_memory,
+        sync_again=partial(sync_weights_again, policy, weight_sync, timers),
+        before_sampling=policy.free_memory,
     )  # fmt: skip
     rollouts = Rollouts(
         generator,
@@ -191,8 +191,8 @@ def put_together(
 
 
 def generator_of(
-    cfg: Config, inputs: ValidatedInputs, sampler: Sampler, reward_manager: RewardManager, timers: Timers, *, again: Callable[[], object],
-    before: Callable[[], object] = lambda: None,
+    cfg: Config, inputs: ValidatedInputs, sampler: Sampler, reward_manager: RewardManager, timers: Timers, *, sync_again: Callable[[],
+    object], before_sampling: Callable[[], object] = lambda: None,
 ) -> RolloutGenerator:  # fmt: skip
     """Build the generator that samples and scores completions.
 
@@ -202,8 +202,8 @@ def generator_of(
         sampler: Sampler of the run.
         reward_manager: Reward manager.
         timers: Timers that record sampling and scoring.
-        again: Gives the sampler the policy's weights after it has lost them. Collective.
-        before: Called each time before the sampler wakes, to offload the policy. Collective.
+        sync_again: Gives the sampler the policy's weights after it has lost them. Collective.
+        before_sampling: Called each time before the sampler wakes, to offload the policy. Collective.
     """
     return RolloutGenerator(
         sampler,
@@ -211,8 +211,8 @@ def generator_of(
         sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
         seed=cfg.run.seed,
         timers=timers,
-        sync_again=again,
-        before_sampling=before,
+        sync_again=sync_again,
+        before_sampling=before_sampling,
         experts=replayed_experts(cfg, inputs.shape),
     )
 
@@ -266,34 +266,34 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, rewa
     return Evaluator(question, sampler, reward_manager, eval_steps=cfg.eval.eval_steps, last_step=last_step)
 
 
-def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
+def held_out_prompts(stream: PromptStream, max_prompts: int | None) -> list[Prompt]:
     """Return the prompts of a held-out set that evaluations use, the same in each evaluation.
 
     Args:
         stream: Prompts of the set.
-        most: Maximum number of prompts; None for all.
+        max_prompts: Maximum number of prompts; None for all.
     """
-    return stream.take(min(len(stream), most or len(stream)))
+    return stream.take(min(len(stream), max_prompts or len(stream)))
 
 
-def offloaded_roles(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
+def offloaded_roles(plan: Plan, parallel: ParallelState) -> tuple[Role, ...]:
     """Return the roles of the policy that leave the device while the sampler works. Collective.
 
     On a CPU these are the ones that the settings ask for; on a GPU the plan decides, by the smallest GPU of the job.
 
     Args:
-        made: Plan of the run.
+        plan: Plan of the run.
         parallel: Process groups of this rank.
     """
-    cfg = made.checked.config
+    cfg = plan.checked.config
     if cfg.rollout.vllm_mode != "colocate":
         model = optimizer = False
     elif parallel.device.type == "cpu":
         model, optimizer = cfg.rollout.offload_model == "true", cfg.rollout.offload_optimizer == "true"
     else:
         smallest = -collectives.all_reduce_max(-torch.cuda.mem_get_info(parallel.device)[1])
-        here = cfg.with_values({"gpu_memory_gb": cfg.plan.gpu_memory_gb or smallest / 1e9})
-        memory = make_plan(replace(made.checked, config=here)).memory
+        cfg_here = cfg.with_values({"gpu_memory_gb": cfg.plan.gpu_memory_gb or smallest / 1e9})
+        memory = make_plan(replace(plan.checked, config=cfg_here)).memory
         assert memory is not None  # the model's shape is known
         model, optimizer = memory["offload"]["model"], memory["offload"]["optimizer"]
         if parallel.is_rank_zero and cfg.plan.gpu_memory_gb is None:  # otherwise the plan has printed it

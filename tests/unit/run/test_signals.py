@@ -161,7 +161,7 @@ def two_ranks():
     job, made = Job(), []
 
     def make(**settings):
-        made.extend(StopSignal(others=job, **settings) for _ in range(2))
+        made.extend(StopSignal(peers=job, **settings) for _ in range(2))
         return made
 
     yield make
@@ -331,7 +331,7 @@ class Doomed:
 def test_under_nccl_a_rank_leaves_when_another_has_died_though_nobody_asks_it_to(monkeypatch, leaves_unasked):
     monkeypatch.setattr(signals, "SECONDS_TO_TELL", 0.3)
     others, left = Doomed(), threading.Event()
-    stop = StopSignal(left.set, others=others, leaves_unasked=leaves_unasked)
+    stop = StopSignal(left.set, peers=others, leaves_unasked=leaves_unasked)
     try:
         assert not left.wait(0.5)
         others.told, begun = "rank 1 died", time.monotonic()

@@ -31,14 +31,14 @@ def port():
 def test_a_rank_that_never_comes_is_named_and_then_ends_the_run(port):
     said = []
     with pytest.raises(RunError, match=r"waiting for 2 of 3 ranks .* timed out after 0\.01 minutes \(distributed_timeout_minutes\)"):
-        rendezvous(launched(0, port, 3), timeout=timedelta(minutes=0.01), every=0.2, print_line=said.append)
+        rendezvous(launched(0, port, 3), timeout=timedelta(minutes=0.01), interval=0.2, print_line=said.append)
     assert f"waiting for 2 of 3 ranks at 127.0.0.1:{port} (ranks 1, 2)" in said
 
 
 def test_the_others_say_it_when_rank_0_is_the_one_that_never_comes(port):
     said = []
     with pytest.raises(RunError, match="No response from rank 0"):
-        rendezvous(launched(1, port), timeout=timedelta(seconds=0.5), every=0.2, print_line=said.append)
+        rendezvous(launched(1, port), timeout=timedelta(seconds=0.5), interval=0.2, print_line=said.append)
     assert set(said) == {f"waiting for 1 of 2 ranks at 127.0.0.1:{port} (rank 0): Connection refused"}
 
 
@@ -47,11 +47,11 @@ def test_a_late_rank_is_waited_for(port):
 
     def late():
         missed.wait(60)
-        stores.append(rendezvous(launched(1, port), timeout=timedelta(seconds=60), every=0.2, print_line=lambda text: None))
+        stores.append(rendezvous(launched(1, port), timeout=timedelta(seconds=60), interval=0.2, print_line=lambda text: None))
 
     thread = threading.Thread(target=late)
     thread.start()
-    first = rendezvous(launched(0, port), timeout=timedelta(seconds=60), every=0.2, print_line=lambda text: missed.set())
+    first = rendezvous(launched(0, port), timeout=timedelta(seconds=60), interval=0.2, print_line=lambda text: missed.set())
     thread.join()
     stores[0].set("key", "value")
     assert missed.is_set() and first.get("key") == b"value"
@@ -66,7 +66,7 @@ def test_a_rank_that_is_refused_on_its_machine_ends_those_that_wait_for_it_elsew
     def waits():
         joined = dataclasses.replace(launched(1 - refused, port), launcher_holds_store=launcher_holds_store)
         try:
-            rendezvous(joined, timeout=timedelta(seconds=30), every=0.2, print_line=lambda text: None)
+            rendezvous(joined, timeout=timedelta(seconds=30), interval=0.2, print_line=lambda text: None)
         except ConfigError as error:
             told.append(str(error))
 
@@ -84,7 +84,7 @@ def test_a_rank_that_is_refused_on_its_machine_ends_those_that_wait_for_it_elsew
 def test_a_port_that_is_taken_is_a_sentence(port):
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(ConfigError, match=f"cannot open port {port} .* Use another MASTER_PORT"):
-            rendezvous(launched(0, port), timeout=timedelta(seconds=5), every=0.2)
+            rendezvous(launched(0, port), timeout=timedelta(seconds=5), interval=0.2)
 
 
 def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_dead(port):
@@ -95,7 +95,7 @@ def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_
     def rank(number, world_size, found):
         time.sleep(0.3 * (number == 0))
         joined = dataclasses.replace(launched(number, port, world_size), launcher_holds_store=True)
-        met = rendezvous(joined, timeout=timedelta(seconds=60), every=0.2, print_line=lambda text: None)
+        met = rendezvous(joined, timeout=timedelta(seconds=60), interval=0.2, print_line=lambda text: None)
         if number == 0:
             met.set("address", f"of attempt {len(attempts)}")
         found[number] = met.get("address").decode()

@@ -108,7 +108,7 @@ def test_what_is_left_when_all_servers_are_lost_is_answered_by_the_weights_that_
         engine.prepare()
         pushed(engine, 4)
 
-    generator = generator_of(engine, sampling=SAMPLING, again=sync_weights)
+    generator = generator_of(engine, sampling=SAMPLING, sync_again=sync_weights)
     generator.begin(PROMPTS)
     assert generator.wait()
     assert {number: version for number, (version, _) in told(generator.groups(PROMPTS)).items()} == {0: 1, 1: 1, 2: 1, 3: 4, 4: 4, 5: 4}

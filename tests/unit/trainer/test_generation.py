@@ -80,7 +80,7 @@ class Losing(ScriptedEngine):
 
 def test_weights_that_are_lost_in_flight_are_pushed_again_as_the_policy_has_them_now():
     engine = Losing(answer)
-    generator, prompts = generator_of(engine, again=lambda: pushed(engine, 4)), Stream().take(2)
+    generator, prompts = generator_of(engine, sync_again=lambda: pushed(engine, 4)), Stream().take(2)
     generator.begin(prompts)
     assert generator.wait()
     assert versions(generator.groups(prompts)) == {0: 4, 1: 4}

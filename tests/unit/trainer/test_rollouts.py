@@ -230,8 +230,8 @@ def rollouts_of(
     )  # fmt: skip
 
 
-def generator_of(engine, rewards=(), sampling=SAMPLING, again=lambda: pytest.fail("pushed again")):
-    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, timers=Timers(), sync_again=again)
+def generator_of(engine, rewards=(), sampling=SAMPLING, sync_again=lambda: pytest.fail("pushed again")):
+    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, timers=Timers(), sync_again=sync_again)
 
 
 def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
