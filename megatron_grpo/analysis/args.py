@@ -22,24 +22,24 @@ from megatron_grpo.types import Sample
 Parse = Callable[[Sequence[str]], Parsed]
 
 
-def _taken(words: Sequence[str], own: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
+def _taken(words: Sequence[str], own_flags: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Separate a command's own flags from settings.
 
     Args:
         words: Command line; `--row 1` and `--row=1` are equivalent.
-        own: Flags of the command.
+        own_flags: Flags of the command.
 
     Returns:
         (typed values of each flag, remaining words).
     """
-    values, rest, left = {name: list[str]() for name in own}, list[str](), iter(words)
-    for word in left:
+    values, other_words, remaining = {name: list[str]() for name in own_flags}, list[str](), iter(words)
+    for word in remaining:
         name, is_one_word, value = word.partition("=")
         if name in values:
-            values[name].append(value if is_one_word else next(left, ""))
+            values[name].append(value if is_one_word else next(remaining, ""))
         else:
-            rest.append(word)
-    return values, rest
+            other_words.append(word)
+    return values, other_words
 
 
 # ---- mismatch --------------------------------------------------------------------------------------------------------------------------
@@ -84,12 +84,12 @@ def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
     """
     if not argv or argv[0].startswith("--"):
         raise ConfigError("mismatch needs a directory first: an output_dir, one of its checkpoints (checkpoints/iter_0000100), or a model.")
-    typed, rest = _taken(argv[1:], ("--row", "--rows", "--dtype"))
-    parsed = parse([*rest, *(word for dtype in typed["--dtype"] for word in ("--torch_dtype", dtype))])
+    own_values, other_words = _taken(argv[1:], ("--row", "--rows", "--dtype"))
+    parsed = parse([*other_words, *(word for dtype in own_values["--dtype"] for word in ("--torch_dtype", dtype))])
     problems = [
         problem_with(name, f"{name} ({value or 'nothing'}) must be a whole number, {least} or more.")
         for name, least in (("row", 0), ("rows", 1))
-        for value in typed[f"--{name}"]
+        for value in own_values[f"--{name}"]
         if not value.isdecimal() or int(value) < least
     ]
     problems += parsed.problems
@@ -100,35 +100,35 @@ def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
         problems += error.problems
     if problems or subject is None:
         raise ConfigError(problems)
-    row, num_rows, dtype = (values[-1] if values else None for values in typed.values())
+    row, num_rows, dtype = (values[-1] if values else None for values in own_values.values())
     return replace(subject, row=None if row is None else int(row), num_rows=int(num_rows or ROWS), dtype=dtype)
 
 
 def _subject(path: Path, parsed: Parsed, parse: Parse) -> MismatchArgs:
-    typed, path = parsed.config, path.absolute()
+    typed_cfg, path = parsed.config, path.absolute()
     if (path / MANIFEST).is_file():
-        beside = path.parent.parent
-        return _of_checkpoint(path, typed, run=beside if (beside / "metrics.jsonl").is_file() else None)
+        run_directory = path.parent.parent
+        return _of_checkpoint(path, typed_cfg, run=run_directory if (run_directory / "metrics.jsonl").is_file() else None)
     if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
         candidates = Folder(path / "checkpoints").candidates()
         newest = next((candidate for candidate in candidates if isinstance(candidate, Manifest)), None)
         if newest is not None:
-            return _of_checkpoint(newest.directory, typed, run=path)
+            return _of_checkpoint(newest.directory, typed_cfg, run=path)
         if not (path / "config.yaml").is_file():
             raise config_error("mismatch", f"mismatch: {path} has neither a checkpoint nor a config.yaml, so its model is not known.")
         of_run = parse(["--config", str(path / "config.yaml")]).config
-        cfg = settings_over(typed, {name: value for section in of_run.groups().values() for name, value in vars(section).items()})
+        cfg = settings_over(typed_cfg, {name: value for section in of_run.groups().values() for name, value in vars(section).items()})
         return MismatchArgs(name=f"{path}, which has no checkpoint: the weights it began with", run=path, cfg=cfg)
     if (path / "config.json").is_file():
-        return MismatchArgs(name=str(path), cfg=typed.with_values({"model": str(path)}))
-    what = "holds no run (metrics.jsonl), checkpoint (manifest.json) or model (config.json)"
-    there = "is a file, not a directory" if path.is_file() else what
-    raise config_error("mismatch", f"mismatch: {path} {there if path.exists() else 'does not exist'}.")
+        return MismatchArgs(name=str(path), cfg=typed_cfg.with_values({"model": str(path)}))
+    fault = "holds no run (metrics.jsonl), checkpoint (manifest.json) or model (config.json)"
+    fault_text = "is a file, not a directory" if path.is_file() else fault
+    raise config_error("mismatch", f"mismatch: {path} {fault_text if path.exists() else 'does not exist'}.")
 
 
-def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> MismatchArgs:
+def _of_checkpoint(directory: Path, typed_cfg: Config, *, run: Path | None) -> MismatchArgs:
     manifest = whole_checkpoint(directory)
-    cfg = settings_over(typed, manifest.origin.settings)
+    cfg = settings_over(typed_cfg, manifest.origin.settings)
     return MismatchArgs(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)
 
 
@@ -203,24 +203,26 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
         example = 'megatron-grpo compare-losses OUTPUT_DIR --variant "loss_type=vespo"'
         raise _refused(f"compare-losses needs the output_dir of a run first: {example}")
     run = Path(argv[0])
-    typed, rest = _taken(argv[1:], ("--variant", "--try", "--step"))
-    variant_texts, former, steps = typed.values()
-    if former:
+    own_values, other_words = _taken(argv[1:], ("--variant", "--try", "--step"))
+    variant_texts, old_flag_values, steps = own_values.values()
+    if old_flag_values:
         note_renamed("--try", "--variant")
-    variant_texts += former
-    parsed = parse(rest)
-    manifest, later = _checkpoint(run, steps[-1] if steps else None)
+    variant_texts += old_flag_values
+    parsed = parse(other_words)
+    manifest, later_checkpoints = _checkpoint(run, steps[-1] if steps else None)
     samples = read_samples(manifest.directory / RECORDED)
     cfg = _settings(parsed.config, manifest)
     problems = [*parsed.problems, *_moving(cfg, manifest, variant_texts)]
     variants = [Variant(name=OWN, cfg=cfg, num_rows=len(samples))]
     for text in variant_texts:
-        variant, wrong = _variant(text, cfg, samples, later, parse)
-        problems += wrong
+        variant, variant_problems = _variant(text, cfg, samples, later_checkpoints, parse)
+        problems += variant_problems
         variants += [variant] if variant else []
     if problems:
         raise ConfigError(problems)
-    return CompareLossesArgs(run=run, checkpoint=manifest.directory, step=manifest.step, cfg=cfg, variants=tuple(variants), later=later)
+    return CompareLossesArgs(
+        run=run, checkpoint=manifest.directory, step=manifest.step, cfg=cfg, variants=tuple(variants), later=later_checkpoints
+    )
 
 
 def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]:
@@ -240,11 +242,11 @@ def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]
     return chosen, {number - chosen.step: manifests[number].directory for number in manifests if number > chosen.step}
 
 
-def _settings(typed: Config, manifest: Manifest) -> Config:
+def _settings(typed_cfg: Config, manifest: Manifest) -> Config:
     of_run = {name: value for name, value in manifest.origin.settings.items() if name not in _OTHERS}
-    changes = {} if "micro_batch_size" in typed.typed else {"micro_batch_size": 1}
-    beta = {} if "beta" in typed.typed else {"beta": of_run.get("beta", 0.0)}
-    return settings_over(typed, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | changes | beta)
+    changes = {} if "micro_batch_size" in typed_cfg.typed else {"micro_batch_size": 1}
+    beta = {} if "beta" in typed_cfg.typed else {"beta": of_run.get("beta", 0.0)}
+    return settings_over(typed_cfg, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | changes | beta)
 
 
 def _moving(cfg: Config, manifest: Manifest, variant_texts: Sequence[str]) -> list[Problem]:
@@ -255,7 +257,7 @@ def _moving(cfg: Config, manifest: Manifest, variant_texts: Sequence[str]) -> li
 
 
 def _variant(
-    text: str, cfg: Config, samples: Sequence[Sample], later: Mapping[int, Path], parse: Parse
+    text: str, cfg: Config, samples: Sequence[Sample], later_checkpoints: Mapping[int, Path], parse: Parse
 ) -> tuple[Variant | None, list[Problem]]:
     pairs = [word.partition("=") for word in text.split()]
     if not pairs or not all(equals and value for _, equals, value in pairs):
@@ -268,22 +270,25 @@ def _variant(
         word = texts.pop("global_batch_size")
         num_rows = int(word) if word.isdecimal() else 0
         if not 0 < num_rows <= len(samples) or num_rows % group:
-            near = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
+            nearest = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
             problems.append(_said(f"variant: global_batch_size ({word}) must be whole groups of {group} of the {len(samples)} rows that "
-                                  f"the step trained, for example {' or '.join(map(str, near))}."))  # fmt: skip
+                                  f"the step trained, for example {' or '.join(map(str, nearest))}."))  # fmt: skip
     if "staleness" in texts:
         word = texts.pop("staleness")
         staleness = int(word) if word.isdecimal() else -1
-        if staleness and staleness not in later:
-            there = ", ".join(map(str, sorted(later))) or "none"
-            problems.append(_said(f"variant: staleness ({word}) needs a checkpoint of the run that many steps later. Available: {there}."))
+        if staleness and staleness not in later_checkpoints:
+            available = ", ".join(map(str, sorted(later_checkpoints))) or "none"
+            problems.append(
+                _said(f"variant: staleness ({word}) needs a checkpoint of the run that many steps later. Available: {available}.")
+            )
     parsed = parse([part for name, value in texts.items() for part in (f"--{name}", value)])
     problems += parsed.problems
-    typed = set(parsed.config.typed)
-    if wrong := sorted(typed - TRIED):
-        problems.append(_said(f"variant: {', '.join(wrong)} changes which rows are sampled or their rewards, but the rows are those that "
+    typed_names = set(parsed.config.typed)
+    if not_allowed := sorted(typed_names - TRIED):
+        problems.append(_said(f"variant: {', '.join(not_allowed)} changes which rows are sampled or their rewards, but the rows are those "
+            "that "
                               f"the run recorded. Supported: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
-    values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed & TRIED}
+    values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed_names & TRIED}
     changed = cfg.with_values(values)
     problems += validation.problems(changed)
     if changed.grpo.kl_in_reward and values.get("beta") is not None:

@@ -29,7 +29,7 @@ class _Instead(torch.autograd.Function):
     """Return `value` in the forward, and pass the gradient to `own` in the backward."""
 
     @staticmethod
-    def forward(ctx, own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
 
     @staticmethod
@@ -37,14 +37,14 @@ class _Instead(torch.autograd.Function):
         return grad, None
 
 
-def _instead(own: Callable[[], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+def _instead(original: Callable[[], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
     """Return `value` with the gradient of an operation.
 
     Args:
-        own: Computes the operation with a gradient; not called if gradients are disabled.
+        original: Computes the operation with a gradient; not called if gradients are disabled.
         value: Result to return.
     """
-    return _Instead.apply(own(), value) if torch.is_grad_enabled() else value
+    return _Instead.apply(original(), value) if torch.is_grad_enabled() else value
 
 
 def _rms_norm(real, x, weight, epsilon):
@@ -67,19 +67,19 @@ def _attended(q, k, v, packed: PackedBatch, scale: float) -> torch.Tensor:
     out, runs = torch.zeros_like(q), list(sequences(packed))
     if runs:
         queries, keys = zip(*runs, strict=True)
-        places = torch.cat(queries)
+        index = torch.cat(queries)
         lengths = [len(run) for run in queries]
-        out[places] = kernels.attended(q[places], [k[run] for run in keys], [v[run] for run in keys], lengths, scale)
+        out[index] = kernels.attended(q[index], [k[run] for run in keys], [v[run] for run in keys], lengths, scale)
     return out
 
 
-def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_rows=None, group=None, chunk_size=1024, slope=None, **more):
+def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_rows=None, group=None, chunk_size=1024, slope=None, **kwargs):
     """Compute log-probs as vLLM does: gather the logits of all ranks, divide by the temperature, and apply torch's log_softmax."""
     rows = len(weight) if num_valid_rows is None else num_valid_rows
-    options = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | more
-    own = real(hidden, weight, targets, **options)  # without a slope, which would be that of other log-probs
+    options = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | kwargs
+    original = real(hidden, weight, targets, **options)  # without a slope, which would be that of other log-probs
     counts = [rows] if group is None else torch.cat(collectives.of_each(torch.tensor([rows]), group)).tolist()
-    value = torch.empty_like(own.logprobs)
+    value = torch.empty_like(original.logprobs)
     for start in range(0, len(targets), chunk_size):
         part = slice(start, start + chunk_size)
         logits = kernels.linear(hidden[part], weight[:rows]).float() if rows else hidden.new_empty(len(targets[part]), 0).float()
@@ -88,7 +88,7 @@ def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_ro
             logits = torch.cat([shard[:, :count] for shard, count in zip(shards, counts, strict=True)], dim=1)
         logprobs = logits.div_(temperature).log_softmax(dim=-1)
         value[part] = logprobs.gather(1, targets[part, None])[:, 0]
-    return TokenScores(_instead(lambda: own.logprobs, value), own.entropy)
+    return TokenScores(_instead(lambda: original.logprobs, value), original.entropy)
 
 
 def _moe_layer(real, layer, hidden_states, *args, **kwargs):
@@ -105,11 +105,13 @@ def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
     x = hidden.detach().flatten(0, 1)
     if cuts_tokens:
         x = torch.cat(collectives.of_each(x, group))
-    inner, down = ([getattr(e, name).weight.detach() for e in module.experts.local_experts] for name in ("linear_fc1", "linear_fc2"))
-    gate, up = torch.stack(inner).chunk(2, dim=1)
+    inner, down_weights = (
+        [getattr(e, name).weight.detach() for e in module.experts.local_experts] for name in ("linear_fc1", "linear_fc2")
+    )
+    gate, up_weights = torch.stack(inner).chunk(2, dim=1)
     slices = module.experts.local_experts[0].linear_fc1.tp_group
     outputs = []
-    for part, cut in ((gate, 1), (up, 1), (torch.stack(down), 2)):
+    for part, cut in ((gate, 1), (up_weights, 1), (torch.stack(down_weights), 2)):
         gathered = torch.cat(collectives.of_each(part, slices), dim=cut)
         gathered = torch.cat(collectives.of_each(gathered, module.ep_group))
         outputs.append(gathered.chunk(group.size(), dim=cut)[group.rank()])
@@ -126,10 +128,10 @@ def in_rank_order(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
         x: This rank's summand.
         group: Process group.
     """
-    first, *others = collectives.of_each(x, group)
+    first, *other_parts = collectives.of_each(x, group)
     total = first.clone()
-    for other in others:
-        total += other
+    for part in other_parts:
+        total += part
     return total
 
 
@@ -137,9 +139,9 @@ def _reduce(real, x, group):
     return in_rank_order(x, group)
 
 
-def _reduce_scatter(real, x, group=None, input_split_sizes=None, *others):
+def _reduce_scatter(real, x, group=None, input_split_sizes=None, *args):
     if input_split_sizes is not None:  # tokens returning from experts: `_expert_layer` computes their value
-        return real(x, group, input_split_sizes, *others)
+        return real(x, group, input_split_sizes, *args)
     group = mappings.get_tensor_model_parallel_group_if_none(group)
     return in_rank_order(x, group).chunk(group.size())[group.rank()].contiguous()
 
@@ -183,10 +185,10 @@ def switch_on() -> None:
     if not _kept:
         # Request AMX tiles from the kernel: without an engine in the process nothing else does, and the instructions are illegal.
         torch.cpu._init_amx()
-        for where, name, replacement in _PLACES:
-            real = getattr(where, name)
-            _kept.append((where, name, real))
-            setattr(where, name, replacement if isinstance(replacement, ModuleType) else _given(real, replacement))
+        for module, name, replacement in _PLACES:
+            real = getattr(module, name)
+            _kept.append((module, name, real))
+            setattr(module, name, replacement if isinstance(replacement, ModuleType) else _given(real, replacement))
 
 
 def switch_off() -> None:

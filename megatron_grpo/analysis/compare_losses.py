@@ -98,8 +98,8 @@ def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], Par
         ConfigError: With all problems of the command line and the settings.
     """
     args = read_compare_losses_args(argv, parse)
-    if args.cfg.plan.png and (wrong := why_not_drawn(Path(args.cfg.plan.png))):
-        raise config_error("png", f"png: {wrong}")
+    if args.cfg.plan.png and (obstacle := why_not_drawn(Path(args.cfg.plan.png))):
+        raise config_error("png", f"png: {obstacle}")
     outcomes = compare_losses(args)
     if collectives.rank() == 0:
         recorded = _recorded(args)
@@ -214,7 +214,7 @@ def _take(
     variant: Variant,
     samples: Sequence[Sample],
     index: int,
-    own: list[torch.Tensor] | None,
+    reference: list[torch.Tensor] | None,
     left_out: frozenset[RowKind],
 ) -> tuple[Outcome, list[torch.Tensor]]:
     """Compute forward and backward of one variant. Collective.
@@ -226,21 +226,21 @@ def _take(
     policy.loss = GrpoLoss.from_config(
         variant.cfg.grpo, max_completion_length=rollout.max_completion_length, temperature=rollout.temperature
     )
-    kept = samples[: variant.num_rows]
-    batch = _batch(policy, kept, index, left_out)
+    variant_samples = samples[: variant.num_rows]
+    batch = _batch(policy, variant_samples, index, left_out)
     trained = policy.train_step(batch)
     norm, buffers = trained.metrics.get("grad_norm", 0.0), list(_buffers(policy))
-    if own is None:
-        own, cosine = [buffer.clone() for buffer in buffers], 1.0 if norm else None
+    if reference is None:
+        reference, cosine = [buffer.clone() for buffer in buffers], 1.0 if norm else None
     else:
-        now = [buffer.clone() for buffer in buffers]
-        cosine = _cosine(policy, buffers, own, now)
+        gradients = [buffer.clone() for buffer in buffers]
+        cosine = _cosine(policy, buffers, reference, gradients)
     kl, ess = _off_policy(policy, batch, trained.logprobs)
     get = trained.metrics.get
     return Outcome(
         name=variant.name, rows=batch.num_sequences, loss=get("loss", 0.0), grad_norm=norm, cosine=cosine, kl_sampler=kl, ess=ess,
         clip_low=get("clip_ratio/low_mean", 0.0), clip_high=get("clip_ratio/high_mean", 0.0), kl=get("kl"),
-    ), own  # fmt: skip
+    ), reference  # fmt: skip
 
 
 def _buffers(policy: Policy) -> Iterator[torch.Tensor]:
@@ -259,8 +259,8 @@ def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], 
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
         norms.append(gradient_norm(policy.optimizer))
-    of_a, of_b, apart = norms
-    return (of_a**2 + of_b**2 - apart**2) / (2 * of_a * of_b) if of_a and of_b and all(map(math.isfinite, norms)) else None
+    of_a, of_b, of_difference = norms
+    return (of_a**2 + of_b**2 - of_difference**2) / (2 * of_a * of_b) if of_a and of_b and all(map(math.isfinite, norms)) else None
 
 
 def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[float, float]:
@@ -268,8 +268,11 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
     sums = np.zeros(4)
     for micro in batch.micro_batches if policy.parallel.reports_its_rows else ():
         for index, row in enumerate(micro.rows):
-            at = (micro.sequence == index) & (micro.token_weights > 0)
-            log_rho = np.asarray(logprobs[row], dtype=np.float64)[at[micro.sequence == index]] - micro.sampler_logprobs[at]
+            index_of_tokens = (micro.sequence == index) & (micro.token_weights > 0)
+            log_rho = (
+                np.asarray(logprobs[row], dtype=np.float64)[index_of_tokens[micro.sequence == index]]
+                - micro.sampler_logprobs[index_of_tokens]
+            )
             log_rho = log_rho[~np.isnan(log_rho)].clip(-20, 20)
             rho = np.exp(log_rho)
             sums += [len(rho), (rho - log_rho - 1).sum(), rho.sum(), (rho * rho).sum()]

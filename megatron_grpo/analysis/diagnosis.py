@@ -70,13 +70,13 @@ class Diagnosis:
     def lines(self) -> list[str]:
         """Format the diagnosis as lines of text."""
         weights = self.weights
-        held = f"{weights['same']} of {weights['tensors']} tensors are those of the run, bit for bit" if weights["recorded"] else (
+        weights_text = f"{weights['same']} of {weights['tensors']} tensors are those of the run, bit for bit" if weights["recorded"] else (
             "not compared: none were recorded")  # fmt: skip
         lines = [
             f"kept because {self.why}",
             f"replayed on {self.ranks}",
-            f"weights: {held}",
-            *(f"not in the step dump: {what}" for what in self.lacks),
+            f"weights: {weights_text}",
+            *(f"not in the step dump: {missing}" for missing in self.lacks),
             "",
             f"{'':14}{'here':>14}{'in the run':>14}",
         ]
@@ -115,25 +115,28 @@ def diagnose(
         rows: Rows of the step, each computed alone.
         copies: Loss and gradient norm with each differing copy of a weight.
     """
-    was = {name: float(value) for name, value in step_dump.facts.get("metrics", {}).items()}
+    recorded = {name: float(value) for name, value in step_dump.facts.get("metrics", {}).items()}
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
     verdict = [*_weights(weights), *_bits(step_dump)]
     verdict += _rows_not_finite(rows, first, has_bad_weight=bool(weights["not_finite"]))
     if not verdict:
-        verdict = _finite_here(step_dump, numbers, was, weights, rows)
+        verdict = _finite_here(step_dump, numbers, recorded, weights, rows)
     ranks = (
         "1 rank"
         if layout.world_size == 1
         else f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
     )
-    return Diagnosis(why=step_dump.facts["why"], verdict=verdict, numbers=numbers, was=was, weights=weights, rows=list(rows), ranks=ranks,
+    return Diagnosis(why=step_dump.facts["why"], verdict=verdict, numbers=numbers, was=recorded, weights=weights, rows=list(rows),
+    ranks=ranks,
                 copies=copies, lacks=step_dump.lacks())  # fmt: skip
 
 
 def _weights(weights: Mapping[str, Any]) -> list[str]:
-    lines = [f"POISON: the weight {name} is not finite ({how})." for name, how in list(weights["not_finite"].items())[:SHOWN]]
-    if more := len(weights["not_finite"]) - SHOWN:
-        lines += [f"and {more} more weights."] if more > 0 else []
+    lines = [
+        f"POISON: the weight {name} is not finite ({description})." for name, description in list(weights["not_finite"].items())[:SHOWN]
+    ]
+    if num_more := len(weights["not_finite"]) - SHOWN:
+        lines += [f"and {num_more} more weights."] if num_more > 0 else []
     return lines
 
 
@@ -142,35 +145,40 @@ def _rows_not_finite(rows: Sequence[LoneRow], first: str | None, *, has_bad_weig
         return []
     lines = []
     of_rows = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
-    inside = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
+    backward_only = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
     for row in of_rows[:SHOWN]:
         lines.append(f"POISON: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
-                     + ("finite." if len(of_rows) == 1 and not inside else "examined row by row above."))  # fmt: skip
-    for row in inside[:SHOWN]:
-        where = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
-        lines.append(f"POISON: {_name(row)}: its values are finite and its gradient is not{where}.")
+                     + ("finite." if len(of_rows) == 1 and not backward_only else "examined row by row above."))  # fmt: skip
+    for row in backward_only[:SHOWN]:
+        location = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
+        lines.append(f"POISON: {_name(row)}: its values are finite and its gradient is not{location}.")
     return lines
 
 
 def _finite_here(
-    step_dump: StepDump, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[LoneRow]
+    step_dump: StepDump, numbers: Mapping[str, float], recorded: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[LoneRow]
 ) -> list[str]:  # fmt: skip
     lines = []
-    if not math.isfinite(was.get("grad_norm", 0.0)):
+    if not math.isfinite(recorded.get("grad_norm", 0.0)):
         lines.append("All values are finite here but were not in the run, with the same rows and weights: the cause is "
                      "in the ranks of the run. Check the machine, its kernels and its dtype.")  # fmt: skip
-    off = max((row.forward for row in rows if row.forward is not None), default=None)
-    alike = USUAL[step_dump.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller
+    max_difference = max((row.forward for row in rows if row.forward is not None), default=None)
+    usual = USUAL[step_dump.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller
     if weights["recorded"] and weights["same"] < weights["tensors"]:
         lines.append(f"{weights['tensors'] - weights['same']} tensors differ from those of the run, so its values may not be reproduced.")
-    elif off is not None and off > alike:
-        lines.append(f"The forward pass of the run is not reproduced with these weights: log-probs differ by up to {off:.3g} nats. "
+    elif max_difference is not None and max_difference > usual:
+        lines.append(f"The forward pass of the run is not reproduced with these weights: log-probs differ by up to {max_difference:.3g} "
+            "nats. "
                      "Check the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
     if step_dump.facts["kind"] == "logp_gap":
         worst = max(rows, key=lambda row: row.gap)
-        same = "the run's forward pass is reproduced, so" if off is not None and off <= alike else "if the forward pass is reproduced,"
+        reproduced_text = (
+            "the run's forward pass is reproduced, so"
+            if max_difference is not None and max_difference <= usual
+            else "if the forward pass is reproduced,"
+        )
         lines.append(f"The largest difference from the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
-                     f"{same} check the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
+                     f"{reproduced_text} check the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
     if step_dump.facts["kind"] == "spike" and rows:
         worst = max(rows, key=lambda row: row.norm)
         total = math.fsum(row.norm for row in rows)
@@ -185,15 +193,15 @@ def _finite_here(
 def _bits(step_dump: StepDump) -> list[str]:
     """Describe the elements at which copies of a tensor on several ranks differ."""
     copies = step_dump.parted()
-    labels = list(dict.fromkeys(label for its in copies.values() for label in its))
+    labels = list(dict.fromkeys(label for of_rank in copies.values() for label in of_rank))
     lines = []
     for label in labels[:SHOWN]:
-        what, dtype, shape = label.split("|")
-        held = [(rank, its[label]) for rank, its in sorted(copies.items()) if label in its]
-        for (first, a), (second, b) in zip(held, held[1:]):
+        name, dtype, shape = label.split("|")
+        of_label = [(rank, of_rank[label]) for rank, of_rank in sorted(copies.items()) if label in of_rank]
+        for (first, a), (second, b) in zip(of_label, of_label[1:]):
             if a.nbytes != b.nbytes or (a == b).all():
                 continue
-            lines.append(f"POISON: {what} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
+            lines.append(f"POISON: {name} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
     return lines
 
 
@@ -204,15 +212,15 @@ def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
     x, y = (torch.from_numpy(raw.copy()).view(kind) for raw in (a, b))
     width = x.element_size()
     differs = (a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1)
-    at = int(np.flatnonzero(differs)[0])
-    where = [int(i) for i in np.unravel_index(at, [int(n) for n in shape.split(",")])] if shape else []
-    bits = int.from_bytes(a[at * width : (at + 1) * width].tobytes(), "little") ^ int.from_bytes(
-        b[at * width : (at + 1) * width].tobytes(), "little"
+    first_index = int(np.flatnonzero(differs)[0])
+    coordinates = [int(i) for i in np.unravel_index(first_index, [int(n) for n in shape.split(",")])] if shape else []
+    bits = int.from_bytes(a[first_index * width : (first_index + 1) * width].tobytes(), "little") ^ int.from_bytes(
+        b[first_index * width : (first_index + 1) * width].tobytes(), "little"
     )
     flipped = [bit for bit in range(8 * width) if bits >> bit & 1]
-    how = f"bit {flipped[0]} of {8 * width}" if len(flipped) == 1 else f"{len(flipped)} of {8 * width} bits"
-    values = f"{x[at].item():g} and {y[at].item():g}, which differ in {how}"
-    return f"{int(differs.sum())} of {len(differs)} values, the first at {where}: {values}"
+    bits_text = f"bit {flipped[0]} of {8 * width}" if len(flipped) == 1 else f"{len(flipped)} of {8 * width} bits"
+    values = f"{x[first_index].item():g} and {y[first_index].item():g}, which differ in {bits_text}"
+    return f"{int(differs.sum())} of {len(differs)} values, the first at {coordinates}: {values}"
 
 
 def _name(row: LoneRow) -> str:

@@ -48,8 +48,8 @@ def _words(chunk: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=4)
 def _factors(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (WORDS,), dtype=torch.int64, generator=generator)
-    return (drawn | 1).to(device)
+    random = torch.randint(-(2**63), 2**63 - 1, (WORDS,), dtype=torch.int64, generator=generator)
+    return (random | 1).to(device)
 
 
 def _signed(number: int) -> int:

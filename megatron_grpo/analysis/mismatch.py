@@ -67,8 +67,8 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
         picture.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
         raise config_error("output_dir", f"{picture.parent} cannot be written. Name another --output_dir.") from None
-    if "output_dir" in cfg.typed and (wrong := why_not_drawn(picture)):
-        raise config_error("output_dir", f"output_dir: {wrong}")
+    if "output_dir" in cfg.typed and (obstacle := why_not_drawn(picture)):
+        raise config_error("output_dir", f"output_dir: {obstacle}")
     with CleanUp() as clean_up:
         parallel = start_parallel(cfg, layout, content={"question": f"{args.name} {args.row} {args.num_rows}"})
         clean_up.add(state.stop)
@@ -125,8 +125,8 @@ def look(
     chosen = worst_row(compared) if args.row is None else args.row
     operations: Sequence[Operation] = ()
     limit = max(LIMITS[dtype], LIMITS[engine.dtype])
-    if why := traced.not_traced(model.chunks[0]) or vllm_traced.not_traced(engine):
-        notes.append(f"The operations of this model are not compared: it {why}.")
+    if reason := traced.not_traced(model.chunks[0]) or vllm_traced.not_traced(engine):
+        notes.append(f"The operations of this model are not compared: it {reason}.")
     else:
         side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
         operations = look_at(side, compared[chosen])
@@ -204,8 +204,8 @@ def recorded(run: Path, *, version: int | None = None) -> list[ComparedRow]:
     for path in sorted((run / "completions").glob("step_*")):
         if match := re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name):
             tables.setdefault(int(match[1]), []).extend(sorted(path.glob("node_*.parquet")) if path.is_dir() else [path])
-    wanted = sorted(tables, reverse=True) if version is None else [version]
-    for number in wanted:
+    versions = sorted(tables, reverse=True) if version is None else [version]
+    for number in versions:
         if rows := [row for path in tables.get(number, []) for row in _rows(path)]:
             return rows
     return []
@@ -230,14 +230,14 @@ def _rows(path: Path) -> list[ComparedRow]:
     return [row for row in compared if row.drawn.any() and row.prompt]
 
 
-def spread(rows: list[ComparedRow], most: int) -> list[ComparedRow]:
-    """Return at most `most` rows, evenly spaced.
+def spread(rows: list[ComparedRow], max_rows: int) -> list[ComparedRow]:
+    """Return at most `max_rows` rows, evenly spaced.
 
     Args:
         rows: Rows to choose from.
-        most: Maximum number of rows.
+        max_rows: Maximum number of rows.
     """
-    return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
+    return [rows[i * len(rows) // max_rows] for i in range(max_rows)] if len(rows) > max_rows else rows
 
 
 def _prompt(number: int, tokens: Sequence[int]) -> Prompt:
@@ -266,18 +266,18 @@ def _as_looked_at(args: MismatchArgs) -> Config:
 
 
 def _problems(layout: Layout, shape: ModelShape) -> list[Problem]:
-    wrong = []
+    problems = []
     cut = {"pipeline_model_parallel_size": layout.pp, "context_parallel_size": layout.cp, "expert_model_parallel_size": layout.ep}
     for name, size in cut.items():
         if size > 1:
             message = f"{name} ({size}): mismatch compares whole layers, shard by shard. Leave it out: checkpoints load in any layout."
-            wrong.append(Problem(flags=(name,), nearest={name: [1]}, message=message))
-    if not wrong and layout.world_size > layout.tp:
+            problems.append(Problem(flags=(name,), nearest={name: [1]}, message=message))
+    if not problems and layout.world_size > layout.tp:
         message = f"{layout.world_size} ranks hold several copies of a model that is split over {layout.tp} ranks. Start {layout.tp}."
-        wrong.append(problem_with(("world_size", "tensor_model_parallel_size"), message))
+        problems.append(problem_with(("world_size", "tensor_model_parallel_size"), message))
     if shape.vision is not None:
-        wrong.append(problem_with("model", "mismatch supports text models, and this is a vision-language model."))
-    return wrong
+        problems.append(problem_with("model", "mismatch supports text models, and this is a vision-language model."))
+    return problems
 
 
 def _folder(args: MismatchArgs, cfg: Config) -> Path:

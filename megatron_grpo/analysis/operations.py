@@ -123,8 +123,8 @@ class ComparedRow:
             tokens: Token IDs, int64 [T].
             logprobs: The sampler's log-probs, float32 [T]; NaN at tokens that were not sampled.
         """
-        drawn, nothing = ~np.isnan(logprobs), np.zeros(len(tokens), dtype=np.float32)
-        return cls(tokens=tokens, drawn=drawn, sampler=np.nan_to_num(logprobs), trainer=nothing)
+        is_sampled, zeros = ~np.isnan(logprobs), np.zeros(len(tokens), dtype=np.float32)
+        return cls(tokens=tokens, drawn=is_sampled, sampler=np.nan_to_num(logprobs), trainer=zeros)
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -187,13 +187,13 @@ def look_at(side: Side, row: ComparedRow) -> list[Operation]:
     cached = np.array(vllm_traced.force(side.engine, tokens, opening, temperature=side.temperature))
     (scored,) = side.score([sequence_of(tokens, opening)])
     operations, fresh, size = _compared(side, tokens, opening)
-    drawn = row.drawn[opening:]
-    aside = [
-        (RECORDED, row.sampler[opening:][drawn], cached[drawn]),
+    is_sampled = row.drawn[opening:]
+    comparisons = [
+        (RECORDED, row.sampler[opening:][is_sampled], cached[is_sampled]),
         (CACHED, cached, fresh),
-        (PACKED, row.trainer[opening:][drawn], scored[opening:][drawn]),
+        (PACKED, row.trainer[opening:][is_sampled], scored[opening:][is_sampled]),
     ]
-    return [*operations, *(_aside(name, a, b, size, side.limit) for name, a, b in aside)]
+    return [*operations, *(_aside(name, a, b, size, side.limit) for name, a, b in comparisons)]
 
 
 def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Operation], np.ndarray, float]:
@@ -208,15 +208,15 @@ def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Ope
     size = max(float(x.double().square().mean().sqrt()) for x in (logits, sampler["log-prob"]))  # both are rounded; one may be near 0
     fresh = sampler["log-prob"][:, 0].numpy()
     scored: list[np.ndarray] = []
-    forced = {name: rows for name, rows in sampler.items() if name not in ("logits", "log-prob")}
-    trainer = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced)
+    forced_inputs = {name: rows for name, rows in sampler.items() if name not in ("logits", "log-prob")}
+    trainer = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced_inputs)
     trainer["log-prob"] = traced.OwnRows(0, torch.from_numpy(scored[0][opening:])[:, None])
     start = model.output_layer.vocab_start
     sampler["logits"] = logits[:, start : start + trainer["logits"].rows.shape[1]]
     names = [name for name in order(len(model.decoder.layers)) if name in trainer and name in sampler]
     parts = {name: _part(trainer[name], sampler[name], size if name == "log-prob" else None) for name in names}
-    everyone: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(parts)
-    operations = [_joined(name, [part[name] for part in everyone], side.limit) for name in names]
+    parts_of_ranks: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(parts)
+    operations = [_joined(name, [part[name] for part in parts_of_ranks], side.limit) for name in names]
     if (first := first_over(operations)) is not None:
         causes = collectives.all_gather_object(cause_of(first.name, side.engine, model))
         cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
@@ -244,7 +244,7 @@ def first_over(operations: Sequence[Operation]) -> Operation | None:
     return next((op for op in operations if op.is_over), None)
 
 
-def _part(own: traced.OwnRows, sampler: torch.Tensor, size: float | None) -> np.ndarray:
+def _part(own_rows: traced.OwnRows, sampler: torch.Tensor, size: float | None) -> np.ndarray:
     """Return the statistics of this rank's shard, float64 [5].
 
     They are the sum of squared differences, the sum of squares that they are relative to, the maximum difference, the count of equal
@@ -253,8 +253,8 @@ def _part(own: traced.OwnRows, sampler: torch.Tensor, size: float | None) -> np.
     Args:
         size: Root mean square that the difference is relative to; None for that of the sampler's output.
     """
-    b = sampler[own.start : own.start + len(own.rows)]  # the sampler does not compute the last token
-    a = own.rows[: len(b), : b.shape[1]].to(b.dtype)  # the trainer's head may have padding rows
+    b = sampler[own_rows.start : own_rows.start + len(own_rows.rows)]  # the sampler does not compute the last token
+    a = own_rows.rows[: len(b), : b.shape[1]].to(b.dtype)  # the trainer's head may have padding rows
     difference, num = (a.double() - b.double()).abs(), b.numel()
     squares, total = float(difference.square().sum()), float(b.double().square().sum()) if size is None else size**2 * num
     return np.array([squares, total, float(difference.max()) if num else 0.0, int((a == b).sum()), num])
@@ -262,13 +262,13 @@ def _part(own: traced.OwnRows, sampler: torch.Tensor, size: float | None) -> np.
 
 def _joined(name: str, parts: Sequence[np.ndarray], limit: float) -> Operation:
     squares, sizes, largest, equal, num = np.array(parts).T
-    over = np.flatnonzero(~(_relative(squares, sizes) <= limit))  # NaN counts as over
+    exceeded = np.flatnonzero(~(_relative(squares, sizes) <= limit))  # NaN counts as over
     return Operation(
         name=name,
         difference=float(_relative(squares.sum(), sizes.sum())),
         largest=float(largest.max()),
         equal=float(equal.sum() / max(num.sum(), 1)),
-        ranks=tuple(over.tolist()),
+        ranks=tuple(exceeded.tolist()),
     )
 
 
@@ -314,25 +314,30 @@ def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
         return _norm(model.decoder.final_layernorm, sampler.model.norm)
     if not layer[1:].isdecimal():
         return ""
-    ours, theirs = model.decoder.layers[int(layer[1:])], sampler.model.layers[int(layer[1:])]
+    trainer_layer, sampler_layer = model.decoder.layers[int(layer[1:])], sampler.model.layers[int(layer[1:])]
     if kind in _NORMS:
-        mine, its = _NORMS[kind]
-        inside = kind in ("q norm", "k norm")
-        return _norm(getattr(ours.self_attention if inside else ours, mine), getattr(theirs.self_attn if inside else theirs, its))
+        trainer_name, sampler_part = _NORMS[kind]
+        is_in_attention = kind in ("q norm", "k norm")
+        return _norm(
+            getattr(trainer_layer.self_attention if is_in_attention else trainer_layer, trainer_name),
+            getattr(sampler_layer.self_attn if is_in_attention else sampler_layer, sampler_part),
+        )
     if kind in _LINEAR:
-        (mine, its_name), of_attention = _LINEAR[kind], kind in ("qkv", "o proj")
-        if hasattr(theirs, "linear_attn") and of_attention:
-            linear, its = ours.self_attention.out_proj, theirs.linear_attn.out_proj
+        (trainer_name, its_name), of_attention = _LINEAR[kind], kind in ("qkv", "o proj")
+        if hasattr(sampler_layer, "linear_attn") and of_attention:
+            linear, sampler_part = trainer_layer.self_attention.out_proj, sampler_layer.linear_attn.out_proj
         else:
-            linear = getattr(ours.self_attention if of_attention else ours.mlp, mine)
-            its = getattr(theirs.self_attn if of_attention else vllm_traced.block_of(theirs), its_name)
+            linear = getattr(trainer_layer.self_attention if of_attention else trainer_layer.mlp, trainer_name)
+            sampler_part = getattr(sampler_layer.self_attn if of_attention else vllm_traced.block_of(sampler_layer), its_name)
         weight = linear.merged() if hasattr(linear, "lora_a") else linear.weight
         bias = getattr(linear, "bias", None)
         if kind == "qkv":
             weight, bias = (_in_their_order(x, model) for x in (weight, bias))
-        return _weights(weight, _read_by_kernel(its, weight.shape[1])) or _biases(bias, getattr(its, "bias", None)) or SAME
+        return (
+            _weights(weight, _read_by_kernel(sampler_part, weight.shape[1])) or _biases(bias, getattr(sampler_part, "bias", None)) or SAME
+        )
     if kind == "attention":
-        return _of_attention(ours.self_attention.core_attention, theirs.self_attn.attn.impl)
+        return _of_attention(trainer_layer.self_attention.core_attention, sampler_layer.self_attn.attn.impl)
     return ""
 
 
@@ -353,8 +358,12 @@ def _biases(trainer: torch.Tensor | None, sampler: torch.Tensor | None) -> str:
 def _norm(trainer: Any, sampler: Any) -> str:
     if difference := _weights(trainer.weight[None], sampler.weight[None]):
         return difference
-    eps, its = getattr(trainer, "eps", None), getattr(sampler, "variance_epsilon", None)
-    return f"its epsilon is {eps:g} in the trainer and {its:g} in the sampler" if None not in (eps, its) and eps != its else SAME
+    eps, sampler_eps = getattr(trainer, "eps", None), getattr(sampler, "variance_epsilon", None)
+    return (
+        f"its epsilon is {eps:g} in the trainer and {sampler_eps:g} in the sampler"
+        if None not in (eps, sampler_eps) and eps != sampler_eps
+        else SAME
+    )
 
 
 def _of_attention(trainer: Any, sampler: Any) -> str:
@@ -386,9 +395,9 @@ def _in_their_order(x: torch.Tensor | None, model: PolicyModel) -> torch.Tensor 
 
 def _read_by_kernel(linear: Any, channels: int) -> torch.Tensor:
     """Return the weight that vLLM's kernel multiplies with, [rows, channels]; it may be a packed copy of the module's parameter."""
-    like = next(iter(linear.parameters()))
+    parameter = next(iter(linear.parameters()))
     parts = []
     for first in range(0, channels, _ROWS):
-        some = torch.eye(channels, dtype=like.dtype, device=like.device)[first : first + _ROWS]
-        parts.append(linear.quant_method.apply(linear, some, bias=None))
+        unit_rows = torch.eye(channels, dtype=parameter.dtype, device=parameter.device)[first : first + _ROWS]
+        parts.append(linear.quant_method.apply(linear, unit_rows, bias=None))
     return torch.cat(parts).t()

@@ -73,15 +73,15 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
     return EXIT_DONE
 
 
-def _settings(step_dump: StepDump, typed: Config) -> tuple[Config, Path, Path | None]:
+def _settings(step_dump: StepDump, typed_cfg: Config) -> tuple[Config, Path, Path | None]:
     """Return the configuration of the replay, the model, and the checkpoint with the weights.
 
     The configuration is that of the run, overridden by typed settings. The checkpoint is None if the step dump contains the weights.
     """
-    facts, known = step_dump.facts, table()
+    facts, known_settings = step_dump.facts, table()
     of_run = in_current_names(facts["settings"])
-    values = {name: _read(known[name], value) for name, value in of_run.items() if name in known and name not in _OTHERS}
-    flags = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
+    values = {name: _read(known_settings[name], value) for name, value in of_run.items() if name in known_settings and name not in _OTHERS}
+    flags = {name: getattr(section, name) for section in typed_cfg.groups().values() for name in vars(section) if name in typed_cfg.typed}
     weights, checkpoint = facts["weights"], None
     if facts["pictures"]:
         raise config_error("replay", "its rows have images, which a step dump does not contain: replay supports text only.")
@@ -104,15 +104,15 @@ def _settings(step_dump: StepDump, typed: Config) -> tuple[Config, Path, Path | 
     if checkpoint is not None:
         whole_checkpoint(Path(checkpoint))
     values |= {"offload_model": "false", "offload_optimizer": "false", "micro_batch_size": 1}
-    return typed.with_values(values | {"model": str(model)} | flags), find_model(str(model)), Path(checkpoint) if checkpoint else None
+    return typed_cfg.with_values(values | {"model": str(model)} | flags), find_model(str(model)), Path(checkpoint) if checkpoint else None
 
 
 def _read(setting: Setting, value: Any) -> Any:
     """Validate a setting of the run from a file: a step dump may be untrusted or come from another version."""
     try:
         return value if value == setting.default else read_value(setting, () if value == [] else value)
-    except InvalidValueError as bad:
-        raise config_error("replay", f"{setting.name} in the settings of the step dump {bad}. Copy the step dump again.") from None
+    except InvalidValueError as error:
+        raise config_error("replay", f"{setting.name} in the settings of the step dump {error}. Copy the step dump again.") from None
 
 
 def open_policy(
@@ -252,8 +252,8 @@ def _forward(policy: Policy, batch: GlobalBatch) -> tuple[SummedGradient, str | 
     with first_not_finite(policy.chunks) as names:
         try:
             policy.train_step(batch, _Looks())
-        except _Enough as enough:
-            gradient = enough.gradient
+        except _Enough as stopped:
+            gradient = stopped.gradient
         else:
             raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
     return gradient, next((name for name in collectives.all_gather_object(names[0] if names else None) if name), None)
@@ -281,10 +281,10 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
 
         return hook
 
-    with CleanUp() as held:
+    with CleanUp() as hooks:
         for name, module in (part for chunk in chunks for part in chunk.named_modules()):
             if name and not any(module.children()):
-                held.add(module.register_forward_hook(watch(name)).remove)
+                hooks.add(module.register_forward_hook(watch(name)).remove)
         yield first
 
 
@@ -292,20 +292,23 @@ def _weights(step_dump: StepDump, policy: Policy) -> dict[str, Any]:
     """Compare the weights with those of the run by fingerprint, and find those that are not finite. Collective."""
     recorded: dict[str, str] = step_dump.facts["weights"].get("fingerprints", {})
     marks: dict[str, str] = {}
-    wrong: dict[str, str] = {}
+    faults: dict[str, str] = {}
 
-    def looked(stream: Any) -> None:
+    def check(stream: Any) -> None:
         for name, tensor in marked(stream, marks):
             finite = torch.isfinite(tensor)
             if not bool(finite.all()):
-                at = torch.nonzero(~finite)[0].tolist()
-                wrong[name] = f"{int((~finite).sum())} of its {tensor.numel()} values, the first at {at}: {float(tensor[tuple(at)]):g}"
+                first_index = torch.nonzero(~finite)[0].tolist()
+                faults[name] = (
+                    f"{int((~finite).sum())} of its {tensor.numel()} values, the first at {first_index}: "
+                    f"{float(tensor[tuple(first_index)]):g}"
+                )
 
-    looked(policy.exchange.stream(policy.tensors(), "weights"))
+    check(policy.exchange.stream(policy.tensors(), "weights"))
     if policy.adapters is not None:
-        looked(policy.named_adapters())
-    same = [name for name, mark in marks.items() if recorded.get(name) == mark]
-    return {"tensors": len(marks), "recorded": len(recorded), "same": len(same), "not_finite": wrong}
+        check(policy.named_adapters())
+    equal = [name for name, mark in marks.items() if recorded.get(name) == mark]
+    return {"tensors": len(marks), "recorded": len(recorded), "same": len(equal), "not_finite": faults}
 
 
 def _rows(
@@ -319,19 +322,19 @@ def _rows(
         [key] = micro.rows
         norms[key] = norm
         if logprobs is not None:
-            _, what = wrong_rows(micro, logprobs, gradient.references.get(key))
+            _, cause = wrong_rows(micro, logprobs, gradient.references.get(key))
             run = recorded.get(key)
             gap = np.abs(gradient.logprobs[key] - micro.sampler_logprobs)
             measured[key] = LoneRow(
-                key=key, norm=norm, what=what, num_tokens=len(logprobs),
+                key=key, norm=norm, what=cause, num_tokens=len(logprobs),
                 forward=None if run is None else _largest(np.abs(gradient.logprobs[key] - run))[0],
                 gap=_largest(gap)[0], token=_largest(gap)[1], prompt_number=prompts[key],
             )  # fmt: skip
     merged: dict[RowKey, LoneRow] = {}
-    for rows, its in collectives.all_gather_object((measured, norms)):
+    for rows, norms_of_rank in collectives.all_gather_object((measured, norms)):
         for key, row in rows.items():
             merged.setdefault(key, row)
-        for key, norm in its.items():
+        for key, norm in norms_of_rank.items():
             if key in merged and not norm <= merged[key].norm:
                 merged[key] = replace(merged[key], norm=norm)
     return [merged[key] for key in sorted(merged)]
@@ -341,8 +344,8 @@ def _largest(values: np.ndarray) -> tuple[float, int]:
     """Return the largest number and its index; (0, -1) for an empty array. NaN is returned only if all numbers are NaN."""
     if not len(values):
         return 0.0, -1
-    at = int(np.nanargmax(values)) if not np.isnan(values).all() else 0
-    return float(values[at]), at
+    index = int(np.nanargmax(values)) if not np.isnan(values).all() else 0
+    return float(values[index]), index
 
 
 def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dict[str, Any]]:
@@ -351,20 +354,20 @@ def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dic
     Copies are skipped if this layout does not hold the weight in the same shape.
     """
     mismatches = []
-    held = tensors_of(policy)
+    tensors = tensors_of(policy)
     for rank, copies in sorted(step_dump.parted().items()):
         for label, raw in copies.items():
-            what, dtype, shape = label.split("|")
-            kind, _, name = what.partition(" ")
-            tensor = held.get(name)
+            tensor_name, dtype, shape = label.split("|")
+            kind, _, name = tensor_name.partition(" ")
+            tensor = tensors.get(name)
             size = [int(n) for n in shape.split(",")] if shape else []
             if kind != "weight" or tensor is None or list(tensor.shape) != size:
                 continue
-            kept = tensor.detach().clone()
+            saved = tensor.detach().clone()
             with torch.no_grad():
                 tensor.copy_(torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).view(size))
             gradient, _ = _forward(policy, batch)
             with torch.no_grad():
-                tensor.copy_(kept)
+                tensor.copy_(saved)
             mismatches.append({"rank": rank, "name": name, "loss": gradient.metrics["loss"], "grad_norm": gradient.metrics["grad_norm"]})
     return mismatches

@@ -70,9 +70,9 @@ class ReplicaMismatch:
         if not self.over:
             [(rank, _)] = self.copies
             return f"{self.name} of rank {rank} differs from its rounded float32 copy"
-        what = self.name if self.kind in ("list", "number", "data") else f"the {self.kind} of {self.name}"
-        what = {"log-probs": f"the {self.name}", "weight": self.name, "reference": f"the reference's {self.name}"}.get(self.kind, what)
-        return f"values of {what} differ between the {GROUPS[self.over]} {self._sides()}"
+        noun = self.name if self.kind in ("list", "number", "data") else f"the {self.kind} of {self.name}"
+        noun = {"log-probs": f"the {self.name}", "weight": self.name, "reference": f"the reference's {self.name}"}.get(self.kind, noun)
+        return f"values of {noun} differ between the {GROUPS[self.over]} {self._sides()}"
 
     def _sides(self) -> str:
         """Return the ranks in groups that agree, smaller groups first, because they are more likely to be faulty."""
@@ -100,21 +100,21 @@ class Finding:
     mine: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        more = len(self.parted) - SHOWN
-        since = "this is the first check" if self.equal_at is None else f"all replicas were equal at step {self.equal_at}"
-        lines = "; ".join(map(str, self.parted[:SHOWN])) + (f"; and {more} more" if more > 0 else "")
-        return f"replica check before optimizer step {self.step} ({since}): {lines}"
+        num_more = len(self.parted) - SHOWN
+        since_text = "this is the first check" if self.equal_at is None else f"all replicas were equal at step {self.equal_at}"
+        lines = "; ".join(map(str, self.parted[:SHOWN])) + (f"; and {num_more} more" if num_more > 0 else "")
+        return f"replica check before optimizer step {self.step} ({since_text}): {lines}"
 
 
 class ReplicaCheck:
-    """Check of replicas at the first optimizer step of a run and at every `every`-th one.
+    """Check of replicas at the first optimizer step of a run and at every `interval`-th one.
 
     Args:
-        every: Interval in optimizer steps; 0 for no checks.
+        interval: Interval in optimizer steps; 0 for no checks.
     """
 
-    def __init__(self, every: int):
-        self.every = every
+    def __init__(self, interval: int):
+        self.every = interval
         self._equal_at: int | None = None
         self._has_looked = False
         self._lists: dict[str, bool] = {}  # by group: whether its ranks have the same tensors
@@ -141,36 +141,36 @@ class ReplicaCheck:
             The differences; None if there are none.
         """
         self._has_looked = True
-        held = list(everything(policy, batch, metrics, logprobs))
+        values = list(everything(policy, batch, metrics, logprobs))
         mismatches = [*_strange_groups(policy), *_unmarked(policy), *_rounded(policy)]
         groups = groups_of(policy.parallel)
         for name, group in groups.items():
             if collectives.num_ranks(group) > 1:
-                mismatches += self._compared(name, group, [one for one in held if name in one[2]], policy.parallel)
+                mismatches += self._compared(name, group, [value for value in values if name in value[2]], policy.parallel)
         if not collectives.all_reduce_max(len(mismatches)):
             self._equal_at = batch.step + 1
             return None
-        of_all_ranks = dict.fromkeys(one for part in collectives.all_gather_object(mismatches) for one in part)
-        parted = tuple(sorted(of_all_ranks, key=lambda one: KINDS.index(one.kind)))
-        first = {f"{one.kind} {one.name}" for one in parted[:SHOWN]}
-        tensors = {f"{kind} {name}": value for kind, name, _, value in held if isinstance(value, torch.Tensor)}
+        of_all_ranks = dict.fromkeys(mismatch for part in collectives.all_gather_object(mismatches) for mismatch in part)
+        parted = tuple(sorted(of_all_ranks, key=lambda mismatch: KINDS.index(mismatch.kind)))
+        first = {f"{mismatch.kind} {mismatch.name}" for mismatch in parted[:SHOWN]}
+        tensors = {f"{kind} {name}": value for kind, name, _, value in values if isinstance(value, torch.Tensor)}
         return Finding(
             step=batch.step + 1, equal_at=self._equal_at, parted=parted,
             mine={name: tensor for name, tensor in tensors.items() if name in first},
         )  # fmt: skip
 
-    def _compared(self, over: str, group: Any, held: Sequence[Held], parallel: ParallelState) -> list[ReplicaMismatch]:
+    def _compared(self, group_name: str, group: Any, values_held: Sequence[Held], parallel: ParallelState) -> list[ReplicaMismatch]:
         """Return the differences within one group. Ranks without a tensor are ignored for it. Collective over the group."""
-        if over not in self._lists:
-            names = _number_of(json.dumps([entry[:2] for entry in held]))
+        if group_name not in self._lists:
+            names = _number_of(json.dumps([entry[:2] for entry in values_held]))
             copies = collectives.all_gather_object((parallel.rank, names), group)
-            self._lists[over] = len({names for _, names in copies}) == 1
-            if not self._lists[over]:
-                return [ReplicaMismatch(kind="list", name="the list of tensors", over=over, copies=tuple(copies))]
-        if not held or not self._lists[over]:
+            self._lists[group_name] = len({names for _, names in copies}) == 1
+            if not self._lists[group_name]:
+                return [ReplicaMismatch(kind="list", name="the list of tensors", over=group_name, copies=tuple(copies))]
+        if not values_held or not self._lists[group_name]:
             return []
-        absent = torch.tensor([value is _ABSENT for *_, value in held], device=parallel.device)
-        numbers = torch.stack([_fingerprint(value, parallel.device) for *_, value in held])
+        absent = torch.tensor([value is _ABSENT for *_, value in values_held], device=parallel.device)
+        numbers = torch.stack([_fingerprint(value, parallel.device) for *_, value in values_held])
         extremes = torch.cat([numbers, ~numbers]).masked_fill_(absent.repeat(2), _FEWEST)
         largest, smallest = collectives.max_(extremes, group).chunk(2)
         differs = torch.nonzero(largest != ~smallest).flatten().tolist()
@@ -181,9 +181,12 @@ class ReplicaCheck:
         copies = collectives.all_gather_object((parallel.rank, values), group)
         return [
             ReplicaMismatch(
-                kind=held[at][0], name=held[at][1], over=over, copies=tuple((rank, its[n]) for rank, its in copies if its[n] is not None)
+                kind=values_held[index][0],
+                name=values_held[index][1],
+                over=group_name,
+                copies=tuple((rank, of_rank[n]) for rank, of_rank in copies if of_rank[n] is not None),
             )
-            for n, at in enumerate(differs)
+            for n, index in enumerate(differs)
         ]
 
 
@@ -269,8 +272,8 @@ def _tied(policy: Any) -> Iterator[Held]:
     """Yield the embedding and the output layer tied to it, on the first and last pipeline stage."""
     if policy.parallel.pp_size == 1 or not getattr(policy.chunks[0], "share_embeddings_and_output_weights", False):
         return
-    own = tensors_of(policy)
-    tensor = own.get("embedding.word_embeddings.weight", own.get("output_layer.weight"))
+    tensors = tensors_of(policy)
+    tensor = tensors.get("embedding.word_embeddings.weight", tensors.get("output_layer.weight"))
     yield "weight", "embedding.word_embeddings.weight (tied with the head)", ("PP",), _ABSENT if tensor is None else tensor
     if not is_distributed(policy.optimizer):  # its gradient shards differ between stages
         gradient = getattr(tensor, "main_grad", None)
@@ -292,13 +295,13 @@ def _of_optimizer(policy: Any) -> Iterator[Held]:
     names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
     for parameter, gradient, states in _trained(policy):
         name = names[id(parameter)]
-        over = _over(policy, name)
+        groups = _over(policy, name)
         if is_distributed(policy.optimizer):
-            over = tuple(group for group in over if group in ("TP", "ETP"))
-        yield "gradient", name, over, gradient
-        for what, tensor in sorted(states.items()):
+            groups = tuple(group for group in groups if group in ("TP", "ETP"))
+        yield "gradient", name, groups, gradient
+        for state_name, tensor in sorted(states.items()):
             if isinstance(tensor, torch.Tensor) and tensor.dim():
-                yield "moment", f"{name} ({what})", over, tensor
+                yield "moment", f"{name} ({state_name})", groups, tensor
 
 
 def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
@@ -309,8 +312,8 @@ def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]
         return
     for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad):
         main: Any = getattr(parameter, "main_param", parameter)
-        kept = (part.optimizer.state for part in chain(policy.optimizer))
-        yield parameter, parameter.main_grad, next((states[main] for states in kept if main in states), {})
+        optimizer_states = (part.optimizer.state for part in chain(policy.optimizer))
+        yield parameter, parameter.main_grad, next((states[main] for states in optimizer_states if main in states), {})
 
 
 def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> Iterator[Held]:
@@ -337,17 +340,19 @@ def _strange_groups(policy: Any) -> list[ReplicaMismatch]:
     p, mismatches = policy.parallel, []
     groups = {"TP": p.tp_group, "CP": p.cp_group, "PP": p.pp_group, "EP": p.ep_group, "ETP": p.etp_group}
     ranks = {over: collectives.members(group) for over, group in groups.items()}
-    seen: set[tuple[int, str]] = set()
+    checked: set[tuple[int, str]] = set()
     for chunk in policy.chunks:
         for name, module in chunk.named_modules():
-            held = [(f"{name}.{attr}", over, getattr(module, attr, None)) for attr, over in _HELD.items()]
+            groups_of_module = [(f"{name}.{attr}", over, getattr(module, attr, None)) for attr, over in _HELD.items()]
             collection = getattr(module, "pg_collection", None)
-            held += [(f"{name}.pg_collection.{attr}", over, getattr(collection, attr, None)) for attr, over in _COLLECTED.items()]
-            for label, over, group in held:
+            groups_of_module += [
+                (f"{name}.pg_collection.{attr}", over, getattr(collection, attr, None)) for attr, over in _COLLECTED.items()
+            ]
+            for label, over, group in groups_of_module:
                 its = "ETP" if over == "TP" and ".experts" in name and ".pg_collection" not in label else over
-                if group is None or (id(group), its) in seen:
+                if group is None or (id(group), its) in checked:
                     continue
-                seen.add((id(group), its))
+                checked.add((id(group), its))
                 if not isinstance(group, list) and collectives.members(group) != ranks[its]:
                     mismatches.append(ReplicaMismatch(kind="group", name=label, over=its, copies=((p.rank, 0),)))
     return mismatches
@@ -378,10 +383,10 @@ def _rounded(policy: Any) -> list[ReplicaMismatch]:
         return []
     # NaN is ignored here: the guard checks for it.
     rounded = [(weight, main.detach().to(weight.dtype).view_as(weight)) for _, weight, main in pairs]
-    wrong = torch.stack([((weight != its) & ~(weight.isnan() & its.isnan())).any() for weight, its in rounded]).tolist()
+    is_different = torch.stack([((weight != master) & ~(weight.isnan() & master.isnan())).any() for weight, master in rounded]).tolist()
     return [
         ReplicaMismatch(kind="weight", name=names[id(p)], over="", copies=((policy.parallel.rank, 0),))
-        for (p, _, _), is_wrong in zip(pairs, wrong, strict=True)
+        for (p, _, _), is_wrong in zip(pairs, is_different, strict=True)
         if is_wrong
     ]
 

@@ -20,10 +20,10 @@ from megatron_grpo.metrics.draw import can_draw, new_figure, tidy, write_png
 BINS = 40
 DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl
 PANELS = (
-    ("cosine with the run's gradient", lambda one: one.cosine or 0.0),
-    ("gradient norm", lambda one: one.grad_norm),
-    ("clipped share of tokens", lambda one: one.clip_low + one.clip_high),
-    ("effective sample size", lambda one: one.ess),
+    ("cosine with the run's gradient", lambda outcome: outcome.cosine or 0.0),
+    ("gradient norm", lambda outcome: outcome.grad_norm),
+    ("clipped share of tokens", lambda outcome: outcome.clip_low + outcome.clip_high),
+    ("effective sample size", lambda outcome: outcome.ess),
 )
 
 
@@ -132,14 +132,14 @@ def report_lines(report: MismatchReport, picture: Path | None) -> list[str]:
         + f"; beyond {report.bound:g}: {numbers['beyond']:.1%}",
         "",
         f"{'row':>5} {'position':>8}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
-        *("{row:>5} {place:>8}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**one) for one in report.tokens),
+        *("{row:>5} {place:>8}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**token) for token in report.tokens),
     ]
     if report.drift:
-        (first, mean, _), (last, late, _) = report.drift[0], report.drift[-1]
-        step, _, largest = max(report.drift, key=lambda one: one[2])
+        (first, mean, _), (last, last_mean, _) = report.drift[0], report.drift[-1]
+        step, _, largest = max(report.drift, key=lambda entry: entry[2])
         lines += [
             "",
-            f"While the run trained: mean {mean:.2g} at step {first}, {late:.2g} at step {last}; largest {largest:.2g} at step {step}",
+            f"While the run trained: mean {mean:.2g} at step {first}, {last_mean:.2g} at step {last}; largest {largest:.2g} at step {step}",
         ]
     if report.operations:
         row = report.rows[report.row]
@@ -148,7 +148,7 @@ def report_lines(report: MismatchReport, picture: Path | None) -> list[str]:
             f"Row {report.row} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
             f"sampler's inputs; over: more than {report.limit:g}",
             f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
-            *(_line(one) for one in _shortened(report.operations)),
+            *(_line(operation) for operation in _shortened(report.operations)),
         ]
     lines += ["", *report.notes, *([report.push] if report.push else [])]
     lines.append(report.verdict or "Nothing differs by more than rounding.")
@@ -166,8 +166,8 @@ def _shortened(operations: Sequence[Operation]) -> list[Operation]:
         kind = op.describe.partition(", ")[2] or op.name
         if kind not in worst or op.difference > worst[kind].difference:
             worst[kind] = op
-    kept = {op.name for op in worst.values()} | {op.name for op in operations if op.is_over}
-    return [op for op in operations if op.name in kept]
+    names = {op.name for op in worst.values()} | {op.name for op in operations if op.is_over}
+    return [op for op in operations if op.name in names]
 
 
 def as_json(report: MismatchReport) -> dict[str, Any]:
@@ -207,15 +207,15 @@ def quantiles(rows: Sequence[ComparedRow], bound: float) -> dict[str, float]:
         rows: Compared rows.
         bound: Difference in nats; `beyond` is the fraction of tokens above it. NaN counts as above.
     """
-    away = np.abs(np.concatenate([row.differences for row in rows]))
+    differences = np.abs(np.concatenate([row.differences for row in rows]))
     return {
-        "tokens": len(away),
-        "mean": float(away.mean()),
-        "median": float(np.median(away)),
-        "90 %": float(np.quantile(away, 0.9)),
-        "99 %": float(np.quantile(away, 0.99)),
-        "largest": float(away.max()),
-        "beyond": float((~(away <= bound)).mean()),
+        "tokens": len(differences),
+        "mean": float(differences.mean()),
+        "median": float(np.median(differences)),
+        "90 %": float(np.quantile(differences, 0.9)),
+        "99 %": float(np.quantile(differences, 0.99)),
+        "largest": float(differences.max()),
+        "beyond": float((~(differences <= bound)).mean()),
     }
 
 
@@ -228,13 +228,13 @@ def worst_row(rows: Sequence[ComparedRow]) -> int:
     return int(np.argmax([np.nan_to_num(np.abs(row.differences), nan=np.inf).max() for row in rows]))
 
 
-def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list[dict[str, Any]]:
+def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: int) -> list[dict[str, Any]]:
     """List the sampled tokens with the largest differences; NaN counts as the largest.
 
     Args:
         rows: Compared rows.
         tokenizer: Tokenizer that decodes the tokens.
-        most: Maximum number of tokens.
+        max_tokens: Maximum number of tokens.
 
     Returns:
         {"row", "place", "text", "sampler", "trainer", "difference"} of each token. `place` counts the tokens of a row from the start of the
@@ -248,9 +248,9 @@ def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list
     for token in tokens:
         token["difference"] = token["trainer"] - token["sampler"]
     tokens.sort(key=lambda token: -np.nan_to_num(abs(token["difference"]), nan=np.inf))
-    for token in tokens[:most]:
+    for token in tokens[:max_tokens]:
         token["text"] = tokenizer.decode([int(rows[token["row"]].tokens[token["place"]])])
-    return tokens[:most]
+    return tokens[:max_tokens]
 
 
 def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
@@ -307,13 +307,13 @@ def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
     figure = new_figure(13, 1.2 + 0.42 * len(outcomes))
     axes = figure.subplots(1, len(PANELS), sharey=True)
     for axis, (title, value) in zip(axes, PANELS, strict=True):
-        values = [value(one) for one in outcomes]
+        values = [value(outcome) for outcome in outcomes]
         bars = axis.barh(range(len(outcomes)), values, color=["#5b6770", *["#2563a8"] * (len(outcomes) - 1)])
-        axis.bar_label(bars, labels=[f"{one:.3g}" for one in values], padding=3, fontsize=8)
+        axis.bar_label(bars, labels=[f"{bar_value:.3g}" for bar_value in values], padding=3, fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.margins(x=0.2)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(outcomes)), [one.name for one in outcomes])
+    axes[0].set_yticks(range(len(outcomes)), [outcome.name for outcome in outcomes])
     axes[0].invert_yaxis()
     figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
     return f"Figure: {write_png(figure, path)}"
@@ -323,15 +323,15 @@ BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"
 
 
 def _histogram(axes: Any, report: MismatchReport) -> None:
-    away = np.abs(np.concatenate([row.differences for row in report.rows]))
-    there = away[np.isfinite(away) & (away > 0)]
-    if len(there):
-        low, high = there.min(), max(there.max(), there.min() * 1.01)
-        axes.hist(there, bins=np.geomspace(low, high * 1.001, BINS), color=BLUE)
+    differences = np.abs(np.concatenate([row.differences for row in report.rows]))
+    positive = differences[np.isfinite(differences) & (differences > 0)]
+    if len(positive):
+        low, high = positive.min(), max(positive.max(), positive.min() * 1.01)
+        axes.hist(positive, bins=np.geomspace(low, high * 1.001, BINS), color=BLUE)
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter("")
-    same = int((away == 0).sum())
-    axes.set(title=f"{len(away):,} tokens, {same:,} of them equal", xlabel="|trainer - sampler|, nats", ylabel="tokens")
+    num_equal = int((differences == 0).sum())
+    axes.set(title=f"{len(differences):,} tokens, {num_equal:,} of them equal", xlabel="|trainer - sampler|, nats", ylabel="tokens")
 
 
 def _tokens(axes: Any, report: MismatchReport) -> None:

@@ -101,8 +101,8 @@ class RunFiles:
 
     def phases(self) -> dict[str, float]:
         """Return the seconds of each phase over all steps, the longest first."""
-        beside = ("time/step", "time/rollout_overlapped")
-        names = dict.fromkeys(name for record in self.steps for name in record if name.startswith("time/") and name not in beside)
+        excluded = ("time/step", "time/rollout_overlapped")
+        names = dict.fromkeys(name for record in self.steps for name in record if name.startswith("time/") and name not in excluded)
         seconds = {name.removeprefix("time/"): sum(value for _, value in self.series(name)) for name in names}
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
@@ -114,21 +114,21 @@ class RunFiles:
         """
         changes = []
         folder = self.folder / "evaluations"
-        for each in sorted(folder.iterdir()) if folder.is_dir() else ():
-            files = sorted(each.glob("step_*.parquet"))
+        for set_folder in sorted(folder.iterdir()) if folder.is_dir() else ():
+            files = sorted(set_folder.glob("step_*.parquet"))
             if len(files) < 2:
                 continue
-            score = self._score_of(each.name)
-            later = {(row["dataset_row"], row["generation"]): row for row in read_rows(files[-1])}
+            score = self._score_of(set_folder.name)
+            last_rows = {(row["dataset_row"], row["generation"]): row for row in read_rows(files[-1])}
             first, last = (int(file.stem.split("_")[1]) for file in (files[0], files[-1]))
             for row in read_rows(files[0]):
-                after = later.get((row["dataset_row"], row["generation"]))
-                if after is None or after["prompt"] != row["prompt"]:  # another question, or another data set of this name
+                last_row = last_rows.get((row["dataset_row"], row["generation"]))
+                if last_row is None or last_row["prompt"] != row["prompt"]:  # another question, or another data set of this name
                     continue
-                scores = score(row), score(after)
+                scores = score(row), score(last_row)
                 if all(map(is_number, scores)):
                     changes.append({
-                        "set": each.name, "prompt": row["prompt"], "before": row["completion"], "after": after["completion"],
+                        "set": set_folder.name, "prompt": row["prompt"], "before": row["completion"], "after": last_row["completion"],
                         "score_before": scores[0], "score_after": scores[1], "first": first, "last": last,
                     })  # fmt: skip
         return changes
@@ -138,14 +138,14 @@ class RunFiles:
         score = next((str(record.get("score", "")) for record in reversed(self.evaluations) if record.get("name") == name), "")
         weights = self.settings.get("reward_weights")
 
-        def of(row: Row) -> float | None:
+        def score_of_row(row: Row) -> float | None:
             rewards = [value for key, value in row.items() if key.startswith("rewards/")]
             if score != SUM and (len(rewards) == 1 or f"rewards/{score}" in row):
                 return row.get(f"rewards/{score}", rewards[0])
             scored = [(value, weight) for value, weight in zip(rewards, weights or [1.0] * len(rewards), strict=False) if value is not None]
             return sum(value * weight for value, weight in scored) if scored else None
 
-        return of
+        return score_of_row
 
     def last_groups(self) -> list[list[Row]]:
         """Return the groups of the newest rollout in completions/, those whose rewards differ most first."""
@@ -204,8 +204,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
-    wanted = ("prompt", "completion", "reward", "prompt_number", "version", "dataset_row", "generation")
-    return file.read(columns=[name for name in file.schema_arrow.names if name in wanted or name.startswith("rewards/")]).to_pylist()
+    columns = ("prompt", "completion", "reward", "prompt_number", "version", "dataset_row", "generation")
+    return file.read(columns=[name for name in file.schema_arrow.names if name in columns or name.startswith("rewards/")]).to_pylist()
 
 
 def is_number(value: Any) -> bool:
@@ -217,26 +217,26 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def thinned(points: Points, most: int) -> Points:
-    """Return at most `most` points: means of neighbours, at the last step of each.
+def thinned(points: Points, max_points: int) -> Points:
+    """Return at most `max_points` points: means of neighbours, at the last step of each.
 
     Args:
         points: (step, value) pairs in the order of the steps.
-        most: Maximum number of points.
+        max_points: Maximum number of points.
     """
-    size = -(-len(points) // most)
+    size = -(-len(points) // max_points)
     if size < 2:
         return points
-    parts = [points[at : at + size] for at in range(0, len(points), size)]
+    parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
     return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
-def text_of(value: Any, *, most: int) -> str:
-    """Return a prompt or completion as text to show: a conversation as lines, control characters as escapes, and no more than `most`.
+def text_of(value: Any, *, max_characters: int) -> str:
+    """Return a prompt or completion as text to show, of at most `max_characters`.
 
     Args:
         value: Text; of a conversation its JSON.
-        most: Maximum number of characters.
+        max_characters: Maximum number of characters.
     """
     text = str(value)
     if text.startswith("[{"):
@@ -247,5 +247,5 @@ def text_of(value: Any, *, most: int) -> str:
         if messages and all(isinstance(message, dict) and "role" in message for message in messages):
             text = "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
     # A bell, or a character that reverses the direction of the page.
-    shown = "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text[:most])
-    return shown + (f" … ({len(text) - most:,} more characters)" if len(text) > most else "")
+    escaped = "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text[:max_characters])
+    return escaped + (f" … ({len(text) - max_characters:,} more characters)" if len(text) > max_characters else "")

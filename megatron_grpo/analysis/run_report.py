@@ -195,7 +195,7 @@ def drawn(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | No
         "names": list(names),
         "labels": [curve.label for curve in curves],
         "words": "; ".join(curve.describe() for curve in curves),
-        "rows": [(step, [column[at] for column in columns]) for at, step in enumerate(steps) if step in listed],
+        "rows": [(step, [column[index] for column in columns]) for index, step in enumerate(steps) if step in listed],
         "data": {"series": series, "log": is_log, "exact": figure.is_exact, "values": [steps, *columns]},
     }
 
@@ -242,13 +242,13 @@ def described(run: RunFiles) -> dict[str, Any]:
     total = sum(seconds.values()) or 1.0
     phases = [(activity.WORDS.get(name, name), value, value / total) for name, value in seconds.items() if value >= 0.005 * total]
     changes = run.changes()
-    differences = [one["score_after"] - one["score_before"] for one in changes]
+    differences = [change["score_after"] - change["score_before"] for change in changes]
     return {
         "name": run.name,
         "end": run.end or "The end of the run is not recorded: it is still running, or it was killed.",
         "summary": summary(run),
         "plan_warnings": run.plan.get("warnings", []),
-        "events": [one for one in run.events if one.get("kind") and one.get("text")][-MOST_EVENTS:],
+        "events": [event for event in run.events if event.get("kind") and event.get("text")][-MOST_EVENTS:],
         "num_earlier": max(0, len(run.events) - MOST_EVENTS),
         "phases": phases,
         "answers": largest(changes),
@@ -265,7 +265,7 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
         run: Files of the run.
     """
     rewards = [value for _, value in run.series("reward")]
-    few = max(1, min(10, len(rewards) // 2))
+    window = max(1, min(10, len(rewards) // 2))
     seconds = sum(value for _, value in run.series("time/step"))
     worst = max((value for _, value in run.series("sampling/sampling_logp_difference/max")), default=None)
     rows = [
@@ -274,8 +274,8 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
         ("time in steps", describe_duration(seconds)),
     ]
     if rewards:
-        means = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
-        rows.append((f"reward, first and last {few} rollout{'s' * (few > 1)}", f"{means[0]:.3f} → {means[1]:.3f}"))
+        means = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
+        rows.append((f"reward, first and last {window} rollout{'s' * (window > 1)}", f"{means[0]:.3f} → {means[1]:.3f}"))
     for name, points in run.held_out().items():
         change = f"{points[0][1]:.3f} → {points[-1][1]:.3f}" if len(points) > 1 else f"{points[0][1]:.3f}"
         rows.append((f"held out ({name}), first and last", change))
@@ -298,7 +298,8 @@ def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
     )
     chosen = [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse]
     return [
-        {**row, **{name: text_of(row[name], most=MOST_TEXT) for name in ("prompt", "before", "after")}} for row in chosen[:MOST_ANSWERS]
+        {**row, **{name: text_of(row[name], max_characters=MOST_TEXT) for name in ("prompt", "before", "after")}}
+        for row in chosen[:MOST_ANSWERS]
     ]
 
 
@@ -311,7 +312,7 @@ def group_row(rows: Sequence[Row]) -> dict[str, Any]:
     best, worst = rows[0], rows[-1]
     texts = {"prompt": best["prompt"], "best": best["completion"], "worst": worst["completion"]}
     rewards = {"first": best["reward"], "last": worst["reward"], "count": len(rows), "version": best["version"]}
-    return rewards | {name: text_of(text, most=MOST_TEXT) for name, text in texts.items()}
+    return rewards | {name: text_of(text, max_characters=MOST_TEXT) for name, text in texts.items()}
 
 
 def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]:
@@ -320,9 +321,14 @@ def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]
     Args:
         runs: Files of each run.
     """
-    known = table()
-    wanted = {name for run in runs for name, value in run.settings.items() if name in known and value != as_yaml(known[name].default)}
-    return compared([{name: value for name, value in run.settings.items() if name in wanted} for run in runs])
+    known_settings = table()
+    changed_names = {
+        name
+        for run in runs
+        for name, value in run.settings.items()
+        if name in known_settings and value != as_yaml(known_settings[name].default)
+    }
+    return compared([{name: value for name, value in run.settings.items() if name in changed_names} for run in runs])
 
 
 def as_yaml(value: Any) -> Any:

@@ -121,9 +121,9 @@ class StepDumps:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(samples))
         facts = self._facts(moment, buffer) | {"weights": self._elsewhere(0)}
-        own = path / f".{FACTS}.{collectives.rank():05d}"  # several ranks may write at the same time: the last complete file stays
-        write_whole(own, json.dumps(facts, indent=1) + "\n")
-        own.replace(path / FACTS)
+        own_file = path / f".{FACTS}.{collectives.rank():05d}"  # several ranks may write at the same time: the last complete file stays
+        write_whole(own_file, json.dumps(facts, indent=1) + "\n")
+        own_file.replace(path / FACTS)
 
     @contextmanager
     def _whole(self, path: Path) -> Iterator[Path]:
@@ -131,8 +131,8 @@ class StepDumps:
         partial, first = path.with_name(f".{path.name}.partial"), collectives.rank() == 0
         with errors_on_all_ranks(f"creating {partial}"):
             if first:
-                for left in self.folder.glob(".step_*.partial"):  # left by a run that was killed while it wrote
-                    shutil.rmtree(left, ignore_errors=True)
+                for leftover in self.folder.glob(".step_*.partial"):  # left by a run that was killed while it wrote
+                    shutil.rmtree(leftover, ignore_errors=True)
                 for part in ("rows", "forward", "parted"):
                     (partial / part).mkdir(parents=True)
         try:
@@ -173,21 +173,24 @@ class StepDumps:
         facts = self._elsewhere(size)
         if policy.adapters is None and size <= bound:
             dtype = next(iter(tensors.values())).dtype
-            with errors_on_all_ranks(f"writing {partial / 'weights'}"), drained(stream) as rest:
+            with errors_on_all_ranks(f"writing {partial / 'weights'}"), drained(stream) as remaining:
                 if first:
-                    with HfWriter(partial / "weights", self.model_path, dtype=dtype, expected=exchange.map.expected_hf_names()) as put:
-                        for name, tensor in rest:
-                            put(name, tensor)
+                    with HfWriter(partial / "weights", self.model_path, dtype=dtype, expected=exchange.map.expected_hf_names()) as writer:
+                        for name, tensor in remaining:
+                            writer(name, tensor)
             facts = {"folder": "weights", "bytes": size}
         else:
             deque(stream, maxlen=0)
         if policy.adapters is not None:
-            named: dict[str, str] = {}
-            with errors_on_all_ranks(f"writing {partial / 'adapter'}"), drained(marked(policy.named_adapters(), named)) as rest:
+            adapter_marks: dict[str, str] = {}
+            with (
+                errors_on_all_ranks(f"writing {partial / 'adapter'}"),
+                drained(marked(policy.named_adapters(), adapter_marks)) as remaining,
+            ):
                 if first:
-                    put_in = ((peft_name(name, exchange.map.shape), tensor) for name, tensor in rest)
-                    write_adapter(partial / "adapter", put_in, policy.adapters.config, {})
-            marks, facts = marks | named, {"folder": "adapter", "bytes": 0, "base": str(self.model_path)}
+                    peft_tensors = ((peft_name(name, exchange.map.shape), tensor) for name, tensor in remaining)
+                    write_adapter(partial / "adapter", peft_tensors, policy.adapters.config, {})
+            marks, facts = marks | adapter_marks, {"folder": "adapter", "bytes": 0, "base": str(self.model_path)}
         return facts | {"fingerprints": marks}
 
     def _elsewhere(self, size: int) -> dict[str, Any]:

@@ -145,5 +145,9 @@ def completions(run: RunFiles) -> list[Table]:
     )
     for rows in groups:
         for row in (rows[0], rows[-1]):
-            table.add_row(Text(text_of(row["prompt"], most=120)), Text(text_of(row["completion"], most=300)), f"{row['reward']:.3g}")
+            table.add_row(
+                Text(text_of(row["prompt"], max_characters=120)),
+                Text(text_of(row["completion"], max_characters=300)),
+                f"{row['reward']:.3g}",
+            )
     return [table]

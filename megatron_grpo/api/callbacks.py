@@ -57,9 +57,13 @@ class CallbackHandler:
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any):
-        for one in callbacks:
-            if isinstance(one, type) or not any(callable(getattr(one, name, None)) for name in METHODS):
-                is_class = f"{one.__name__} is a class: pass an instance" if isinstance(one, type) else f"{one!r} has none of the methods"
+        for callback in callbacks:
+            if isinstance(callback, type) or not any(callable(getattr(callback, name, None)) for name in METHODS):
+                is_class = (
+                    f"{callback.__name__} is a class: pass an instance"
+                    if isinstance(callback, type)
+                    else f"{callback!r} has none of the methods"
+                )
                 raise config_error("callbacks", f"callbacks: {is_class}. The methods that are called: {', '.join(METHODS)}.")
         self.callbacks, self.args = list(callbacks), args
         self.state, self.control = TrainerState(), TrainerControl()
@@ -94,7 +98,7 @@ class CallbackHandler:
         self._call("on_train_end")
 
     def _call(self, method: str, **values: Any) -> None:
-        for one in self.callbacks:
-            found: Callable[..., Any] | None = getattr(one, method, None)
-            if found is not None:
-                found(self.args, self.state, self.control, **values)
+        for callback in self.callbacks:
+            function: Callable[..., Any] | None = getattr(callback, method, None)
+            if function is not None:
+                function(self.args, self.state, self.control, **values)

@@ -136,8 +136,8 @@ class RankProcesses:
             port = _free_port()
             for rank in range(self.number):
                 self._processes.append(self._start(rank, port))
-            readers = [] if self._inherits else [self._reader(one) for one in self._processes]
-            while None in [one.poll() for one in self._processes]:  # each is polled: `_look` reads their exit codes
+            readers = [] if self._inherits else [self._reader(process) for process in self._processes]
+            while None in [process.poll() for process in self._processes]:  # each is polled: `_look` reads their exit codes
                 try:
                     self._look()
                 except KeyboardInterrupt:  # once: the ranks save and exit; twice: they are killed
@@ -147,13 +147,13 @@ class RankProcesses:
                     self._signal(signal.SIGINT)
         finally:
             self._signal(signal.SIGKILL)
-            for one in self._processes:
-                one.wait()
+            for process in self._processes:
+                process.wait()
             for reader in readers:
                 reader.join(5)
             self._print()
         self._call_back()
-        codes = [one.returncode for one in self._processes]
+        codes = [process.returncode for process in self._processes]
         if interrupted:
             raise KeyboardInterrupt(f"the run was interrupted; exit codes of its ranks: {', '.join(map(str, codes))}")
         return self._outcome(codes)
@@ -190,12 +190,12 @@ class RankProcesses:
         )  # fmt: skip
 
     def _reader(self, process: subprocess.Popen) -> threading.Thread:
-        def read() -> None:
+        def forward_output() -> None:
             assert process.stdout is not None
             for line in process.stdout:
                 self._lines.put(line)
 
-        thread = threading.Thread(target=read, daemon=True)
+        thread = threading.Thread(target=forward_output, daemon=True)
         thread.start()
         return thread
 
@@ -204,7 +204,7 @@ class RankProcesses:
         time.sleep(SECONDS_BETWEEN_LOOKS)
         self._print()
         self._call_back()
-        failed = [rank for rank, one in enumerate(self._processes) if one.returncode]
+        failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
         if failed:
             if self._first_failed is None:
                 self._first_failed, self._failed_at = failed[0], time.monotonic()
@@ -229,15 +229,15 @@ class RankProcesses:
             if not line.endswith(b"\n"):  # it is still being written
                 break
             self._num_read += len(line)
-            one = json.loads(line)
-            if self.listen(one["step"], one["numbers"]) and not self._is_stopping:
+            record = json.loads(line)
+            if self.listen(record["step"], record["numbers"]) and not self._is_stopping:
                 self._is_stopping = True
                 self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
-        for one in self._processes:
-            if one.poll() is None:
-                one.send_signal(number)
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
 
 
 def _free_port() -> int:

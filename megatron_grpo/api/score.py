@@ -35,9 +35,9 @@ class ScoreTable(Sequence[dict[str, Any]]):
         return self.rows[index]
 
     def _repr_html_(self) -> str:
-        shown = [[str(row["completion"])[:_WIDTH], *(row[name] for name in self.names), row["reward"]] for row in self.rows[:_SHOWN]]
-        more = f", the first {_SHOWN}" if len(self.rows) > _SHOWN else ""
-        return grid(f"Scores of {len(self.rows)} completions{more}", ["completion", *self.names, "reward"], shown)
+        cells = [[str(row["completion"])[:_WIDTH], *(row[name] for name in self.names), row["reward"]] for row in self.rows[:_SHOWN]]
+        remark = f", the first {_SHOWN}" if len(self.rows) > _SHOWN else ""
+        return grid(f"Scores of {len(self.rows)} completions{remark}", ["completion", *self.names, "reward"], cells)
 
 
 def score(reward_funcs: Any, rows: Sequence[Mapping[str, Any]], args: Any = None) -> ScoreTable:
@@ -63,8 +63,8 @@ def score(reward_funcs: Any, rows: Sequence[Mapping[str, Any]], args: Any = None
     if parsed.problems:
         raise ConfigError(parsed.problems)
     given.provide(trainer.objects)
-    if lacking := [number for number, row in enumerate(rows) if "completion" not in row]:
-        raise config_error("rows", f"rows: row {lacking[0]} has no `completion` ({len(lacking)} of {len(rows)} rows have none).")
+    if incomplete := [number for number, row in enumerate(rows) if "completion" not in row]:
+        raise config_error("rows", f"rows: row {incomplete[0]} has no `completion` ({len(incomplete)} of {len(rows)} rows have none).")
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in ("prompt", "completion", "completion_ids")]
     functions = load_rewards(parsed.config)
     try:
@@ -75,16 +75,18 @@ def score(reward_funcs: Any, rows: Sequence[Mapping[str, Any]], args: Any = None
             columns={name: [row.get(name) for row in rows] for name in names},
             labels=[f"row {number}" for number in range(len(rows))],
         )  # fmt: skip
-        found = scoring.score(functions, batch).rows
+        scores_of_rows = scoring.score(functions, batch).rows
     finally:
         close_rewards(functions)
     weights = parsed.config.rewards.reward_weights or [1.0] * len(functions)
     if len(weights) != len(functions):
         raise config_error("reward_weights", f"reward_weights has {len(weights)} values for {len(functions)} reward functions.")
-    own = tuple(function.name for function in functions)
-    return ScoreTable(own, [{**row, **dict(zip(own, scores)), "reward": _sum(scores, weights)} for row, scores in zip(rows, found)])
+    own_names = tuple(function.name for function in functions)
+    return ScoreTable(
+        own_names, [{**row, **dict(zip(own_names, scores)), "reward": _sum(scores, weights)} for row, scores in zip(rows, scores_of_rows)]
+    )
 
 
 def _sum(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    counted = [weight * one for one, weight in zip(scores, weights) if one is not None]
+    counted = [weight * score_value for score_value, weight in zip(scores, weights) if score_value is not None]
     return sum(counted) if counted else None

@@ -43,19 +43,19 @@ def _of_trl(args: Any) -> dict[str, Any]:
 
     They are compared with the defaults of the fields: an instance of defaults alone cannot be made on a CPU, where bf16 is refused.
     """
-    found = {one.name: getattr(args, one.name) for one in fields(args) if one.init and one.name not in _DERIVED}
-    found = {one.name: found[one.name] for one in fields(args) if one.name in found and found[one.name] != _default(one)}
-    if found.get("bf16"):  # the default: true unless fp16 is
-        del found["bf16"]
-    if found.get("report_to") == []:
-        del found["report_to"]
-    if found.get("steps_per_generation") == args.gradient_accumulation_steps:  # as it is derived if neither size is passed
-        del found["steps_per_generation"]
-    return found
+    values = {field.name: getattr(args, field.name) for field in fields(args) if field.init and field.name not in _DERIVED}
+    values = {field.name: values[field.name] for field in fields(args) if field.name in values and values[field.name] != _default(field)}
+    if values.get("bf16"):  # the default: true unless fp16 is
+        del values["bf16"]
+    if values.get("report_to") == []:
+        del values["report_to"]
+    if values.get("steps_per_generation") == args.gradient_accumulation_steps:  # as it is derived if neither size is passed
+        del values["steps_per_generation"]
+    return values
 
 
-def _default(one: Field) -> Any:
-    return one.default_factory() if one.default_factory is not MISSING else one.default
+def _default(field: Field) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
@@ -77,9 +77,9 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, enum.Enum):
         return _plain(value.value, name)
     if isinstance(value, Mapping):
-        return {str(key): _plain(one, name) for key, one in value.items()}
+        return {str(key): _plain(item, name) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one, name) for one in value]
+        return [_plain(item, name) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "item"):  # a number of NumPy or torch

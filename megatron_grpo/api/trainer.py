@@ -56,7 +56,7 @@ class RunResult:
         return self.output_dir / "hf"
 
     def _repr_html_(self) -> str:
-        rewards = [one["reward"] for one in self.history if one.get("reward") is not None]
+        rewards = [record["reward"] for record in self.history if record.get("reward") is not None]
         rows: dict[str, Any] = {"optimizer steps": self.step, "finished": self.finished, "output_dir": self.output_dir}
         rows |= {"reward, first to last step": f"{rewards[0]:.4g} to {rewards[-1]:.4g}"} if rewards else {}
         rows |= {"tokens": self.metrics["num_tokens"]} if "num_tokens" in self.metrics else {}
@@ -112,14 +112,16 @@ class GRPOTrainer:
         if train_dataset is not None:
             self._own["dataset"] = self._rows(train_dataset, "train_dataset")
         if isinstance(eval_dataset, Mapping):
-            self._own["eval_datasets"] = {name: self._rows(one, f"eval_dataset_{name}") for name, one in eval_dataset.items()}
+            self._own["eval_datasets"] = {
+                name: self._rows(rows_of_set, f"eval_dataset_{name}") for name, rows_of_set in eval_dataset.items()
+            }
         elif eval_dataset is not None:
             self._own["eval_dataset"] = self._rows(eval_dataset, "eval_dataset")
         if reward_funcs is not None:
-            several = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
-            self._own["reward_funcs"] = [self._name(one, f"reward_{number}") for number, one in enumerate(several)]
+            functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
+            self._own["reward_funcs"] = [self._name(function, f"reward_{number}") for number, function in enumerate(functions)]
         if tools is not None:
-            self._own["tools"] = [self._name(one, f"tool_{number}") for number, one in enumerate(tools)]
+            self._own["tools"] = [self._name(tool, f"tool_{number}") for number, tool in enumerate(tools)]
         for name, value in (("environment", environment), ("rollout_func", rollout_func)):
             if value is not None:
                 self._own[name] = self._name(value, name)
@@ -152,14 +154,14 @@ class GRPOTrainer:
             settings: Settings that differ from those of the run. `output_dir` is `<output_dir>-eval` unless it is among them.
         """
         output_dir = self.output_dir
-        own = {**self._settings(), "output_dir": f"{output_dir}-eval"}
-        own.pop("overwrite_output_dir", None)
+        values = {**self._settings(), "output_dir": f"{output_dir}-eval"}
+        values.pop("overwrite_output_dir", None)
         if (newest := _newest_checkpoint(output_dir)) is not None:
-            own["resume"] = str(newest)
-        own |= settings
-        records = Records(Path(own["output_dir"]) / "evaluations.jsonl")
+            values["resume"] = str(newest)
+        values |= settings
+        records = Records(Path(values["output_dir"]) / "evaluations.jsonl")
         num_before = len(records.all())
-        self._run("eval", own, self._num_ranks(), output_dir)
+        self._run("eval", values, self._num_ranks(), output_dir)
         return records.all()[num_before:]
 
     def save_model(self, output_dir: str | Path) -> Path:
@@ -235,8 +237,8 @@ class GRPOTrainer:
         """Return the text that stands for a value in the settings; an object is kept under that name."""
         if isinstance(value, (str, os.PathLike)):
             return os.fspath(value)
-        own = getattr(value, "__name__", "")
-        name = own if own.isidentifier() and own not in self.objects else name
+        own_name = getattr(value, "__name__", "")
+        name = own_name if own_name.isidentifier() and own_name not in self.objects else name
         self.objects[name] = value
         return given.PREFIX + name
 
@@ -271,7 +273,7 @@ def _newest_checkpoint(output_dir: Path) -> Path | None:
     from megatron_grpo.checkpoint.manifest import Folder
 
     folder = Folder(output_dir / "checkpoints")
-    return next((folder.directory(one.step) for one in folder.candidates() if not isinstance(one, str)), None)
+    return next((folder.directory(manifest.step) for manifest in folder.candidates() if not isinstance(manifest, str)), None)
 
 
 def plan(args: Any = None, **parts: Any) -> Plan:

@@ -68,13 +68,13 @@ def phase(name: str, *, total: int | None = None, unit: str = "", pause: float =
     global _open
     name = WORDS.get(name, name)
     pause = max(pause, LONG if name in _LONG else 0.0)
-    before, entered = _open, Phase(name, total=total, unit=unit, pause=pause, is_alone=is_alone)
-    _open = (*before, entered)
+    outer_phases, entered = _open, Phase(name, total=total, unit=unit, pause=pause, is_alone=is_alone)
+    _open = (*outer_phases, entered)
     _tell()
     try:
         yield entered
     finally:
-        _open = before
+        _open = outer_phases
         _tell()
 
 
@@ -84,16 +84,16 @@ def _tell() -> None:
         listen()
 
 
-def advance(done: int = 1) -> None:
+def advance(count: int = 1) -> None:
     """Report progress. May be called from any thread.
 
     Args:
-        done: Amount to add to the count of the innermost phase.
+        count: Amount to add to the count of the innermost phase.
     """
     global moves
     moves += 1
-    if done and (now := _open):
-        now[-1].done += done
+    if count and (phases := _open):
+        phases[-1].done += count
 
 
 def reached(number: int) -> None:
@@ -124,18 +124,18 @@ def describe(phases: tuple[Phase, ...]) -> str:
     Args:
         phases: Open phases, the outermost first.
     """
-    told: list[Phase] = []
-    for one in phases:
-        if told and told[-1].name == one.name:  # the same phase again, with a count
-            told.pop()
-        told.append(one)
-    return ": ".join(map(_with_count, told)) or "between two phases"
+    phases_shown: list[Phase] = []
+    for entry in phases:
+        if phases_shown and phases_shown[-1].name == entry.name:  # the same phase again, with a count
+            phases_shown.pop()
+        phases_shown.append(entry)
+    return ": ".join(map(_with_count, phases_shown)) or "between two phases"
 
 
-def _with_count(one: Phase) -> str:
-    if one.total is None:
-        return one.name
-    return f"{one.name} {one.done:,} of {one.total:,} {one.unit}".rstrip()
+def _with_count(entry: Phase) -> str:
+    if entry.total is None:
+        return entry.name
+    return f"{entry.name} {entry.done:,} of {entry.total:,} {entry.unit}".rstrip()
 
 
 class Timers:
@@ -182,9 +182,9 @@ class Timers:
 
     def _switch(self) -> None:
         """Add the time since the last change of blocks to the innermost one."""
-        now, name = time.perf_counter(), self._open[-1] if self._open else "other"
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
-        self._since = now
+        time_now, name = time.perf_counter(), self._open[-1] if self._open else "other"
+        self._seconds[name] = self._seconds.get(name, 0.0) + time_now - self._since
+        self._since = time_now
 
     def take(self) -> dict[str, float]:
         """Return the seconds per block since the last call, and reset them.
@@ -193,5 +193,7 @@ class Timers:
             {"time/<name>": seconds, ..., "time/step": their sum}.
         """
         self._switch()
-        taken, beside, self._seconds, self._beside = self._seconds, self._beside, {}, {}
-        return {f"time/{name}": seconds for name, seconds in (taken | beside).items()} | {"time/step": sum(taken.values())}
+        seconds_of_phases, seconds_beside, self._seconds, self._beside = self._seconds, self._beside, {}, {}
+        return {f"time/{name}": seconds for name, seconds in (seconds_of_phases | seconds_beside).items()} | {
+            "time/step": sum(seconds_of_phases.values())
+        }

@@ -42,7 +42,7 @@ class CleanUp:
         return self
 
     def __exit__(self, kind: object, first: BaseException | None, trace: object) -> None:
-        came_in = first
+        original = first
         for step in reversed(self._steps):
             try:
                 step()
@@ -51,7 +51,7 @@ class CleanUp:
                     first = error
                 else:
                     first.add_note(f"Cleaning up after this failed too: {type(error).__name__}: {error}")
-        if first is not None and came_in is None:
+        if first is not None and original is None:
             raise first
 
 
@@ -73,7 +73,7 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def begun(work: Callable[[], T], *, name: str, beside: bool = True) -> Future[T]:
+def begun(work: Callable[[], T], *, name: str, in_thread: bool = True) -> Future[T]:
     """Run `work` on a daemon thread and return its future.
 
     The thread does not keep this process alive.
@@ -81,7 +81,7 @@ def begun(work: Callable[[], T], *, name: str, beside: bool = True) -> Future[T]
     Args:
         work: The function to run. The future holds its result or its error.
         name: Name of the thread.
-        beside: Use a thread; if False, run at once on the calling thread.
+        in_thread: Use a thread; if False, run at once on the calling thread.
     """
     future: Future[T] = Future()
 
@@ -91,7 +91,7 @@ def begun(work: Callable[[], T], *, name: str, beside: bool = True) -> Future[T]
         except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
             future.set_exception(error)
 
-    if beside:
+    if in_thread:
         threading.Thread(target=run, name=name, daemon=True).start()
     else:
         run()

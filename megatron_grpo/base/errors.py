@@ -133,7 +133,7 @@ def keep_secret(text: str | None) -> None:
         _secrets.add(text)
 
 
-def printable(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> str:
+def printable(value: Any, words: Callable[[Any], str] = str, max_characters: int = 500) -> str:
     """Return the text of an exception, a server's answer or any foreign object as one printable line.
 
     Control characters, which move a cursor or change the text direction, are escaped, and known secrets are replaced.
@@ -141,21 +141,24 @@ def printable(value: Any, words: Callable[[Any], str] = str, most: int = 500) ->
     Args:
         value: The object.
         words: Function that returns its text.
-        most: Largest length, in characters; longer text is cut.
+        max_characters: Largest length, in characters; longer text is cut.
 
     Returns:
         The line, or "" if `words` raises.
     """
     try:
         text = words(value)
-        describe_value = text[: 20 * most]
+        result = text[: 20 * max_characters]
     except BaseException:  # noqa: BLE001 - a user's code
         return ""
-    known = _secrets | {held for name, held in os.environ.items() if SECRET.search(name) and len(held) >= _SHORTEST}
-    for secret in sorted(known, key=len, reverse=True):
-        describe_value = describe_value.replace(secret, "(a secret)")
-    describe_value = f"{describe_value[:most]}..." if len(describe_value) > most else describe_value
-    plain = (one if one.isprintable() else " " if one in "\n\r\t" else one.encode("unicode_escape").decode() for one in describe_value)
+    secrets = _secrets | {content for name, content in os.environ.items() if SECRET.search(name) and len(content) >= _SHORTEST}
+    for secret in sorted(secrets, key=len, reverse=True):
+        result = result.replace(secret, "(a secret)")
+    result = f"{result[:max_characters]}..." if len(result) > max_characters else result
+    plain = (
+        character if character.isprintable() else " " if character in "\n\r\t" else character.encode("unicode_escape").decode()
+        for character in result
+    )
     return "".join(plain).strip()
 
 
@@ -165,8 +168,8 @@ def raised(error: BaseException) -> str:
     Args:
         error: The exception.
     """
-    said = printable(error)
-    return f"raised {type(error).__name__}{': ' * bool(said)}{said}"
+    text = printable(error)
+    return f"raised {type(error).__name__}{': ' * bool(text)}{text}"
 
 
 def describe_value(value: Any) -> str:

@@ -42,10 +42,10 @@ def read_object(path: Path) -> dict[str, Any]:
         path: The JSON file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 @contextmanager
@@ -57,17 +57,17 @@ def written_whole(path: str | Path, *, durable: bool = False) -> Iterator[Binary
         durable: Sync contents and name to disk, so that they survive a power cut.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        with beside.open("wb") as stream:
+        with temporary.open("wb") as stream:
             yield stream
             if durable:
                 stream.flush()
                 os.fsync(stream.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
         with suppress(OSError):  # it is missing after the rename; and the error that stopped the writing is the one to raise
-            beside.unlink()
+            temporary.unlink()
     if durable:
         sync(path.parent)
 
@@ -114,8 +114,8 @@ def why_not_replaced(folder: Path) -> str | None:
     """
     if not folder.exists() or (folder.is_dir() and ("files" in mark_of(folder) or not any(folder.iterdir()))):
         return None
-    what = f"holds {min(os.listdir(folder))}, which is not from an export of this program" if folder.is_dir() else "is a file"
-    return f"output_dir: {folder} {what}; it is not overwritten. Use another directory."
+    obstacle = f"holds {min(os.listdir(folder))}, which is not from an export of this program" if folder.is_dir() else "is a file"
+    return f"output_dir: {folder} {obstacle}; it is not overwritten. Use another directory."
 
 
 def why_not_drawn(path: Path) -> str | None:
@@ -141,8 +141,8 @@ def directory_whole(path: str | Path) -> Iterator[Path]:
         FileExistsError: `path` is a file or holds files that this program did not write.
     """
     out = Path(path).resolve()  # a link to another disk is kept
-    if wrong := why_not_replaced(Path(path)):
-        raise FileExistsError(wrong)
+    if obstacle := why_not_replaced(Path(path)):
+        raise FileExistsError(obstacle)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -157,9 +157,9 @@ def directory_whole(path: str | Path) -> Iterator[Path]:
         if out.exists():
             os.replace(out, old)  # a directory can only be renamed onto an empty one
         os.replace(partial, out)
-        for theirs in set(os.listdir(old)) - {MARK, *mark_of(old).get("files", ())} if old.exists() else ():
-            if not (out / theirs).exists():
-                os.replace(old / theirs, out / theirs)
+        for foreign in set(os.listdir(old)) - {MARK, *mark_of(old).get("files", ())} if old.exists() else ():
+            if not (out / foreign).exists():
+                os.replace(old / foreign, out / foreign)
         sync(out.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
@@ -195,9 +195,9 @@ def only_one(lock: Path, *, patience: float) -> Iterator[bool]:
         yield False
         return
     try:
-        held = _take(handle, patience)
-        yield held
-        if held:
+        is_locked = _take(handle, patience)
+        yield is_locked
+        if is_locked:
             with suppress(OSError):
                 lock.unlink()
     finally:
@@ -205,8 +205,8 @@ def only_one(lock: Path, *, patience: float) -> Iterator[bool]:
 
 
 def _take(handle: int, patience: float) -> bool:
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

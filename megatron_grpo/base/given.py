@@ -28,7 +28,7 @@ def provide(objects: Mapping[str, Any], fingerprints: Mapping[str, str] | None =
         fingerprints: Fingerprints by name, taken where the sources can be read; None computes them here.
     """
     _objects.update(objects)
-    _fingerprints.update(fingerprints if fingerprints is not None else {name: fingerprint_of(one) for name, one in objects.items()})
+    _fingerprints.update(fingerprints if fingerprints is not None else {name: fingerprint_of(value) for name, value in objects.items()})
 
 
 def is_given(spec: object) -> bool:
@@ -76,8 +76,8 @@ def fingerprint_of(value: Any) -> str:
         value: Function, class or callable object.
     """
     if isinstance(value, functools.partial):
-        held = repr([one for one in (*value.args, *sorted(value.keywords.items())) if isinstance(one, _PLAIN)])
-        return _digest(fingerprint_of(value.func), held)
+        arguments = repr([argument for argument in (*value.args, *sorted(value.keywords.items())) if isinstance(argument, _PLAIN)])
+        return _digest(fingerprint_of(value.func), arguments)
     function = inspect.unwrap(value) if callable(value) else value
     code = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:
@@ -86,9 +86,9 @@ def fingerprint_of(value: Any) -> str:
         text = _bytecode(code.__code__) if inspect.isfunction(code) else f"{code.__module__}.{code.__qualname__}"
     values = dict(getattr(function, "__dict__", {})) if not inspect.isclass(function) else {}
     if inspect.isfunction(function):
-        read = inspect.getclosurevars(function)
-        values |= {**read.globals, **read.nonlocals}
-    plain = sorted((name, repr(one)) for name, one in values.items() if isinstance(one, _PLAIN))
+        closure = inspect.getclosurevars(function)
+        values |= {**closure.globals, **closure.nonlocals}
+    plain = sorted((name, repr(plain_value)) for name, plain_value in values.items() if isinstance(plain_value, _PLAIN))
     return _digest(text, repr(plain))
 
 
@@ -98,5 +98,5 @@ def _digest(*texts: str) -> str:
 
 def _bytecode(code: CodeType) -> str:
     """Return the instructions, names and constants of a function, without addresses in memory."""
-    constants = [_bytecode(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    constants = [_bytecode(constant) if isinstance(constant, CodeType) else repr(constant) for constant in code.co_consts]
     return repr((code.co_code, code.co_names, constants))

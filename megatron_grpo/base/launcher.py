@@ -108,30 +108,30 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
     """
     env = os.environ if env is None else env
     report_file, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
-    ended = (
+    end_message = (
         report_file.parent.parent / "megatron_grpo.ended" if report_file is not None and error_file else None
     )  # beside its attempt_0, attempt_1, ...
-    alone = Launched(report_file=report_file, ended=ended, error_file=Path(error_file) if error_file else None)
+    single = Launched(report_file=report_file, ended=end_message, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
-        wrong = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (_is_count(env[name]) and int(env[name]))]
-        message = f"The environment sets the number of processes, but {'; '.join(wrong)}. Unset it, or start the job with torchrun."
-        return replace(alone, problems=(Problem(flags=(), message=message),)) if wrong else alone
-    numbers, wrong = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}, []
+        invalid = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (_is_count(env[name]) and int(env[name]))]
+        message = f"The environment sets the number of processes, but {'; '.join(invalid)}. Unset it, or start the job with torchrun."
+        return replace(single, problems=(Problem(flags=(), message=message),)) if invalid else single
+    numbers, invalid = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}, []
     for name in ("RANK", "WORLD_SIZE", *numbers):
         text = env.get(name)
         if text is not None and _is_count(text) and (name != "MASTER_PORT" or int(text) < 2**16):
             numbers[name] = int(text)
         elif text is not None or name not in numbers:
-            wrong.append(f"{name} is {text!r}" if text is not None else f"{name} is not set")
-    if not wrong and numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        wrong.append(f"RANK is {numbers['RANK']} and WORLD_SIZE {numbers['WORLD_SIZE']}: ranks go from 0 to {numbers['WORLD_SIZE'] - 1}")
-    if not wrong and numbers["WORLD_SIZE"] > 1:
-        wrong += [f"{name} is not set" for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if wrong:
-        message = f"RANK is set, as by a launcher, but {'; '.join(wrong)}. Start the job with torchrun."
-        return replace(alone, problems=(Problem(flags=(), message=message),))
+            invalid.append(f"{name} is {text!r}" if text is not None else f"{name} is not set")
+    if not invalid and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        invalid.append(f"RANK is {numbers['RANK']} and WORLD_SIZE {numbers['WORLD_SIZE']}: ranks go from 0 to {numbers['WORLD_SIZE'] - 1}")
+    if not invalid and numbers["WORLD_SIZE"] > 1:
+        invalid += [f"{name} is not set" for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if invalid:
+        message = f"RANK is set, as by a launcher, but {'; '.join(invalid)}. Start the job with torchrun."
+        return replace(single, problems=(Problem(flags=(), message=message),))
     return replace(
-        alone, rank=numbers["RANK"], world_size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"],
+        single, rank=numbers["RANK"], world_size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"],
         has_other_machines=numbers["WORLD_SIZE"] > numbers["LOCAL_WORLD_SIZE"], is_launched=True,
         by_torchrun="TORCHELASTIC_RUN_ID" in env, address=env.get("MASTER_ADDR", "127.0.0.1"), port=numbers["MASTER_PORT"],
         launcher_holds_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -161,8 +161,8 @@ def environment_of(rank: int, *, world_size: int, port: int, error_file: Path | 
         error_file: File for the error of this rank, as torchrun has one. Ranks that fail alike then print the message once.
     """
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-    more = {} if error_file is None else {"TORCHELASTIC_ERROR_FILE": str(error_file)}
-    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
+    error_variables = {} if error_file is None else {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **error_variables}
 
 
 def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
@@ -208,19 +208,19 @@ def torchrun_line(argv: Sequence[str], world_size: int, env: Mapping[str, str] |
     return f"{launcher} -m megatron_grpo train {shlex.join(argv)}"
 
 
-def not_launched_problem(asked: str, world_size: int, argv: Sequence[str]) -> Problem:
+def not_launched_problem(source: str, world_size: int, argv: Sequence[str]) -> Problem:
     """Return the problem of a single process of a job that was intended to have several.
 
     Args:
-        asked: The setting or variable that asks for several processes, with its value.
+        source: The setting or variable that asks for several processes, with its value.
         world_size: The number of processes it asks for.
         argv: The user's arguments.
     """
     message = (
-        f"{asked} means {world_size} processes, and this one was started without a launcher: alone it would train on 1/{world_size} of "
+        f"{source} means {world_size} processes, and this one was started without a launcher: alone it would train on 1/{world_size} of "
         f"each batch. Start all processes with\n    {torchrun_line(argv, world_size)}"
     )
-    return Problem(flags=(asked.split(" ")[0],), message=message)
+    return Problem(flags=(source.split(" ")[0],), message=message)
 
 
 def become_single(port: int) -> None:
@@ -242,15 +242,15 @@ def on_device(number: int | None) -> Iterator[None]:
     Args:
         number: Number of the GPU; None without one.
     """
-    before = os.environ.get("LOCAL_RANK")
+    old_rank = os.environ.get("LOCAL_RANK")
     if number is not None:
         os.environ["LOCAL_RANK"] = str(number)
     try:
         yield
     finally:
         os.environ.pop("LOCAL_RANK", None)
-        if before is not None:
-            os.environ["LOCAL_RANK"] = before
+        if old_rank is not None:
+            os.environ["LOCAL_RANK"] = old_rank
 
 
 def _count(env: Mapping[str, str], name: str) -> int:
@@ -341,4 +341,4 @@ def num_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return len(gpu_memories())
-    return len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])
+    return len([device for device in visible.split(",") if device.strip() and device.strip() != "-1"])

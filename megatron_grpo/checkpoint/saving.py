@@ -233,7 +233,7 @@ class Checkpoints:
             save.publishes = True
 
     def _begun(self, work: Callable[[], Any]) -> Future[Any]:
-        return begun(work, name="checkpoint", beside=self.cfg.async_save)
+        return begun(work, name="checkpoint", in_thread=self.cfg.async_save)
 
     def _sync_weights(self, save: Underway, describe: Callable[[Path], dict[str, Any]] | None) -> None:
         """Publish the checkpoint on rank 0, the only rank with something to describe."""

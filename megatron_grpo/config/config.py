@@ -680,11 +680,11 @@ class Config:
         Raises:
             KeyError: If a name is not a setting.
         """
-        left, changed = dict(values), {}
+        remaining, changed = dict(values), {}
         for group, section in self.groups().items():
-            own = {name: left.pop(name) for name in vars(section) if name in left}
-            if own:
-                changed[group] = replace(section, **own)
-        if left:
-            raise KeyError(f"no setting is called {', '.join(left)}")
+            section_values = {name: remaining.pop(name) for name in vars(section) if name in remaining}
+            if section_values:
+                changed[group] = replace(section, **section_values)
+        if remaining:
+            raise KeyError(f"no setting is called {', '.join(remaining)}")
         return replace(self, **changed, sources={**self.sources, **(sources or {})})

@@ -57,8 +57,8 @@ class Options:
             return f"refused: {self.refused[name]}."
         if self.may is not None and name not in self.may:
             return f"refused: {self.otherwise}. Supported: {', '.join(sorted(self.may))}."
-        wrong = misfit(self.fields.get(name, ""), value)
-        return f"{wrong} in {self.what}, not {value!r}." if wrong else None
+        expected = misfit(self.fields.get(name, ""), value)
+        return f"{expected} in {self.what}, not {value!r}." if expected else None
 
 
 @cache
@@ -115,8 +115,8 @@ def misfit(annotation: str, value: Any) -> str | None:
     kinds = [kind.strip() for kind in inner.split("|")]
     if not annotation or any(kind not in _PLAIN for kind in kinds):
         return None
-    fits = any(type(value) in _PLAIN[kind] for kind in kinds)
-    return None if fits else annotation
+    has_type = any(type(value) in _PLAIN[kind] for kind in kinds)
+    return None if has_type else annotation
 
 
 # ---- rules
@@ -125,16 +125,20 @@ def misfit(annotation: str, value: Any) -> str | None:
 def _refused(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
     for flag in FLAGS:
         for name, value in getattr(c, flag).items():
-            if own := options(flag).here.get(name):
-                yield {"flags": f"{flag} {own}", "flag": flag, "why": f"{name} is the setting {own}. Use that setting."}
-            elif wrong := options(flag).wrong(name, value):
-                yield {"flags": flag, "flag": flag, "why": f"{name} is {wrong}"}
+            if setting := options(flag).here.get(name):
+                yield {"flags": f"{flag} {setting}", "flag": flag, "why": f"{name} is the setting {setting}. Use that setting."}
+            elif fault := options(flag).wrong(name, value):
+                yield {"flags": flag, "flag": flag, "why": f"{name} is {fault}"}
 
 
 def _thinks_twice(c: SimpleNamespace) -> dict[str, Any] | None:
-    thinks = c.enable_thinking
-    other = c.chat_template_kwargs.get("enable_thinking", thinks)
-    return {"thinks": str(thinks).lower(), "other": other} if thinks is not None and other != thinks else None
+    enable_thinking = c.enable_thinking
+    template_value = c.chat_template_kwargs.get("enable_thinking", enable_thinking)
+    return (
+        {"thinks": str(enable_thinking).lower(), "other": template_value}
+        if enable_thinking is not None and template_value != enable_thinking
+        else None
+    )
 
 
 PASSED_ON = (

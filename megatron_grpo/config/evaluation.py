@@ -68,8 +68,8 @@ def sets_of(cfg: Config) -> dict[str, str]:
     Args:
         cfg: Settings of the run.
     """
-    alone = cfg.eval.eval_dataset or (cfg.data.dataset if cfg.data.split_dataset_ratio else "")
-    return ({ALONE: alone} if alone else {}) | dict(cfg.eval.eval_datasets)
+    single_set = cfg.eval.eval_dataset or (cfg.data.dataset if cfg.data.split_dataset_ratio else "")
+    return ({ALONE: single_set} if single_set else {}) | dict(cfg.eval.eval_datasets)
 
 
 def flag_of(name: str, cfg: Config) -> str:
@@ -151,8 +151,8 @@ def longest_context(cfg: Config, prompt: int) -> int:
         cfg: Settings of the run.
         prompt: Length of the longest prompt of the data.
     """
-    given = cfg.rollout.vllm_max_model_len if cfg.turns.has_agent else None
-    return given or prompt + longest_completion(cfg)
+    configured = cfg.rollout.vllm_max_model_len if cfg.turns.has_agent else None
+    return configured or prompt + longest_completion(cfg)
 
 
 def most_of(cfg: Config) -> list[float]:
@@ -192,8 +192,8 @@ def describe_rules(cfg: Config) -> str:
     turns = cfg.turns
     if not turns.plays:
         return cfg.rollout.rollout_func or ""
-    who = turns.agent or turns.agent_command or f"{turns.environment} {' '.join(turns.tools)}"
-    return f"{who} max_turns {turns.max_turns} turn_history {turns.turn_history}"
+    player = turns.agent or turns.agent_command or f"{turns.environment} {' '.join(turns.tools)}"
+    return f"{player} max_turns {turns.max_turns} turn_history {turns.turn_history}"
 
 
 # ---- the best checkpoint
@@ -235,11 +235,11 @@ def _rewards(cfg: Config) -> list[str]:
 
 def _held_out(cfg: Config) -> Iterator[str]:
     n, rewards = how_evaluated(cfg).n, _rewards(cfg)
-    each = [f"pass@1/{name}" for name in rewards if len(rewards) > 1]
+    passes = [f"pass@1/{name}" for name in rewards if len(rewards) > 1]
     episodes = ["mean_turns", "failed"] if cfg.turns.plays else []
     for curve in map(curve_of, sets_of(cfg)):
         yield curve
-        for name in (f"mean@{n}", *(f"pass@{k}" for k in ks(n)), *rewards, *each, "mean_length", "clipped_ratio", *episodes):
+        for name in (f"mean@{n}", *(f"pass@{k}" for k in ks(n)), *rewards, *passes, "mean_length", "clipped_ratio", *episodes):
             yield f"{curve}/{name}"
 
 
@@ -267,8 +267,8 @@ def _unknown_reward(c: SimpleNamespace) -> dict[str, Any] | None:
 
 def _own_limit(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem if the completion length of evaluations differs where it must not."""
-    own = c.player if c.plays else "rollout_func" if c.rollout_func else None
-    return {"own": own} if own and c.eval_max_completion_length not in (None, c.max_completion_length) else None
+    player = c.player if c.plays else "rollout_func" if c.rollout_func else None
+    return {"own": player} if player and c.eval_max_completion_length not in (None, c.max_completion_length) else None
 
 
 def _asked_set(c: SimpleNamespace) -> bool:
@@ -277,11 +277,11 @@ def _asked_set(c: SimpleNamespace) -> bool:
 
 
 def _never_told(c: SimpleNamespace) -> dict[str, Any] | None:
-    metric, known = c.metric_for_best_model, [*_held_out(c.cfg), *_training(c.cfg)]
-    if metric is None or metric in known or (metric.startswith(_OWN) and c.plays):
+    metric, known_metrics = c.metric_for_best_model, [*_held_out(c.cfg), *_training(c.cfg)]
+    if metric is None or metric in known_metrics or (metric.startswith(_OWN) and c.plays):
         return None
-    close = close_to(metric, known)
-    return {"told": ", ".join(known), "near": {"metric_for_best_model": close} if close else {}}
+    close = close_to(metric, known_metrics)
+    return {"told": ", ".join(known_metrics), "near": {"metric_for_best_model": close} if close else {}}
 
 
 def _steps_apart(c: SimpleNamespace) -> dict[str, Any] | None:

@@ -78,7 +78,7 @@ class GRPOConfig(
         return f"GRPOConfig({', '.join(f'{name}={value!r}' for name, value in self.explicit.items())})"
 
 
-_FIELDS = {one.name for one in fields(GRPOConfig)} - {"explicit"}
+_FIELDS = {field.name for field in fields(GRPOConfig)} - {"explicit"}
 _set_fields = GRPOConfig.__init__
 
 
@@ -92,20 +92,20 @@ def _all_names(name: str) -> set[str]:
 def _init(self: GRPOConfig, **settings: Any) -> None:
     if "explicit" in settings:  # dataclasses.replace, which passes every field
         settings = _replaced(settings.pop("explicit"), settings)
-    known = {name: _all_names(name) & _FIELDS for name in settings}
-    unknown = [] if settings.get("dialect") else [name for name, fields_named in known.items() if not fields_named]
+    field_names = {name: _all_names(name) & _FIELDS for name in settings}
+    unknown = [] if settings.get("dialect") else [name for name, fields_named in field_names.items() if not fields_named]
     if unknown:
         raise ConfigError([_unknown(name) for name in unknown])
-    values = {field: settings[name] for name, fields_named in known.items() for field in fields_named}
+    values = {field: settings[name] for name, fields_named in field_names.items() for field in fields_named}
     _set_fields(self, **values, explicit=settings)
 
 
-def _replaced(before: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _replaced(old_settings: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the explicit settings after `dataclasses.replace`: those of before, and those that differ from them."""
-    was = GRPOConfig(**before)
-    changed = {name: value for name, value in settings.items() if name not in _FIELDS or value != getattr(was, name)}
-    hidden = {other for name in changed for other in _all_names(name)}
-    return {name: value for name, value in before.items() if name not in hidden} | changed
+    old_config = GRPOConfig(**old_settings)
+    changed = {name: value for name, value in settings.items() if name not in _FIELDS or value != getattr(old_config, name)}
+    hidden = {name_hidden for name in changed for name_hidden in _all_names(name)}
+    return {name: value for name, value in old_settings.items() if name not in hidden} | changed
 
 
 def _unknown(name: str) -> Problem:

@@ -65,14 +65,14 @@ def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem
     if num_steps is None or cfg.lr_decay_style != "WSD" or cfg.lr_wsd_decay_iters is None:
         return []
     course = course_of(cfg, num_steps)
-    room = course.decay - course.warmup
-    if cfg.lr_wsd_decay_iters <= room:
+    max_decay_steps = course.decay - course.warmup
+    if cfg.lr_wsd_decay_iters <= max_decay_steps:
         return []
     message = (
         f"lr_wsd_decay_iters ({cfg.lr_wsd_decay_iters}) exceeds the steps that remain after the warm-up: {course.decay} - {course.warmup} "
-        f"= {room} optimizer steps. Use {room} or less."
+        f"= {max_decay_steps} optimizer steps. Use {max_decay_steps} or less."
     )
-    return [Problem(flags=("lr_wsd_decay_iters",), message=message, nearest={"lr_wsd_decay_iters": [room]})]
+    return [Problem(flags=("lr_wsd_decay_iters",), message=message, nearest={"lr_wsd_decay_iters": [max_decay_steps]})]
 
 
 def lost(opt: OptimizerConfig) -> Iterator[str]:

@@ -133,7 +133,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
         dialects: Knowledge of other systems' names.
     """
     typed_entries, problems = read_words(argv)
-    own = ("config", "print_config", "help")  # flags of the program, not settings
+    program_flags = ("config", "print_config", "help")  # flags of the program, not settings
     files = [path for entry in typed_entries if entry.name == "config" for path in entry.raw]
     if any(entry.name == "config" and not entry.raw for entry in typed_entries):
         problems.append(Problem(flags=("config",), message="config requires the name of a file."))
@@ -142,7 +142,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
         file_entries, file_problems = read_file(path, dialects.read_program if dialects else None)
         entries += file_entries
         problems += file_problems
-    entries += [entry for entry in typed_entries if entry.name not in own]
+    entries += [entry for entry in typed_entries if entry.name not in program_flags]
     entries = [part for entry in entries for part in spread(entry)]
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
@@ -181,22 +181,22 @@ class _Builder:
         if setting is None:
             self.unknown.setdefault(entry.source, []).append(name)
             return
-        former = entry.name.removeprefix("no_") if value is False else entry.name
-        if former in setting.formerly:
-            self.parsed.renamed[former] = setting.name
+        old_name = entry.name.removeprefix("no_") if value is False else entry.name
+        if old_name in setting.formerly:
+            self.parsed.renamed[old_name] = setting.name
         raw = entry.raw
         if setting.name == "dataset" and isinstance(raw, list) and len(raw) > 1:  # several words, or a list in a file
-            self._set(table()["further_datasets"], [str(word) for word in raw[1:]], source=entry.source, typed=name)
+            self._set(table()["further_datasets"], [str(word) for word in raw[1:]], source=entry.source, typed_name=name)
             raw = raw[:1]
         if entry.is_read:
             value = raw
         elif value is None:
             try:
                 value = read_value(setting, raw)
-            except InvalidValueError as bad:
-                self._bad(name, setting.name, entry.source, bad)
+            except InvalidValueError as error:
+                self._bad(name, setting.name, entry.source, error)
                 return
-        self._set(setting, value, source=entry.source, typed=name)
+        self._set(setting, value, source=entry.source, typed_name=name)
 
     def _find(self, entry: TypedSetting) -> tuple[Setting | None, Any]:
         """Return (setting, its value if the name itself implies it)."""
@@ -213,32 +213,34 @@ class _Builder:
         is_hidden = setting is not None and self.translation is not None and setting.name in self.translation.hides
         return None if is_hidden else setting, None
 
-    def _bad(self, name: str, setting: str, source: str, bad: InvalidValueError) -> None:
-        where = "" if source == COMMAND_LINE else f" ({source})"
-        nearest = {name: bad.suggestions} if bad.suggestions else {}
-        self.parsed.problems.append(Problem(flags=(name,), message=f"{name}{where} {bad}.", nearest=nearest))
+    def _bad(self, name: str, setting: str, source: str, error: InvalidValueError) -> None:
+        source_text = "" if source == COMMAND_LINE else f" ({source})"
+        nearest = {name: error.suggestions} if error.suggestions else {}
+        self.parsed.problems.append(Problem(flags=(name,), message=f"{name}{source_text} {error}.", nearest=nearest))
         self.parsed.unreadable.add(setting)
 
-    def _set(self, setting: Setting, value: Any, *, source: str, typed: str) -> None:
+    def _set(self, setting: Setting, value: Any, *, source: str, typed_name: str) -> None:
         key = (source, setting.name)
-        earlier = self.seen.get(key)
-        if earlier and earlier[1] != value and (earlier[0] != typed or source != COMMAND_LINE):
+        previous = self.seen.get(key)
+        if previous and previous[1] != value and (previous[0] != typed_name or source != COMMAND_LINE):
             message = (
-                f"{earlier[0]} ({format_value(earlier[1])}) and {typed} ({format_value(value)}) set the same setting. Use one of them."
+                f"{previous[0]} ({format_value(previous[1])}) and {typed_name} ({format_value(value)}) set the same setting. Use one "
+                "of them."
             )
-            if earlier[0] == typed:
-                message = f"{typed} is set twice in {source} ({format_value(earlier[1])}, {format_value(value)}). Keep one of them."
-            self.parsed.problems.append(Problem(flags=(earlier[0], typed), message=message))
-        elif earlier and earlier[1] != value:  # scripts that forward "$@" rely on this
+            if previous[0] == typed_name:
+                message = f"{typed_name} is set twice in {source} ({format_value(previous[1])}, {format_value(value)}). Keep one of them."
+            self.parsed.problems.append(Problem(flags=(previous[0], typed_name), message=message))
+        elif previous and previous[1] != value:  # scripts that forward "$@" rely on this
             self.parsed.repeated.append(
-                f"{typed} is set twice on the command line ({format_value(earlier[1])}, {format_value(value)}): the last value is used."
+                f"{typed_name} is set twice on the command line ({format_value(previous[1])}, {format_value(value)}): the last value is "
+                "used."
             )
-        self.seen[key] = (typed, value)
+        self.seen[key] = (typed_name, value)
         if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # they belong to a file
             del self.values["further_datasets"], self.sources["further_datasets"], self.typed["further_datasets"]
         self.values[setting.name] = value
         self.sources[setting.name] = source
-        self.typed[setting.name] = typed
+        self.typed[setting.name] = typed_name
 
     def finish(self, launcher_world_size: int | None) -> Parsed:
         """Build the configuration, once, from everything that was taken."""
@@ -251,17 +253,20 @@ class _Builder:
         self._world_size(launcher_world_size)
         self._another_way("bf16", "torch_dtype", "bfloat16", "float32")
         self._another_way("async_generate", "async_rollout_depth", 1, 0)
-        settled, was = _beginning(self.values), dict(self.sources)
+        settled, old_sources = _beginning(self.values), dict(self.sources)
         for name, value in settled.items():  # the path was typed under the other name
-            other = next(one for one in settled if one != name)
-            self.values[name], self.sources[name] = value, was.get(other, "default") if value not in (None, "auto") else "default"
+            other_name = next(candidate for candidate in settled if candidate != name)
+            self.values[name], self.sources[name] = (
+                value,
+                old_sources.get(other_name, "default") if value not in (None, "auto") else "default",
+            )
         if (metric := self.values.get("metric_for_best_model")) in FORMER_METRICS:
             self.values["metric_for_best_model"] = FORMER_METRICS[metric]
             self.parsed.renamed[f"metric_for_best_model {metric}"] = f"metric_for_best_model {FORMER_METRICS[metric]}"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
         config = replace(config, typed=self.typed, origins=foreign.origins if foreign else {})
-        problems = [one for one in self.parsed.problems if not tasks or any(task in one.message for task in tasks)]
+        problems = [problem for problem in self.parsed.problems if not tasks or any(task in problem.message for task in tasks)]
         return replace(self.parsed, config=config, problems=problems, is_other_task=bool(tasks))
 
     def _world_size(self, launcher: int | None) -> None:
@@ -290,14 +295,15 @@ class _Builder:
         if typed_value is None:
             return
         value = if_true if typed_value else if_false
-        other = self.values.get(name, value)
-        if other != value:
-            typed, way = self.typed[name], self.typed.get(word, word)
+        other_value = self.values.get(name, value)
+        if other_value != value:
+            typed_name, way = self.typed[name], self.typed.get(word, word)
             self.parsed.problems.append(
                 Problem(
-                    flags=(way, typed),
-                    message=f"{way} ({str(typed_value).lower()}) means {typed} {value}, but {typed} is {other}. Use one of them.",
-                    nearest={typed: [value]},
+                    flags=(way, typed_name),
+                    message=f"{way} ({str(typed_value).lower()}) means {typed_name} {value}, but {typed_name} is {other_value}. Use one of "
+                    "them.",
+                    nearest={typed_name: [value]},
                 )
             )
         self.values[name] = value

@@ -70,8 +70,8 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
         elif current is not None:
             current.append(word)
         elif not lenient:
-            after = f" after {entries[-1].name}" if entries else ""
-            problems.append(Problem(flags=(word,), message=f"{word!r}{after} does not belong to a flag. Flags begin with two dashes."))
+            location = f" after {entries[-1].name}" if entries else ""
+            problems.append(Problem(flags=(word,), message=f"{word!r}{location} does not belong to a flag. Flags begin with two dashes."))
     return entries, problems
 
 
@@ -117,8 +117,8 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
         root = yaml.compose(text, Loader=yaml.SafeLoader)  # nodes, because a dict would hide duplicate keys
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" line {where.line + 1}" if where else ""
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
         return [], [Problem(flags=("config",), message=f"{source}{line} is not valid YAML: {getattr(error, 'problem', error)}.")]
     if data is None:
         return [], []
@@ -128,20 +128,20 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
     groups = {setting.group for setting in table().values()}
     entries: list[TypedSetting] = []
 
-    def walk(mapping: dict, prefix: str, within: str) -> None:
+    def walk(mapping: dict, prefix: str, section: str) -> None:
         """Collect the entries of a mapping.
 
         Args:
             mapping: The mapping.
             prefix: Prefix of the names; a group of settings adds none.
-            within: Path of the enclosing sections, of any kind.
+            section: Path of the enclosing sections, of any kind.
         """
         for key, value in mapping.items():
             name = prefix + canonical(str(key))
             setting = names().get(name)
             if isinstance(value, dict) and not (setting and setting.is_map):
-                is_group = name in MAPS or not within and name in groups
-                walk(value, "" if is_group else f"{within}{canonical(str(key))}.", f"{within}{canonical(str(key))}.")
+                is_group = name in MAPS or not section and name in groups
+                walk(value, "" if is_group else f"{section}{canonical(str(key))}.", f"{section}{canonical(str(key))}.")
             else:
                 entries.append(TypedSetting(name=name, raw=() if value == [] else value, source=source))
 
@@ -164,8 +164,8 @@ def spread(entry: TypedSetting) -> list[TypedSetting]:
         values = read_value(Setting(name=name, kind="Any", is_map=True), entry.raw)
         if unknown := [k for k in values if not _is_key(k, name)]:
             raise InvalidValueError(f"has no key {unknown[0]}. Supported: {', '.join(keys()[name])}")
-    except InvalidValueError as bad:
-        return [replace(entry, raw=bad)]
+    except InvalidValueError as error:
+        return [replace(entry, raw=error)]
     return [replace(entry, name=k, raw=value) for k, value in values.items()]
 
 
@@ -190,12 +190,12 @@ def _repeated(root: Any) -> list[str]:
         if isinstance(node, yaml.SequenceNode):
             stack += node.value
         if isinstance(node, yaml.MappingNode):
-            seen = set()
+            keys = set()
             for key, value in node.value:
                 if isinstance(key, yaml.ScalarNode):
-                    if key.value in seen and key.value != "<<":
+                    if key.value in keys and key.value != "<<":
                         repeated.append(canonical(key.value))
-                    seen.add(key.value)
+                    keys.add(key.value)
                 stack.append(value)
     return repeated
 

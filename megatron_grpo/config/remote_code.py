@@ -71,8 +71,8 @@ def warning_of(folder: Path) -> str | None:
 
 
 def _not_trusted(folder: Path, flag: str) -> Problem | None:
-    lacking = {"the tokenizer": _tokenizer_alone_here(folder), "the configuration": _configuration_alone_here(folder)}
-    names = {what: name for what, name in lacking.items() if name}
+    names_by_use = {"the tokenizer": _tokenizer_alone_here(folder), "the configuration": _configuration_alone_here(folder)}
+    names = {use: name for use, name in names_by_use.items() if name}
     if not names:
         return None
     files = files_that_run(folder) or sorted(set(names.values()))
@@ -88,9 +88,9 @@ def _not_here(folder: Path, flag: str) -> Problem | None:
         for name in _classes(folder, file).values():
             parts = _CLASS.fullmatch(name)
             if parts is None:
-                where = f"{flag}: {file} of {folder} refers to code in another place ({name}), which is not downloaded."
+                problem_text = f"{flag}: {file} of {folder} refers to code in another place ({name}), which is not downloaded."
                 last = name.rpartition("--")[2].rpartition("/")[2]
-                return Problem(flags=(flag, FLAG), message=f"{where} Copy its file into the folder, and write {last} there.")
+                return Problem(flags=(flag, FLAG), message=f"{problem_text} Copy its file into the folder, and write {last} there.")
             if not (folder / f"{parts[1]}.py").is_file():
                 message = f"{flag}: {file} of {folder} refers to {parts[1]}.py, which is missing. Copy it from the source of the model."
                 return Problem(flags=(flag, FLAG), message=message)
@@ -100,16 +100,16 @@ def _not_here(folder: Path, flag: str) -> Problem | None:
 def _tokenizer_alone_here(folder: Path) -> str | None:
     """Return the class of a tokenizer that transformers does not provide; None if it does."""
     name = _classes(folder, TOKENIZER).get("AutoTokenizer")
-    known = read_object(folder / TOKENIZER).get("tokenizer_class")
-    places = (("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py"))
-    return None if isinstance(known, str) and any(_is_named(known, *entry) for entry in places) else name
+    tokenizer_class = read_object(folder / TOKENIZER).get("tokenizer_class")
+    registries = (("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py"))
+    return None if isinstance(tokenizer_class, str) and any(_is_named(tokenizer_class, *entry) for entry in registries) else name
 
 
 def _configuration_alone_here(folder: Path) -> str | None:
     """Return the class of a configuration that neither transformers nor vLLM provides, so that vLLM would not start; else None."""
     name, kind = _classes(folder, CONFIG).get("AutoConfig"), read_object(folder / CONFIG).get("model_type")
-    places = (("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py"))
-    return None if isinstance(kind, str) and any(_is_named(kind, *entry) for entry in places) else name
+    registries = (("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py"))
+    return None if isinstance(kind, str) and any(_is_named(kind, *entry) for entry in registries) else name
 
 
 def _is_named(word: str, package: str, file: str) -> bool:
@@ -127,8 +127,12 @@ def _source(package: str, file: str) -> str | None:
 
 def _classes(folder: Path, file: str) -> dict[str, str]:
     """Return the classes of a settings file that run here. Processors run only for vision-language models."""
-    named, is_multimodal = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
-    return {what: named[what] for what in _RUN[file] if what in named and (is_multimodal or "Processor" not in what)}
+    class_names, is_multimodal = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
+    return {
+        auto_class: class_names[auto_class]
+        for auto_class in _RUN[file]
+        if auto_class in class_names and (is_multimodal or "Processor" not in auto_class)
+    }
 
 
 def _auto_map(folder: Path, file: str) -> dict[str, str]:
@@ -137,9 +141,12 @@ def _auto_map(folder: Path, file: str) -> dict[str, str]:
     Of a slow and a fast tokenizer it contains the one that transformers loads.
     """
     entries: Any = read_object(folder / file).get("auto_map")
-    named = {"AutoTokenizer": entries} if isinstance(entries, list) else entries if isinstance(entries, dict) else {}
-    chosen = {what: next((x for x in reversed(value) if x), None) if isinstance(value, list) else value for what, value in named.items()}
-    return {what: value for what, value in chosen.items() if isinstance(value, str)}
+    auto_map = {"AutoTokenizer": entries} if isinstance(entries, list) else entries if isinstance(entries, dict) else {}
+    chosen = {
+        auto_class: next((x for x in reversed(value) if x), None) if isinstance(value, list) else value
+        for auto_class, value in auto_map.items()
+    }
+    return {auto_class: value for auto_class, value in chosen.items() if isinstance(value, str)}
 
 
 def _with_imported(folder: Path, classes: list[str]) -> list[str]:

@@ -39,7 +39,7 @@ class Rule:
 Rules = Iterable[Rule | tuple[Rule, ...]]
 
 
-def settings_of(cfg: Config, **more: Any) -> SimpleNamespace:
+def settings_of(cfg: Config, **extra: Any) -> SimpleNamespace:
     """Return all settings by name, regardless of their group, with `cfg` and what else the rules of a package need.
 
     Args:
@@ -47,12 +47,12 @@ def settings_of(cfg: Config, **more: Any) -> SimpleNamespace:
         **more: Further names for the rules. Always added are `plays`; `player`, the setting that names the environment, tools or agent;
             `players`, the word for them; and `teacher`, the setting that names a teacher, or None.
     """
-    known = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
+    values = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
     players = "agents" if cfg.turns.has_agent else "environments and tools"
     return SimpleNamespace(
-        **known,
+        **values,
         cfg=cfg,
-        **{"plays": cfg.turns.plays, "player": cfg.turns.player, "players": players, "teacher": cfg.grpo.teacher_flag, **more},
+        **{"plays": cfg.turns.plays, "player": cfg.turns.player, "players": players, "teacher": cfg.grpo.teacher_flag, **extra},
     )
 
 
@@ -68,8 +68,8 @@ def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
         c: From `settings_of`.
         *names: Settings to look at.
     """
-    others = [name for name in names if getattr(c, name) != getattr(_defaults(), name)]
-    return [{"name": name, "value": getattr(c, name), "off": getattr(_defaults(), name)} for name in others]
+    changed_names = [name for name in names if getattr(c, name) != getattr(_defaults(), name)]
+    return [{"name": name, "value": getattr(c, name), "off": getattr(_defaults(), name)} for name in changed_names]
 
 
 def given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
@@ -110,8 +110,8 @@ def broken(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
             yield from next(filter(None, (list(broken([alternative], c)) for alternative in rule)), ())
             continue
         broken_by = rule.when(c)
-        for more in broken_by if isinstance(broken_by, list) else [broken_by] if broken_by else []:
-            words = SimpleNamespace(**vars(c) | (more if isinstance(more, dict) else {}))
+        for values in broken_by if isinstance(broken_by, list) else [broken_by] if broken_by else []:
+            words = SimpleNamespace(**vars(c) | (values if isinstance(values, dict) else {}))
             use = rule.use(words) if callable(rule.use) else rule.use
             yield Problem(
                 flags=tuple(rule.flags.format_map(vars(words)).split()),

@@ -121,7 +121,7 @@ def describe(rollout: RolloutConfig) -> str:
         rollout: Rollout settings.
     """
     cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
-    parts = [f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off]
+    parts = [f"{name} {value:g}" for name, (value, disabled_value) in cuts.items() if value != disabled_value]
     return " and ".join([*parts, *(["structured outputs"] if of_training(rollout) is not None else [])])
 
 
@@ -129,7 +129,7 @@ def describe(rollout: RolloutConfig) -> str:
 
 
 def _faults(c: SimpleNamespace) -> list[dict[str, Any]]:
-    return [{"flag": flag, "wrong": wrong} for flag, bound in asked(c.cfg) if (wrong := fault(bound))]
+    return [{"flag": flag, "wrong": fault_text} for flag, bound in asked(c.cfg) if (fault_text := fault(bound))]
 
 
 def _cut(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -181,10 +181,10 @@ def unreadable(cfg: Config) -> list[Problem]:
     """
     problems = []
     for flag, bound in asked(cfg):
-        if fault(bound) is None and (why := why_unreadable(bound)) is not None:
+        if fault(bound) is None and (reason := why_unreadable(bound)) is not None:
             name = next(name for name in ("regex", "json", "grammar", "structural_tag") if bound.get(name) is not None)
-            what = REGEX if flag == REGEX else f"{flag}: {FIELD} {name}"
-            problems.append(Problem(flags=(flag,), message=f"{what} ({bound[name]}) cannot be used for sampling: {why}."))
+            flag_text = REGEX if flag == REGEX else f"{flag}: {FIELD} {name}"
+            problems.append(Problem(flags=(flag,), message=f"{flag_text} ({bound[name]}) cannot be used for sampling: {reason}."))
     return problems
 
 
@@ -195,9 +195,9 @@ def why_unreadable(bound: Mapping[str, Any]) -> str | None:
         bound: Structured-output settings of valid form.
     """
     messages = []
-    for read in _readings(bound):
+    for reading in _readings(bound):
         try:
-            read()
+            reading()
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
             messages.append(_in_one_line(str(error)))
         else:
@@ -215,16 +215,16 @@ def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
     if find_spec("xgrammar") is not None:
         import xgrammar
 
-        of = xgrammar.Grammar
+        grammar_type = xgrammar.Grammar
         if regex is not None:
-            yield lambda: of.from_regex(regex)
+            yield lambda: grammar_type.from_regex(regex)
         elif text is not None:
-            yield lambda: of.from_json_schema(text)
+            yield lambda: grammar_type.from_json_schema(text)
         elif grammar is not None:
-            yield lambda: of.from_ebnf(grammar)
-            yield lambda: of.from_lark(grammar)
+            yield lambda: grammar_type.from_ebnf(grammar)
+            yield lambda: grammar_type.from_lark(grammar)
         elif tag is not None:
-            yield lambda: of.from_structural_tag(tag)
+            yield lambda: grammar_type.from_structural_tag(tag)
             yield lambda: [(item["begin"], item["schema"], item["end"]) for item in json.loads(tag)["structures"]]  # the older form
     if find_spec("llguidance") is not None:
         if regex is not None:
@@ -239,12 +239,12 @@ def _guidance(kind: Literal["regex", "json_schema", "grammar"], text: str) -> No
     """Parse with llguidance; raise ValueError if it rejects the text."""
     import llguidance
 
-    if wrong := llguidance.LLMatcher.validate_grammar(llguidance.grammar_from(kind, text), None):
-        raise ValueError(wrong)
+    if fault_text := llguidance.LLMatcher.validate_grammar(llguidance.grammar_from(kind, text), None):
+        raise ValueError(fault_text)
 
 
 def _in_one_line(text: str) -> str:
     """Return xgrammar's message without the source location at its start: "[12:30:01] /project/cpp/parser.cc:83: "."""
     line = " ".join(text.split())
-    head, _, rest = line.partition(": ")
-    return (rest if head.startswith("[") and rest else line).rstrip(".")
+    head, _, remainder = line.partition(": ")
+    return (remainder if head.startswith("[") and remainder else line).rstrip(".")

@@ -151,12 +151,12 @@ def read_private(path: Path, flag: str) -> str:
     try:
         with path.open(encoding="utf-8") as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
-            held = stream.read().strip()
+            content = stream.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise config_error(flag, f"{flag} ({path}) cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise config_error(flag, f"{flag} ({path}) is readable by other users (mode {mode:o}). Run `chmod 600 {path}`.")
-    return held
+    return content
 
 
 def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) -> str:
@@ -207,14 +207,14 @@ def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
     settings = changed(c, *engine) if c.vllm_mode == "server" else []
     if not settings:
         return None
-    names, near = ", ".join(f"{s['name']} ({s['value']})" for s in settings), {s["name"]: [s["off"]] for s in settings}
-    return {"flags": " ".join(near), "said": names, "near": near, "them": "it" if len(settings) == 1 else "them"}
+    names, defaults = ", ".join(f"{s['name']} ({s['value']})" for s in settings), {s["name"]: [s["off"]] for s in settings}
+    return {"flags": " ".join(defaults), "said": names, "near": defaults, "them": "it" if len(settings) == 1 else "them"}
 
 
 def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem for settings that name servers if no server samples."""
-    named = [name for name in NAMES if getattr(c, name)] if c.vllm_mode != "server" else []
-    return {"flags": " ".join(named), "named": " and ".join(named)} if named else None
+    idle_names = [name for name in NAMES if getattr(c, name)] if c.vllm_mode != "server" else []
+    return {"flags": " ".join(idle_names), "named": " and ".join(idle_names)} if idle_names else None
 
 
 def _known(c: SimpleNamespace) -> tuple[list[Address], str]:
@@ -240,8 +240,8 @@ def _wrong_teacher(c: SimpleNamespace) -> dict[str, Any] | None:
 def _both(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem for a server that is named both as rollout server and as teacher."""
     teachers = teacher_addresses(c.cfg.grpo)
-    both = [address for address in _known(c)[0] if address in teachers]
-    return {"address": both[0]} if both else None
+    common = [address for address in _known(c)[0] if address in teachers]
+    return {"address": common[0]} if common else None
 
 
 def _spoken_to_plainly(c: SimpleNamespace) -> dict[str, Any] | None:

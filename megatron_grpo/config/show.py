@@ -55,18 +55,18 @@ def print_help(command: str, function: Callable, topics: Sequence[str] = ()) -> 
     Raises:
         ConfigError: No setting, map or section has a name of `topics`.
     """
-    if wanted := [canonical(word) for word in topics]:
-        known = {name for setting in table().values() for name in _names_of(setting)}
-        if unknown := [name for name in wanted if name not in known]:
-            raise ConfigError([_unknown(name, known) for name in unknown])
-        print("\n".join(_by_section([setting for setting in table().values() if _names_of(setting) & {*wanted}])))
+    if requested := [canonical(word) for word in topics]:
+        known_names = {name for setting in table().values() for name in _names_of(setting)}
+        if unknown := [name for name in requested if name not in known_names]:
+            raise ConfigError([_unknown(name, known_names) for name in unknown])
+        print("\n".join(_by_section([setting for setting in table().values() if _names_of(setting) & {*requested}])))
         return
     words = WORDS.get(command, "[settings]")
-    what, _, more = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
-    print(what)
+    summary, _, details = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+    print(summary)
     print(f"\nusage: megatron-grpo {command} {words.replace('[settings]', '[--config file.yaml ...] [--name value ...]')}")
-    if more:
-        print("\n" + textwrap.fill(more, _width()))
+    if details:
+        print("\n" + textwrap.fill(details, _width()))
     if "[settings]" not in words:
         return
     lines = [
@@ -119,8 +119,8 @@ def _contains(setting: Setting, word: str) -> bool:
     return in_names or re.search(rf"\b{re.escape(word.lstrip('-'))}", setting.help, re.IGNORECASE) is not None
 
 
-def _unknown(name: str, known: Set[str]) -> Problem:
-    close = close_to(name, sorted(known - former_names().keys()))
+def _unknown(name: str, known_names: Set[str]) -> Problem:
+    close = close_to(name, sorted(known_names - former_names().keys()))
     hint = f"Did you mean {' or '.join(close)}?" if close else f"Sections: {', '.join(_titles())}."
     return Problem(flags=(), message=f"--help: {name!r} is not a setting or section. {hint}")
 
@@ -146,8 +146,8 @@ def _map_of(setting: Setting) -> str | None:
 
 def _names_of(setting: Setting) -> set[str]:
     """Return the names that select a setting in `--help`."""
-    several = set() if setting.is_hidden else {"all", setting.group, _map_of(setting) or setting.name}
-    return {setting.name, *setting.aliases, *setting.formerly} | several
+    sections = set() if setting.is_hidden else {"all", setting.group, _map_of(setting) or setting.name}
+    return {setting.name, *setting.aliases, *setting.formerly} | sections
 
 
 def _entry(setting: Setting) -> list[str]:
@@ -156,8 +156,8 @@ def _entry(setting: Setting) -> list[str]:
     else:
         kind = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT", "Any": "JSON"}[setting.kind]
         kind = f"TEXT={kind} ..." if setting.is_map else kind + (" ..." if setting.is_list else "")
-    several = setting.is_list or setting.is_map
-    default = "none" if setting.default is None else " ".join(map(str, setting.default)) if several else str(setting.default)
+    has_several_values = setting.is_list or setting.is_map
+    default = "none" if setting.default is None else " ".join(map(str, setting.default)) if has_several_values else str(setting.default)
     if setting.kind == "bool" and setting.default is not None:
         default = default.lower()
     is_told = default in ("none", "") and "default" in setting.help  # the help states the default

@@ -226,9 +226,9 @@ def _text_or_file(text: str) -> str:
 
 
 def _number(setting: Setting, word: Any, text: str) -> int | float:
-    bad = InvalidValueError(f"must be {_article(setting)}, not {text!r}")
+    error = InvalidValueError(f"must be {_article(setting)}, not {text!r}")
     if isinstance(word, bool):
-        raise bad
+        raise error
     try:
         if setting.kind == "int":
             try:
@@ -236,13 +236,13 @@ def _number(setting: Setting, word: Any, text: str) -> int | float:
             except ValueError:
                 number = float(text)  # 1e3 and 4.0 are integers too
                 if number != int(number):
-                    raise bad from None
+                    raise error from None
                 return int(number)
         number = float(text)  # PyYAML reads 1e-6 as a string, which is converted here
     except (ValueError, OverflowError):
-        raise bad from None
+        raise error from None
     if not math.isfinite(number):
-        raise bad
+        raise error
     return number
 
 

@@ -59,8 +59,8 @@ def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem for settings of LoRA that are changed, or typed with a value other than off."""
     names = [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_TOWER, *_OF_FULL)]
     by_hand = names if c.dialect else [setting["name"] for setting in given(c, *names)]
-    typed = [name for name in by_hand if name in c.cfg.typed and getattr(c, name)]
-    return _listed(c, dict.fromkeys([*_changed(c, *names), *typed]))
+    typed_names = [name for name in by_hand if name in c.cfg.typed and getattr(c, name)]
+    return _listed(c, dict.fromkeys([*_changed(c, *names), *typed_names]))
 
 
 def _thawed(c: SimpleNamespace) -> dict[str, Any] | None:

@@ -49,17 +49,17 @@ def _out_of_range(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
     """Yield, for each setting in `among` that is out of its range, the requirement and the nearest valid value if there is one."""
     for name in c.among:
         value, allowed = getattr(c, name), table()[name].range
-        each = list(value.values()) if isinstance(value, dict) else value
-        must, near = "", []
+        items = list(value.values()) if isinstance(value, dict) else value
+        must, nearest = "", []
         if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
             must = f"at most {LARGEST_WEIGHT:g} each"
-        elif isinstance(each, list):
-            must = "" if all(isinstance(v, str) or allowed.admits(v) for v in each) else f"{allowed} each"
+        elif isinstance(items, list):
+            must = "" if all(isinstance(v, str) or allowed.admits(v) for v in items) else f"{allowed} each"
         elif value is not None and not isinstance(value, (str, bool)) and not allowed.admits(value):
-            must, near = str(allowed), [type(value)(edge) for edge in allowed.nearest(value)]
+            must, nearest = str(allowed), [type(value)(edge) for edge in allowed.nearest(value)]
         if must:
-            use = f" Use {near[0]}." if near else ""
-            yield {**_typed(c, name), "value": value, "must": must, "use": use, "near": {name: near} if near else {}}
+            use = f" Use {nearest[0]}." if nearest else ""
+            yield {**_typed(c, name), "value": value, "must": must, "use": use, "near": {name: nearest} if nearest else {}}
 
 
 def _typed(c: SimpleNamespace, name: str) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def _longest(cfg: Config) -> int:
 
 def _narrow(c: SimpleNamespace, names: Iterable[str] = DTYPES) -> dict[str, Any] | None:
     """Return the message fields of a problem for dtypes that are not float32."""
-    other = {name: getattr(c, name) for name in names if getattr(c, name) != "fp32"}
-    settings = " and ".join(f"{name} {value}" for name, value in other.items())
-    return {"told": settings, "other": " ".join(other), "fp32": dict.fromkeys(other, ["fp32"])} if other else None
+    narrow_types = {name: getattr(c, name) for name in names if getattr(c, name) != "fp32"}
+    settings = " and ".join(f"{name} {value}" for name, value in narrow_types.items())
+    return {"told": settings, "other": " ".join(narrow_types), "fp32": dict.fromkeys(narrow_types, ["fp32"])} if narrow_types else None
 
 
 def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -118,8 +118,8 @@ def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
         return None
     if not Path(c.png).parent.is_dir():
         return {"wrong": f"the directory of {c.png} does not exist."}
-    wrong = why_not_drawn(Path(c.png))
-    return {"wrong": wrong} if wrong else None
+    obstacle = why_not_drawn(Path(c.png))
+    return {"wrong": obstacle} if obstacle else None
 
 
 def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:

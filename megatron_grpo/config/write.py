@@ -80,9 +80,9 @@ def secrets_in(cfg: Config, environ: Mapping[str, str] = os.environ) -> Iterator
     """
     for section in cfg.groups().values():
         for name, value in vars(section).items():
-            held = _held(name, value, environ)
-            if held:
-                yield name, held
+            secrets = _held(name, value, environ)
+            if secrets:
+                yield name, secrets
 
 
 def _held(name: str, value: Any, environ: Mapping[str, str]) -> str | None:

@@ -51,7 +51,7 @@ def report(error: BaseException) -> int:
         return code
     trace = traceback.format_exc()
     rank = launcher.read().rank
-    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {printable(error, most=4000)}"
+    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {printable(error, max_characters=4000)}"
     note(f"{line}\n{trace}")
     print(f"{trace}{line}", file=sys.stderr, flush=True)
     return code

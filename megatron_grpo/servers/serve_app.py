@@ -241,7 +241,7 @@ class App:
                 self.ownership.end_update(weight_epoch, version, is_base=is_base)
             except Exception as error:
                 self._metrics.pushes.labels(kind=kind, outcome="failed").inc()
-                self._print_line(f"{kind} update failed: {printable(error, most=wire.LONGEST_REFUSAL)}")
+                self._print_line(f"{kind} update failed: {printable(error, max_characters=wire.LONGEST_REFUSAL)}")
                 raise
         seconds = time.monotonic() - started
         self._metrics.pushes.labels(kind=kind, outcome="came").inc()

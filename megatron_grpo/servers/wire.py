@@ -214,7 +214,7 @@ class Answer(Message, frozen=True, omit_defaults=True, eq=False):
 
     def __post_init__(self) -> None:
         if self.error is not None:
-            msgspec.structs.force_setattr(self, "error", printable(self.error, most=LONGEST_REFUSAL))
+            msgspec.structs.force_setattr(self, "error", printable(self.error, max_characters=LONGEST_REFUSAL))
 
 
 class PromptLogprobs(Message, frozen=True):
@@ -399,6 +399,6 @@ def decode_error(body: bytes) -> str:
         body: Body of a response whose status is not 200. If it does not come from a rollout server, its beginning is returned.
     """
     try:
-        return printable(decode(_Error, body).error, most=LONGEST_REFUSAL)
+        return printable(decode(_Error, body).error, max_characters=LONGEST_REFUSAL)
     except MalformedMessageError:
-        return printable(body.decode(errors="replace"), most=200) or "no reason was given"
+        return printable(body.decode(errors="replace"), max_characters=200) or "no reason was given"

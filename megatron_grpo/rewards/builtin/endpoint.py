@@ -124,7 +124,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = f"cannot be reached ({getattr(error, 'reason', None) or error})"
         except (ValueError, RecursionError):
-            reason = f"returned a response that is not JSON: {printable(content[:_READ].decode(errors='replace'), most=_SHOWN)}"
+            reason = f"returned a response that is not JSON: {printable(content[:_READ].decode(errors='replace'), max_characters=_SHOWN)}"
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -136,7 +136,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
         location = printable(error.headers.get("Location", "nowhere"))
         return f"answered {error.code}: it redirects to {location}. Redirects are not followed; use the final address"
     try:
-        text = printable(error.read(_READ).decode(errors="replace"), most=_SHOWN)
+        text = printable(error.read(_READ).decode(errors="replace"), max_characters=_SHOWN)
     except (OSError, http.client.HTTPException, AnswerTooLongError):
         text = ""
     return f"answered {error.code} {error.reason}{': ' + text if text else ''}"

@@ -82,10 +82,12 @@ class LlmJudge:
         except (KeyError, IndexError, TypeError):
             verdict = answer
         if not isinstance(verdict, str | None):
-            raise UnansweredError(f"got a response without choices[0].message.content from {self.url}: {printable(answer, most=200)}")
+            raise UnansweredError(
+                f"got a response without choices[0].message.content from {self.url}: {printable(answer, max_characters=200)}"
+            )
         score = read_score(verdict or "")
         if score is None:
-            end = printable(verdict or "", most=1 << 20)[-200:]
+            end = printable(verdict or "", max_characters=1 << 20)[-200:]
             raise UnansweredError(f"found no `Score: <number>` in the response {end!r}")
         return min(1.0, max(0.0, score / self.settings.llm_judge_max_score))
 

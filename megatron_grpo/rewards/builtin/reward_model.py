@@ -143,7 +143,7 @@ class RemoteClassifier:
         try:
             scores = self.shape.scores(answer)
         except (KeyError, TypeError, ValueError, IndexError):
-            raise UnansweredError(f"got a response without scores from {self.url}: {printable(answer, most=200)}") from None
+            raise UnansweredError(f"got a response without scores from {self.url}: {printable(answer, max_characters=200)}") from None
         if len(scores) != len(rows):
             raise UnansweredError(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
         return scores

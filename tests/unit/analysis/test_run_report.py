@@ -252,6 +252,6 @@ def test_runs_with_the_same_folder_name_have_different_names(tmp_path):
 
 
 def test_text_is_cut_and_control_characters_are_escapes():
-    assert text_of("ab\u202ec\x1bd\ne", most=100) == "ab\\u202ec\\u001bd\ne"
-    assert text_of("x" * 12, most=10) == "x" * 10 + " … (2 more characters)"
-    assert text_of('[{"not": "a conversation"}]', most=100) == '[{"not": "a conversation"}]'
+    assert text_of("ab\u202ec\x1bd\ne", max_characters=100) == "ab\\u202ec\\u001bd\ne"
+    assert text_of("x" * 12, max_characters=10) == "x" * 10 + " … (2 more characters)"
+    assert text_of('[{"not": "a conversation"}]', max_characters=100) == '[{"not": "a conversation"}]'

@@ -41,7 +41,7 @@ def test_what_others_say_is_one_line_of_a_bounded_length_without_controls_and_se
     assert printable(f"{TOKEN}, sesame-opens-this, false") == "(a secret), (a secret), false"
     assert is_fit(printable(NASTY * 10**6), 5 * 500) and len(printable("x" * 10**8)) == 503
     # One that stands across the end is not cut into a piece that could be read.
-    assert all("a-token" not in printable("x" * (500 - n) + TOKEN, most=500) for n in range(len(TOKEN)))
+    assert all("a-token" not in printable("x" * (500 - n) + TOKEN, max_characters=500) for n in range(len(TOKEN)))
     assert printable(Silent()) == printable(Silent(), repr) == "" and printable("one\ntwo", first_line) == "one"
 
 

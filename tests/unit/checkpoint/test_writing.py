@@ -122,7 +122,7 @@ def test_the_display_counts_the_tensors_of_a_save_that_the_run_waits_for(tmp_pat
                 yield piece
 
     pieces = Pieces((Shard(name, (0,), (5,), (5,), torch.float32), torch.ones(5)) for name in "ab")
-    begun(lambda: write_pieces(tmp_path / "file", pieces), name="save", beside=not is_main).result()
+    begun(lambda: write_pieces(tmp_path / "file", pieces), name="save", in_thread=not is_main).result()
     counted = ["saving 0 of 2 tensors", "saving 1 of 2 tensors"]
     assert shown == (counted if is_main else ["between two phases"] * 2) and activity.current() == ()
 
@@ -170,4 +170,4 @@ def test_what_goes_wrong_beside_is_raised_where_somebody_asks():
     with pytest.raises(OSError, match="disk"):
         task.result()
     assert task.done() and isinstance(task.exception(), OSError)
-    assert begun(lambda: 3, name="at once", beside=False).result() == 3
+    assert begun(lambda: 3, name="at once", in_thread=False).result() == 3
