@@ -222,6 +222,17 @@ def compare_losses(argv: list[str]) -> int:
     return run_compare_losses(argv, _parsed)
 
 
+def referee(argv: list[str]) -> int:
+    """Recompute a dumped step of slime, verl, TRL, Megatron-SWIFT or this package, and name the first number that differs.
+
+    --of names the system, --config its script or file; settings in its names follow. --step: the step of a directory of dumps. --png: file
+    of a figure. Exit codes: 0, nothing differs beyond rounding; 3, something does; 2, the arguments or the dump are wrong.
+    """
+    from megatron_grpo.analysis.referee.command import run_referee
+
+    return run_referee(argv, _parsed)
+
+
 def completion(argv: list[str]) -> int:
     """Print a completion script for bash or zsh.
 
@@ -266,7 +277,7 @@ def watch(argv: list[str]) -> int:
 
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "dry-run": dry_run, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
-    "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses, "report": report, "watch": watch,
+    "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses, "referee": referee, "report": report, "watch": watch,
     "init": init, "completion": completion,
 }  # fmt: skip
 FORMER_COMMANDS = {"rehearse": "dry-run", "whatif": "compare-losses"}  # names of earlier versions, which are accepted with a note

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from megatron_grpo.analysis.args import CompareLossesArgs, Variant, read_compare_losses_args
+from megatron_grpo.analysis.printing import print_report
 from megatron_grpo.analysis.replay import open_policy
-from megatron_grpo.analysis.report import draw_variants, logged_by, print_report
+from megatron_grpo.analysis.report import draw_variants, logged_by
 from megatron_grpo.base.errors import EXIT_DONE, config_error
 from megatron_grpo.base.files import why_not_drawn
 from megatron_grpo.checkpoint.fingerprints import settings_of

@@ -13,7 +13,8 @@ import numpy as np
 from megatron_grpo.analysis import traced, vllm_traced
 from megatron_grpo.analysis.args import MismatchArgs, read_mismatch_args
 from megatron_grpo.analysis.operations import LIMITS, ComparedRow, Operation, Side, alone, look_at, sequence_of
-from megatron_grpo.analysis.report import MismatchReport, as_json, draw, drift_of, print_report, report_lines, worst_row, worst_tokens
+from megatron_grpo.analysis.printing import print_report
+from megatron_grpo.analysis.report import MismatchReport, as_json, draw, drift_of, report_lines, worst_row, worst_tokens
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.base.files import why_not_drawn

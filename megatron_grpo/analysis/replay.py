@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from megatron_grpo.analysis.diagnosis import Diagnosis, LoneRow, diagnose
+from megatron_grpo.analysis.printing import print_report
 from megatron_grpo.analysis.replica_check import tensors_of
-from megatron_grpo.analysis.report import print_report
 from megatron_grpo.analysis.step_dump import StepDump, marked, rows_of
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with

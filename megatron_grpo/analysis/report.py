@@ -1,9 +1,8 @@
-"""Report of `mismatch` as statistics, text, JSON and an image, and output helpers that the analysis commands share."""
+"""Report of `mismatch` as statistics, text, JSON and an image, and the image of `compare-losses`."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -79,26 +78,6 @@ class MismatchReport:
     def numbers(self) -> dict[str, float]:
         """Statistics of |trainer - sampler|, from `quantiles`."""
         return quantiles(self.rows, self.bound)
-
-
-def print_report(result: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
-    """Print the findings on standard output.
-
-    Args:
-        result: Findings as one object.
-        lines: Findings as lines of text.
-        as_json: Print the object instead of the lines.
-    """
-    print(json.dumps(_finite(result), indent=1) if as_json else "\n".join(lines), flush=True)
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite by strings, because JSON has none."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def logged_by(run: Path) -> list[dict[str, Any]]:

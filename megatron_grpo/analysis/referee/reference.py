@@ -24,7 +24,7 @@ Settings = Any  # an object with the names of GrpoConfig
 def token_logprobs(logits: Any, targets: Any, temperature: float) -> tuple[Any, Any]:
     """Return (log-probs [T], entropy [T]) of torch logits [T, V] and targets [T]."""
     log_softmax = (logits.double() / temperature).log_softmax(dim=-1)
-    logp = log_softmax.gather(-1, targets[:, None])[:, 0]
+    logp = log_softmax.gather(-1, targets.long()[:, None])[:, 0]
     return logp, -(log_softmax.exp() * log_softmax).sum(dim=-1)
 
 

@@ -1,0 +1,300 @@
+"""Known causes: each is the reference with one thing changed, and is named where it reproduces a number that differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_grpo.analysis.referee import reference
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow
+from megatron_grpo.analysis.referee.reference import Counted, ReferenceCompletion
+
+TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo", "fipo")
+ROW_MEANS = ("grpo", "sapo")
+Row = Callable[[ReferenceCompletion, DumpedRow], ReferenceCompletion]
+# (counted completions, settings, max_completion_length, micro-batch, its rows) -> token weights
+Weights = Callable[[Counted, Any, int, DumpedMicroBatch, Sequence[DumpedRow]], list[Any]]
+
+
+def rule(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
+    """Return the token weights as the system defines them: a mean over tokens divides by what it counted, `bnpo` by its own tokens."""
+    if s.loss_type in TOKEN_MEANS and s.loss_type != "bnpo" and micro.tokens:
+        return [m / micro.tokens for _, m in batch]
+    return reference.token_weights(batch, s, longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What makes a cause of the reference.
+
+    Args:
+        cause: Sentence that names it.
+        settings: Settings that differ.
+        row: Changes a completion.
+        formulas: Formulas of the loss that differ.
+        weights: Token weights.
+        factor: Factor of loss and gradients.
+        drops: Whether a row is left out.
+    """
+
+    cause: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    row: Row = lambda completion, row: completion
+    formulas: Mapping[str, Any] = field(default_factory=dict)
+    weights: Weights = rule
+    factor: float = 1.0
+    drops: Callable[[DumpedRow], bool] = lambda row: False
+
+    def apply(self, s: Any) -> SimpleNamespace:
+        """Return the settings with those that differ."""
+        return SimpleNamespace(**{**vars(s), **self.settings})
+
+
+# ---- token weights -----------------------------------------------------------------------------------------------------------------------
+
+
+def _as(loss_type: str) -> Weights:
+    def weights(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
+        return rule(batch, SimpleNamespace(**{**vars(s), "loss_type": loss_type}), longest, micro, rows)
+
+    return weights
+
+
+def _own_tokens(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
+    return reference.token_weights(batch, s, longest)
+
+
+def _divided_by(count: Callable[[DumpedRow, DumpedMicroBatch], float]) -> Weights:
+    """Return weights with another length of each row: of the row itself in a mean over rows, else of the micro-batch."""
+
+    def weights(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
+        counts = [max(count(row, micro), 1.0) for row in rows]
+        if s.loss_type in ROW_MEANS:
+            return [m / (len(batch) * n) for (_, m), n in zip(batch, counts, strict=True)]
+        mine = max(sum(m.sum().item() for _, m in batch), 1.0)
+        known = (micro.tokens or mine) / mine  # the step's mean tokens, relative to those of this micro-batch
+        return [m / (sum(counts) * known) for _, m in batch]
+
+    return weights
+
+
+WEIGHTS = {
+    "grpo": "length bias: each completion is divided by its own length",
+    "dapo": "a mean over all tokens, instead of a mean over completions",
+    "dr_grpo": "a sum over tokens divided by max_completion_length",
+    "sequence_sum": "a sum over the tokens of each completion, divided by no length",
+}
+
+
+def _unmasked(c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
+    return replace(c, mask=reference.ones_like(c.mask))
+
+
+def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes in the token weights and in the rows that count."""
+    same = {"grpo": ROW_MEANS, "dapo": TOKEN_MEANS, "dr_grpo": ("dr_grpo",), "sequence_sum": ("sequence_sum", "luspo")}
+    if s.overlong_filter:
+        yield Change(cause="truncated rows kept: overlong_filter is not applied", settings={"overlong_filter": False})
+    else:
+        yield Change(cause="truncated rows left out, although overlong_filter is off", settings={"overlong_filter": True})
+    if s.loss_type in TOKEN_MEANS:
+        yield Change(cause="mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
+    yield Change(cause="masked tokens counted in the mean", weights=_divided_by(lambda row, micro: row.length))
+    yield Change(cause="padding in the mean", weights=_divided_by(lambda row, micro: micro.width or row.length))
+    yield Change(
+        cause="masked tokens trained and counted", row=lambda c, row: replace(c, mask=reference.ones_like(c.mask)), weights=_own_tokens
+    )
+    yield Change(cause="masked tokens trained", row=lambda c, row: replace(c, mask=reference.ones_like(c.mask)),
+                 weights=_divided_by(lambda row, micro: row.mask.sum()))  # fmt: skip
+    for loss_type, cause in WEIGHTS.items():
+        if s.loss_type not in same[loss_type]:
+            yield Change(cause=cause, weights=_as(loss_type))
+    yield Change(cause="rows without a trained token left out of the mean", drops=lambda row: not row.mask.any())
+    if s.exclude_zero_std_groups:
+        yield Change(cause="groups with equal rewards kept in the mean", settings={"exclude_zero_std_groups": False})
+    else:
+        yield Change(cause="groups with equal rewards left out of the mean", drops=lambda row: row.is_zero_std or row.advantage == 0)
+
+
+# ---- ratio, clip, correction, KL, entropy ----------------------------------------------------------------------------------------------
+
+
+def _wrong_side(c: ReferenceCompletion, r: Any, s: Any) -> Any:
+    a = reference.token_advantage(c, s)
+    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
+    return (r * -a).minimum(r.clamp(1.0 - s.epsilon, 1.0 + high) * -a)
+
+
+def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes in the importance ratio, its clip and the sign of the advantage."""
+    yield Change(cause="staleness ignored: the ratio is 1", row=lambda c, row: replace(c, old_logp=None))
+    yield Change(cause="old log-probs of the wrong version: they are the sampler's",
+                 row=lambda c, row: replace(c, old_logp=c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old)))  # fmt: skip
+    yield Change(cause="old log-probs of the wrong version: they are the reference's", row=lambda c, row: replace(c, old_logp=c.ref_logp))
+    yield Change(cause="the importance ratio is inverted: old over current",
+                 formulas={"objective": lambda c, r, t: reference.objective(c, 1.0 / r, t)})  # fmt: skip
+    levels = {"token": "of each token", "sequence": "of the sequence", "sequence_token": "of the sequence, with the gradient of each token"}
+    for level, words in levels.items():
+        if level != s.importance_sampling_level:
+            yield Change(cause=f"the importance ratio is that {words}", settings={"importance_sampling_level": level})
+    yield Change(cause="the sign of the advantages is flipped", row=lambda c, row: replace(c, advantage=-c.advantage))
+    if s.loss_type == "cispo":
+        high = 5.0 if s.epsilon_high is None else s.epsilon_high
+        yield Change(cause="not clipped: cispo's bound is not applied", settings={"epsilon_high": math.inf})
+        yield Change(cause="cispo's bound is 1 + epsilon_high instead of epsilon_high", settings={"epsilon_high": 1.0 + high})
+        yield Change(cause="the weight of cispo is not detached", formulas={"objective": _cispo_with_gradient})
+    elif s.loss_type == "sapo":
+        swapped = {"sapo_temperature_pos": s.sapo_temperature_neg, "sapo_temperature_neg": s.sapo_temperature_pos}
+        yield Change(cause="sapo's temperatures are swapped", settings=swapped)
+    else:
+        yield from clip_changes(s)
+
+
+def _cispo_with_gradient(c: ReferenceCompletion, r: Any, s: Any) -> Any:
+    return -r.clamp(max=5.0 if s.epsilon_high is None else s.epsilon_high) * c.advantage * c.logp
+
+
+def clip_changes(s: Any) -> Iterator[Change]:
+    """Yield causes in the bounds of the ratio."""
+    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
+    yield Change(cause="clip on the wrong side: the larger surrogate is taken",
+                 formulas={"objective": _wrong_side})  # fmt: skip
+    yield Change(
+        cause="clip on the wrong side: epsilon and epsilon_high are swapped", settings={"epsilon": high, "epsilon_high": s.epsilon}
+    )
+    yield Change(cause="epsilon_high is not applied: both bounds are epsilon", settings={"epsilon_high": s.epsilon})
+    yield Change(cause="not clipped", settings={"epsilon": math.inf, "epsilon_high": math.inf, "delta": None})
+    yield Change(cause="delta (dual clip) is not applied", settings={"delta": None})
+    yield Change(cause="the ratio is clipped without the minimum, so that clipped tokens of both signs lose their gradient",
+                 formulas={"objective": lambda c, r, t: r.clamp(1.0 - t.epsilon, 1.0 + high) * -c.advantage})  # fmt: skip
+
+
+def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes in the factors for off-policy data."""
+
+    def factor(of: Callable[[Any], Any]) -> Row:
+        return lambda c, row: replace(c, correction=of(reference.rollout_importance(c, s)))
+
+    if s.rollout_importance_sampling_mode != "none" or any(row.correction is not None for row in dump.rows):
+        yield Change(cause="the correction for the sampler is applied twice", row=factor(lambda rho: rho * rho))
+        yield Change(cause="the correction for the sampler is not applied", row=factor(lambda rho: reference.ones_like(rho)))
+        yield Change(cause="the correction for the sampler is applied to the wrong side: it divides",
+                     row=factor(lambda rho: 1.0 / rho.clamp(min=1e-6)))  # fmt: skip
+    else:
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+            yield Change(cause=f"a correction for the sampler is applied ({mode}), although it is off",
+                         settings={"rollout_importance_sampling_mode": mode})  # fmt: skip
+    if s.off_policy_sequence_mask_delta is not None:
+        yield Change(cause="off_policy_sequence_mask_delta is not applied", settings={"off_policy_sequence_mask_delta": None})
+    if s.top_entropy_quantile < 1:
+        yield Change(cause="top_entropy_quantile is not applied", settings={"top_entropy_quantile": 1.0})
+        yield Change(
+            cause="top_entropy_quantile keeps the tokens with the lowest entropy", row=lambda c, row: replace(c, entropy=-c.entropy)
+        )
+    if s.entropy_coef:
+        yield Change(cause="the entropy bonus has the wrong sign", settings={"entropy_coef": -s.entropy_coef})
+        yield Change(cause="the entropy bonus is not applied", settings={"entropy_coef": 0.0})
+
+
+def _reversed(c: ReferenceCompletion, r: Any, s: Any) -> Any:
+    """Estimate the KL with current and reference log-probs exchanged."""
+    d = (c.logp - c.ref_logp).clamp(-20.0, 20.0)
+    estimate = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: d.exp() - d - 1.0}[s.kl_estimator]()
+    return estimate * r if s.use_bias_correction_kl else estimate
+
+
+def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes in the KL term."""
+    if not s.beta:
+        return
+    yield Change(cause="KL of the wrong sign: it is subtracted", settings={"beta": -s.beta})
+    yield Change(cause="KL of the wrong sign: log-probs of policy and reference are exchanged", formulas={"kl": _reversed})
+    for estimator in ("k1", "k2", "k3"):
+        if estimator != s.kl_estimator:
+            yield Change(cause=f"another KL estimator: {estimator} instead of {s.kl_estimator}", settings={"kl_estimator": estimator})
+    said = "is not multiplied by" if s.use_bias_correction_kl else "is multiplied by"
+    yield Change(cause=f"the KL estimate {said} the importance ratio", settings={"use_bias_correction_kl": not s.use_bias_correction_kl})
+    yield Change(cause="the KL term is not applied", settings={"beta": 0.0})
+    yield Change(cause="the KL term is in the loss, and kl_in_reward has it in the reward" if s.kl_in_reward else
+                 "the KL term is added twice", settings={"kl_in_reward": False} if s.kl_in_reward else {"beta": 2 * s.beta})  # fmt: skip
+    yield Change(cause="the KL estimate is corrected for the sampler",
+                 formulas={"kl": lambda c, r, t: reference.kl(c, r, t) * reference.rollout_importance(c, t)})  # fmt: skip
+
+
+def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes that scale everything."""
+    micro_batches = len(dump.micro_batches) / dump.ranks
+    for count, words in ((micro_batches, "the number of micro-batches"), (dump.ranks, "the number of ranks")):
+        if count > 1:
+            yield Change(cause=f"not divided by {words}", factor=count)
+            yield Change(cause=f"divided by {words} once more", factor=1 / count)
+
+
+def changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield every known cause of another loss or gradient, the more frequent first."""
+    for kind in (weight_changes, scale_changes, ratio_changes, correction_changes, kl_changes):
+        yield from kind(dump, s)
+
+
+# ---- advantages --------------------------------------------------------------------------------------------------------------------------
+
+
+def population_std(values: Sequence[float]) -> float:
+    """Return the standard deviation over n."""
+    return math.sqrt(sum((v - reference.mean(values)) ** 2 for v in values) / len(values)) if values else 0.0
+
+
+def advantage_changes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (cause, changed arguments of `findings.advantages`).
+
+    Args:
+        rows: Rows in the order of the rollout.
+        s: Settings.
+        epsilon: Number that the system adds to a standard deviation.
+    """
+    size, number = s.num_generations, len(rows)
+
+    def settings(**values: Any) -> dict[str, Any]:
+        return {
+            "s": SimpleNamespace(
+                **{**vars(s), "advantage_estimator": "grpo", "multi_objective_aggregation": "sum_then_normalize", **values}
+            )
+        }
+
+    yield "n instead of n - 1 in the standard deviation", {"deviation": population_std}
+    for scale, words in (("group", "divided by the deviation of the group"), ("batch", "divided by the deviation of the batch"),
+                         ("none", "not divided by a standard deviation")):  # fmt: skip
+        if scale != s.scale_rewards or s.advantage_estimator != "grpo":
+            yield words, settings(scale_rewards=scale)
+    yield "group over the wrong ranks: every G-th completion is a group", {"groups": [i % max(number // size, 1) for i in range(number)]}
+    for parts in (2, 4, 8):
+        if size % parts == 0 and size > parts:
+            yield (
+                f"group over the wrong ranks: each part of {size // parts} is normalised by itself",
+                {"groups": [i // (size // parts) for i in range(number)]},
+            )
+    for times in (2, 4, number // size):
+        if times > 1 and number % (size * times) == 0:
+            words = "the whole batch is one group" if times * size == number else f"{times} prompts are one group"
+            yield f"group over the wrong ranks: {words}", {"groups": [i // (size * times) for i in range(number)]}
+    yield (
+        "groups are shifted: they do not begin with a prompt",
+        {"groups": [(i + size // 2) // size % max(number // size, 1) for i in range(number)]},
+    )
+    yield "leave-one-out baseline", {"s": SimpleNamespace(**{**vars(s), "advantage_estimator": "rloo"})}
+    yield "the group's mean is not subtracted", {"is_centred": False}
+    yield "reward_weights are not applied", {"weights": [1.0] * len(rows[0].rewards or ())}
+    yield "only the first reward function counts", {"weights": [1.0] + [0.0] * (len(rows[0].rewards or ()) - 1)}
+    yield "a missing reward counts as 0", {"missing": 0.0}
+    for other in (1e-4, 1e-6, 1e-8, 0.0):
+        if other != epsilon:
+            yield f"{other:g} instead of {epsilon:g} is added to the standard deviation", {"epsilon": other}
+    yield "each function is normalised by itself (gdpo)", settings(multi_objective_aggregation="normalize_then_sum")
+    yield "the weighted sum of rewards is normalised (not gdpo)", settings()
+    yield (
+        "n instead of n - 1 in the standard deviation, which is that of the batch",
+        settings(scale_rewards="batch") | {"deviation": population_std},
+    )

@@ -1,0 +1,136 @@
+"""`megatron-grpo referee DUMP --of trl --config train.py`: the first number of another system's step that differs from the reference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_grpo.analysis.printing import print_report
+from megatron_grpo.analysis.referee.dump import Dump
+from megatron_grpo.analysis.referee.findings import Finding, findings, incomplete_groups
+from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
+from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.config import Parsed
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.table import InvalidValueError, read_value, table
+
+EXIT_PARTED = 3
+DIALECTS = {"slime": "slime", "verl": "verl", "trl": "trl", "swift": "swift", "native": ""}
+OWN = ("--of", "--step")
+
+
+def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+    """Run the `referee` command and print its findings.
+
+    Args:
+        argv: Command line of the command.
+        parse: Parses settings, in the names of the system that `--dialect` names.
+
+    Returns:
+        The exit code: 0 if nothing differs beyond rounding, 3 if something does.
+
+    Raises:
+        ConfigError: With all problems of the command line, the settings and the dump.
+    """
+    path, system, step, rest = _read(argv)
+    parsed = parse([*(["--dialect", DIALECTS[system]] if DIALECTS[system] else []), *rest])
+    png = parsed.config.plan.png
+    problems = [*parsed.problems, *([problem_with("png", f"png: {wrong}")] if png and (wrong := why_not_drawn(Path(png))) else [])]
+    if problems:
+        raise ConfigError(problems)
+    s = settings_of(parsed.config)
+    dump: Dump = import_module(f"megatron_grpo.analysis.referee.{system}").read(path, step, s)
+    for name in vars(s).keys() & (dump.settings or {}).keys() - parsed.config.typed.keys():
+        setattr(s, name, _read_setting(name, (dump.settings or {})[name]))
+    found, lacks = findings(dump, s), list(dump.lacks)
+    if incomplete_groups(dump, s):
+        lacks.append("The dump has parts of groups only (num_generations "
+                     f"{s.num_generations}), so that its advantages are not recomputed. Dump all ranks of a whole rollout.")  # fmt: skip
+    first = next((one for one in found if one.has_parted), None)
+    result = {
+        "source": dump.source, "step": dump.step, "rows": len(dump.rows), "micro_batches": len(dump.micro_batches), "ranks": dump.ranks,
+        "findings": [asdict(one) | {"parts": one.has_parted} for one in found], "first": first and first.quantity,
+        "cause": first and first.cause, "lacks": lacks,
+    }  # fmt: skip
+    print_report(result, report_lines(dump, found, lacks), as_json=parsed.config.plan.json)
+    if png:
+        from megatron_grpo.analysis.referee.figure import draw
+
+        print(draw(dump, found, Path(png)), file=sys.stderr if parsed.config.plan.json else sys.stdout, flush=True)
+    return EXIT_PARTED if first else EXIT_DONE
+
+
+def _read(argv: Sequence[str]) -> tuple[Path, str, int | None, list[str]]:
+    example = "megatron-grpo referee DUMP --of slime|verl|trl|swift|native [--config their_script_or_yaml]"
+    if not argv or argv[0].startswith("-"):
+        raise config_error("referee", f"referee needs a dump first: {example}")
+    path, values, rest, left = Path(argv[0]), dict[str, str](), list[str](), iter(argv[1:])
+    for word in left:
+        name, is_one_word, value = word.partition("=")
+        if name in OWN:
+            values[name] = value if is_one_word else next(left, "")
+        else:
+            rest.append(word)
+    system, step = values.get("--of", ""), values.get("--step")
+    if system not in DIALECTS:
+        raise config_error("of", f"referee: --of ({system or 'nothing'}) must name the system that wrote the dump: {', '.join(DIALECTS)}.")
+    if step is not None and not step.isdecimal():
+        raise config_error("step", f"referee: --step ({step or 'nothing'}) must be the number of a step.")
+    if not path.exists():
+        raise config_error("referee", f"referee: {path} does not exist.")
+    return path, system, None if step is None else int(step), rest
+
+
+def _read_setting(name: str, value: Any) -> Any:
+    """Validate a setting of a dump, which may be untrusted or come from another version."""
+    setting = table()[name]
+    try:
+        return value if value == setting.default else read_value(setting, () if value == [] else value)
+    except InvalidValueError as bad:
+        raise config_error("referee", f"referee: {name} in the settings of the dump {bad}.") from None
+
+
+def settings_of(cfg: Config) -> SimpleNamespace:
+    """Return the settings that decide the numbers of a step.
+
+    Args:
+        cfg: Settings.
+    """
+    return SimpleNamespace(
+        **vars(cfg.grpo), num_generations=cfg.batch.num_generations, reward_weights=cfg.rewards.reward_weights,
+        max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature,
+    )  # fmt: skip
+
+
+def report_lines(dump: Dump, found: Sequence[Finding], lacks: Sequence[str]) -> list[str]:
+    """Format the findings as a table.
+
+    Args:
+        dump: The dump.
+        found: Findings in order.
+        lacks: What the dump lacks, and how to add it.
+    """
+    where = "" if dump.step is None else f", step {dump.step}"
+    lines = [f"{dump.source}{where}: {len(dump.rows)} rows, {len(dump.micro_batches)} micro-batches, {dump.ranks} ranks.", ""]
+    lines_of = [("quantity", "theirs", "ours", "factor", "rows", "cause")]
+    for one in found:
+        factor = "-" if one.factor is None else f"{one.factor:.6g}"
+        rows = f"{one.num_parted}/{one.num_rows}" if one.row >= 0 else "step"
+        lines_of.append((one.quantity, f"{one.theirs:.7g}", f"{one.ours:.7g}", factor, rows, one.cause or "-"))
+    widths = [max(map(len, column)) for column in zip(*lines_of, strict=True)]
+    for row in lines_of:
+        cells = [cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    first = next((one for one in found if one.has_parted), None)
+    lines += ["", *lacks]
+    if first is None:
+        lines.append("Nothing differs by more than rounding." if found else "The dump has nothing that can be compared.")
+    else:
+        where = f", most in row {first.row}" if first.row >= 0 else ""
+        lines.append(f"The first number that differs is {first.quantity}{where}: {first.cause}.")
+    return lines

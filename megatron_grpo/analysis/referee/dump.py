@@ -1,0 +1,221 @@
+"""What `referee` compares: rows of an optimizer step with the numbers that a system computed for them, whichever system it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.base.errors import config_error
+
+ROUNDING = {"float32": 2e-5, "bfloat16": 3e-2}  # difference that rounding explains, relative to the sum of the magnitudes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DumpedRow:
+    """One completion. Arrays are float64 [T], over its tokens; None: the dump lacks it.
+
+    Args:
+        mask: 1 where a token is trained.
+        length: Tokens of the completion, trained or not.
+        group: Name of its group.
+        rewards: Reward of each function, None where a function does not apply.
+        advantage: Advantage.
+        logp: Log-probs of the policy in the training forward.
+        old: Old log-probs of the importance ratio.
+        ref: Log-probs of the reference.
+        sampler: Log-probs of the sampler, NaN where it gave none.
+        entropy: Entropies.
+        correction: Factors of the correction for the sampler.
+        gradient: Derivative of the loss of its micro-batch by each log-prob.
+        is_truncated: Whether the completion reached the length limit.
+        is_zero_std: Whether the rewards of its group are equal.
+        micro_batch: Index of its micro-batch.
+        position: Place of the row in the rollout, before a shuffle; -1: its place in the dump.
+        tokens: Token ids of prompt and completion.
+    """
+
+    mask: np.ndarray
+    length: int = 0
+    group: Any = None
+    rewards: Sequence[float | None] | None = None
+    advantage: float | None = None
+    logp: np.ndarray | None = None
+    old: np.ndarray | None = None
+    ref: np.ndarray | None = None
+    sampler: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+    correction: np.ndarray | None = None
+    gradient: np.ndarray | None = None
+    is_truncated: bool = False
+    is_zero_std: bool = False
+    micro_batch: int = 0
+    position: int = -1
+    tokens: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpedMicroBatch:
+    """One micro-batch on one rank.
+
+    Args:
+        loss: Its loss, scaled so that the loss of the step is the mean over rows of these; None: the dump lacks it.
+        tokens: Number that a mean over tokens is divided by, in the same scale; None: the tokens of this micro-batch.
+        width: Padded length of its rows.
+        kl: Mean of its KL estimate that the system logged.
+        scale: Factor of `loss`, and of the gradients, to the loss as the system returned it.
+    """
+
+    loss: float | None = None
+    tokens: float | None = None
+    width: int = 0
+    kl: float | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """A dumped step.
+
+    Args:
+        source: System and version.
+        rows: Rows in the order of the dump.
+        micro_batches: Micro-batches of all ranks.
+        ranks: Number of data-parallel ranks.
+        step: Optimizer steps before this one; None if the dump does not say.
+        epsilon: Number that the system adds to a standard deviation.
+        settings: Settings that the dump itself contains; None without.
+        counts_empty_rows: Whether rows without a trained token count in a mean over rows.
+        has_kl: Whether the KL term and the entropy bonus are part of `loss`.
+        is_fresh: Whether the weights are those of the old log-probs.
+        dtype: dtype in which the system computed the loss.
+        num_tokens: Tokens that the system counted in the step; None if it does not count them.
+        lacks: What the dump lacks, and how to add it.
+    """
+
+    source: str
+    rows: Sequence[DumpedRow]
+    micro_batches: Sequence[DumpedMicroBatch] = ()
+    ranks: int = 1
+    step: int | None = None
+    epsilon: float = 1e-4
+    settings: Mapping[str, Any] | None = None
+    counts_empty_rows: bool = True
+    has_kl: bool = True
+    is_fresh: bool = False
+    dtype: str = "float32"
+    num_tokens: float | None = None
+    lacks: Sequence[str] = field(default=())
+
+
+def require_version(path: Path, found: str, supported: str) -> None:
+    """Refuse a file of another version.
+
+    Args:
+        path: The file.
+        found: System and version that it names.
+        supported: Beginning of the system and version that this package reads.
+
+    Raises:
+        ConfigError: `found` does not begin with it.
+    """
+    if not found.startswith(supported):
+        raise config_error("referee", f"referee: {path} was written by {found or 'an unknown version'}. This version reads {supported}.")
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file, floats as float64.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name].astype(np.float64) if file[name].dtype.kind == "f" else file[name] for name in file.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise config_error("referee", f"referee: {path} cannot be read ({error}).") from None
+
+
+def files_of_step(path: Path, step: int | None) -> list[dict[str, np.ndarray]]:
+    """Return the arrays of a hook's files of one step, in the order of their names; the last step without a number.
+
+    Args:
+        path: An .npz file, or the directory of several.
+        step: Number of the step as the hook wrote it.
+
+    Raises:
+        ConfigError: There is no such file, or a file of a rank is missing.
+    """
+    paths = [path] if path.is_file() else sorted(path.glob("*.npz"))
+    if not paths:
+        raise config_error("referee", f"referee: {path} has no .npz file of the hook. The page of the system has the hook.")
+    found = [load_arrays(one) for one in paths]
+    for one, arrays in zip(paths, found, strict=True):
+        if "system" not in arrays or "step" not in arrays:
+            raise config_error("referee", f"referee: {one} was not written by a hook of `referee`: it names no system and step.")
+    steps = sorted({int(arrays["step"]) for arrays in found})
+    wanted = steps[-1] if step is None else step
+    if wanted not in steps:
+        raise config_error("referee", f"referee: {path} has no step {wanted}. It has: {', '.join(map(str, steps))}.")
+    chosen = [arrays for arrays in found if int(arrays["step"]) == wanted]
+    ranks = {int(arrays["rank"]) for arrays in chosen}
+    if len(ranks) < int(chosen[0]["ranks"]) and path.is_dir():
+        missing = sorted(set(range(int(chosen[0]["ranks"]))) - ranks)
+        raise config_error("referee", f"referee: {path} lacks the files of rank {', '.join(map(str, missing))} for step {wanted}.")
+    return chosen
+
+
+def rows_of(arrays: Mapping[str, np.ndarray], names: Mapping[str, str], **common: Any) -> list[DumpedRow]:
+    """Return the rows of one file.
+
+    Args:
+        arrays: Arrays [B, T], or [tokens of all rows] with `lengths` [B].
+        names: Name of the array of each field of a row; those that are not there are None.
+        common: Fields of every row.
+
+    Raises:
+        ConfigError: Advantages differ within a row.
+    """
+    ends = np.cumsum(arrays["lengths"]).astype(int)[:-1] if "lengths" in arrays else None
+
+    def split(name: str) -> Any:
+        array = arrays.get(names.get(name, ""))
+        return None if array is None or not array.ndim else array if ends is None else np.split(array, ends)
+
+    masks, advantages = split("mask"), split("advantage")
+    assert masks is not None
+    found = {name: split(name) for name in ("logp", "old", "ref", "sampler", "entropy", "correction", "gradient")}
+    rows = []
+    for i, mask in enumerate(masks):
+        trained = np.flatnonzero(mask)
+        length = int(arrays["lengths"][i]) if ends is not None else int(trained[-1]) + 1 if len(trained) else 0
+        if "length" in names:
+            length = int(arrays[names["length"]][i])
+        values: dict[str, Any] = {name: None if of is None else np.broadcast_to(of[i], mask.shape)[:length] for name, of in found.items()}
+        values = {
+            name: None if of is None else np.where(mask[:length] > 0, of, 0.0) if name == "correction" else of
+            for name, of in values.items()
+        }
+        flags: dict[str, Any] = {name: bool(arrays[names[name]][i]) for name in ("is_truncated",) if names.get(name) in arrays}
+        group: dict[str, Any] = {"group": str(arrays[names["group"]][i])} if names.get("group") in arrays else {}
+        rewards = arrays.get(names.get("rewards", ""))
+        if names.get("position") in arrays:
+            group["position"] = int(arrays[names["position"]][i])
+        if rewards is not None:
+            group["rewards"] = [None if np.isnan(one) else float(one) for one in np.atleast_1d(rewards[i])]
+        rows.append(DumpedRow(mask=mask[:length].astype(np.float64), length=length, advantage=_advantage(advantages, i, mask),
+                              **values, **flags, **group, **common))  # fmt: skip
+    return rows
+
+
+def _advantage(advantages: Sequence[np.ndarray] | None, row: int, mask: np.ndarray) -> float | None:
+    if advantages is None:
+        return None
+    values = np.atleast_1d(advantages[row])
+    values = values[mask > 0] if values.shape == mask.shape else values
+    if len(values) and np.ptp(values) > 1e-6 * max(1.0, np.abs(values).max()):
+        raise config_error("referee", f"referee: the advantages of row {row} differ by token (a teacher, or GAE), which is not supported.")
+    return float(values[0]) if len(values) else 0.0

@@ -1,0 +1,406 @@
+"""Compares each number of a dump with the reference, in the order in which a step computes them.
+
+Each number is recomputed from what the dump says of the numbers before it, so that a difference appears where it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.analysis.referee import reference
+from megatron_grpo.analysis.referee.causes import Change, advantage_changes, changes
+from megatron_grpo.analysis.referee.dump import ROUNDING, Dump, DumpedRow
+from megatron_grpo.analysis.referee.reference import Formulas, ReferenceCompletion
+from megatron_grpo.analysis.referee.tracked import Tracked
+
+LOGPROBS = {"float32": 1e-4, "bfloat16": 3e-2}  # nats: mean difference of two forwards of the same weights
+Values = Sequence[np.ndarray]
+Variants = list[tuple[str, Callable[[], Values]]]  # (cause, numbers with it)
+UNKNOWN = "no known cause reproduces it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Comparison of one quantity.
+
+    Args:
+        quantity: Name.
+        theirs: Number of the dump, at the place of the largest difference.
+        ours: Number of the reference, at that place.
+        factor: Least-squares factor from ours to theirs over all places; None if ours is 0.
+        difference: Largest difference, in units of what rounding explains.
+        num_parted: Rows in which it differs by more than rounding.
+        num_rows: Rows compared.
+        row: Row of the largest difference; -1 for a number of the step.
+        cause: Known cause that reproduces it; empty where nothing differs.
+    """
+
+    quantity: str
+    theirs: float
+    ours: float
+    factor: float | None
+    difference: float
+    num_parted: int
+    num_rows: int
+    row: int
+    cause: str = ""
+
+    @property
+    def has_parted(self) -> bool:
+        """Whether it differs by more than rounding."""
+        return self.num_parted > 0
+
+
+def compare(quantity: str, theirs: Values, ours: Values, limits: Values, rows: Sequence[int],
+            variants: Iterable[tuple[str, Callable[[], Values]]] = ()) -> Finding:  # fmt: skip
+    """Compare a quantity, and name the cause if it differs.
+
+    Args:
+        quantity: Name.
+        theirs: Numbers of the dump, one array per row.
+        ours: Numbers of the reference.
+        limits: Differences that rounding explains.
+        rows: Indices of the rows.
+        variants: (cause, numbers with it), tried in order.
+    """
+    away = [_away(t, o, limit) for t, o, limit in zip(theirs, ours, limits, strict=True)]
+    worst = int(np.argmax(away)) if away else 0
+    flat_theirs, flat_ours = np.concatenate([np.atleast_1d(t) for t in theirs]), np.concatenate([np.atleast_1d(o) for o in ours])
+    power = float((flat_ours**2).sum())
+    place = int(np.argmax(np.nan_to_num(np.abs(np.atleast_1d(theirs[worst]) - np.atleast_1d(ours[worst])), nan=np.inf)))
+    parted = sum(one > 1 for one in away)
+    cause = ""
+    if parted:
+        matching = (name for name, values in variants if max(map(_away, theirs, values(), limits)) <= 1)
+        cause = next(matching, UNKNOWN)
+    return Finding(
+        quantity=quantity, theirs=float(np.atleast_1d(theirs[worst])[place]), ours=float(np.atleast_1d(ours[worst])[place]),
+        factor=float((flat_theirs * flat_ours).sum()) / power if power else None, difference=away[worst], num_parted=parted,
+        num_rows=len(rows), row=rows[worst], cause=cause,
+    )  # fmt: skip
+
+
+def _away(theirs: np.ndarray, ours: np.ndarray, limit: Any) -> float:
+    """Return the largest difference in units of its limit; infinite where a number is not finite on one side."""
+    with np.errstate(invalid="ignore"):
+        away = np.abs(np.atleast_1d(theirs) - np.atleast_1d(ours)) / np.maximum(limit, 1e-300)
+    return float(np.nan_to_num(away, nan=np.inf).max(initial=0.0))
+
+
+def findings(dump: Dump, s: Any) -> list[Finding]:
+    """Return the comparisons that the dump allows, in the order of a step.
+
+    Args:
+        dump: The dump.
+        s: Settings: the names of GrpoConfig, and num_generations, reward_weights and max_completion_length.
+    """
+    parts = (_advantages, _old_logprobs, _correction, _tokens, _kl, _loss)
+    return [finding for part in parts for finding in part(dump, s)]
+
+
+# ---- advantages --------------------------------------------------------------------------------------------------------------------------
+
+
+def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Sequence[Any] | None = None, weights: Sequence[float] = (),
+               deviation: Callable[[Sequence[float]], float] = reference.std, is_centred: bool = True,
+               missing: float | None = None) -> np.ndarray:  # fmt: skip
+    """Return the advantages of rows, [rows].
+
+    Args:
+        rows: Rows with rewards.
+        s: Settings.
+        epsilon: Number added to a standard deviation.
+        groups: Group of each row; the rows' own without.
+        weights: Weights of the reward functions; those of the settings without.
+        deviation: Standard deviation of some rewards.
+        is_centred: Whether the group's mean is subtracted.
+        missing: Number for a missing reward.
+    """
+    keys = [row.group for row in rows] if groups is None else groups
+    places: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    rewards = [[[missing if r is None else r for r in rows[i].rewards or ()] for i in group] for group in places.values()]
+    weights = weights or s.reward_weights or [1.0] * len(rewards[0][0])
+    penalty = None
+    if s.kl_in_reward and s.beta:
+        completions = [[_completion(rows[i], Change()) for i in group] for group in places.values()]
+        penalty = [reference.kl_penalty(group, s.beta) for group in completions]
+    values = reference.advantages(rewards, weights, s, penalty, epsilon=epsilon, deviation=deviation)
+    found = np.zeros(len(rows))
+    for group, mine, given in zip(places.values(), values, rewards, strict=True):
+        totals = [reference.total(row, weights) or 0.0 for row in given]
+        scale = deviation(totals) + epsilon if s.scale_rewards == "group" else 1.0
+        found[group] = mine if is_centred else [t / scale for t in totals]
+    return found
+
+
+def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
+    order = sorted((i for i, row in enumerate(dump.rows) if row.rewards is not None and row.advantage is not None),
+                   key=lambda i: dump.rows[i].position)  # fmt: skip
+    rows = [dump.rows[i] for i in order]
+    if not rows or incomplete_groups(dump, s):
+        return
+    theirs, ours = np.array([row.advantage for row in rows]), advantages(rows, s, epsilon=dump.epsilon)
+    limits = np.zeros(len(rows))
+    for group in dict.fromkeys(row.group for row in rows):
+        places = [i for i, row in enumerate(rows) if row.group == group]
+        size = max((abs(r) for i in places for r in rows[i].rewards or () if r is not None), default=0.0)
+        sums = [sum(r or 0.0 for r in rows[i].rewards or ()) for i in places]
+        unit = np.ptp(ours[places]) / np.ptp(sums) if np.ptp(sums) else 1 / dump.epsilon  # equal rewards: rounding over epsilon
+        limits[places] = ROUNDING["float32"] * (1 + np.abs(ours[places])) + 1e-6 * size * min(unit, 1 / dump.epsilon)
+    variants: Variants = [
+        (cause, partial(_scored, rows, {"s": s, "epsilon": dump.epsilon} | changed))
+        for cause, changed in advantage_changes(rows, s, dump.epsilon)
+    ]
+    whitened = (ours - ours.mean()) / (ours.std(ddof=1) + 1e-8)
+    variants.append(("the sign of the advantages is flipped", partial(_each, -ours)))
+    variants.append(("the advantages are whitened over the batch once more", partial(_each, whitened)))
+    yield compare("advantages", _each(theirs), _each(ours), _each(limits), order, variants)
+
+
+def _scored(rows: Sequence[DumpedRow], changed: dict[str, Any]) -> list[np.ndarray]:
+    return _each(advantages(rows, **changed))
+
+
+def _each(values: np.ndarray) -> list[np.ndarray]:
+    return [np.asarray(value) for value in values]
+
+
+def incomplete_groups(dump: Dump, s: Any) -> bool:
+    """Return whether the dump contains a part of a group only, so that its advantages cannot be recomputed."""
+    groups = [row.group for row in dump.rows if row.rewards is not None]
+    return any(groups.count(group) < s.num_generations for group in set(groups))
+
+
+# ---- log-probs, correction, tokens, KL ---------------------------------------------------------------------------------------------------
+
+
+def _old_logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
+    """The mean over a row: single tokens of two forwards may differ by more."""
+    order = [i for i, row in enumerate(dump.rows) if row.logp is not None and row.old is not None and row.mask.any()]
+    if not dump.is_fresh or not order:
+        return
+
+    def means(name: str) -> list[np.ndarray]:
+        """Add |other - current| of each token, so that opposite differences do not cancel."""
+        rows: Any = [dump.rows[i] for i in order]
+        return [np.nan_to_num(row.logp + np.abs(getattr(row, name) - row.logp))[row.mask > 0].mean() for row in rows]
+
+    theirs, limits = means("old"), [np.asarray(LOGPROBS[dump.dtype])] * len(order)
+    variants: Variants = [
+        (f"old log-probs of the wrong version: they are the {words}", partial(means, name))
+        for name, words in (("sampler", "sampler's"), ("ref", "reference's"))
+        if all(getattr(dump.rows[i], name) is not None for i in order)
+    ]
+    variants.append(("old log-probs of the wrong version, or of another temperature", lambda: theirs))
+    yield compare("old log-probs", theirs, means("logp"), limits, order, variants)
+
+
+def _correction(dump: Dump, s: Any) -> Iterator[Finding]:
+    order = [i for i, row in enumerate(dump.rows) if row.correction is not None and row.sampler is not None and row.mask.any()]
+    if not order or s.rollout_importance_sampling_mode == "none":
+        return
+
+    def factors(change: Change = Change(), power: float = 1.0) -> list[np.ndarray]:  # noqa: B008 - frozen
+        settings = change.apply(s)
+        made = [change.row(replace(_completion(dump.rows[i], Change()), correction=None), dump.rows[i]) for i in order]
+        return [reference.rollout_importance(c, settings).value ** power * dump.rows[i].mask for c, i in zip(made, order, strict=True)]
+
+    theirs = [dump.rows[i].correction * dump.rows[i].mask for i in order]
+    ours = factors()
+    unbounded = Change(
+        cause="the correction for the sampler is not bounded",
+        settings={"rollout_importance_sampling_threshold": np.inf, "rollout_importance_sampling_min": None},
+    )
+    rounding, is_mask = ROUNDING[dump.dtype], s.rollout_importance_sampling_mode.endswith("mask")
+    bounds = [s.rollout_importance_sampling_threshold, s.rollout_importance_sampling_min or np.inf] if is_mask else []
+    limits = [
+        sum((_near(np.abs(rho - bound), rounding) for bound in bounds), rounding * (1 + o))
+        for o, rho in zip(ours, factors(unbounded), strict=True)
+    ]
+    changed = [
+        Change(cause="the correction for the sampler is applied to the wrong side: sampler over trainer",
+               row=lambda c, row: replace(c, old_logp=c.sampler_logp, sampler_logp=c.old)),
+        Change(cause="the correction for the sampler uses the current log-probs instead of the old ones",
+               row=lambda c, row: replace(c, old_logp=None)),
+        unbounded,
+        Change(cause="the lower bound of the correction is not applied", settings={"rollout_importance_sampling_min": None}),
+        Change(cause="the correction of a sequence is the geometric mean" if not s.rollout_is_geometric else
+               "the correction of a sequence is the product", settings={"rollout_is_geometric": not s.rollout_is_geometric}),
+        *(Change(cause=f"the correction is {mode}", settings={"rollout_importance_sampling_mode": mode})
+          for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
+    ]  # fmt: skip
+    variants: Variants = [("the correction for the sampler is applied twice", partial(factors, power=2.0))]
+    variants.append(("the correction for the sampler is not applied", partial(factors, power=0.0)))
+    variants += [(change.cause, partial(factors, change)) for change in changed]
+    yield compare("correction", theirs, ours, limits, order, variants)
+
+
+def _near(distance: np.ndarray, bound: float) -> np.ndarray:
+    """Return infinity where a number is so close to a bound that rounding decides on which side it is."""
+    return np.where(distance < bound, np.inf, 0.0)
+
+
+def _tokens(dump: Dump, s: Any) -> Iterator[Finding]:
+    if dump.num_tokens is None or not dump.rows:
+        return
+    masks = [0.0 if s.overlong_filter and row.is_truncated else row.mask.sum() for row in dump.rows]
+    counts = {
+        "truncated rows kept: overlong_filter is not applied": sum(row.mask.sum() for row in dump.rows),
+        "masked tokens counted": sum(row.length for row in dump.rows),
+        "padding counted": sum(dump.micro_batches[row.micro_batch].width for row in dump.rows),
+        "the tokens of one rank only": sum(masks) / dump.ranks,
+    }
+    one = [np.asarray(0.5)]
+    variants: Variants = [(cause, partial(_each, np.array([count]))) for cause, count in counts.items()]
+    yield compare("tokens in the mean", [np.asarray(dump.num_tokens)], [np.asarray(sum(masks))], one, [-1], variants)
+
+
+def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
+    """The logged KL, a mean over the tokens of all micro-batches."""
+    if any(micro.kl is None for micro in dump.micro_batches) or not dump.micro_batches or not s.beta:
+        return
+    rows = [row for row in dump.rows if row.logp is not None and row.ref is not None and row.mask.any()]
+    tokens = [sum(row.mask.sum() for row in rows if row.micro_batch == i) for i in range(len(dump.micro_batches))]
+    if not rows:
+        return
+
+    def mean(change: Change = Change(), is_size: bool = False) -> list[np.ndarray]:  # noqa: B008 - frozen
+        settings, formula = change.apply(s), change.formulas.get("kl", reference.kl)
+        total = 0.0
+        for row in rows:
+            c = change.row(_completion(row, change), row)
+            value = formula(c, reference.ratio(c, settings), settings).value * row.mask
+            total += float(np.abs(value).sum() if is_size else value.sum())
+        return [np.asarray(total / sum(tokens))]
+
+    theirs = [np.asarray(sum((micro.kl or 0.0) * n for micro, n in zip(dump.micro_batches, tokens, strict=True)) / sum(tokens))]
+    # k3 subtracts numbers of the size of 1
+    limits = [np.asarray(ROUNDING[dump.dtype] * float(mean(is_size=True)[0]) + (1e-6 if dump.dtype == "float32" else 1e-2))]
+    variants: Variants = [(change.cause, partial(mean, change)) for change in changes(dump, s) if "KL" in change.cause]
+    yield compare("kl", theirs, mean(), limits, [-1], variants)
+
+
+# ---- loss and gradient -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Evaluated:
+    """Loss of a step, and its derivative by each log-prob of each row."""
+
+    loss: float
+    gradients: list[np.ndarray]
+
+
+def _completion(row: DumpedRow, change: Change) -> ReferenceCompletion:
+    def array(values: np.ndarray | None, missing: float = 0.0) -> Tracked:
+        full = np.full_like(row.mask, missing) if values is None else values
+        return Tracked(full if np.isnan(missing) else np.where(row.mask > 0, np.nan_to_num(full, nan=missing), np.nan_to_num(full)))
+
+    nan = float("nan")
+    return ReferenceCompletion(
+        mask=Tracked(row.mask), logp=array(row.logp if row.logp is not None else row.old), entropy=array(row.entropy),
+        sampler_logp=array(row.sampler, nan), ref_logp=array(row.ref),
+        old_logp=None if row.old is None else array(row.old), advantage=row.advantage or 0.0, is_truncated=row.is_truncated,
+        is_zero_std=row.is_zero_std, group=row.group, correction=None if row.correction is None else array(row.correction),
+    )  # fmt: skip
+
+
+def evaluate(dump: Dump, s: Any, change: Change = Change()) -> Evaluated:  # noqa: B008 - frozen
+    """Return loss and gradients of the step: the mean over rows of the losses of its micro-batches.
+
+    Args:
+        dump: The dump.
+        s: Settings.
+        change: What differs from the reference.
+    """
+    s, loss, gradients = change.apply(s), 0.0, [np.zeros_like(row.mask) for row in dump.rows]
+    for number, micro in enumerate(dump.micro_batches):
+        mine = [i for i, row in enumerate(dump.rows) if row.micro_batch == number]
+        kept = [i for i in mine if not change.drops(dump.rows[i]) and (dump.counts_empty_rows or dump.rows[i].mask.any())]
+        batch = [change.row(_completion(dump.rows[i], change), dump.rows[i]) for i in kept]
+        counted = [dump.rows[i] for i in kept if not (s.exclude_zero_std_groups and dump.rows[i].is_zero_std)]
+
+        def weights(batch: Any, s: Any, longest: int, micro: Any = micro, counted: Any = counted) -> list[Any]:
+            return change.weights(batch, s, longest, micro, counted)
+
+        value = reference.grpo_loss(batch, s, s.max_completion_length, Formulas(weights=weights, **change.formulas))
+        share = change.factor * len(mine) / len(dump.rows)
+        if isinstance(value, Tracked):
+            value.backward()
+            loss += share * value.item()
+        for i, c in zip(kept, batch, strict=True):
+            gradients[i] = share * c.logp.grad
+    return Evaluated(loss, gradients)
+
+
+def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
+    """Loss and gradient. A cause has to reproduce both."""
+    if not dump.micro_batches or any(row.logp is None for row in dump.rows):
+        return
+    if not dump.has_kl:
+        s = Change(settings={"beta": 0.0, "entropy_coef": 0.0}).apply(s)
+    ours, order = evaluate(dump, s), range(len(dump.rows))
+    share = [len([row for row in dump.rows if row.micro_batch == n]) / len(dump.rows) for n in range(len(dump.micro_batches))]
+    has_loss = all(micro.loss is not None for micro in dump.micro_batches)
+    has_gradient = all(row.gradient is not None for row in dump.rows)
+    loss = sum(part * (micro.loss or 0.0) for part, micro in zip(share, dump.micro_batches, strict=True))
+    size = evaluate(dump, s, Change(formulas={"objective": _size(reference.objective), "kl": _size(reference.kl)})).loss
+    rounding = ROUNDING[dump.dtype]
+    limit = [np.asarray(rounding * (abs(size) + abs(ours.loss)) + 1e-12)]
+    scales = [share[row.micro_batch] * dump.micro_batches[row.micro_batch].scale for row in dump.rows]
+    theirs = [np.asarray(row.gradient) * scale for row, scale in zip(dump.rows, scales, strict=True)] if has_gradient else []
+    largest = max((np.abs(g).max(initial=0.0) for g in ours.gradients), default=0.0)
+    limits = [rounding * largest + 1e-12 + _ties(row, s, rounding) for row in dump.rows]
+    tried: dict[str, Evaluated] = {}
+
+    def variant(change: Change) -> Evaluated:
+        if change.cause not in tried:
+            tried[change.cause] = evaluate(dump, s, change)
+        return tried[change.cause]
+
+    def reproduced(change: Change) -> bool:
+        other = variant(change)
+        of_loss = not has_loss or _away(np.asarray(loss), np.asarray(other.loss), limit[0]) <= 1
+        return of_loss and (not has_gradient or max(map(_away, theirs, other.gradients, limits)) <= 1)
+
+    known = [change for change in changes(dump, s) if dump.has_kl or "KL" not in change.cause]
+    if has_loss:
+        causes = ((change.cause, lambda: [np.asarray(loss)]) for change in known if reproduced(change))
+        yield compare(
+            "loss", [np.asarray(loss)], [np.asarray(ours.loss)], limit, [-1], _or_scaled(causes, [np.asarray(loss)], theirs, ours, limits)
+        )
+    if has_gradient:
+        causes = ((change.cause, lambda: theirs) for change in known if reproduced(change))
+        yield compare("gradient", theirs, ours.gradients, limits, list(order), _or_scaled(causes, theirs, theirs, ours, limits))
+
+
+def _or_scaled(
+    causes: Iterable[tuple[str, Any]], found: Values, theirs: Values, ours: Evaluated, limits: Values
+) -> Iterator[tuple[str, Any]]:
+    """Yield the causes, then a common factor of all gradients that none of them explains, with the numbers `found`."""
+    yield from causes
+    power = sum(float((o**2).sum()) for o in ours.gradients)
+    factor = sum(float((t * o).sum()) for t, o in zip(theirs, ours.gradients)) / power if power and theirs else 0.0
+    if factor and max(_away(t, factor * o, limit) for t, o, limit in zip(theirs, ours.gradients, limits, strict=True)) <= 1:
+        yield f"no known cause: every gradient is multiplied by {factor:.5g}", lambda: found
+
+
+def _size(formula: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda c, r, s: Tracked(np.abs(formula(c, r, s).value))
+
+
+def _ties(row: DumpedRow, s: Any, rounding: float) -> np.ndarray:
+    """Return infinity for tokens whose ratio is so close to a bound that rounding decides whether it is clipped."""
+    if row.old is None or row.logp is None:
+        return np.zeros_like(row.mask)
+    ratio = reference.ratio(_completion(row, Change()), s).value
+    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
+    bounds = [1 - s.epsilon, 1 + high, high if s.loss_type == "cispo" else np.inf, s.delta or np.inf]
+    return sum((_near(np.abs(ratio - bound), rounding) for bound in bounds), np.zeros_like(row.mask))
