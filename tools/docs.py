@@ -85,7 +85,7 @@ def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> st
         if file == ROOT / "docs" / "README.md":
             file = ROOT / "README.md"
         where = places.get(file) or places.get(file / "README.md")
-        if where is None and file.suffix == ".png" and file.exists():
+        if where is None and file.suffix in (".png", ".svg") and file.exists():
             where = Path("assets") / file.name
             (PAGES / where).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, PAGES / where)

@@ -100,7 +100,8 @@ def token_weights(
 ) -> TokenWeights:
     """Compute `u` for every row of one global batch, all data-parallel ranks together.
 
-    There is one weight per row, and it depends on integers and flags alone.
+    There is one weight per row, and it depends on integers and flags alone. Sources of the normalisations: `grpo` arXiv 2402.03300,
+    equation 3; `dapo` arXiv 2503.14476, equation 8; `dr_grpo` arXiv 2503.20783.
 
     Args:
         num_masked: Trained tokens of each row.

@@ -110,7 +110,7 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return PPO's ratio r[i,t] = exp(logp - old), [C].
+    """Return PPO's ratio r[i,t] = exp(logp - old), [C] (arXiv 1707.06347, equation 6).
 
     Args:
         logprobs: [C], current log-probs.
@@ -121,7 +121,9 @@ def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: S
 
 
 def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return r[i] = exp(mean over t of (logp - old)), shared by the sequence's tokens, [C] (GSPO, arXiv 2507.18071).
+    """Return r[i] = exp(mean over t of (logp - old)), shared by the sequence's tokens, [C].
+
+    Source: GSPO, arXiv 2507.18071, equation 7.
 
     The gradient of every token goes through the mean, hence through the sum over context-parallel ranks.
 
@@ -134,7 +136,9 @@ def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences
 
 
 def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return the sequence's ratio with the gradient of each token's log-prob, [C] (GSPO-token, arXiv 2507.18071).
+    """Return the sequence's ratio with the gradient of each token's log-prob, [C].
+
+    Source: GSPO-token, arXiv 2507.18071, equation 14.
 
     Args:
         logprobs: [C], current log-probs.
@@ -149,12 +153,12 @@ def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, seq
 RATIOS: dict[str, Ratio] = {"token": token_ratio, "sequence": sequence_ratio, "sequence_token": sequence_token_ratio}
 
 # Estimates KL(policy || reference) from one sample: (logprobs [C], ref_logprobs [C]) -> kl [C]. Their d is ref - logp, as in
-# http://joschu.net/blog/kl-approx.html.
+# Schulman 2020, http://joschu.net/blog/kl-approx.html.
 KlEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return -d with d = ref - logp, [C]: unbiased, may be negative.
+    """Return -d with d = ref - logp, [C]: unbiased, may be negative (Schulman 2020, k1).
 
     As a loss without the ratio its on-policy gradient has zero mean: `validation.problems` refuses that.
 
@@ -166,7 +170,7 @@ def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return d*d/2 with d = ref - logp, [C].
+    """Return d*d/2 with d = ref - logp, [C] (Schulman 2020, k2).
 
     Args:
         logprobs: [C], current log-probs.
@@ -177,6 +181,8 @@ def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Return exp(d) - d - 1 with d = ref - logp, [C]: unbiased and never negative.
+
+    Source: Schulman 2020, k3; GRPO, arXiv 2402.03300, equation 4.
 
     Args:
         logprobs: [C], current log-probs.
@@ -330,11 +336,11 @@ Objective = Callable[[Tokens], PerToken]
 
 
 def clipped(epsilon: float, epsilon_high: float) -> Objective:
-    """Return PPO's surrogate -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
+    """Return PPO's surrogate -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) (arXiv 1707.06347, equation 7).
 
     Args:
         epsilon: Clip range below 1.
-        epsilon_high: Clip range above 1; DAPO raises it (arXiv 2503.14476).
+        epsilon_high: Clip range above 1; DAPO raises it (arXiv 2503.14476, equation 10).
     """
     return two_sided(epsilon, epsilon_high, float("inf"))
 
