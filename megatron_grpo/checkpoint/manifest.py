@@ -101,7 +101,7 @@ def facts(origin: RunOrigin, progress: Progress, **extra: Any) -> dict[str, Any]
     Args:
         origin: Settings and contents of the run.
         progress: Counters of the run.
-        **more: Further fields.
+        **extra: Further fields.
     """
     return {
         "format": FORMAT,

@@ -44,7 +44,7 @@ def settings_of(cfg: Config, **extra: Any) -> SimpleNamespace:
 
     Args:
         cfg: The configuration.
-        **more: Further names for the rules. Always added are `plays`; `player`, the setting that names the environment, tools or agent;
+        **extra: Further names for the rules. Always added are `plays`; `player`, the setting that names the environment, tools or agent;
             `players`, the word for them; and `teacher`, the setting that names a teacher, or None.
     """
     values = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}

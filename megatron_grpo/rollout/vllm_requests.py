@@ -77,7 +77,7 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
         sampling: Sampling settings.
         seed: Seed of the request, or None.
         vocab_size: Vocabulary size of the model.
-        **more: Further arguments of SamplingParams.
+        **kwargs: Further arguments of SamplingParams.
 
     Raises:
         ValueError: vLLM rejects an argument.
@@ -328,7 +328,7 @@ def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], imag
         token_ids: Token IDs of the prompt, image tokens expanded.
         spans: (first token, number of tokens) of each image.
         images: Decoded images.
-        **more: Further keys of vLLM's input.
+        **kwargs: Further keys of vLLM's input.
     """
     # vLLM would silently expand IDs a second time, if they were passed expanded with raw images.
     return {"prompt_token_ids": shortened(token_ids, spans), "multi_modal_data": {"image": list(images)}, **kwargs}
