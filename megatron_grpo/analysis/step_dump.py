@@ -172,10 +172,9 @@ class StepDumps:
         stream = marked(exchange.stream(tensors, "weights"), marks)
         facts = self._elsewhere(size)
         if policy.adapters is None and size <= bound:
-            dtype = next(iter(tensors.values())).dtype
             with errors_on_all_ranks(f"writing {partial / 'weights'}"), drained(stream) as remaining:
                 if first:
-                    with HfWriter(partial / "weights", self.model_path, dtype=dtype, expected=exchange.map.expected_hf_names()) as writer:
+                    with HfWriter(partial / "weights", self.model_path, expected=exchange.map.expected_hf_names()) as writer:
                         for name, tensor in remaining:
                             writer(name, tensor)
             facts = {"folder": "weights", "bytes": size}

@@ -128,10 +128,10 @@ def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSiz
     tuning = Tuning.of(teacher_cfg, teacher)
 
     def held_stage(stage: int) -> HeldStage:
-        numel = held_by(teacher, sizes, teacher_cfg, tuning, stage).weights
+        weights = held_by(teacher, sizes, teacher_cfg, tuning, stage).weights_bytes(tuning.size)
         activations = activations_of(teacher, sizes, teacher_cfg, tuning, stage)
         logits = logits_bytes(teacher, sizes, teacher_cfg, completion) // 2 if stage == sizes.layout.pp - 1 else 0
-        return HeldStage(weights_bytes=numel * tuning.size, scoring=lambda tokens: activations(tokens).forward + logits)
+        return HeldStage(weights_bytes=weights, scoring=lambda tokens: activations(tokens).forward + logits)
 
     return [held_stage(stage) for stage in stages]
 

@@ -224,6 +224,8 @@ class Held:
         helpers: Elements that map the rows of a fused linear to its modules, for adapters.
         trained: Trained elements outside experts.
         trained_experts: Trained elements of experts.
+        float32: Elements of the model's own weights that are float32, whatever its dtype is.
+        trained_float32: The trained ones among them.
     """
 
     weights: int = 0
@@ -232,6 +234,16 @@ class Held:
     helpers: int = 0
     trained: int = 0
     trained_experts: int = 0
+    float32: int = 0
+    trained_float32: int = 0
+
+    def weights_bytes(self, size: int) -> int:
+        """Return the bytes of the model's own weights.
+
+        Args:
+            size: Bytes per element in the model's dtype.
+        """
+        return self.weights * size + self.float32 * (FP32 - size)
 
     def add(self, row: WeightRow, sizes: BatchSizes, ep_rank: int, *, rank: int, reference_rank: int) -> None:
         """Add a rank's share of one row of weights.
@@ -249,6 +261,8 @@ class Held:
         adapted, referred = ([any(ranks) for ranks in flags[local]] for flags in (row.adapters, row.reference))
         num_adapter = sum(adapted) * _pair(entry, rank, sizes) if any(adapted) else 0
         self.weights += numel * count
+        self.float32 += numel * entry.is_float32
+        self.trained_float32 += numel * (entry.is_float32 and row.trains[0])
         self.adapters += num_adapter
         self.reference += sum(referred) * _pair(entry, reference_rank, sizes) if any(referred) else 0
         if len(entry.hf) > 1:  # a fused linear is cut by rows
@@ -346,17 +360,21 @@ def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tun
     """
     held, size, layout = held_by(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
     trained = owned = held.trained + held.trained_experts
+    owned_float32 = held.trained_float32
     if cfg.optimizer.use_distributed_optimizer:
+        owned_float32 = -(-owned_float32 // (sizes.dp_size * layout.cp))
         owned = -(-held.trained // (sizes.dp_size * layout.cp)) + -(-held.trained_experts // layout.expert_dp_size)
     share_on_gpu = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
+    of_states, of_gradient = state_bytes(cfg.optimizer, size), BYTES_OF_STATE[cfg.optimizer.main_grads_dtype]
+    of_main_weight = of_states - state_bytes(cfg.optimizer, FP32)  # which float32 weights do not have
     return Static(
         num_parameters=held.weights + held.adapters,
         num_trainable_parameters=trained,
-        weights_bytes=held.weights * tuning.size,
+        weights_bytes=held.weights_bytes(tuning.size),
         adapters_bytes=held.adapters * size + held.helpers * tuning.size,
-        gradients_bytes=trained * BYTES_OF_STATE[cfg.optimizer.main_grads_dtype],
-        optimizer_bytes=round(owned * state_bytes(cfg.optimizer, size) * share_on_gpu),
-        reference_bytes=held.weights * tuning.size if tuning.has_second_model else held.reference * size,
+        gradients_bytes=trained * of_gradient + held.trained_float32 * (FP32 - of_gradient),
+        optimizer_bytes=round((owned * of_states - owned_float32 * of_main_weight) * share_on_gpu),
+        reference_bytes=held.weights_bytes(tuning.size) if tuning.has_second_model else held.reference * size,
     )
 
 

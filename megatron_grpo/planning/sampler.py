@@ -189,7 +189,7 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
             yield _owned(entry, (layer, index, 0), stage, (numel if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)) * tuning.size)
     for stage, rows in _layers(shape, sizes, cfg, tuning):
         for number, row in enumerate(rows):
-            num_bytes = numel_of(row.entry, sizes) * (FP32 if row.entry.is_buffer else tuning.size)
+            num_bytes = numel_of(row.entry, sizes) * (FP32 if row.entry.is_float32 else tuning.size)
             for expert in range(shape.num_experts // sizes.layout.ep) if row.entry.is_expert else (0,):
                 yield _owned(row.entry, (row.layer, number, expert), stage, num_bytes)
 

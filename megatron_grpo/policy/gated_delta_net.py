@@ -55,14 +55,16 @@ class PackedGatedDeltaNet(MegatronModule):
         keys, _, values, *_ = delta.sections
         channels = (2 * keys + values) // ranks
         factory_kwargs = dict(device=torch.cuda.current_device(), dtype=config.params_dtype)
+        # As in files and in vLLM, whatever the dtype of the model is: a rounded A_log changes every decay.
+        float32_kwargs = factory_kwargs | {"dtype": torch.promote_types(config.params_dtype, torch.float32)}
         linear = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
         self.in_proj = ColumnParallelLinear(
             config.hidden_size, sum(delta.sections), init_method=config.init_method, gather_output=False, skip_bias_add=False, **linear
         )
         self.conv1d = torch.nn.Conv1d(channels, channels, delta.conv_kernel_dim, groups=channels, bias=False, **factory_kwargs)
-        self.dt_bias = torch.nn.Parameter(torch.ones(num_heads, **factory_kwargs))
-        self.A_log = torch.nn.Parameter(torch.zeros(num_heads, **factory_kwargs))
-        self.out_norm = torch.nn.RMSNorm(delta.value_head_dim, **factory_kwargs)  # of each head; the same on all ranks
+        self.dt_bias = torch.nn.Parameter(torch.ones(num_heads, **float32_kwargs))
+        self.A_log = torch.nn.Parameter(torch.zeros(num_heads, **float32_kwargs))
+        self.out_norm = torch.nn.RMSNorm(delta.value_head_dim, **float32_kwargs)  # of each head; the same on all ranks
         self.out_proj = RowParallelLinear(
             values, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True, **linear
         )

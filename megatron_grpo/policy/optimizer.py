@@ -26,7 +26,7 @@ from megatron_grpo.policy.adamw import AdamW
 from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import let_gradients_in
-from megatron_grpo.policy.sharded_state import rounding, share_rounded
+from megatron_grpo.policy.sharded_state import chain, is_distributed, rounding, share_rounded
 from megatron_grpo.weights.trainable_parameters import parameter_trains, trains
 
 
@@ -185,11 +185,23 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
     # Float32 weights: inner optimizers refuse views that require gradients.
     with torch.set_grad_enabled(not (cfg.optimizer_cpu_offload or is_precision_aware)):
         optimizer = get_megatron_optimizer(optimizer_config, list(wrapped), **_overrides(cfg))
+        _correct_places(optimizer)
         if is_precision_aware:
             _keep_in_dtypes(optimizer, cfg)
             share_rounded(optimizer, wrapped)
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _correct_places(optimizer: Any) -> None:
+    """Correct where Megatron-Core finds a parameter's state if a group has float32 weights beside others.
+
+    It puts the float32 ones first, but numbers all of them in the order of the buffers. A checkpoint would store the states of others.
+    """
+    for part in chain(optimizer) if is_distributed(optimizer) else ():
+        for number, group in enumerate(() if part.is_stub_optimizer else part.opt_group_ranges):
+            in_order = sorted(group["params"], key=lambda parameter: parameter.dtype is not torch.float32)
+            part.model_param_group_index_map.update((parameter, (number, place)) for place, parameter in enumerate(in_order))
 
 
 def _keep_in_dtypes(optimizer: Any, cfg: OptimizerConfig) -> None:

@@ -341,6 +341,11 @@ RULES = (
          "optimizer_cpu_offload needs use_distributed_optimizer true; otherwise Megatron-Core does not keep the float32 weights on "
          "the CPU.",
          {"use_distributed_optimizer": [True], "optimizer_cpu_offload": [False]}),
+    Rule("use_distributed_optimizer", lambda c: c.shape.delta_net and c.torch_dtype == "bfloat16" and c.tuner_type == "full"
+         and not c.use_distributed_optimizer,
+         "use_distributed_optimizer false: {shape.architecture} has float32 weights beside bfloat16 ones, which Megatron-Core saves "
+         "with the distributed optimizer only. Use true, or torch_dtype float32.",
+         {"use_distributed_optimizer": [True], "torch_dtype": ["float32"]}),
     Rule("moe_token_dispatcher_type pipeline_model_parallel_size",
          lambda c: c.moe and c.moe_token_dispatcher_type == "allgather" and c.pipeline_model_parallel_size > 1,
          "moe_token_dispatcher_type allgather is not supported with pipeline_model_parallel_size ({pipeline_model_parallel_size}): "

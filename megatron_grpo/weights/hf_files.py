@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,7 @@ COMPANIONS = (
     "preprocessor_config.json",
 )
 _FLOAT32 = (".e_score_correction_bias",)  # added to scores that differ in the third digit, so they keep float32
+_AS_IN_SOURCE = (".linear_attn.A_log", ".linear_attn.dt_bias", ".linear_attn.norm.weight")  # trained in float32; files differ
 
 
 @contextmanager
@@ -278,7 +279,7 @@ class HfWriter:
     Args:
         out: Output directory: new, empty, or an earlier checkpoint, which is replaced.
         source: Directory of the original checkpoint.
-        dtype: Dtype of floating-point tensors. Default: as they come.
+        dtype: Dtype of floating-point tensors, except those that some models keep in float32. Default: as they come.
         max_shard_bytes: Largest size of a shard in bytes.
         expected: Names that must all be written, and no others.
         config_changes: Values that replace those in config.json.
@@ -324,6 +325,8 @@ class HfWriter:
             raise ValueError(f"{name} is written twice")
         keeps_dtype = self.dtype is None or not tensor.is_floating_point() or name.endswith(_FLOAT32)
         dtype = tensor.dtype if self.dtype is None or keeps_dtype else self.dtype
+        if self.dtype is not None and name.endswith(_AS_IN_SOURCE):
+            dtype = self._reader(name).dtype
         copy = tensor.detach().to("cpu", dtype, copy=True).contiguous()
         self._sizes[name] = copy.nbytes
         self._dtypes[dtype] = self._dtypes.get(dtype, 0) + copy.nbytes
@@ -334,6 +337,10 @@ class HfWriter:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+    @cached_property
+    def _reader(self) -> HfReader:
+        return HfReader(self.source)
 
     def _flush(self) -> None:
         save_tensors(self._pending, self._partial / f"shard-{len(self._shards)}")

@@ -49,6 +49,7 @@ class Entry:
     is_expert: bool = False  # on one expert-parallel rank, sharded over *expert* tensor parallelism
     is_buffer: bool = False  # not among named_parameters()
     is_copy: bool = False  # a second copy of a tensor that another entry exports
+    is_float32: bool = False  # stored in float32, whatever the model's dtype is
 
 
 def outer_entries(shape: ModelShape) -> Iterator[Entry]:
@@ -153,8 +154,8 @@ def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[Entry]:
     kernel = ((f"{hf}.conv1d.weight", (2 * keys + values, 1, delta.conv_kernel_dim)),)
     yield Entry(f"{megatron}.conv1d.weight", kernel, Packing.DELTA_NET, ShardCut.COLUMN)
     for name in ("dt_bias", "A_log"):
-        yield _plain(f"{megatron}.{name}", f"{hf}.{name}", (heads,), ShardCut.COLUMN)
-    yield _norm(f"{megatron}.out_norm", f"{hf}.norm", delta.value_head_dim)
+        yield replace(_plain(f"{megatron}.{name}", f"{hf}.{name}", (heads,), ShardCut.COLUMN), is_float32=True)
+    yield replace(_norm(f"{megatron}.out_norm", f"{hf}.norm", delta.value_head_dim), is_float32=True)
     yield _plain(f"{megatron}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, values), ShardCut.ROW)
 
 
@@ -208,6 +209,7 @@ def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[
         yield replace(
             _plain("mlp.router.expert_bias", f"{block}.{family.expert_bias}", (moe.num_experts,), ShardCut.REPLICATED),
             is_buffer=True,
+            is_float32=True,
         )
     yield from _gated_mlp(
         "mlp.experts.local_experts.{e}", f"{block}.experts.{{e}}", hidden, moe.ffn_hidden_size, bias=moe.has_biases, expert=True,

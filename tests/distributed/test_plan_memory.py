@@ -12,6 +12,7 @@ from megatron_grpo.planning.memory import Offload
 from megatron_grpo.planning.parameters import Tuning, state_bytes, static_memory
 from megatron_grpo.weights.shape import ModelShape
 from tests.lora_cases import ODD, random_adapter
+from tests.offload_cases import LOW
 from tests.parity_cases import join
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -46,14 +47,11 @@ def measured(rank, world, path, cfg):
     buffers = [b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     storage = size(b.grad_data for b in buffers)
     storage += size(b.param_data for b in buffers) if cfg.optimizer.use_distributed_optimizer else size(trained)
-    state, is_rounded = {}, all(p.dtype is torch.bfloat16 for p in trained)
+    state, weights = {}, {p.untyped_storage().data_ptr() for p in trained}
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        for moments in part.optimizer.state.values():
-            state |= {
-                id(t): t for name, t in moments.items() if name in ("exp_avg", "exp_avg_sq") or (name == "master_param" and is_rounded)
-            }
-        if is_rounded and not cfg.optimizer.use_precision_aware_optimizer:
-            state |= {id(p): p for group in part.optimizer.param_groups for p in group["params"]}
+        kept = [t for moments in part.optimizer.state.values() for name, t in moments.items() if name != "step"]
+        kept += [] if cfg.optimizer.use_precision_aware_optimizer else [p for group in part.optimizer.param_groups for p in group["params"]]
+        state |= {id(t): t for t in kept if t.untyped_storage().data_ptr() not in weights}  # a float32 weight is its own main weight
     assert cfg.optimizer.use_precision_aware_optimizer or all(t.dtype is torch.float32 for t in state.values())
     gradients = size(p.main_grad for p in trained)
     saved = policy.sharded_state_dict(is_loading=False)
@@ -202,6 +200,7 @@ CASES = {
         dict(),
         dict(use_precision_aware_optimizer=True, exp_avg_sq_dtype="fp8", torch_dtype="float32"),
     ),
+    "recurrent states, few bits": (2, "qwen3_5_text", dict(layers=4), dict(), LOW),
     "plain optimizer, float32": (2, "qwen3", dict(), dict(), dict(use_distributed_optimizer=False, torch_dtype="float32")),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.ranks import run_ranks
@@ -35,6 +37,24 @@ def test_a_run_on_one_rank_continues_on_two_and_its_export_loads(flags, tmp_path
     assert len(differences(out)) == 5 and max(differences(out)) < MOST
     _, info = AutoModelForCausalLM.from_pretrained(out / "hf", output_loading_info=True)
     assert not any(info.values())
+
+
+def test_a_bfloat16_run_keeps_in_float32_what_the_file_has_in_float32(tmp_path):
+    """vLLM's own kernels of the rule sample here; they take bfloat16 and heads of 128 channels."""
+    heads = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128)
+    flags = write_inputs(tmp_path, family="qwen3_5_text", layer_types=BOTH_KINDS, dtype="bfloat16", **heads)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    for name in (name for name in tensors if name.endswith((".A_log", ".linear_attn.norm.weight"))):
+        tensors[name] = tensors[name].float() * (1 + 2**-14)
+    save_file(tensors, file, metadata={"format": "pt"})
+    run = [*flags, "--torch_dtype", "bfloat16", "--output_dir", str(tmp_path / "out"), "--max_steps", "3"]
+    assert run_ranks(train, 1, run) == [0]
+    steps = records(tmp_path / "out" / "metrics.jsonl")
+    assert len(steps) == 3 and max(step["sampling/sampling_logp_difference/mean"] for step in steps) < 0.05
+    exported = load_file(tmp_path / "out" / "hf" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in exported.items()} == {name: tensor.dtype for name, tensor in tensors.items()}
+    assert any(not torch.equal(exported[name], exported[name].bfloat16().float()) for name in exported if name.endswith(".A_log"))
 
 
 def test_adapters_on_all_linear_layers_train_and_are_sampled(flags, tmp_path):

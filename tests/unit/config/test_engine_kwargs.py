@@ -33,6 +33,7 @@ def said(**values) -> list[str]:
         ("vllm_engine_kwargs", {"gpu_memory_utilization": 0.5}, "is the setting vllm_gpu_memory_utilization. Use"),
         ("vllm_engine_kwargs", {"speculative_config": {"method": "ngram"}}, "neither a seed nor a resumed run would draw the same again"),
         ("vllm_engine_kwargs", {"quantization": "fp8"}, "the sampler would not compute with the weights that are pushed"),
+        ("vllm_engine_kwargs", {"mamba_ssm_cache_dtype": "bfloat16"}, "the trainer keeps the states of a recurrence in float32"),
         ("vllm_engine_kwargs", {"_api_process_count": 2}, "unknown field of"),
         ("megatron_extra_kwargs", {"batch_p2p_sync": False}, None),
         ("megatron_extra_kwargs", {"recompute_granularity": "full"}, "is the setting recompute_granularity. Use"),

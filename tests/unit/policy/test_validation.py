@@ -255,3 +255,33 @@ def test_equal_bits_are_refused_for_what_has_not_been_compared():
     assert said(dataclasses.replace(qwen, qkv_bias=True), torch_dtype="float32") == []
     (problem,) = machine_problems(Config().with_values({"bitwise_parity": True}), has_gpu=True, has_transformer_engine=True)
     assert "GPU" in problem.message
+
+
+@pytest.mark.parametrize(("model", "settings", "message"), [
+    ("qwen3_5", {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+     "context_parallel_size (4): the gated delta rule distributes key heads over ranks, and linear_num_key_heads (4) is not a multiple of "
+     "TP 2 x CP 4. Use fewer ranks."),
+    ("qwen3_5", {"transformer_impl": "transformer_engine"},
+     "transformer_impl transformer_engine: the gated delta rule, which Qwen3_5ForCausalLM has, is supported by local layers only. Use auto "
+     "or local."),
+    ("qwen3_5", {"use_distributed_optimizer": False},
+     "use_distributed_optimizer false: Qwen3_5ForCausalLM has float32 weights beside bfloat16 ones, which Megatron-Core saves with the "
+     "distributed optimizer only. Use true, or torch_dtype float32."),
+    ("qwen3_next_moe", {"router_replay_mode": "R3"},
+     "router_replay_mode R3: vLLM returns routed experts with prefix caching only, which it does not support for Qwen3NextForCausalLM. Use "
+     "R2 or disabled."),
+])  # fmt: skip
+def test_what_a_hybrid_does_not_support_is_refused(model, settings, message):
+    shape = ModelShape.from_hf(config_of(model))
+    assert [problem.message for problem in problems(Config().with_values(settings), shape)] == [message]
+    assert problems(Config(), shape) == []
+
+
+def test_a_qwen3_next_with_tied_embeddings_is_refused_for_its_sampler():
+    tied = {"tie_word_embeddings": True}
+    (problem,) = sampler_problems(ModelShape.from_hf(config_of("qwen3_next_moe") | tied))
+    assert problem.message == (
+        "model: vLLM 0.32 does not tie the embeddings of Qwen3NextForCausalLM and would sample from memory that was never written. Use a "
+        "checkpoint with tie_word_embeddings false."
+    )
+    assert sampler_problems(ModelShape.from_hf(config_of("qwen3_5") | tied)) == []
