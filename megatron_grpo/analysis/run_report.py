@@ -233,7 +233,7 @@ def significant(value: float | None) -> float | None:
 
 
 def described(run: RunFiles) -> dict[str, Any]:
-    """Return what the template shows of one run besides figures and settings.
+    """Return the template's data of one run besides figures and settings.
 
     Args:
         run: Files of the run.
@@ -259,7 +259,7 @@ def described(run: RunFiles) -> dict[str, Any]:
 
 
 def summary(run: RunFiles) -> list[tuple[str, str]]:
-    """Return (name, value) of what a reader wants first.
+    """Return (name, value) pairs for the summary at the top of the page.
 
     Args:
         run: Files of the run.
@@ -304,7 +304,7 @@ def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def group_row(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what the template shows of a group, whose rows have falling rewards.
+    """Return the template's data of a group, whose rows are sorted by falling reward.
 
     Args:
         rows: Completions of one group, as in the Parquet file, by falling reward.

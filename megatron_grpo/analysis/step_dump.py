@@ -225,7 +225,7 @@ class StepDump:
                                  f"({type(error).__name__}: {error})") from None  # fmt: skip
 
     def _look_at(self, file: Path) -> None:
-        """Read what a replay reads of a file, to check it. Raises any exception."""
+        """Read the parts of a file that a replay uses, to check them. Raises any exception."""
         if file.name in (FACTS, FORMER_FACTS):
             if not self.step.micro_steps:
                 raise ValueError("its step has no rows")

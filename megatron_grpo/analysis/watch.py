@@ -64,7 +64,7 @@ def run_watch(argv: list[str]) -> int:
 
 
 def view(folder: Path) -> Group:
-    """Return what is shown of a run: its step and phase, the newest metrics, held-out scores, events and completions.
+    """Return the view of a run: its step and phase, the newest metrics, held-out scores, events and completions.
 
     Args:
         folder: The `output_dir`.

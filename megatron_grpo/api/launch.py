@@ -61,7 +61,7 @@ def launch_folder(output_dir: Path) -> Iterator[Path]:
 
 
 def write_launch(folder: Path, command: str, words: Sequence[str], objects: Mapping[str, Any], *, listens: bool) -> None:
-    """Write what the ranks need.
+    """Write the files that the ranks read.
 
     Args:
         folder: The launch folder.

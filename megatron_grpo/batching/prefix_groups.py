@@ -160,7 +160,7 @@ def prefix_of(completions: SequenceOf[Completion]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
-    """Columns over rows: all that packing knows of them. Tokens include alignment; costs are tokens plus attention in the same unit.
+    """Columns over rows, with all that packing uses. Tokens include alignment; costs are tokens plus attention in the same unit.
 
     A row by itself takes `apart`. A part of a group computes the group's prefix once: it takes its length plus the `tail` of each row.
     """

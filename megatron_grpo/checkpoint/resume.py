@@ -268,7 +268,7 @@ def _sorted_out(manifests: list[Manifest | str]) -> tuple[list[Manifest], list[s
 
 
 def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named_flags: set[str]) -> list[Problem]:
-    """Return what the small files of a checkpoint say against continuing it. Unreadable files are damage, which `choose` reports."""
+    """Return the problems with continuing a checkpoint that its small files show. Unreadable files are damage, which `choose` reports."""
     problems = []
     own_files = manifest.directory / OURS
     try:

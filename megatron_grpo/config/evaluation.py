@@ -266,7 +266,7 @@ def _unknown_reward(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _own_limit(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the message fields of a problem if the completion length of evaluations differs where it must not."""
+    """Return the message fields of a problem if evaluations need the same completion length as training, and it differs."""
     player = c.player if c.plays else "rollout_func" if c.rollout_func else None
     return {"own": player} if player and c.eval_max_completion_length not in (None, c.max_completion_length) else None
 

@@ -290,7 +290,7 @@ class _Builder:
         self.values["world_size"] = 1 if world_size is None else world_size
 
     def _another_way(self, word: str, name: str, if_true: Any, if_false: Any) -> None:
-        """Set `name` by `word`, which is true or false and another way to set it."""
+        """Set `name` through another setting whose typed value, `word`, is true or false."""
         typed_value = self.values.get(word)
         if typed_value is None:
             return

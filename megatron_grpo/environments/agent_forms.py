@@ -39,7 +39,7 @@ def invalid(message: str, code: str = "invalid_request") -> AgentRefusalError:
 
 
 def unsupported(body: Body, run: SamplingSettings, stop: Sequence[str]) -> AgentRefusalError | None:
-    """Return the refusal of what would change the distribution that tokens are sampled from, and cannot be ignored in silence.
+    """Return the error for a parameter that changes the sampling distribution and cannot be ignored.
 
     Args:
         body: The request.

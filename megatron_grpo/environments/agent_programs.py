@@ -1,4 +1,4 @@
-"""Agents of a run: the user's function, or a program that is started for each episode, and what decides how well it did. No torch."""
+"""Agents of a run: the user's function, or a program started for each episode, and the function that returns its reward. No torch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class AgentResult:
 
 
 class AgentEnvironment(Environment):
-    """Stands for agents where a run looks at its environment. `load_agent` makes subclasses."""
+    """Environment class of a run with agents. `load_agent` makes subclasses."""
 
     solve: ClassVar[Callable[[dict[str, Any], Endpoint], Any]]  # returns what `as_result` reads, or an awaitable of it
     timeout_of_call: ClassVar[float]  # longer than that of the agent: a program is ended, and then its verdict is called
@@ -139,7 +139,7 @@ def _not_found(word: str, command: str) -> Problem:
 
 
 def as_result(value: Any, source: str) -> AgentResult:
-    """Read what an agent function or a verdict returned.
+    """Read the return value of an agent function or of `agent_verdict`.
 
     Args:
         value: A finite number, a dict with `reward` and columns for reward functions, or None.
@@ -236,7 +236,7 @@ class AgentProgram:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a program, and what it has left behind in its process group."""
+    """End a program and the remaining processes of its group."""
     try:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)

@@ -358,7 +358,7 @@ def over(reason: str) -> AgentRefusalError:
 
 
 def _canonical(message: Message) -> str:
-    """Return what a message says, however it is written: white space around it, the order of arguments and IDs do not count."""
+    """Return a normal form of a message, without surrounding white space, the order of arguments, and IDs."""
     calls = [(call["function"]["name"], _parsed(call["function"].get("arguments"))) for call in message.get("tool_calls") or ()]
     return json.dumps([(message.get("content") or "").strip(), calls], sort_keys=True, ensure_ascii=False)
 

@@ -57,7 +57,7 @@ class RequestingPlayer:
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Sentences for the log about what biases the training or affects the process."""
+        """Warnings for the log about effects that bias the training or affect the process."""
         return ()
 
     @property
@@ -111,7 +111,7 @@ class RequestingPlayer:
             request.cancel()
 
     def _hear(self, seconds: float) -> None:
-        """Process what has happened outside the sampler.
+        """Process events that occurred outside the sampler.
 
         Args:
             seconds: Longest wait for it.
@@ -160,7 +160,7 @@ class PlayerFactory:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """One episode, as far as all players know it."""
+    """State of one episode that all players share."""
 
     prompt: Prompt
     place: int  # in its group

@@ -173,7 +173,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 class Events(logging.Handler):
-    """Writer of events.jsonl: what happened in a run besides its metrics, one object with step, time, kind and text per event.
+    """Writer of events.jsonl, with one object of step, time, kind and text per event of the run.
 
     As a handler it records warnings of this program's loggers. Earlier events are kept when a run is resumed.
 

@@ -114,7 +114,7 @@ _patient: Group = None
 def long_timeout_group() -> Group:
     """Return a gloo group of all ranks with a timeout of a year; None if there is one rank.
 
-    For waits without a limit, which NCCL and the job's default group would end by ending the run. Collective at the first call in a job.
+    For waits without a limit: NCCL and the job's default group would end the run. Collective at the first call in a job.
     """
     global _patient
     if num_ranks() > 1 and not (_patient is not None and _patient in dist.distributed_c10d._world.pg_map):
@@ -157,7 +157,7 @@ def all_gather_object(value: Any, group: Group = None) -> list[Any]:
 def gather_object(value: Any) -> list[Any] | None:
     """Gather every rank's `value`, in rank order, on rank 0; None on other ranks. Collective.
 
-    For what a file will hold: texts, records.
+    Use it for the contents of files, such as texts and records.
 
     Args:
         value: Any object that can be pickled.
@@ -216,8 +216,8 @@ def run_on_rank_zero(work: Callable[[], Value], failures: tuple[type[Exception],
 def exchange(parts: Mapping[int, Any]) -> list[Any]:
     """Send `parts[r]` to rank r only; return the objects sent to this rank, in the order of the senders. Collective.
 
-    For what few ranks need: tokens and log-probs go to the ranks that train them. What a rank sends to itself is not copied. One object for
-    several ranks is pickled once.
+    For data that few ranks need, such as tokens and log-probs, which go to the ranks that train them. What a rank sends to itself is not
+    copied. One object for several ranks is pickled once.
 
     Args:
         parts: Objects by destination rank; a destination may be absent.

@@ -74,7 +74,7 @@ def attention(
 
 
 class Chosen(NamedTuple):
-    """A kernel, and why no better one than PLAIN runs here; None if it is a better one."""
+    """Selected attention kernel. If it is PLAIN, the reason why no faster kernel runs here."""
 
     kernel: Kernel
     lacks: str | None

@@ -84,7 +84,7 @@ class _Patches:
         return result
 
     def build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Build the attention metadata of a step, in which copies are read where they will be copied from."""
+        """Build the attention metadata of a step. Blocks that are still to be copied are read at their source."""
         metadata, *extras = self._describe(*args, **kwargs)
         if self._copies:
             shared = next(iter(metadata.values()))  # all layers have the same object

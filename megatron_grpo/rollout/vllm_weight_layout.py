@@ -172,7 +172,7 @@ PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFu
 
 @dataclass(slots=True)
 class _Seen:
-    """Copies into one weight, each once: vLLM loads some twice."""
+    """Copies into one weight without duplicates, because vLLM loads some twice."""
 
     form: TensorForm
     copies: dict[tuple[str, Place, Place | None], None] = field(default_factory=dict)  # (name, to, part)

@@ -113,7 +113,7 @@ class Alarms:
         self.mine, self.everyone, self.neighbour = (Age(5 * period, clock) for _ in range(3))
 
     def is_moving(self, moves: int, pause: float) -> bool:
-        """Return whether this rank vouches for the job: it has progressed since the last call, or its phase may stand still this long.
+        """Return whether this rank counts as making progress: it advanced since the last call, or its phase may pause for this long.
 
         Args:
             moves: Counter of this rank's progress.
@@ -126,7 +126,7 @@ class Alarms:
         """Return "silent", "stuck" or "standstill" if there is an alarm, else None.
 
         Args:
-            moving: Counter that grows as ranks vouch for the job.
+            moving: Counter that grows while ranks make progress.
             is_alone: Whether this rank is in a phase in which it waits for no other rank.
             pause: Seconds for which the current phases may stand still.
             neighbour: Pulse of the rank that this one watches; None without one.
