@@ -118,13 +118,13 @@ class Ledger:
         return [(key, sampled) for key, _, sampled in done]
 
 
-def stage(solve, **rules: Any) -> AgentRunnerFactory:
+def stage(solve, *, template: ChatTemplate | None = None, **rules: Any) -> AgentRunnerFactory:
     timeout = rules.pop("timeout", 60.0)
     limits = dict(max_model_len=8192, max_completion_length=30_000, max_turns=40, max_contexts=16)
     more = {name: rules.pop(name) for name in ("concurrency", "needs_reward") if name in rules}
     return AgentRunnerFactory(
         agent=type("Agent", (AgentEnvironment,), {"solve": staticmethod(solve), "timeout_of_call": rules.pop("timeout_of_call", timeout)}),
-        template=ChatTemplate(agent_tokenizer(), end_ids=[0, 2]), limits=SessionLimits(**limits | rules), system=None, timeout=timeout,
+        template=template or ChatTemplate(agent_tokenizer(), end_ids=[0, 2]), limits=SessionLimits(**limits | rules), system=None, timeout=timeout,
         reader=lambda tools: read_hermes, **{"concurrency": 8, "needs_reward": False} | more,
     )  # fmt: skip
 
@@ -187,6 +187,20 @@ def compare(ledger: Ledger, player: AgentPlayer) -> Counter[str]:
             count["contexts"] += len(sequence.contexts)
     assert not left
     return count
+
+
+def turns_of(groups: Any) -> dict[int, list[list[tuple[Any, ...]]]]:
+    """(context, sampled tokens) of each trained turn of each row, in an order that does not tell who asked first."""
+    found = {}
+    for group in groups:
+        rows = found[group.prompt.number] = []
+        for row in group.completions:
+            ids, starts, turns = row.sequence.token_ids, row.sequence.starts or (0,), []
+            for _, begin, end in row.versions:
+                context = tuple(ids[max(at for at in starts if at <= begin) : begin].tolist())
+                turns.append((context, tuple(ids[begin:end].tolist())))
+            rows.append(sorted(turns))
+    return found
 
 
 # ---- what agents do
@@ -425,6 +439,23 @@ def responses(a, stream=False):
 
 def responses_streamed(a):
     responses(a, stream=True)
+
+
+def branching(row, endpoint):
+    """`solve` of an agent that goes on, asks two things at once, and has a sub-agent. It says words that every tokenizer here has."""
+    a, chat = Agent(endpoint, "a"), list(row["prompt"])
+    for _ in range(2):
+        chat += [a.ask(chat, tools=[]), {"role": "user", "content": "14"}]
+    threads = [
+        threading.Thread(target=a.ask, args=([*chat[:-1], {"role": "user", "content": word}],), kwargs={"tools": []})
+        for word in ("15", "16")
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    a.ask([{"role": "system", "content": "17"}, *row["prompt"]], tools=[])
+    return 1.0
 
 
 KINDS = [plain, streamed, sampled_otherwise, retried, left_and_asked_again, left, edited, rolled_back, parallel, asked_twice, rewritten_json,

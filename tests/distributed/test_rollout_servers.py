@@ -228,6 +228,18 @@ def play_on(engine):
     )
 
 
+def agents_on(engine):
+    """A sampler of agents over this engine: of several contexts, with two requests at once."""
+    from megatron_grpo.environments.agents import AgentSampler
+    from megatron_grpo.environments.trajectory import ChatTemplate
+    from tests.agents import branching, stage
+    from tests.tiny_models import word_tokenizer
+
+    tokenizer = word_tokenizer(128)
+    tokenizer.chat_template = CHAT
+    return AgentSampler(engine, stage(branching, template=ChatTemplate(tokenizer, end_ids=[2, *ENDS]), max_model_len=100, concurrency=32))
+
+
 def questions(count):
     from megatron_grpo.types import Prompt
 
@@ -251,13 +263,13 @@ def played(groups):
     }
 
 
-def play_inside(rank, world, path):
+def play_inside(rank, world, path, player, told):
     how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
     with engine_at(path, rank, world) as engine:
-        return played(play_on(engine).generate(questions(8), how, seed=SEED))
+        return told(player(engine).generate(questions(8), how, seed=SEED))
 
 
-def play_and_lose(rank, world, path, named, out):
+def play_and_lose(rank, world, path, named, out, player, told):
     """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
     from megatron_grpo.servers.http import ServerGoneError
     from tests.unit.trainer.test_rollouts import generator_of
@@ -271,11 +283,11 @@ def play_and_lose(rank, world, path, named, out):
                 for member in engine._broadcaster.server_group.used[:num_lost]:
                     break_after(member, 5, ServerGoneError, losses)
             how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
-            sampler = generator_of(play_on(engine), sync_again=lambda version=version: weight_sync.sync_weights(version))
+            sampler = generator_of(player(engine), sync_again=lambda version=version: weight_sync.sync_weights(version))
             groups = sampler.generate(questions(8), how, seed=SEED)
             assert worst_gap_of_contexts(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
             assert {one.versions[0][0] for group in groups for one in group.completions} == {version}
-            found.append(played(groups))
+            found.append(told(groups))
     return found
 
 
@@ -314,11 +326,18 @@ def worst_gap_of_contexts(groups, path):
     return worst
 
 
-def test_episodes_are_the_same_on_servers_and_one_that_is_lost_costs_its_open_turns_alone(models, servers, tmp_path):
-    [inside] = run_ranks(play_inside, 1, models[0], timeout=120)
-    assert {finish_reason for group in inside.values() for *_, finish_reason in group} >= {"max_turns"}
+@pytest.mark.parametrize("what", ["episodes", "agents"])
+def test_episodes_are_the_same_on_servers_and_one_that_is_lost_costs_its_open_turns_alone(models, servers, tmp_path, what):
+    from tests.agents import turns_of
+
+    how = (play_on, played) if what == "episodes" else (agents_on, turns_of)
+    [inside] = run_ranks(play_inside, 1, models[0], *how, timeout=120)
+    if what == "episodes":
+        assert {finish_reason for group in inside.values() for *_, finish_reason in group} >= {"max_turns"}
+    else:
+        assert {len(turns) for rows in inside.values() for turns in rows} == {5}
     named = named_in(tmp_path / "names", *servers[:2])
-    first, second = run_ranks(play_and_lose, 2, models[0], named, tmp_path / "run", env=ASKS, timeout=180)
+    first, second = run_ranks(play_and_lose, 2, models[0], named, tmp_path / "run", *how, env=ASKS, timeout=180)
     for ours, theirs in zip(first, second, strict=True):
         assert sorted(ours) == [0, 2, 4, 6] and by_number([ours, theirs]) == inside
 
