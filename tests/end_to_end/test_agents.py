@@ -1,4 +1,4 @@
-"""A run whose episodes are programs with the openai client, killed in mid-rollout; and is the run that nobody killed."""
+"""A run of two ranks whose episodes are programs with the openai client, with dynamic sampling and evaluations, killed in mid-rollout."""
 
 # ruff: noqa: E501 - answers, requests and programs stand on one line each
 
@@ -61,7 +61,8 @@ def flags(tmp_path_factory):
         *("--vllm_max_model_len", "700"), *("--max_failed_episodes", "0"), *("--torch_dtype", "float32"), *("--num_generations", "2"),
         *("--global_batch_size", "4"), *("--micro_batch_size", "2"), *("--lr", "1e-3"), *("--vllm_kv_cache_memory_mb", "32"),
         *("--max_steps", str(STEPS)), *("--save_steps", "1"), *("--stop_drain_seconds", "0"), *("--rank_heartbeat_timeout", "0"),
-        *("--export_hf", "false"),
+        *("--export_hf", "false"), *("--dynamic_sample", "true"), *("--eval_dataset", str(folder / "data.jsonl")), *("--eval_steps", "1"),
+        *("--eval_num_prompts", "2"), *("--num_generations_eval", "2"),
     ]  # fmt: skip
 
 
@@ -86,16 +87,16 @@ def programs(here: Path) -> list[str]:
 
 def test_a_run_of_programs_that_is_killed_in_mid_rollout_is_the_run_that_nobody_killed(flags, tmp_path):
     here = Path(flags[flags.index("--dataset") + 1]).parent
-    assert run_ranks(train, 1, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=240) == [0]
+    assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=240) == [0, 0]
     flags = [*flags, "--output_dir", str(tmp_path / "out")]
     with pytest.raises(RanksFailed, match="SIGKILL"):
-        run_ranks(kill_in_mid_rollout, 1, flags, timeout=240)
+        run_ranks(kill_in_mid_rollout, 2, flags, timeout=240)
     (here / "hold").unlink()
     until = time.monotonic() + 5
     while programs(here) and time.monotonic() < until:
         time.sleep(0.05)  # the kernel kills the programs after their run
     assert not programs(here), "the programs of a killed run are killed"
-    assert run_ranks(train, 1, flags, timeout=240) == [0]
+    assert run_ranks(train, 2, flags, timeout=240) == [0, 0]
 
     whole, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
     assert [line["step"] for line in found] == [line["step"] for line in whole] == [1, 2]
@@ -106,3 +107,9 @@ def test_a_run_of_programs_that_is_killed_in_mid_rollout_is_the_run_that_nobody_
     for one in whole:
         assert one["agent/contexts"] >= 2 and one["episodes/turns"] == 3 and one["agent/unread"] == 0
         assert one.get("sampling/sampling_logp_difference/max", 0.0) < 1e-4  # none where all rewards are equal
+
+    scores = [
+        [(one["step"], one["mean@2"], one["mean@2/stderr"]) for one in records(tmp_path / name / "evaluations.jsonl")]
+        for name in ("whole", "out")
+    ]
+    assert scores[0] == scores[1] and [step for step, *_ in scores[0]] == [0, 1, 2]
