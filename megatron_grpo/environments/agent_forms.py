@@ -55,7 +55,7 @@ def unsupported(body: Body, run: SamplingSettings, stop: Sequence[str]) -> Agent
     if form.get("type", "text") != "text":
         return invalid("response_format: only text. Set a grammar for the run (vllm_structured_outputs_regex).", "unsupported_parameter")
     choice = body.get("tool_choice")
-    choice = choice.get("type") if isinstance(choice, Mapping) else choice
+    choice = choice.get("type") if isinstance(choice, dict) else choice
     if choice not in (None, "auto", "none"):
         return invalid(f"tool_choice {choice}: a forced call has another distribution. Use auto or none.", "unsupported_parameter")
     if stop and tuple(stop) != run.stop:
@@ -92,7 +92,7 @@ def _text(content: Any) -> str:
 
 
 def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list) or not all(isinstance(item, (str, Mapping)) for item in value):
+    if not isinstance(value, list) or not all(isinstance(item, (str, dict)) for item in value):
         raise invalid(f"{name} must be a list of objects.")
     return value
 
@@ -121,7 +121,7 @@ def _tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
 
 def _request(body: Body, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], **extra: Any) -> AgentRequest:
     choice = body.get("tool_choice")
-    is_without = (choice.get("type") if isinstance(choice, Mapping) else choice) == "none"
+    is_without = (choice.get("type") if isinstance(choice, dict) else choice) == "none"
     if not messages:
         raise invalid("the request has no messages.")
     return AgentRequest(
@@ -154,7 +154,7 @@ def _reason(turn: AgentTurn, cut: str, calls: str, finished: str) -> str:
 def _read_chat(body: Body) -> AgentRequest:
     messages = []
     for message in _list(body.get("messages"), "messages"):
-        role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+        role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
         if role is None:
             raise invalid(f"a message needs a role of {', '.join(_ROLES)}.")
         chat_message = {"role": role, "content": _text(message.get("content"))} | {

@@ -15,6 +15,7 @@ from megatron_grpo.base import activity
 from megatron_grpo.data.chat import opening_of
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.trajectory import ChatTemplate, TokenizedTrajectory
+from megatron_grpo.environments.workers import LINGER, MOST_LINGERED
 from megatron_grpo.rollout.engine import SamplingSettings, WeightsLostError
 from megatron_grpo.rollout.turns import Key, SampledTurn, TurnEngine, TurnSampler
 from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt
@@ -127,9 +128,13 @@ class RequestingPlayer:
             return not self._is_closed
 
     def _wait(self, seconds: float, is_done: Callable[[], bool] = bool) -> None:
-        """Wait for a request, or until the condition is true."""
+        """Wait for a request, or until the condition is true; then shortly for more requests, so that they enter the same engine step."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or is_done(), timeout=seconds)
+            if self._changed.wait_for(lambda: self._waiting or is_done(), timeout=seconds):
+                end, count = time.monotonic() + MOST_LINGERED, 0
+                while count < len(self._waiting) and time.monotonic() < end:
+                    count = len(self._waiting)
+                    self._changed.wait(LINGER)
 
     def _submit(self, turns: TurnSampler) -> None:
         with self._changed:
