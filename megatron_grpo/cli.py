@@ -22,7 +22,7 @@ from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Probl
 from megatron_grpo.run.terminal import note_renamed, speak_plainly
 
 if TYPE_CHECKING:
-    from megatron_grpo.config import Parsed
+    from megatron_grpo.config import ParsedConfig
     from megatron_grpo.config.config import Config
 
 Command = Callable[..., int]
@@ -69,13 +69,13 @@ def train(argv: list[str], **parts: Any) -> int:
             from megatron_grpo.run.validate import load_inputs
 
             plan, inputs = load_inputs(parsed, has_sampler="engine" in parts)
-            from megatron_grpo.run.build import Parts
+            from megatron_grpo.run.build import RunParts
             from megatron_grpo.run.lifecycle import run_training
 
-        return run_training(plan, inputs, Parts(analysis=Analysis(), **parts))
+        return run_training(plan, inputs, RunParts(analysis=Analysis(), **parts))
 
 
-def _parsed_to_train(argv: list[str]) -> Parsed:
+def _parsed_to_train(argv: list[str]) -> ParsedConfig:
     """Parse the command line of `train`.
 
     As `_parsed`, but `--print_config` also shows derived values, and one process where the settings ask for several is a problem.
@@ -287,7 +287,7 @@ class _ConfigShown(Exception):
     """Signal that `--print_config` was given and has been answered."""
 
 
-def _parsed(argv: Sequence[str], *, is_launched: bool = True) -> Parsed:
+def _parsed(argv: Sequence[str], *, is_launched: bool = True) -> ParsedConfig:
     """Parse the settings, with all problems found in them.
 
     Args:
@@ -308,7 +308,7 @@ def _launched_world_size() -> int | None:
     return launched.world_size if launched.is_launched else None
 
 
-def _parse(argv: Sequence[str], world_size: int | None) -> Parsed:
+def _parse(argv: Sequence[str], world_size: int | None) -> ParsedConfig:
     from megatron_grpo.compat import DIALECTS
     from megatron_grpo.config import parse
 
@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
     Args:
         argv: Command-line arguments, the command first. None reads `sys.argv`.
-        parts: Custom components for `train`, such as a sampler, a reference or a guard. See `run.build.Parts`.
+        parts: Custom components for `train`, such as a sampler, a reference or a guard. See `run.build.RunParts`.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 configuration error, 3 interrupted and saved, 130 after a keyboard interrupt.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
-from megatron_grpo.planning.check import Checked, check_parsed
+from megatron_grpo.planning.check import CheckedConfig, check_parsed
 
 
-def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> Checked:
+def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> CheckedConfig:
     """Raises ConfigError with everything that is wrong."""
     return check_parsed(parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS))

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from megatron_grpo.metrics.evaluations import Evaluated
+from megatron_grpo.metrics.evaluations import EvaluationResult
 
 
-def evaluated(*scores: float | None, name: str = "eval", question: str = "", **others: float) -> Evaluated:
+def evaluated(*scores: float | None, name: str = "eval", question: str = "", **others: float) -> EvaluationResult:
     """scores: of the completions of each prompt, one each; others: further means."""
     given = [math.nan if score is None else score for score in scores]
-    return Evaluated(
+    return EvaluationResult(
         name=name, n=1, temperature=0.0, score="accuracy", question=question, rows=range(len(given)),
         scores=np.array(given, dtype=np.float64)[:, None], pass_threshold=1.0, others=others,
     )  # fmt: skip

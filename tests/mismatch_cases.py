@@ -121,12 +121,12 @@ def _sees_neighbours(bench: Bench) -> None:
     """The trainer's layers take all rows of a micro-batch for one."""
     import dataclasses
 
-    from megatron_grpo.policy.packed_batch import Runs
+    from megatron_grpo.policy.packed_batch import UniformRuns
 
     def hook(module: Any, inputs: Any, named: Any) -> Any:
         packed = named["packed_seq_params"]
         total = sum(run.num * run.num_queries for run in packed.causal.runs)
-        causal = dataclasses.replace(packed.causal, runs=(Runs(1, total, total),))
+        causal = dataclasses.replace(packed.causal, runs=(UniformRuns(1, total, total),))
         return inputs, {**named, "packed_seq_params": dataclasses.replace(packed, causal=causal)}
 
     for layer in bench.layers:
@@ -305,7 +305,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 
     import numpy as np
 
-    from megatron_grpo.analysis.operations import LIMITS, ComparedRow, Side, alone, look_at, sequence_of
+    from megatron_grpo.analysis.operations import LIMITS, ComparedRow, ModelPair, alone, look_at, sequence_of
     from megatron_grpo.parallel import collectives
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.trainer.weight_sync import WeightSyncManager
@@ -346,7 +346,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
     ]
     worst = max(rows, key=lambda row: float(np.abs(row.differences).max()))
     by_itself = alone(policy.scorer, bench.temperature)
-    side = Side(engine=engine, model=bench.ours, score=by_itself, temperature=1.0, limit=LIMITS[dtype])
+    side = ModelPair(engine=engine, model=bench.ours, score=by_itself, temperature=1.0, limit=LIMITS[dtype])
     return worst, look_at(side, worst)
 
 

@@ -76,20 +76,20 @@ class Server:
             raise Refusal(answer.status, wire.decode_error(said))
         return said
 
-    def state(self, path: str = "/state", body: Any = None, **options: Any) -> wire.State:
-        return wire.decode(wire.State, self.call(path, body, **options))
+    def state(self, path: str = "/state", body: Any = None, **options: Any) -> wire.ServerState:
+        return wire.decode(wire.ServerState, self.call(path, body, **options))
 
-    def claim(self, run: str = "a run", incarnation: str | None = None) -> wire.State:
+    def claim(self, run: str = "a run", incarnation: str | None = None) -> wire.ServerState:
         self.incarnation = incarnation or self.incarnation
-        return self.state("/claim", wire.Claim(run=run, incarnation=self.incarnation))
+        return self.state("/claim", wire.ClaimRequest(run=run, incarnation=self.incarnation))
 
-    def generate(self, body: wire.Generate) -> dict[str, wire.Answer]:
+    def generate(self, body: wire.GenerateRequest) -> dict[str, wire.GenerateLine]:
         """Answers by key; those that came before the stream ended."""
         connection, stream = self.request("POST", "/generate", wire.encode(body))
         try:
             if stream.status != 200:
                 raise Refusal(stream.status, wire.decode_error(stream.read()))
-            answers = [wire.decode_line(wire.Answer, line) for line in iter(stream.readline, b"")]
+            answers = [wire.decode_line(wire.GenerateLine, line) for line in iter(stream.readline, b"")]
         finally:
             connection.close()
         return {answer.key: answer for answer in answers if answer is not None}
@@ -130,7 +130,7 @@ class Trainer:
         name, first, joins = f"link {self._number}", 1, []
         sizes = [server.state().world_size for server in servers]
         for server, size in zip(servers, sizes, strict=True):
-            join = wire.Join(
+            join = wire.JoinRequest(
                 address="127.0.0.1", port=self.meeting.port, first_rank=first, world=1 + sum(sizes), name=name, seconds=self.seconds
             )
             joins.append(Asked(lambda server=server, join=join: server.call("/join", join)))
@@ -165,7 +165,7 @@ class Asked:
 
 
 def push(link: WeightSender, named: Iterable[tuple[str, Any]], *servers: Server, path: str = "/weights", bucket_bytes: int = 20_000,
-         **body: Any) -> list[wire.State]:  # fmt: skip
+         **body: Any) -> list[wire.ServerState]:  # fmt: skip
     """One push to all of them. Raises what the sender raised, else what a server said."""
     cls = wire.WeightUpdateRequest if path == "/weights" else wire.AdapterUpdateRequest
     asked = [Asked(lambda server=server: server.state(path, cls(link=link.name, **body))) for server in servers]

@@ -20,7 +20,7 @@ from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import wire
 
 TOKEN = "the token of these tests"
-STATE = wire.State(
+STATE = wire.ServerState(
     boot="first", version=None, has_base=False, owner=None, running=0, model="m", dtype="float32", world_size=1, max_model_len=64,
     max_num_seqs=8, adapter_rank=0,
 )  # fmt: skip
@@ -42,7 +42,7 @@ class Broken(Exception):
     """The connection ends here, in the middle of whatever it was."""
 
 
-def answer(request: wire.Request, version: int, **changes) -> wire.Answer:
+def answer(request: wire.Request, version: int, **changes) -> wire.GenerateLine:
     """Tokens that tell the prompt, the seed and the place."""
     drawn = [
         wire.SampledCompletion(
@@ -51,10 +51,10 @@ def answer(request: wire.Request, version: int, **changes) -> wire.Answer:
         )
         for place in range(request.n)
     ]  # fmt: skip
-    return wire.Answer(key=request.key, completions=tuple(replace(one, **changes) for one in drawn))
+    return wire.GenerateLine(key=request.key, completions=tuple(replace(one, **changes) for one in drawn))
 
 
-def all_at_once(server: SmallServer, body: wire.Generate) -> Iterator[bytes]:
+def all_at_once(server: SmallServer, body: wire.GenerateRequest) -> Iterator[bytes]:
     for request in body.requests:
         yield wire.encode_line(answer(request, body.version))
 
@@ -109,11 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
             if self.headers.get(wire.AUTHORIZATION) != f"Bearer {TOKEN}":
                 return self._send(401, wire.encode_error("the token is missing or wrong"))
             if server.state.is_frozen and self.path != "/state":
-                return self._stream(wire.decode(wire.PromptLogprobs, body))
+                return self._stream(wire.decode(wire.PromptLogprobsRequest, body))
             mine = None if server.state.is_frozen else self.headers.get(wire.INCARNATION)
             is_owner = server.claim is not None and server.claim.incarnation == mine
             if self.path == "/claim":
-                claim = wire.decode(wire.Claim, body)
+                claim = wire.decode(wire.ClaimRequest, body)
                 if server.claim is not None and server.claim.run != claim.run:
                     return self._send(409, wire.encode_error(f"run {server.claim.run!r} owns this server"))
                 server.claim, server.claims = claim, server.claims + 1
@@ -121,10 +121,10 @@ class _Handler(BaseHTTPRequestHandler):
             elif (mine is not None or self.path != "/state") and not is_owner:
                 return self._send(409, wire.encode_error("this server belongs to somebody else; claim it first"))
             if self.path == "/generate":
-                return self._generate(wire.decode(wire.Generate, body))
+                return self._generate(wire.decode(wire.GenerateRequest, body))
             self._send(200, wire.encode(server.state))
 
-    def _generate(self, body: wire.Generate) -> None:
+    def _generate(self, body: wire.GenerateRequest) -> None:
         server = self.server_of
         server.asked.append(tuple(request.key for request in body.requests))
         if body.version != server.state.version:

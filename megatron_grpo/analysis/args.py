@@ -12,14 +12,14 @@ from megatron_grpo.base.errors import ConfigError, Problem, config_error, proble
 from megatron_grpo.checkpoint.manifest import MANIFEST, Folder, Manifest, damage
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
-from megatron_grpo.config import Parsed
+from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.grpo import validation
 from megatron_grpo.run.opened import settings_over, whole_checkpoint
 from megatron_grpo.run.terminal import note_renamed
 from megatron_grpo.types import Sample
 
-Parse = Callable[[Sequence[str]], Parsed]
+Parse = Callable[[Sequence[str]], ParsedConfig]
 
 
 def _taken(words: Sequence[str], own_flags: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -104,7 +104,7 @@ def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
     return replace(subject, row=None if row is None else int(row), num_rows=int(num_rows or ROWS), dtype=dtype)
 
 
-def _subject(path: Path, parsed: Parsed, parse: Parse) -> MismatchArgs:
+def _subject(path: Path, parsed: ParsedConfig, parse: Parse) -> MismatchArgs:
     typed_cfg, path = parsed.config, path.absolute()
     if (path / MANIFEST).is_file():
         run_directory = path.parent.parent

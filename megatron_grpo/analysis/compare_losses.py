@@ -30,7 +30,7 @@ from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
-from megatron_grpo.config import Parsed
+from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.grpo.entropy import AdaptiveEntropy
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class VariantResult:
     """Result of one variant.
 
     Args:
@@ -77,7 +77,7 @@ class Outcome:
     kl: float | None
 
 
-class AllowsAll:
+class AcceptAllCheck:
     """Guard that accepts every gradient, because `compare-losses` shows gradients as they are."""
 
     def allows(self, gradient: Any) -> bool:
@@ -85,7 +85,7 @@ class AllowsAll:
         return True
 
 
-def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
     """Run the `compare-losses` command and print its findings.
 
     Args:
@@ -112,7 +112,7 @@ def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], Par
     return EXIT_DONE
 
 
-def compare_losses(args: CompareLossesArgs) -> list[Outcome]:
+def compare_losses(args: CompareLossesArgs) -> list[VariantResult]:
     """Repeat the recorded step with the run's own settings, then with each variant. Collective.
 
     Starts the parallel job.
@@ -132,12 +132,12 @@ def compare_losses(args: CompareLossesArgs) -> list[Outcome]:
     beta = max(variant.cfg.grpo.beta for variant in args.variants)  # above 0 if any variant needs the reference
     content = {"question": "; ".join(variant.name for variant in args.variants)}
     policy = open_policy(cfg.with_values({"beta": beta}), model, args.checkpoint, content, num_steps=args.step + 2,
-                         parts=PolicyParts(gradient_check=AllowsAll()))  # fmt: skip
+                         parts=PolicyParts(gradient_check=AcceptAllCheck()))  # fmt: skip
     policy.optimizer.step = lambda: None  # keeps the weights unchanged
     samples = read_samples(args.checkpoint / RECORDED)
     left_out = _left_out(cfg, samples, args.step)
     adaptive, entropy = policy.entropy, _entropy_of(policy, args.checkpoint)
-    gradient, outcomes = None, list[Outcome]()
+    gradient, outcomes = None, list[VariantResult]()
     stale = {variant.staleness for variant in args.variants} - {0}
     with_old_logprobs = _with_old_logprobs(policy, samples) if stale else []
     for staleness in sorted({0, *stale}):
@@ -217,7 +217,7 @@ def _take(
     index: int,
     reference: list[torch.Tensor] | None,
     left_out: frozenset[RowKind],
-) -> tuple[Outcome, list[torch.Tensor]]:
+) -> tuple[VariantResult, list[torch.Tensor]]:
     """Compute forward and backward of one variant. Collective.
 
     Returns:
@@ -238,7 +238,7 @@ def _take(
         cosine = _cosine(policy, buffers, reference, gradients)
     kl, ess = _off_policy(policy, batch, trained.logprobs)
     get = trained.metrics.get
-    return Outcome(
+    return VariantResult(
         name=variant.name, rows=batch.num_sequences, loss=get("loss", 0.0), grad_norm=norm, cosine=cosine, kl_sampler=kl, ess=ess,
         clip_low=get("clip_ratio/low_mean", 0.0), clip_high=get("clip_ratio/high_mean", 0.0), kl=get("kl"),
     ), reference  # fmt: skip
@@ -287,7 +287,7 @@ def _recorded(args: CompareLossesArgs) -> dict[str, float] | None:
     return {name: logged[name] for name in ("loss", "grad_norm") if name in logged} if logged else None
 
 
-def report_lines(args: CompareLossesArgs, outcomes: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
+def report_lines(args: CompareLossesArgs, outcomes: Sequence[VariantResult], recorded: dict[str, float] | None) -> list[str]:
     """Format the outcomes as a table.
 
     Args:

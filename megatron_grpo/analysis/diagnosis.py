@@ -17,7 +17,7 @@ SHOWN = 8  # maximum rows and tensors that are listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoneRow:
+class IsolatedRow:
     """A row computed alone.
 
     Args:
@@ -62,7 +62,7 @@ class Diagnosis:
     numbers: dict[str, float]
     was: dict[str, float]
     weights: dict[str, Any]
-    rows: list[LoneRow]
+    rows: list[IsolatedRow]
     copies: list[dict[str, Any]]
     ranks: str
     lacks: list[str]
@@ -101,7 +101,7 @@ class Diagnosis:
 
 
 def diagnose(
-    step_dump: StepDump, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[LoneRow],
+    step_dump: StepDump, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[IsolatedRow],
     copies: list[dict[str, Any]],
 ) -> Diagnosis:  # fmt: skip
     """Diagnose a replayed step.
@@ -140,7 +140,7 @@ def _weights(weights: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _rows_not_finite(rows: Sequence[LoneRow], first: str | None, *, has_bad_weight: bool) -> list[str]:
+def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None, *, has_bad_weight: bool) -> list[str]:
     if has_bad_weight:
         return []
     lines = []
@@ -156,7 +156,8 @@ def _rows_not_finite(rows: Sequence[LoneRow], first: str | None, *, has_bad_weig
 
 
 def _finite_here(
-    step_dump: StepDump, numbers: Mapping[str, float], recorded: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[LoneRow]
+    step_dump: StepDump, numbers: Mapping[str, float], recorded: Mapping[str, float], weights: Mapping[str, Any], rows:
+    Sequence[IsolatedRow]
 ) -> list[str]:  # fmt: skip
     lines = []
     if not math.isfinite(recorded.get("grad_norm", 0.0)):
@@ -223,5 +224,5 @@ def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
     return f"{int(differs.sum())} of {len(differs)} values, the first at {coordinates}: {values}"
 
 
-def _name(row: LoneRow) -> str:
+def _name(row: IsolatedRow) -> str:
     return f"row {row.key[1]} of rollout {row.key[0]} (prompt {row.prompt_number})"

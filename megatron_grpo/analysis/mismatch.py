@@ -12,13 +12,13 @@ import numpy as np
 
 from megatron_grpo.analysis import traced, vllm_traced
 from megatron_grpo.analysis.args import MismatchArgs, read_mismatch_args
-from megatron_grpo.analysis.operations import LIMITS, ComparedRow, Operation, Side, alone, look_at, sequence_of
+from megatron_grpo.analysis.operations import LIMITS, ComparedRow, ModelPair, Operation, alone, look_at, sequence_of
 from megatron_grpo.analysis.printing import print_report
 from megatron_grpo.analysis.report import MismatchReport, as_json, draw, drift_of, report_lines, worst_row, worst_tokens
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.base.files import why_not_drawn
-from megatron_grpo.config import Parsed, sampling_mask
+from megatron_grpo.config import ParsedConfig, sampling_mask
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.hub import find_model
@@ -43,7 +43,7 @@ TOGETHER = 4  # minimum rows of a micro-batch
 LONGEST_ANSWER = 64  # maximum tokens of a newly sampled completion
 
 
-def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
     """Run the `mismatch` command and print its findings, as one JSON object with `--json`.
 
     Args:
@@ -129,7 +129,7 @@ def look(
     if reason := traced.not_traced(model.chunks[0]) or vllm_traced.not_traced(engine):
         notes.append(f"The operations of this model are not compared: it {reason}.")
     else:
-        side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
+        side = ModelPair(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
         operations = look_at(side, compared[chosen])
     return MismatchReport(
         asked=args,

@@ -20,7 +20,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.model import PolicyModel
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.rollout.colocated import ColocatedEngine
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 
 # Root mean square of an operation's difference, relative to that of its output. Correct operations stay below: 1e-6 by another order
 # of summation, 5e-3 by other bfloat16 roundings (docs/mismatch.md).
@@ -73,7 +73,7 @@ def order(num_layers: int) -> list[str]:
     return ["embedding", *layers, "final norm", "logits", "log-prob"]
 
 
-def sequence_of(tokens: Sequence[int], opening: int) -> Scored:
+def sequence_of(tokens: Sequence[int], opening: int) -> TokenSequence:
     """Return a sequence in which all tokens after the first `opening` ones are scored.
 
     Args:
@@ -81,10 +81,10 @@ def sequence_of(tokens: Sequence[int], opening: int) -> Scored:
         opening: Number of leading tokens that are not scored.
     """
     token_ids = np.asarray(tokens, dtype=np.int64)
-    return Scored(token_ids=token_ids, mask=np.arange(len(token_ids)) >= opening)
+    return TokenSequence(token_ids=token_ids, mask=np.arange(len(token_ids)) >= opening)
 
 
-Score = Callable[[Sequence[Scored]], list[np.ndarray]]  # returns log-probs of the masked tokens, at the sampling temperature
+Score = Callable[[Sequence[TokenSequence]], list[np.ndarray]]  # returns log-probs of the masked tokens, at the sampling temperature
 
 # Checks that need more than one sequence, by name.
 RECORDED = "log-probs when sampled"
@@ -143,7 +143,7 @@ class ComparedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class ModelPair:
     """A sampler and a trainer on the same ranks with the same tensor parallelism.
 
     Args:
@@ -172,7 +172,7 @@ def alone(scorer: ModelScorer, temperature: float | None = None) -> Score:
     return partial(ModelScorer(scorer.model, scorer.parallel, cut, context=scorer.around).score, temperature=temperature)
 
 
-def look_at(side: Side, row: ComparedRow) -> list[Operation]:
+def look_at(side: ModelPair, row: ComparedRow) -> list[Operation]:
     """Compare every operation that both sides have, then make the checks that need more than one sequence. Collective.
 
     Operations are in the order of computation.
@@ -196,7 +196,7 @@ def look_at(side: Side, row: ComparedRow) -> list[Operation]:
     return [*operations, *(_aside(name, a, b, size, side.limit) for name, a, b in comparisons)]
 
 
-def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Operation], np.ndarray, float]:
+def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[list[Operation], np.ndarray, float]:
     """Compare the operations of one sequence.
 
     Returns:
@@ -210,7 +210,7 @@ def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Ope
     scored: list[np.ndarray] = []
     forced_inputs = {name: rows for name, rows in sampler.items() if name not in ("logits", "log-prob")}
     trainer = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced_inputs)
-    trainer["log-prob"] = traced.OwnRows(0, torch.from_numpy(scored[0][opening:])[:, None])
+    trainer["log-prob"] = traced.LocalRows(0, torch.from_numpy(scored[0][opening:])[:, None])
     start = model.output_layer.vocab_start
     sampler["logits"] = logits[:, start : start + trainer["logits"].rows.shape[1]]
     names = [name for name in order(len(model.decoder.layers)) if name in trainer and name in sampler]
@@ -244,7 +244,7 @@ def first_over(operations: Sequence[Operation]) -> Operation | None:
     return next((op for op in operations if op.is_over), None)
 
 
-def _part(own_rows: traced.OwnRows, sampler: torch.Tensor, size: float | None) -> np.ndarray:
+def _part(own_rows: traced.LocalRows, sampler: torch.Tensor, size: float | None) -> np.ndarray:
     """Return the statistics of this rank's shard, float64 [5].
 
     They are the sum of squared differences, the sum of squares that they are relative to, the maximum difference, the count of equal

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.analysis.diagnosis import Diagnosis, LoneRow, diagnose
+from megatron_grpo.analysis.diagnosis import Diagnosis, IsolatedRow, diagnose
 from megatron_grpo.analysis.printing import print_report
 from megatron_grpo.analysis.replica_check import tensors_of
 from megatron_grpo.analysis.step_dump import StepDump, marked, rows_of
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.checkpoint import rng_state
-from megatron_grpo.config import Parsed
+from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config, ParallelConfig
 from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
 from megatron_grpo.config.table import InvalidValueError, Setting, in_current_names, read_value, table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.gradient_check import wrong_rows
-from megatron_grpo.policy.policy import Policy, SummedGradient
+from megatron_grpo.policy.policy import Policy, ReducedGradient
 from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_policy
@@ -40,7 +40,7 @@ _OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "model", "adapters",
            "micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "vllm_mode", *OF_THE_OPTIMIZER)  # fmt: skip
 
 
-def run_replay(words: Sequence[str], parsed: Parsed) -> int:
+def run_replay(words: Sequence[str], parsed: ParsedConfig) -> int:
     """Run the `replay` command.
 
     Args:
@@ -167,7 +167,7 @@ def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | Non
         ranks = sorted(missing)[:8]
         raise config_error("replay", f"{len(missing)} of its {len(rows_of(step_dump.step))} rows are missing ({ranks}): the "
                            "ranks that had them hung, and could not write them.")  # fmt: skip
-    recorded = PolicyParts(reference=lambda _, initial, __: Recorded(step_dump.forward("references"), initial.parallel))
+    recorded = PolicyParts(reference=lambda _, initial, __: RecordedReference(step_dump.forward("references"), initial.parallel))
     content = {"step dump": step_dump.path.name}
     policy = open_policy(cfg, model, checkpoint, content, num_steps=step_dump.step.index + 1, parts=recorded)
     parallel = policy.parallel
@@ -187,7 +187,7 @@ def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | Non
     return diagnose(step_dump, parallel.layout, gradient.metrics, weights, first, rows, copies)
 
 
-class Recorded:
+class RecordedReference:
     """A reference that returns the log-probs recorded by the run.
 
     Args:
@@ -231,19 +231,19 @@ class Recorded:
 class _Enough(Exception):
     """Raised when the gradient is summed, to end the training step."""
 
-    def __init__(self, gradient: SummedGradient):
+    def __init__(self, gradient: ReducedGradient):
         self.gradient = gradient
 
 
 class _Looks:
-    def on_gradients_reduced(self, gradient: SummedGradient) -> None:
+    def on_gradients_reduced(self, gradient: ReducedGradient) -> None:
         raise _Enough(gradient)
 
-    def on_pre_optimizer_step(self, gradient: SummedGradient, skipped_step: Any) -> None:
+    def on_pre_optimizer_step(self, gradient: ReducedGradient, skipped_step: Any) -> None:
         raise AssertionError("never reached")
 
 
-def _forward(policy: Policy, batch: GlobalBatch) -> tuple[SummedGradient, str | None]:
+def _forward(policy: Policy, batch: GlobalBatch) -> tuple[ReducedGradient, str | None]:
     """Run the step up to its summed gradient. Collective.
 
     Returns:
@@ -312,11 +312,11 @@ def _weights(step_dump: StepDump, policy: Policy) -> dict[str, Any]:
 
 
 def _rows(
-    step_dump: StepDump, policy: Policy, batch: GlobalBatch, gradient: SummedGradient, prompts: Mapping[RowKey, int]
-) -> list[LoneRow]:
+    step_dump: StepDump, policy: Policy, batch: GlobalBatch, gradient: ReducedGradient, prompts: Mapping[RowKey, int]
+) -> list[IsolatedRow]:
     """Compute every row of the step alone, on all ranks. Collective."""
     recorded = step_dump.forward("logprobs")
-    measured: dict[RowKey, LoneRow] = {}
+    measured: dict[RowKey, IsolatedRow] = {}
     norms: dict[RowKey, float] = {}
     for micro, logprobs, norm in policy.each_alone(batch):
         [key] = micro.rows
@@ -325,12 +325,12 @@ def _rows(
             _, cause = wrong_rows(micro, logprobs, gradient.references.get(key))
             run = recorded.get(key)
             gap = np.abs(gradient.logprobs[key] - micro.sampler_logprobs)
-            measured[key] = LoneRow(
+            measured[key] = IsolatedRow(
                 key=key, norm=norm, what=cause, num_tokens=len(logprobs),
                 forward=None if run is None else _largest(np.abs(gradient.logprobs[key] - run))[0],
                 gap=_largest(gap)[0], token=_largest(gap)[1], prompt_number=prompts[key],
             )  # fmt: skip
-    merged: dict[RowKey, LoneRow] = {}
+    merged: dict[RowKey, IsolatedRow] = {}
     for rows, norms_of_rank in collectives.all_gather_object((measured, norms)):
         for key, row in rows.items():
             merged.setdefault(key, row)

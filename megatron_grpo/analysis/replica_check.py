@@ -84,7 +84,7 @@ class ReplicaMismatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Finding:
+class ReplicaCheckResult:
     """All differences that a check found, the likeliest origin first.
 
     Args:
@@ -128,7 +128,9 @@ class ReplicaCheck:
         return self.every > 0 and (not self._has_looked or step % self.every == 0)
 
     @torch.no_grad()
-    def look(self, policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]) -> Finding | None:
+    def look(
+        self, policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]
+    ) -> ReplicaCheckResult | None:
         """Compare all replicas, after the gradient is summed and before the optimizer runs. Collective; the same result on every rank.
 
         Args:
@@ -154,7 +156,7 @@ class ReplicaCheck:
         parted = tuple(sorted(of_all_ranks, key=lambda mismatch: KINDS.index(mismatch.kind)))
         first = {f"{mismatch.kind} {mismatch.name}" for mismatch in parted[:SHOWN]}
         tensors = {f"{kind} {name}": value for kind, name, _, value in values if isinstance(value, torch.Tensor)}
-        return Finding(
+        return ReplicaCheckResult(
             step=batch.step + 1, equal_at=self._equal_at, parted=parted,
             mine={name: tensor for name, tensor in tensors.items() if name in first},
         )  # fmt: skip

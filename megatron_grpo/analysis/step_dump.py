@@ -36,7 +36,7 @@ from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.checkpoint.samples import file_of, read_samples
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel import collectives
-from megatron_grpo.policy.policy import Policy, SummedGradient
+from megatron_grpo.policy.policy import Policy, ReducedGradient
 from megatron_grpo.run.export import drained
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.trainer.step_monitor import DumpReason
@@ -68,7 +68,7 @@ class StepDumps:
     last_checkpoint: Callable[[], Path | None] = lambda: None
     print_line: Callable[[str], None] = field(default=print)
 
-    def write(self, moment: DumpReason, buffer: SampleBuffer, policy: Policy, gradient: SummedGradient) -> Path | None:
+    def write(self, moment: DumpReason, buffer: SampleBuffer, policy: Policy, gradient: ReducedGradient) -> Path | None:
         """Write a step dump. Collective.
 
         A failure is reported, and does not affect the run.
@@ -302,7 +302,7 @@ def marked(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) ->
         yield name, tensor
 
 
-def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: Policy, gradient: SummedGradient) -> None:
+def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: Policy, gradient: ReducedGradient) -> None:
     """Write the files of this rank."""
     name, keys = f"rank_{collectives.rank():05d}.npz", rows_of(moment.step)
     if samples := [sample for sample in buffer.to_save() if sample.key in keys]:
@@ -329,7 +329,7 @@ def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
     return stream.getvalue()
 
 
-def _measured(policy: Policy, gradient: SummedGradient) -> dict[str, Any]:
+def _measured(policy: Policy, gradient: ReducedGradient) -> dict[str, Any]:
     """Return the metrics of the step. Numbers that are not finite become strings, because JSON has none."""
 
     def numbers(values: Mapping[str, float]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megatron_grpo.policy.model import PolicyModel
 BY_TOKENS = ("embedding", "norm 1", "o proj", "residual 1", "norm 2", "router", "experts", "down", "residual 2", "final norm")
 
 
-class OwnRows(NamedTuple):
+class LocalRows(NamedTuple):
     """Rows of an operation's output on this rank.
 
     Args:
@@ -72,7 +72,7 @@ def by_kind(x: torch.Tensor, config: Any, *, dim: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, torch.Tensor]) -> dict[str, OwnRows]:
+def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, torch.Tensor]) -> dict[str, LocalRows]:
     """Record the operations of the model while it scores a sequence. Collective over TP.
 
     Args:
@@ -93,7 +93,7 @@ def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, 
 class _Tracer:
     def __init__(self, model: PolicyModel, forced: Mapping[str, torch.Tensor]):
         self.model, self.forced = model, forced
-        self.recorded: dict[str, OwnRows] = {}
+        self.recorded: dict[str, LocalRows] = {}
         self.rank = model.pg_collection.tp.rank()
         cfg, tp = model.config, model.pg_collection.tp.size()
         self.groups, self.heads, self.channels = cfg.num_query_groups // tp, cfg.num_attention_heads // tp, cfg.kv_channels
@@ -103,7 +103,7 @@ class _Tracer:
         rows = own.detach().reshape(len(own), -1).clone()  # a replacement is often written over it
         cut = self.model.config.sequence_parallel and name.split(" ", name.startswith("L"))[-1] in BY_TOKENS
         start = self.rank * len(rows) if cut else 0
-        self.recorded[name] = OwnRows(start, rows.cpu())
+        self.recorded[name] = LocalRows(start, rows.cpu())
         if name not in self.forced:
             return None
         sampler_rows = self.forced[name][start : start + len(rows)]
@@ -228,4 +228,4 @@ class _Tracer:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=head.tp_group)
         words = (head.weight if weight is None else weight)[: head.num_valid_rows]
         hidden, words = (x.float() if head.in_float32 else x for x in (hidden.squeeze(1)[batch.logit_positions], words))
-        self.recorded["logits"] = OwnRows(0, (hidden @ words.t()).float().cpu())
+        self.recorded["logits"] = LocalRows(0, (hidden @ words.t()).float().cpu())

@@ -21,7 +21,7 @@ from megatron_grpo.base.html import table
 from megatron_grpo.metrics.records import Records
 
 if TYPE_CHECKING:
-    from megatron_grpo.config.parse import Parsed
+    from megatron_grpo.config.parse import ParsedConfig
     from megatron_grpo.planning.command import Plan
 
 Function = str | Callable[..., Any]
@@ -201,7 +201,7 @@ class GRPOTrainer:
         """Return the explicit settings of the run. They are read again for each call, so an assignment to `args` counts."""
         return {**explicit_settings(self.args), **self._own}
 
-    def parsed(self, world_size: int | None = None) -> Parsed:
+    def parsed(self, world_size: int | None = None) -> ParsedConfig:
         """Return the parsed settings, with the problems found in them.
 
         Args:

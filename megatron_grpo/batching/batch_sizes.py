@@ -9,7 +9,7 @@ from math import gcd, isqrt, lcm
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching.rules import lower_bounds, minimum, rules
-from megatron_grpo.batching.sizes import CP, EP, ETP, PP, SIZES, STEPS, TP, VPP, WORLD, Model, SizeRule, TypedSizes, derive, inputs_of
+from megatron_grpo.batching.sizes import CP, EP, ETP, PP, SIZES, STEPS, TP, VPP, WORLD, SizeInputs, SizeModel, SizeRule, derive, inputs_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout
 
@@ -46,7 +46,7 @@ class BatchSizes:
 
     @classmethod
     def from_config(
-        cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: Model | None = None
+        cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: SizeModel | None = None
     ) -> BatchSizes:
         """Derive the sizes of a configuration.
 
@@ -61,7 +61,7 @@ class BatchSizes:
         """
         from megatron_grpo.config.validation import validate
 
-        model = model or Model(num_layers=num_layers, num_experts=num_experts)
+        model = model or SizeModel(num_layers=num_layers, num_experts=num_experts)
         problems = size_problems(cfg, model, others_pass=not validate(cfg))
         if problems:
             raise ConfigError(problems)
@@ -72,7 +72,7 @@ class BatchSizes:
         return replace(sizes, partial_rollouts=cfg.rollout.partial_rollouts)
 
     @classmethod
-    def of(cls, inputs: TypedSizes, *, old_logprobs: str = "auto", async_rollout_depth: int = 0) -> BatchSizes:
+    def of(cls, inputs: SizeInputs, *, old_logprobs: str = "auto", async_rollout_depth: int = 0) -> BatchSizes:
         """Derive the sizes from inputs that violate no rule.
 
         Args:
@@ -139,7 +139,9 @@ class BatchSizes:
         return {name: getattr(self, name) for name in names}
 
 
-def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool = True, unreadable: Collection[str] = ()) -> list[Problem]:
+def size_problems(
+    cfg: Config, model: SizeModel | None = None, *, others_pass: bool = True, unreadable: Collection[str] = ()
+) -> list[Problem]:
     """Return all problems with the sizes, with the user's names of the settings to change.
 
     Args:
@@ -208,7 +210,7 @@ def with_derived_sizes(cfg: Config, sizes: BatchSizes) -> Config:
 # ---- the nearest valid values ----
 
 
-def broken_rules(inputs: TypedSizes) -> list[SizeRule]:
+def broken_rules(inputs: SizeInputs) -> list[SizeRule]:
     """Return the rules that the sizes violate, without those that only follow from another violated rule.
 
     A size that is too small hides only the rules that it takes part in: the others are checked with its minimum in its place.
@@ -227,7 +229,7 @@ def broken_rules(inputs: TypedSizes) -> list[SizeRule]:
     return violated + [rule for rule in broken.values() if not too_small & set(rule.flags)]
 
 
-def nearest(inputs: TypedSizes, flag: str) -> list[int]:
+def nearest(inputs: SizeInputs, flag: str) -> list[int]:
     """Return at most two values of `flag` that violate no rule: the nearest one below and above the present one.
 
     Args:
@@ -253,7 +255,7 @@ def nearest(inputs: TypedSizes, flag: str) -> list[int]:
     return result
 
 
-def _sieve(inputs: TypedSizes, flag: str) -> tuple[int, int | None]:
+def _sieve(inputs: SizeInputs, flag: str) -> tuple[int, int | None]:
     """Return (s, n): every value that violates no rule is a multiple of s and, unless n is None, divides n.
 
     Both sides of a rule are products of flags, so a flag enters each side linearly or not at all; two evaluations tell which.

@@ -22,21 +22,21 @@ from megatron_grpo.batching.sizes import (
     VLLM_TP,
     VPP,
     WORLD,
-    Derived,
+    DerivedSizes,
     Fraction,
-    Messages,
-    Model,
+    SizeFormatter,
+    SizeInputs,
+    SizeModel,
     SizeRule,
-    TypedSizes,
     cross,
     derive,
     remainder,
 )
 from megatron_grpo.batching.stages import ACCOUNTS, counted_layers
-from megatron_grpo.config.config import Origin
+from megatron_grpo.config.config import SizeOrigin
 
 
-def minimum(inputs: TypedSizes, flag: str) -> int:
+def minimum(inputs: SizeInputs, flag: str) -> int:
     """Return the minimum of a flag. A group of one has nothing to compare with; one chunk per stage is not interleaved.
 
     Args:
@@ -48,7 +48,7 @@ def minimum(inputs: TypedSizes, flag: str) -> int:
     return 2 if flag == GROUP and inputs.needs_group else 1
 
 
-def lower_bounds(inputs: TypedSizes) -> Iterator[SizeRule]:
+def lower_bounds(inputs: SizeInputs) -> Iterator[SizeRule]:
     """Yield the rules that every size is at least its minimum.
 
     They come first, and no other rule is checked while one is violated, because Python's -32 % 8 is 0.
@@ -66,20 +66,20 @@ _WHY = {
 }
 
 
-def _lower_bound(flag: str, value: int, least: int, origin: Origin | None) -> SizeRule:
+def _lower_bound(flag: str, value: int, least: int, origin: SizeOrigin | None) -> SizeRule:
     origin_text = f" ({origin.text})" if origin and origin.text and origin.name != flag else ""
     text = f"{flag} must be at least {least}, not {value}{origin_text}{_WHY[flag] if least == 2 else ''}"
     return SizeRule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: text)
 
 
-def rules(inputs: TypedSizes) -> Iterator[SizeRule]:
+def rules(inputs: SizeInputs) -> Iterator[SizeRule]:
     """Yield every rule between sizes; assumes that `lower_bounds` hold.
 
     Args:
         inputs: The typed sizes.
     """
     v, d = inputs.values, derive(inputs)
-    words = Messages(inputs, d)
+    words = SizeFormatter(inputs, d)
     yield SizeRule(
         key="ranks",
         flags=(WORLD, TP, PP, CP),
@@ -120,7 +120,7 @@ def rules(inputs: TypedSizes) -> Iterator[SizeRule]:
     )
 
 
-def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
+def _global_batch_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) -> Iterator[SizeRule]:
     v, unit, glob = inputs.values, d.unit, d.global_batch
     if MICRO not in v:
         yield SizeRule(
@@ -152,7 +152,7 @@ def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iter
         )
 
 
-def _rollout_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
+def _rollout_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) -> Iterator[SizeRule]:
     v, unit, gen = inputs.values, d.unit, d.generation
     is_product = GENERATION in v or (GLOBAL in v and not inputs.counts(STEPS, "micro-steps"))
     yield SizeRule(
@@ -174,7 +174,7 @@ def _rollout_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[
     yield from _rollout_of_steps_rules(inputs, d, words)
 
 
-def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
+def _rollout_of_steps_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) -> Iterator[SizeRule]:
     """Yield the rules between an explicit rollout size and the optimizer steps that train it."""
     v, glob, gen = inputs.values, d.global_batch, d.generation
     global_after = () if GLOBAL in v else ("ranks", "micro")
@@ -211,7 +211,7 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Messages) -> 
         )
 
 
-def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
+def _interleaving_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) -> Iterator[SizeRule]:
     v = inputs.values
     if VPP not in v:
         return
@@ -233,7 +233,7 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iter
     )
 
 
-def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
+def _layer_rules(inputs: SizeInputs, words: SizeFormatter) -> Iterator[SizeRule]:
     """Yield the rules on how the model's layers divide into stages and chunks; the first and last stage may have sizes set separately."""
     v, layers = inputs.values, inputs.model.num_layers
     if inputs.parallel.pipeline_model_parallel_layout:  # sets every stage (`batching.stages`)
@@ -270,7 +270,7 @@ def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     )
 
 
-def _even_layers(key: str, noun: str, layers: int, v: Mapping[str, int], words: Messages) -> SizeRule:
+def _even_layers(key: str, noun: str, layers: int, v: Mapping[str, int], words: SizeFormatter) -> SizeRule:
     """Return the rule that each chunk of each stage has the same number of layers.
 
     Args:
@@ -287,7 +287,7 @@ def _even_layers(key: str, noun: str, layers: int, v: Mapping[str, int], words: 
     )
 
 
-def _chunked_end(flag: str, layers: int, chunks: int, words: Messages) -> SizeRule:
+def _chunked_end(flag: str, layers: int, chunks: int, words: SizeFormatter) -> SizeRule:
     return SizeRule(
         key=f"chunked {flag}",
         flags=(flag, VPP),
@@ -296,13 +296,13 @@ def _chunked_end(flag: str, layers: int, chunks: int, words: Messages) -> SizeRu
     )
 
 
-def _teacher_layer_rule(inputs: TypedSizes, words: Messages, teacher: Model) -> Iterator[SizeRule]:
+def _teacher_layer_rule(inputs: SizeInputs, words: SizeFormatter, teacher: SizeModel) -> Iterator[SizeRule]:
     layers = teacher.num_layers
     if layers is not None and layers != inputs.model.num_layers:
         yield _even_layers("teacher layers", f"the teacher's {layers} layers", layers, inputs.values, words)
 
 
-def _dense_rule(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
+def _dense_rule(inputs: SizeInputs, words: SizeFormatter) -> Iterator[SizeRule]:
     """Yield the rule that expert parallelism needs a model with experts."""
     v, teacher = inputs.values, inputs.model.teacher
     if inputs.model.num_experts != 0 or (teacher is not None and teacher.num_experts != 0):
@@ -316,7 +316,7 @@ def _dense_rule(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     )
 
 
-def _model_rules(inputs: TypedSizes, words: Messages, model: Model, name: str) -> Iterator[SizeRule]:
+def _model_rules(inputs: SizeInputs, words: SizeFormatter, model: SizeModel, name: str) -> Iterator[SizeRule]:
     """Yield the rules on the experts and dimensions of one model.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_grpo.config.config import Config, Origin, ParallelConfig
+from megatron_grpo.config.config import Config, ParallelConfig, SizeOrigin
 
 
 def remainder(top: int, bottom: int) -> str:
@@ -23,7 +23,7 @@ def remainder(top: int, bottom: int) -> str:
     return f"{top} = {top // bottom} x {bottom} + {top % bottom}"
 
 
-class Messages:
+class SizeFormatter:
     """Formats the flags that determine a size as products with their values, and lists these flags.
 
     Args:
@@ -31,7 +31,7 @@ class Messages:
         derived: The sizes derived from them.
     """
 
-    def __init__(self, inputs: TypedSizes, derived: Derived):
+    def __init__(self, inputs: SizeInputs, derived: DerivedSizes):
         self.inputs, self.derived, self.values = inputs, derived, inputs.values
 
     def name(self, flag: str) -> str:
@@ -151,7 +151,7 @@ DEFAULT_GLOBAL_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class SizeModel:
     """Properties of a model that the size rules use; None where unknown. num_experts 0 is a dense model.
 
     Args:
@@ -164,24 +164,24 @@ class Model:
     num_layers: int | None = None
     num_experts: int | None = None
     misfits: Callable[[int, int, int], Sequence[tuple[str, str]]] | None = None
-    teacher: Model | None = None
+    teacher: SizeModel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TypedSizes:
+class SizeInputs:
     """Numbers that sizes are made of, by flag, each in the unit in which it was typed."""
 
     values: Mapping[str, int]  # a flag that was not set is absent
     typed: frozenset[str]  # of those flags, the ones that the user set
-    origins: Mapping[str, Origin]  # for flags that were typed under another system's names
+    origins: Mapping[str, SizeOrigin]  # for flags that were typed under another system's names
     aligned: bool
     needs_group: bool
     sequence_parallel: bool
     parallel: ParallelConfig  # pipeline settings that are no numbers
-    model: Model
+    model: SizeModel
     names: Mapping[str, str]  # the user's name of a flag, where it is an alias
 
-    def with_value(self, flag: str, value: int) -> TypedSizes:
+    def with_value(self, flag: str, value: int) -> SizeInputs:
         """Return a copy in which the user has set a flag.
 
         Args:
@@ -248,7 +248,7 @@ class SizeRule:
         return not (self.holds and is_multiple)
 
 
-def inputs_of(cfg: Config, model: Model | None = None) -> TypedSizes:
+def inputs_of(cfg: Config, model: SizeModel | None = None) -> SizeInputs:
     """Return the sizes that a configuration sets, with defaults.
 
     Args:
@@ -268,7 +268,7 @@ def inputs_of(cfg: Config, model: Model | None = None) -> TypedSizes:
         values[GLOBAL] = DEFAULT_GLOBAL_BATCH_SIZE
     if values[MICRO] is None and not (values.get(GLOBAL) and values.get(ACCUMULATION)):
         values[MICRO] = 1
-    return TypedSizes(
+    return SizeInputs(
         values={flag: value for flag, value in values.items() if value is not None},
         typed=frozenset(flag for flag in values if cfg.sources.get(flag, "default") != "default"),
         origins=cfg.origins,
@@ -276,7 +276,7 @@ def inputs_of(cfg: Config, model: Model | None = None) -> TypedSizes:
         needs_group=cfg.grpo.advantage_estimator not in NO_GROUP_NEEDED and bool(cfg.rewards.reward_funcs or not cfg.grpo.teacher_flag),
         sequence_parallel=cfg.parallel.sequence_parallel,
         parallel=cfg.parallel,
-        model=model or Model(),
+        model=model or SizeModel(),
         names=cfg.typed,
     )
 
@@ -307,7 +307,7 @@ def cross(a: Fraction, b: Fraction) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Derived:
+class DerivedSizes:
     """Derived sizes, in completions; integers once every rule holds."""
 
     ranks_per_replica: int
@@ -320,7 +320,7 @@ class Derived:
     passes: int
 
 
-def derive(inputs: TypedSizes) -> Derived:
+def derive(inputs: SizeInputs) -> DerivedSizes:
     """Compute the sizes by the definitions of docs/batching.md. Where two settings determine one size, the rules compare them.
 
     Args:
@@ -340,7 +340,7 @@ def derive(inputs: TypedSizes) -> Derived:
         generation = Fraction(v[STEPS] * unit.top, unit.bottom)
     else:
         generation = Fraction(global_batch.top * v.get(STEPS, 1), global_batch.bottom)
-    return Derived(
+    return DerivedSizes(
         ranks_per_replica=replica,
         unit=unit,
         micro=micro,

@@ -73,7 +73,7 @@ def errors_on_all_ranks(action: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenFiles:
     """Files that this rank has written.
 
     Args:
@@ -102,7 +102,7 @@ class ShardedWriter:
         self._known: list[PlacedShard] | None = None  # the placement that rank 0 has received
         self._metadata = b""
 
-    def taken(self, state: dict[str, Any], other_files: dict[str, bytes]) -> Callable[[Path], Written]:
+    def taken(self, state: dict[str, Any], other_files: dict[str, bytes]) -> Callable[[Path], WrittenFiles]:
         """Capture the current state, and return a function that writes it into a directory without communication. Collective.
 
         With `staged` the model may change before the function runs.
@@ -126,7 +126,7 @@ class ShardedWriter:
                 other_files = {"common.pt": stream.getvalue(), "metadata.json": config_json, **other_files}
         return partial(_write, pieces, other_files, rank=collectives.rank())
 
-    def told(self, written: Written) -> Callable[[Path], dict[str, Entry]] | None:
+    def told(self, written: WrittenFiles) -> Callable[[Path], dict[str, Entry]] | None:
         """Gather the files of all ranks on rank 0. Collective.
 
         Args:
@@ -150,7 +150,7 @@ class ShardedWriter:
         }
 
 
-def _write(pieces: Sequence[tuple[Shard, Contents]], other_files: dict[str, bytes], directory: Path, *, rank: int) -> Written:
+def _write(pieces: Sequence[tuple[Shard, Contents]], other_files: dict[str, bytes], directory: Path, *, rank: int) -> WrittenFiles:
     files, file, placed = {}, f"__{rank}_0.distcp" if pieces else "", list[PlacedShard]()
     try:
         if pieces:
@@ -158,7 +158,7 @@ def _write(pieces: Sequence[tuple[Shard, Contents]], other_files: dict[str, byte
         files |= {name: write_file(directory / name, contents) for name, contents in other_files.items()}
     except RuntimeError as error:
         raise _first_cause(error) from error
-    return Written(files=files, file=file, placed=placed)
+    return WrittenFiles(files=files, file=file, placed=placed)
 
 
 def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False) -> dict[str, Any]:

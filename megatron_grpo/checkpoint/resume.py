@@ -17,7 +17,7 @@ from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
 from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, RunOrigin, damage, read_manifest
-from megatron_grpo.checkpoint.resume_compatibility import FREEZING, Difference, changes_since, problems_of
+from megatron_grpo.checkpoint.resume_compatibility import FREEZING, ResumeDifference, changes_since, problems_of
 from megatron_grpo.checkpoint.samples import files_of_partial_completions, files_of_samples, unreadable
 from megatron_grpo.checkpoint.written import holds_run, overwrite_obstacle, restart_obstacle
 from megatron_grpo.types import PartialCompletion
@@ -33,7 +33,7 @@ OURS = "grpo"  # directory in a checkpoint for files that Megatron-Core does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class ResumeCandidate:
     """A checkpoint with a readable manifest.
 
     Args:
@@ -43,7 +43,7 @@ class Candidate:
     """
 
     manifest: Manifest
-    changes: tuple[Difference, ...] = ()
+    changes: tuple[ResumeDifference, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
@@ -64,7 +64,7 @@ class Resume:
     """
 
     output_dir: Path
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[ResumeCandidate, ...] = ()
     origin: RunOrigin = RunOrigin()
     wipes: bool = False
     requested: str = ""
@@ -72,7 +72,7 @@ class Resume:
     notes: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 
-    def lines(self, chosen: Candidate) -> list[str]:
+    def lines(self, chosen: ResumeCandidate) -> list[str]:
         """Return the messages about the checkpoint that the run continues, one line each.
 
         Args:
@@ -135,7 +135,7 @@ def plan_resume(
         is_between = schedule.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
         problems = problems_of(changes, manifest, is_between_rollouts=is_between, typed_names=cfg.typed)
         problems += _problems_inside(manifest, prompts, named_flags={flag for problem in problems for flag in problem.flags})
-        candidates.append(Candidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
+        candidates.append(ResumeCandidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
     if candidates and candidates[0].problems:
         raise ConfigError(candidates[0].problems)
     left_out = {"optim": cfg.run.no_load_optim, "rng": cfg.run.no_load_rng}
@@ -225,7 +225,7 @@ def _candidates(resume: Resume) -> Resume:
     pointer = None if is_checkpoint else folder.pointer()
     manifests = [read_manifest(source)] if is_checkpoint else folder.candidates()
     complete, faults = _sorted_out(manifests)
-    candidates, notes = tuple(Candidate(manifest=manifest) for manifest in complete), list(resume.notes)
+    candidates, notes = tuple(ResumeCandidate(manifest=manifest) for manifest in complete), list(resume.notes)
     if isinstance(pointer, str):
         raise config_error("resume", f"{pointer}. Remove it; the checkpoints are found without it.")
     if not candidates and faults:

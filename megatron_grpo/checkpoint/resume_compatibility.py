@@ -55,7 +55,7 @@ NEW_RUN = "or start a new run in another --output_dir"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ResumeDifference:
     """A setting or content that has changed. `verdict` is explained at the top of this module."""
 
     name: str
@@ -67,7 +67,7 @@ class Difference:
         return f"{self.name}  {_plain(self.was)} -> {_plain(self.now)}"
 
 
-def changes_since(old: RunOrigin, new: RunOrigin) -> list[Difference]:
+def changes_since(old: RunOrigin, new: RunOrigin) -> list[ResumeDifference]:
     """Return all differences between two runs whose verdict is not "free". Values unknown to either side are not compared.
 
     Args:
@@ -77,7 +77,7 @@ def changes_since(old: RunOrigin, new: RunOrigin) -> list[Difference]:
     return [*_settings(old, new), *_contents(old, new)]
 
 
-def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[Difference]:
+def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
     # Sizes are compared after they have been computed: a run may give the same sizes by other settings.
     old_values, new_values = {**old.settings, **old.sizes}, {**new.settings, **new.sizes}
     # Rows that were left out have no old log-probs, so they cannot be computed after their first pass.
@@ -91,10 +91,10 @@ def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[Difference]:
         if name == "mcore_model" and new_values.get("beta") and not _keeps_reference(new_values):
             verdict = "refused" if not (value and old_values.get(name)) else "said"  # if both are given, their contents are compared
         if name in old_values and old_values[name] != value and verdict != "free":
-            yield Difference(name=name, was=old_values[name], now=value, verdict=verdict)
+            yield ResumeDifference(name=name, was=old_values[name], now=value, verdict=verdict)
     if new_values:
         for name in old_values.keys() - new_values.keys() - table().keys():  # a setting that only the version that wrote the checkpoint has
-            yield Difference(name=name, was=old_values[name], now="(unknown here)", verdict="said")
+            yield ResumeDifference(name=name, was=old_values[name], now="(unknown here)", verdict="said")
 
 
 @cache
@@ -114,14 +114,14 @@ def _keeps_reference(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("sync_ref_model") and settings.get("beta"))
 
 
-def _contents(old: RunOrigin, new: RunOrigin) -> Iterator[Difference]:
+def _contents(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
     for name, value in new.content.items():
         if old.content.get(name, value) != value:
-            yield Difference(name=name, was=old.content[name], now=value, verdict="refused" if name in FLAGS else "said")
+            yield ResumeDifference(name=name, was=old.content[name], now=value, verdict="refused" if name in FLAGS else "said")
 
 
 def problems_of(
-    changes: list[Difference], manifest: Manifest, *, is_between_rollouts: bool, typed_names: Mapping[str, str]
+    changes: list[ResumeDifference], manifest: Manifest, *, is_between_rollouts: bool, typed_names: Mapping[str, str]
 ) -> list[Problem]:
     """Return the changes that prevent continuing a checkpoint, as problems in the user's terms.
 
@@ -150,7 +150,7 @@ def problems_of(
     return problems
 
 
-def _refusal(change: Difference, manifest: Manifest, typed_names: Mapping[str, str]) -> Problem:
+def _refusal(change: ResumeDifference, manifest: Manifest, typed_names: Mapping[str, str]) -> Problem:
     setting = FLAGS.get(change.name, change.name)
     name = typed_names.get(setting, setting)
     if change.name in FLAGS:

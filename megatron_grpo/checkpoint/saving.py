@@ -27,10 +27,10 @@ from megatron_grpo.base.files import mark, written_whole
 from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
 from megatron_grpo.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, damage, facts
-from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, join_faults, unusable
-from megatron_grpo.checkpoint.resume_compatibility import Difference, sampling_settings
+from megatron_grpo.checkpoint.resume import OURS, Resume, ResumeCandidate, join_faults, unusable
+from megatron_grpo.checkpoint.resume_compatibility import ResumeDifference, sampling_settings
 from megatron_grpo.checkpoint.samples import file_of, files_of_partial_completions, files_of_samples, read_samples
-from megatron_grpo.checkpoint.written import RUN, Best
+from megatron_grpo.checkpoint.written import RUN, BestCheckpoint
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import PartialCompletion, Progress
 
@@ -48,7 +48,7 @@ SampleBuffer = Any  # rows waiting to be trained: trainer.pending.SampleBuffer, 
 
 
 @dataclass(slots=True)
-class Underway:
+class PendingSave:
     """A save whose state has been taken.
 
     Args:
@@ -83,11 +83,13 @@ class Checkpoints:
         self.folder = Folder(resume.output_dir / "checkpoints")
         self._saved_at = time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=cfg.async_save)
-        self.best: Best | None = None  # tracks the best checkpoint, which is never deleted; set by the caller that knows the metric
+        self.best: BestCheckpoint | None = (
+            None  # tracks the best checkpoint, which is never deleted; set by the caller that knows the metric
+        )
         self.partial: PartialRollouts | None = None  # completions that a weight sync interrupted; set by the caller, if the run has them
-        self._chosen: Candidate | None = None
+        self._chosen: ResumeCandidate | None = None
         self._saved_step: int | None = None  # step of the last complete checkpoint
-        self._underway: Underway | None = None
+        self._underway: PendingSave | None = None
         self._unproven: set[int] = set()  # steps of checkpoints not yet known to be good
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ class Checkpoints:
             with policy.on_device("all"):
                 write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), other_files)
                 task = self._begun(partial(write, self.folder.being_written(step)))
-                self._underway = Underway(step, self._facts(progress, buffer), task)
+                self._underway = PendingSave(step, self._facts(progress, buffer), task)
         if not self.cfg.async_save:
             self.finish()
         self._saved_at = time.monotonic()
@@ -214,7 +216,7 @@ class Checkpoints:
         while self._underway is not None:
             self._complete_part(self._underway)
 
-    def _complete_part(self, save: Underway) -> None:
+    def _complete_part(self, save: PendingSave) -> None:
         """Wait until all ranks have finished this part, and start the next."""
         with self._removed_if_it_fails(save.step):
             if save.publishes:
@@ -235,7 +237,7 @@ class Checkpoints:
     def _begun(self, work: Callable[[], Any]) -> Future[Any]:
         return begun(work, name="checkpoint", in_thread=self.cfg.async_save)
 
-    def _sync_weights(self, save: Underway, describe: Callable[[Path], dict[str, Any]] | None) -> None:
+    def _sync_weights(self, save: PendingSave, describe: Callable[[Path], dict[str, Any]] | None) -> None:
         """Publish the checkpoint on rank 0, the only rank with something to describe."""
         if describe is not None:
             files = describe(self.folder.being_written(save.step))
@@ -332,7 +334,7 @@ class Checkpoints:
         old_fingerprint = self._chosen.manifest.origin.content.get(name, fingerprint) if self._chosen else fingerprint
         if old_fingerprint != fingerprint and collectives.rank() == 0:
             self.print_line(
-                f"Changed since that checkpoint:\n  {Difference(name=name, was=old_fingerprint, now=fingerprint, verdict='said')}"
+                f"Changed since that checkpoint:\n  {ResumeDifference(name=name, was=old_fingerprint, now=fingerprint, verdict='said')}"
             )
 
     def restore(self, policy: Policy, prompts: PromptStream, empty: SampleBuffer) -> tuple[Progress, SampleBuffer]:

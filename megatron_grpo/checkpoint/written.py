@@ -157,7 +157,7 @@ def check_output_dir(out: Path) -> None:
 FILE = "best.json"
 
 
-class Best:
+class BestCheckpoint:
     """The best checkpoint in a folder by one metric. In case of a tie the earlier one wins.
 
     `record_saved` may be called from the thread that writes checkpoints.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.compat.foreign_args import OFF, Change, ForeignArgs, Reader
+from megatron_grpo.compat.foreign_args import OFF, ForeignArgs, Reader, SettingChange
 from megatron_grpo.config.servers import OF_THE_ENGINE
 from megatron_grpo.config.table import TRUE, InvalidValueError
 
@@ -131,7 +131,7 @@ def own_rewards(description: str) -> Reader:
     return reader
 
 
-def train_tower_with_images(values: Mapping[str, Any], *, title: str, flag: str) -> Iterator[Change]:
+def train_tower_with_images(values: Mapping[str, Any], *, title: str, flag: str) -> Iterator[SettingChange]:
     """Train the vision tower where a script says that the model takes images, as the other system does by default.
 
     Without such a name the model's config.json decides, if it is available (`Dialect.trains_tower`).
@@ -145,10 +145,10 @@ def train_tower_with_images(values: Mapping[str, Any], *, title: str, flag: str)
         return
     if thawed := {name: False for name in ("freeze_vit", "freeze_aligner") if name not in values}:
         settings = " and ".join(f"{name} false" for name in thawed)
-        yield Change(values=thawed, note=f"{flag}: {title} trains the vision tower by default: {settings}.")
+        yield SettingChange(values=thawed, note=f"{flag}: {title} trains the vision tower by default: {settings}.")
 
 
-def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, *, style: str) -> Iterator[Change]:
+def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, *, style: str) -> Iterator[SettingChange]:
     """Drop settings of learning-rate decay that the other system ignores with its decay style.
 
     Args:
@@ -162,7 +162,7 @@ def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, *, style: str) -
         note = (
             f"{' and '.join(idle_names)} {'have' if len(idle_names) > 1 else 'has'} no effect with lr_decay_style {style}, in both systems."
         )
-        yield Change(values=dict.fromkeys(idle_names), note=note)
+        yield SettingChange(values=dict.fromkeys(idle_names), note=note)
 
 
 # EngineArgs of vLLM that are settings here, with the same meaning.
@@ -185,7 +185,7 @@ def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except_names: Sequence[str] = ()) -> Iterator[Change]:
+def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except_names: Sequence[str] = ()) -> Iterator[SettingChange]:
     """Translate vLLM EngineArgs, given as one mapping or as one name each behind `prefix`.
 
     Args:
@@ -213,7 +213,7 @@ def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except
     engine_kwargs = _nested({name: value for name, value in words.items() if name not in _OF_THE_ENGINE and value is not None})
     if settings or engine_kwargs:
         note = f"{prefix} is passed to vLLM's EngineArgs: {', '.join([*settings, *(['vllm_engine_kwargs'] if engine_kwargs else [])])}."
-        yield Change(
+        yield SettingChange(
             values=settings | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **engine_kwargs}} if engine_kwargs else {}),
             note=note,
         )
@@ -238,7 +238,7 @@ def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"chat_template_kwargs": kwargs} if kwargs else {}
 
 
-def of_template(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str) -> Iterator[Change]:
+def of_template(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str) -> Iterator[SettingChange]:
     """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting.
 
     Args:
@@ -250,7 +250,7 @@ def of_template(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str) ->
 
     names = [name for name in args if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
     if words := {name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(args[name])) for name in names}:
-        yield Change(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
+        yield SettingChange(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
                      note=f"{prefix} is passed to the chat template: chat_template_kwargs.")  # fmt: skip
 
 
@@ -268,7 +268,7 @@ def adapted(args: ForeignArgs, section: str) -> dict[str, list[str]]:
     return result
 
 
-def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[Change]:
+def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[SettingChange]:
     """Translate DAPO's penalty for long completions to the reward soft_overlong (arXiv:2503.14476), added to reward_funcs.
 
     Args:
@@ -280,10 +280,10 @@ def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: st
     changes: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
     if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
         changes["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
-    yield Change(values=changes, note=f"{name} is the reward soft_overlong, in addition to reward_funcs.")
+    yield SettingChange(values=changes, note=f"{name} is the reward soft_overlong, in addition to reward_funcs.")
 
 
-def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, str]) -> Iterator[Change]:
+def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, str]) -> Iterator[SettingChange]:
     """Convert settings that the other system counts in rollouts to optimizer steps.
 
     Args:
@@ -294,7 +294,7 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
     in_rollouts = {name: values[name] for name in names if values.get(name)}
     if in_rollouts and per_rollout > 1:
         conversions = ", ".join(f"{names[name]} {count} is {name} {count * per_rollout}" for name, count in in_rollouts.items())
-        yield Change(
+        yield SettingChange(
             values={name: count * per_rollout for name, count in in_rollouts.items()},
             note=f"One step of that system is one rollout, which is {per_rollout} optimizer steps here: {conversions}.",
         )
@@ -325,7 +325,7 @@ def holds_out(values: Mapping[str, Any]) -> bool:
     return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))
 
 
-def one_eval_completion(values: Mapping[str, Any], **defaults: float) -> Iterator[Change]:
+def one_eval_completion(values: Mapping[str, Any], **defaults: float) -> Iterator[SettingChange]:
     """Sample one completion per held-out prompt by default.
 
     Args:
@@ -338,12 +338,14 @@ def one_eval_completion(values: Mapping[str, Any], **defaults: float) -> Iterato
             cuts = ("eval_top_p", "eval_top_k", "eval_min_p")
             idle = [name for name in cuts if values.get(name)]
             if idle:
-                yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect at temperature 0, in both systems.")
+                yield SettingChange(
+                    values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect at temperature 0, in both systems."
+                )
             if (values.get("num_generations_eval") or 1) > 1:
                 note = f"{values['num_generations_eval']} greedy completions of a prompt are identical: num_generations_eval 1."
-                yield Change(values={"num_generations_eval": 1}, note=note)
+                yield SettingChange(values={"num_generations_eval": 1}, note=note)
             settings = {name: value for name, value in settings.items() if name not in cuts}
-        yield Change(values={name: value for name, value in settings.items() if name not in values})
+        yield SettingChange(values={name: value for name, value in settings.items() if name not in values})
 
 
 def as_in_training(values: Mapping[str, Any], temperature: float, group: int) -> Mapping[str, Any]:
@@ -360,7 +362,7 @@ def as_in_training(values: Mapping[str, Any], temperature: float, group: int) ->
     return {name: value for name, value in defaults.items() if values.get(name) is None}
 
 
-def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[Change]:
+def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[SettingChange]:
     """Apply Megatron-Core's rules for tensor parallelism.
 
     Args:
@@ -371,16 +373,16 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
     tensor = values.get("tensor_model_parallel_size", 1)
     if tensor > 1 and "sequence_parallel" not in values and shards_norms_by_itself:
         note = f"{shards_norms_by_itself} shards norms over tensor-parallel ranks by itself: sequence_parallel true."
-        yield Change(values={"sequence_parallel": True}, note=note)
+        yield SettingChange(values={"sequence_parallel": True}, note=note)
     if values.get("sequence_parallel") and tensor == 1:
-        yield Change(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
+        yield SettingChange(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
     if values.get("fp8_format") and "fp8_recipe" not in values:
-        yield Change(note="fp8_recipe defaults to delayed in Megatron-Core, which is not supported: it is tensorwise here.")
+        yield SettingChange(note="fp8_recipe defaults to delayed in Megatron-Core, which is not supported: it is tensorwise here.")
     if "expert_tensor_parallel_size" not in values:
-        yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
+        yield SettingChange(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 
 
-def idle(args: ForeignArgs, defaults: Mapping[str, str], *, required_setting: str) -> Iterator[Change]:
+def idle(args: ForeignArgs, defaults: Mapping[str, str], *, required_setting: str) -> Iterator[SettingChange]:
     """Note names that have no effect because `required_setting` is off, in the other system too.
 
     Args:
@@ -390,13 +392,13 @@ def idle(args: ForeignArgs, defaults: Mapping[str, str], *, required_setting: st
     """
     idle_names = [name for name, default in defaults.items() if args.text(name, default).lower() != default]
     if idle_names:
-        yield Change(
+        yield SettingChange(
             note=f"{' and '.join(idle_names)} {'have' if len(idle_names) > 1 else 'has'} no effect without {required_setting}, in both "
             "systems."
         )
 
 
-def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
+def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[SettingChange]:
     """Adjust settings for vllm_mode server: settings of the engine belong to the server.
 
     Args:
@@ -405,13 +407,13 @@ def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
     """
     if values.get("vllm_mode") != "server":
         return
-    yield Change(note=f"vllm_mode server: start servers with `megatron-grpo serve`; servers of `{program}` use another protocol.")
+    yield SettingChange(note=f"vllm_mode server: start servers with `megatron-grpo serve`; servers of `{program}` use another protocol.")
     if names := [name for name in OF_THE_ENGINE if name in values]:
         note = f"{', '.join(names)}: settings of the server's engine; pass {'them' if len(names) > 1 else 'it'} to `megatron-grpo serve`."
-        yield Change(values=dict.fromkeys(names), note=note)
+        yield SettingChange(values=dict.fromkeys(names), note=note)
 
 
-def of_the_hub(values: Mapping[str, Any]) -> Iterator[Change]:
+def of_the_hub(values: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Drop Hub settings without push_to_hub; transformers ignores them too.
 
     Args:
@@ -419,10 +421,10 @@ def of_the_hub(values: Mapping[str, Any]) -> Iterator[Change]:
     """
     idle = [name for name in ("hub_model_id", "hub_private_repo") if name in values] if not values.get("push_to_hub") else []
     if idle:
-        yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without push_to_hub, in both systems.")
+        yield SettingChange(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without push_to_hub, in both systems.")
 
 
-def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
+def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[SettingChange]:
     """Set dataset_drop_last, for a system whose epochs end with their last complete rollout.
 
     Args:
@@ -434,12 +436,12 @@ def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
             f"streaming: {title} drops prompts that do not fill a rollout at the end of an epoch; here a rollout continues into the "
             "next epoch."
         )
-        yield Change(note=note)
+        yield SettingChange(note=note)
     elif "dataset_drop_last" not in values:
-        yield Change(values={"dataset_drop_last": True}, untyped=("drop_last", "true"))
+        yield SettingChange(values={"dataset_drop_last": True}, untyped=("drop_last", "true"))
 
 
-def not_left(values: Mapping[str, Any], title: str) -> Iterator[Change]:
+def not_left(values: Mapping[str, Any], title: str) -> Iterator[SettingChange]:
     """Delete long prompts in multi-turn runs, because the other system's default (cut on the left) does not work with turns.
 
     Args:
@@ -447,7 +449,7 @@ def not_left(values: Mapping[str, Any], title: str) -> Iterator[Change]:
         title: Name of the other system, for messages.
     """
     if (values.get("environment") or values.get("tools")) and "truncation_strategy" not in values and "max_prompt_length" in values:
-        yield Change(
+        yield SettingChange(
             values={"truncation_strategy": "delete"},
             note=f"{title} cuts longer prompts on the left, not supported with environments and tools: truncation_strategy delete.",
         )

@@ -128,7 +128,7 @@ NOTHING = "it affects neither sampling nor training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Default:
+class DialectDefault:
     """A default of another system that differs from the native one.
 
     With `native`, the foreign default is used, because the user's files rely on it; without it, the native one.
@@ -147,7 +147,7 @@ class Default:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SettingChange:
     """Consequence of several names together.
 
     Args:
@@ -176,11 +176,11 @@ class Dialect:
     heads: Mapping[str, str] = field(default_factory=dict)  # section -> first parts of names that occur in no other section
     names: Mapping[str, ForeignArg] = field(default_factory=dict)
     patterns: Mapping[str, ForeignArg] = field(default_factory=dict)  # names not in `names`, without sections: "ref.*"
-    defaults: Sequence[Default] = ()
+    defaults: Sequence[DialectDefault] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that the dialect sets
     trains_tower: bool = False  # the vision tower trains by default
     # each (native values, foreign names with their words) -> changes, applied once everything has been read
-    convert: Sequence[Callable[[Mapping[str, Any], ForeignArgs], Iterable[Change]]] = ()
+    convert: Sequence[Callable[[Mapping[str, Any], ForeignArgs], Iterable[SettingChange]]] = ()
 
     def row(self, name: str) -> tuple[str, ForeignArg | None]:
         """Return a name without its section, and its table row; None as the row if it is unknown or in the wrong section.

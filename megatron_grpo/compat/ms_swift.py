@@ -7,14 +7,14 @@ from typing import Any
 
 from megatron_grpo.compat import swift, trl
 from megatron_grpo.compat.common import drops_last
-from megatron_grpo.compat.foreign_args import OFF, Change, ForeignArgs
+from megatron_grpo.compat.foreign_args import OFF, ForeignArgs, SettingChange
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import InvalidValueError
 
 _DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
-def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Yield the changes specific to ms-swift, beyond those of both its trainers."""
     kind = args.text("deepspeed", "none")
     if kind not in (*_DEEPSPEED, *OFF):
@@ -22,19 +22,19 @@ def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
         raise InvalidValueError(f"deepspeed ({kind}) is a file that is not read: {sentence('SHARDED_ELSEWHERE')}. Supported: {supported}")
     if kind not in ("zero0", *OFF):
         note = f"deepspeed {kind}: optimizer state is sharded here (use_distributed_optimizer, optimizer_cpu_offload for the host), and a "
-        yield Change(note=f"{note}rank holds complete weights, except with tensor_model_parallel_size and other model parallelism.")
+        yield SettingChange(note=f"{note}rank holds complete weights, except with tensor_model_parallel_size and other model parallelism.")
     if "tuner_type" not in values:
-        yield Change(values={"tuner_type": "lora"}, untyped=("tuner_type", "lora"))
+        yield SettingChange(values={"tuner_type": "lora"}, untyped=("tuner_type", "lora"))
     if values.get("tuner_type", "lora") == "lora":
         yield from swift.adapter(values)
     estimator = values.get("advantage_estimator", "grpo")
     if estimator != "grpo" and "kl_in_reward" not in values:
-        yield Change(values={"kl_in_reward": True}, untyped=("kl_in_reward", f"true with {estimator}"))
+        yield SettingChange(values={"kl_in_reward": True}, untyped=("kl_in_reward", f"true with {estimator}"))
     saves = args.text("save_strategy", "steps").lower()
     if saves == "no":
-        yield Change(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
+        yield SettingChange(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
     if args.text("eval_strategy", saves).lower() == "no":
-        yield Change(values={"eval_steps": None}, note="eval_strategy no: eval_steps 0.")
+        yield SettingChange(values={"eval_steps": None}, note="eval_strategy no: eval_steps 0.")
     yield from drops_last(values, title="ms-swift")
 
 

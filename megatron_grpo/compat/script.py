@@ -45,7 +45,7 @@ _IN_CASE = re.compile(r"\$\{(\w+)(,,?|\^\^?)\}")  # ${NAME,,} is the value in lo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class ParsedScript:
     """Result of reading a script: the last command that has flags, and the variables at the end.
 
     Unknown values contain UNKNOWN.
@@ -197,7 +197,7 @@ def _number(node: ast.expr) -> int:
     raise ValueError
 
 
-def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments: Sequence[str] = (), nested: int = 0) -> Script:
+def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments: Sequence[str] = (), nested: int = 0) -> ParsedScript:
     """Read the flags of a script, or of the script that its last command starts.
 
     Args:
@@ -224,7 +224,7 @@ def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments
     if stray:
         cause = f", because it sources {', '.join(shell.missing)}, which does not exist" if shell.missing else ""
         shell.problem(f"{source}: {', '.join(map(plain, stray))} cannot be determined from the script{cause}. Write its flags explicitly.")
-    return Script(
+    return ParsedScript(
         words=[word.replace(_PLAIN_DOLLAR, "$") for word in last if word not in stray],
         variables={name: plain(value) for name, value in shell.variables.items()},
         others=[_program(words) for words in earlier],

@@ -21,7 +21,7 @@ from megatron_grpo.compat.common import (
     soft_overlong,
     train_tower_with_images,
 )
-from megatron_grpo.compat.foreign_args import OFF, Change, ForeignArgs
+from megatron_grpo.compat.foreign_args import OFF, ForeignArgs, SettingChange
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import TRUE, InvalidValueError
 
@@ -102,7 +102,7 @@ def routers(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 
 
-def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     if "loss_type" in values:
         return
     kind, reduction = (
@@ -120,7 +120,7 @@ def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
                 f"max_completion_length ({longest}). Use algorithm.max_seq_len {longest}, or loss_type dr_grpo"
             )
     elif f"{_ALGORITHM}max_seq_len" in args:
-        yield Change(note="max_seq_len has no effect without loss_reduction seq_mean_token_sum_norm, in both systems.")
+        yield SettingChange(note="max_seq_len has no effect without loss_reduction seq_mean_token_sum_norm, in both systems.")
     if loss is None:
         raise InvalidValueError(
             f"algorithm.policy_loss_type ({kind}) with algorithm.loss_reduction ({reduction}) is not supported. Supported: "
@@ -132,34 +132,34 @@ def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
         loss = {**loss, "epsilon_high": 1 + args.number(f"{_ALGORITHM}cispo.cispo_eps_clip_high", 4.0)}
     settings = ", ".join(f"{name} {value}" for name, value in loss.items())
     given_names = {f"{_ALGORITHM}policy_loss_type", f"{_ALGORITHM}loss_reduction"} & set(args)
-    yield Change(
+    yield SettingChange(
         values=loss,
         note=f"policy_loss_type {kind} with loss_reduction {reduction} is {settings} here.",
         untyped=None if given_names else ("algorithm.loss_reduction", reduction),
     )
 
 
-def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     if "beta" not in values:
         in_loss, in_reward = args.is_true(f"{_ALGORITHM}use_kl_loss", "true"), args.is_true(f"{_ALGORITHM}use_kl_in_reward")
         given_names = {f"{_ALGORITHM}{name}" for name in ("use_kl_loss", "use_kl_in_reward", "kl_loss_coef")} & set(args)
         beta = args.number(f"{_ALGORITHM}kl_loss_coef", 0.001) if in_loss or in_reward else 0.0
-        yield Change(
+        yield SettingChange(
             values={"beta": beta, "kl_in_reward": in_reward and beta > 0},
             note=f"use_kl_loss ({str(in_loss).lower()}) and kl_loss_coef make beta {beta:g} here.",
             untyped=None if given_names else ("algorithm.kl_loss_coef", f"{beta:g}"),
         )
     if args.is_true(f"{_ALGORITHM}use_entropy_loss"):
-        yield Change(values={"entropy_coef": args.number(f"{_ALGORITHM}entropy_loss_coef", 0.01)})
+        yield SettingChange(values={"entropy_coef": args.number(f"{_ALGORITHM}entropy_loss_coef", 0.01)})
     if args.text(f"{_ALGORITHM}advantage_estimator", "grpo") == "rloo":
-        yield Change(values={"advantage_estimator": "rloo", "scale_rewards": "none"})
+        yield SettingChange(values={"advantage_estimator": "rloo", "scale_rewards": "none"})
     if f"{_ALGORITHM}overlong_buffer_len" in args:  # in SkyRL's example main_dapo
         longest = args.integer("sampling_params.max_generate_length", 1024)
         buffer = args.integer(f"{_ALGORITHM}overlong_buffer_len", 512)
         yield from soft_overlong(values, longest, buffer, f"{_ALGORITHM}overlong_buffer_len")
 
 
-def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     strategy = args.text("strategy", "")
     if strategy in ("fsdp", "fsdp2"):
         unread = [name for name in _OF_MEGATRON if values.get(name, 1) not in (1, False)]
@@ -167,7 +167,7 @@ def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
         ulysses = args.integer("policy.sequence_parallel_size", 1)
         if ulysses > 1:
             remark += " sequence_parallel_size is context_parallel_size: ring attention here, not attention parallel over heads."
-        yield Change(
+        yield SettingChange(
             values={**dict.fromkeys(unread), "context_parallel_size": ulysses},
             note=f"strategy {strategy} shards weights over all ranks. Here a rank holds complete weights, except with "
             f"tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.{remark}",
@@ -178,7 +178,7 @@ def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     elif args.text("policy.sequence_parallel_size", "1") != "1":
         raise InvalidValueError("policy.sequence_parallel_size splits sequences only with FSDP, in SkyRL too. Use context_parallel_size")
     if not args.is_true("gradient_checkpointing", "true"):
-        yield Change(values=dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")))
+        yield SettingChange(values=dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")))
     yield from layout(values, args.text(f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
 
 
@@ -189,14 +189,14 @@ def _is_same(first: str, second: str) -> bool:
         return first == second
 
 
-def _asked(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _asked(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Yield the changes for prompts, engines and evaluations."""
     yield from of_servers(values, program="SkyRL")
     yield from drops_last(values, title="SkyRL")
     longest, bound = args.text("max_prompt_length", "512"), args.text("max_input_length", "")
     if {"environment", "tools"} & set(args):
         if bound:
-            yield Change(note="max_input_length limits the input of each turn in SkyRL; here max_completion_length limits the whole "
+            yield SettingChange(note="max_input_length limits the input of each turn in SkyRL; here max_completion_length limits the whole "
                               "episode after its prompt, including tokens of the environment.")  # fmt: skip
     elif bound not in ("", longest) and args.text("max_turns", "1") == "1":  # SkyRL refuses this too for a single turn
         raise InvalidValueError(
@@ -204,7 +204,7 @@ def _asked(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
             f"same, in SkyRL too. Use generator.max_input_length {longest}"
         )
     if "truncation_strategy" not in values:
-        yield Change(values={"truncation_strategy": "delete"}, untyped=("longer prompts", "dropped"))
+        yield SettingChange(values={"truncation_strategy": "delete"}, untyped=("longer prompts", "dropped"))
     if args.is_true("vision_language_generator"):
         yield from train_tower_with_images(values, title="SkyRL", flag="vision_language_generator")
     for name, counterpart, reason in (
@@ -224,53 +224,55 @@ def _asked(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     yield from of_vllm(values, args, prefix="engine_init_kwargs")
     yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
     if values.get("eval_steps") and not holds_out(values):
-        yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) has no effect without data.val_data.")
+        yield SettingChange(
+            values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) has no effect without data.val_data."
+        )
 
 
-def _steps(values: Mapping[str, Any], args: ForeignArgs, *, in_prompts: bool) -> Iterator[Change]:
+def _steps(values: Mapping[str, Any], args: ForeignArgs, *, in_prompts: bool) -> Iterator[SettingChange]:
     """Convert train batches, which SkyRL's trainer counts (global_step of its RayPPOTrainer), to optimizer steps."""
     rollout = args.integer("train_batch_size", 1024) * (1 if in_prompts else args.integer("n_samples_per_prompt", 5))
     passes = args.integer("update_epochs_per_batch", 1)
     per_rollout = max(1, rollout // max(1, args.integer("policy_mini_batch_size", 256))) * passes
     yield from in_steps(values, per_rollout, _COUNTED_IN_ROLLOUTS)
     if "save_steps" not in values:
-        yield Change(values={"save_steps": 10 * per_rollout}, untyped=("ckpt_interval", "10"))
+        yield SettingChange(values={"save_steps": 10 * per_rollout}, untyped=("ckpt_interval", "10"))
     if "eval_steps" not in values and holds_out(values):
-        yield Change(values={"eval_steps": 5 * per_rollout}, untyped=("eval_interval", "5"))
+        yield SettingChange(values={"eval_steps": 5 * per_rollout}, untyped=("eval_interval", "5"))
 
 
-def _correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     section = f"{_ALGORITHM}off_policy_correction."
     level = args.text(f"{section}tis_ratio_type", "none")
     if level in ("token", "sequence"):
         cap = float(args.text(f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
-        yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate", "rollout_importance_sampling_threshold": cap})
+        yield SettingChange(values={"rollout_importance_sampling_mode": f"{level}_truncate", "rollout_importance_sampling_threshold": cap})
     elif level not in ("none", "null"):
         raise InvalidValueError(f"{section}tis_ratio_type ({level}) is not supported. Supported: token, sequence")
     elif args.is_true(f"{_ALGORITHM}use_tis"):
         cap = args.number(f"{_ALGORITHM}tis_imp_ratio_cap", 2.0)
-        yield Change(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
+        yield SettingChange(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
     else:
         yield from idle(args, {f"{_ALGORITHM}tis_imp_ratio_cap": "-1.0"}, required_setting="use_tis")
 
 
-def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     if values.get("tuner_type") != "lora":
         yield from idle(args, {f"{_LORA}dropout": "0.0"}, required_setting=f"{_LORA}rank")
         return
     alpha = args.number(f"{_LORA}alpha", 16)
     has_alpha = f"{_LORA}alpha" in args
     if "lora_alpha" not in values:
-        yield Change(values={"lora_alpha": alpha}, untyped=None if has_alpha else ("policy.model.lora.alpha", "16"))
+        yield SettingChange(values={"lora_alpha": alpha}, untyped=None if has_alpha else ("policy.model.lora.alpha", "16"))
     settings = {"lora_dropout": args.number(f"{_LORA}dropout", 0), **adapted(args, _LORA)}
-    yield Change(values={name: value for name, value in settings.items() if name not in values})
+    yield SettingChange(values={name: value for name, value in settings.items() if name not in values})
     if args.text(f"{_POLICY}lora_config.lora_type", "lora") == "lora":
-        yield Change(
+        yield SettingChange(
             note="SkyRL's lora_type lora has one matrix A for q, k and v, and one for gate and up; here each has a separate one, as in "
             "PEFT and in its canonical_lora.",
         )
     if args.is_true(f"{_POLICY}lora_config.merge_lora", "true"):
-        yield Change(
+        yield SettingChange(
             note="SkyRL's lora_config.merge_lora true syncs merged weights to vLLM, where bfloat16 rounds away most of the first updates. "
             "Here the adapter is synced; vllm_enable_lora false syncs merged weights.",
         )

@@ -19,7 +19,7 @@ from megatron_grpo.compat.common import (
     own_rewards,
     train_tower_with_images,
 )
-from megatron_grpo.compat.foreign_args import Change, ForeignArgs
+from megatron_grpo.compat.foreign_args import ForeignArgs, SettingChange
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import InvalidValueError
 
@@ -162,35 +162,35 @@ def bucket(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}
 
 
-def _rest(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _rest(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Yield the changes that follow from several of slime's names, except for sizes, loss and KL."""
     yield from of_servers(values, program="slime")
     yield from idle_schedule(values, args, style="linear")
     if args.is_true("use_tis"):
         low = args.number("tis_clip_low", 0)
         settings = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low or None}
-        yield Change(values=settings | {"rollout_importance_sampling_threshold": args.number("tis_clip", 2.0)})
+        yield SettingChange(values=settings | {"rollout_importance_sampling_threshold": args.number("tis_clip", 2.0)})
     else:
         yield from idle(args, {"tis_clip": "2.0", "tis_clip_low": "0"}, required_setting="use_tis")
     if args.is_true("use_opsm"):
-        yield Change(values={"off_policy_sequence_mask_delta": args.number("opsm_delta", 1e-4)})
+        yield SettingChange(values={"off_policy_sequence_mask_delta": args.number("opsm_delta", 1e-4)})
     yield from _teacher(values, args)
     yield from layout(values, args.text("expert_tensor_parallel_size", "none"))
     if not args.is_true("colocate"):
         note = "without colocate slime samples on separate GPUs: vllm_mode server here, with `megatron-grpo serve`."
-        yield Change(note=note)
+        yield SettingChange(note=note)
     if args.text("rollout_seed", args.text("seed", "")) != args.text("seed", args.text("rollout_seed", "")):
-        yield Change(note=f"seed {args.text('seed', '')} is also the seed of prompts and sampling: rollout_seed is not read.")
+        yield SettingChange(note=f"seed {args.text('seed', '')} is also the seed of prompts and sampling: rollout_seed is not read.")
     if "apply_chat_template" in args:
-        yield Change(note="apply_chat_template: a string prompt is used without a template here; write it as chat messages.")
+        yield SettingChange(note="apply_chat_template: a string prompt is used without a template here; write it as chat messages.")
     if "multimodal_keys" in args:
         yield from train_tower_with_images(values, title="slime", flag="multimodal_keys")
     if values.get("eval_steps") and not holds_out(values):
-        yield Change(values={"eval_steps": None}, note="eval_interval has no effect without eval_prompt_data.")
+        yield SettingChange(values={"eval_steps": None}, note="eval_interval has no effect without eval_prompt_data.")
     yield from one_eval_completion(values, eval_temperature=values.get("temperature", 1.0))
 
 
-def _sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     prompts, n = args.integer("rollout_batch_size", 0), args.integer("n_samples_per_prompt", 1)
     batch = args.integer("global_batch_size", 0)
     if "num_steps_per_rollout" in args and prompts:
@@ -204,33 +204,39 @@ def _sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
                 f"global_batch_size ({batch}) is not {prompts} x {n} / num_steps_per_rollout ({steps}) = {prompts * n // steps}"
             )
         batch = prompts * n // steps
-        yield Change(values={"global_batch_size": batch})
+        yield SettingChange(values={"global_batch_size": batch})
     if not batch:
         ranks = 1
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             ranks *= values.get(name, 1)
         batch = args.integer("micro_batch_size", 1) * max(1, values.get("world_size", 8) // max(1, ranks))
-        yield Change(values={"global_batch_size": batch}, note=f"Megatron-LM's global_batch_size is micro_batch_size x dp_size: {batch}.")
+        yield SettingChange(
+            values={"global_batch_size": batch}, note=f"Megatron-LM's global_batch_size is micro_batch_size x dp_size: {batch}."
+        )
     names = {"max_steps": "num_rollout", "save_steps": "save_interval", "eval_steps": "eval_interval"}
     yield from in_steps(values, max(1, prompts * n // batch), names)
     if "max_steps" in values and "num_train_epochs" in values:
-        yield Change(values={"num_train_epochs": None}, note="num_rollout takes precedence: slime ignores num_epoch if both are set.")
+        yield SettingChange(
+            values={"num_train_epochs": None}, note="num_rollout takes precedence: slime ignores num_epoch if both are set."
+        )
     if args.is_true("use_dynamic_batch_size"):
         tokens = args.integer("max_tokens_per_gpu", 0) * values.get("context_parallel_size", 1)
         if not tokens:
             raise InvalidValueError("use_dynamic_batch_size requires max_tokens_per_gpu, in slime too")
         note = f"use_dynamic_batch_size: micro-batches of up to {tokens} tokens, and micro_batch_size is not read."
-        yield Change(values={"max_tokens_per_micro_batch": tokens, "micro_batch_size": 1}, note=note)
+        yield SettingChange(values={"max_tokens_per_micro_batch": tokens, "micro_batch_size": 1}, note=note)
     if "over_sampling_batch_size" in args and prompts:
-        yield Change(values={"oversample_ratio": args.integer("over_sampling_batch_size", prompts) / prompts})
+        yield SettingChange(values={"oversample_ratio": args.integer("over_sampling_batch_size", prompts) / prompts})
     if "dynamic_sampling_filter_path" in args:
         path = args.text("dynamic_sampling_filter_path", "")
         if not path.endswith("check_reward_nonzero_std"):
             raise InvalidValueError(f"dynamic_sampling_filter_path ({path}) is not supported: {sentence('PLUGIN_PATHS')}")
-        yield Change(values={"dynamic_sample": True}, note="dynamic_sampling_filter_path check_reward_nonzero_std is dynamic_sample.")
+        yield SettingChange(
+            values={"dynamic_sample": True}, note="dynamic_sampling_filter_path check_reward_nonzero_std is dynamic_sample."
+        )
 
 
-def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     kind = args.text("advantage_estimator", "grpo")
     average = "dapo" if args.is_true("calculate_per_token_loss") else "grpo"
     high = float(args.text("eps_clip_high", str(values.get("epsilon", 0.2))))
@@ -247,13 +253,13 @@ def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     elif kind != "grpo":
         raise InvalidValueError(f"advantage_estimator ({kind}) is not supported. Supported: grpo, gspo, cispo")
     description = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
-    yield Change(
+    yield SettingChange(
         values=settings,
         note=f"advantage_estimator {kind}, averaged by {'token' if average == 'dapo' else 'sample'}, is {description} here.",
     )
 
 
-def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     if "beta" in values or not args.is_true("use_kl_loss"):
         yield from idle(args, {"kl_loss_coef": "0.0", "kl_loss_type": "k1"}, required_setting="use_kl_loss")
         return
@@ -261,12 +267,12 @@ def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     if kind not in _KL:
         raise InvalidValueError(f"kl_loss_type ({kind}) is not supported. Supported: {', '.join(_KL)}")
     if beta:
-        yield Change(
+        yield SettingChange(
             values={"beta": beta, "kl_estimator": _KL[kind]}, note=f"kl_loss_coef {beta:g} of {kind} is beta with {_KL[kind]} here."
         )
 
 
-def _teacher(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _teacher(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Translate on-policy distillation.
 
     A teacher in Megatron is supported except for its file format; an SGLang server is not. Source: apply_opd_kl_to_advantages in slime's
@@ -275,7 +281,7 @@ def _teacher(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     if not args.is_true("use_opd"):
         yield from idle(args, {"opd_type": "none", "opd_teacher_load": "none", "opd_kl_coef": "1.0"}, required_setting="use_opd")
         return
-    yield Change(values={"teacher_kl_coef": args.number("opd_kl_coef", 1.0)})
+    yield SettingChange(values={"teacher_kl_coef": args.number("opd_kl_coef", 1.0)})
     if values.get("teacher_model") or values.get("teacher_model_server"):
         return
     kind, path = args.text("opd_type", "none"), args.text("opd_teacher_load", "none")
@@ -288,7 +294,7 @@ def _teacher(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
         raise InvalidValueError(
             f"opd_teacher_load ({path}) is a checkpoint of Megatron-LM. Pass the original Hugging Face checkpoint as teacher_model"
         )
-    yield Change(values={"teacher_model": path}, note="opd_teacher_load with opd_type megatron is teacher_model.")
+    yield SettingChange(values={"teacher_model": path}, note="opd_teacher_load with opd_type megatron is teacher_model.")
 
 
 CONVERSIONS = (_sizes, _loss, _kl, _rest)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.base.files import read_text
 from megatron_grpo.compat.common import BUILT_IN_REWARDS, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
-from megatron_grpo.compat.foreign_args import Change, ForeignArgs, Reader
+from megatron_grpo.compat.foreign_args import ForeignArgs, Reader, SettingChange
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import InvalidValueError
 
@@ -211,7 +211,7 @@ def max_turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {} if registered else {"max_turns": list(words)}
 
 
-def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Yield the changes for multi-turn runs.
 
     Args:
@@ -229,51 +229,55 @@ def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
             )
         return
     if list(args.get("use_gym_env", ())) == ["true"] and "environment" not in values.get("reward_funcs", ()):
-        yield Change(
+        yield SettingChange(
             values={"reward_funcs": [*values.get("reward_funcs", ()), "environment"]},
             note="use_gym_env true: the environment's rewards are the built-in reward `environment`.",
         )
     if "completion_length_limit_scope" not in args:
-        yield Change(
+        yield SettingChange(
             note="max_completion_length limits one turn in Megatron-SWIFT by default (completion_length_limit_scope per_round). Here it "
             "limits the whole episode after its prompt, including tokens of the environment.",
         )
     if "max_turns" not in values:
-        yield Change(note="max_turns is unlimited by default in Megatron-SWIFT, and 8 here.")
+        yield SettingChange(note="max_turns is unlimited by default in Megatron-SWIFT, and 8 here.")
     yield from not_left(values, "Megatron-SWIFT")
 
 
-def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Yield the changes specific to the Megatron trainer."""
     if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
-        yield Change(values={"num_train_epochs": None}, note="train_iters takes precedence: Megatron-SWIFT ignores epochs with streaming.")
+        yield SettingChange(
+            values={"num_train_epochs": None}, note="train_iters takes precedence: Megatron-SWIFT ignores epochs with streaming."
+        )
     elif "max_steps" in values and "num_train_epochs" in values:
-        yield Change(
+        yield SettingChange(
             values={"max_steps": None},
             note=f"num_train_epochs ({values['num_train_epochs']:g}) sets the length of the run: Megatron-SWIFT recomputes train_iters "
             f"({values['max_steps']}) if both are set.",
         )
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
-        yield Change(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
+        yield SettingChange(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
     yield from idle_schedule(values, args, style="cosine")
     if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
         note = "weight_decay has no effect with start_weight_decay and end_weight_decay, in both systems."
-        yield Change(values={"weight_decay": 0.0}, note=note)
+        yield SettingChange(values={"weight_decay": 0.0}, note=note)
     idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
     if idle and values.get("finetune", True):
         note = f"{' and '.join(idle)} has no effect unless finetune is false, in both systems: a new run starts without them."
-        yield Change(values=dict.fromkeys(idle), note=note)
+        yield SettingChange(values=dict.fromkeys(idle), note=note)
     yield from _tuner(values)
 
 
-def _of_both(values: Mapping[str, Any], args: ForeignArgs, *, tuner: str) -> Iterator[Change]:
+def _of_both(values: Mapping[str, Any], args: ForeignArgs, *, tuner: str) -> Iterator[SettingChange]:
     """Yield the changes common to both trainers: rows, evaluation, servers, and the loss. `tuner`: default tuner_type."""
     if values.get("shuffle_buffer_size") and not values.get("streaming"):
-        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size has no effect without streaming, in both systems.")
+        yield SettingChange(
+            values={"shuffle_buffer_size": None}, note="shuffle_buffer_size has no effect without streaming, in both systems."
+        )
     if values.get("interleave_prob") and not values.get("further_datasets"):
-        yield Change(values={"interleave_prob": None}, note="interleave_prob has no effect with one dataset, in both systems.")
+        yield SettingChange(values={"interleave_prob": None}, note="interleave_prob has no effect with one dataset, in both systems.")
     if values.get("eval_steps") and not holds_out(values):
-        yield Change(
+        yield SettingChange(
             values={"eval_steps": None},
             note=f"eval_steps ({values['eval_steps']}) has no effect without val_dataset or split_dataset_ratio, in both systems.",
         )
@@ -286,89 +290,93 @@ def _of_both(values: Mapping[str, Any], args: ForeignArgs, *, tuner: str) -> Ite
             f"vllm_max_model_len ({max_model_len}) truncates completions in ms-swift; here it is max_length + max_completion_length, "
             f"{required}."
         )
-        yield Change(values={"vllm_max_model_len": required}, note=note)
+        yield SettingChange(values={"vllm_max_model_len": required}, note=note)
     if values.get("vllm_enable_lora") is False and values.get("tuner_type", tuner) == "full":
-        yield Change(values={"vllm_enable_lora": None}, note="vllm_enable_lora has no effect with tuner_type full, in both systems.")
+        yield SettingChange(values={"vllm_enable_lora": None}, note="vllm_enable_lora has no effect with tuner_type full, in both systems.")
     yield from of_servers(values, program="swift rollout")
     yield from of_the_hub(values)
     if holds_out(values):  # by the request_config of training
-        yield Change(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
+        yield SettingChange(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
         if not values.get("eval_steps"):
-            yield Change(values={"eval_steps": values.get("save_steps", 500)}, untyped=("eval_steps", "save_steps"))
+            yield SettingChange(values={"eval_steps": values.get("save_steps", 500)}, untyped=("eval_steps", "save_steps"))
     yield from _loss(values)
 
 
-def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
+def _loss(values: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Yield the changes for the loss, its corrections and a teacher."""
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
         remark = (
             " It then weights each token by its own ratio; here tokens have the ratio of the sequence." if mode == "sequence_mask" else ""
         )
-        yield Change(
+        yield SettingChange(
             values={"rollout_is_geometric": True},
             note=f"rollout_importance_sampling_mode {mode} uses the geometric mean over a sequence in Megatron-SWIFT: rollout_is_geometric "
             f"true.{remark}",
         )
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
-        yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+        yield SettingChange(values={"epsilon_high": values.get("epsilon", 0.2)})
     if values.get("loss_type") == "real":
-        yield Change(
+        yield SettingChange(
             note="loss_type real: a completion whose reward equals its group's mean counts as wrong in Megatron-SWIFT; here it counts on "
             "neither side. A group may be in several micro-batches.",
         )
     if values.get("teacher_model_server"):
         requirement = "must be a server of `megatron-grpo serve --frozen true` here; Megatron-SWIFT uses vLLM's or its own API"
-        yield Change(note=f"teacher_model_server {requirement}.")
+        yield SettingChange(note=f"teacher_model_server {requirement}.")
     elif "teacher_kl_coef" in values and not values.get("teacher_model"):
-        yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef has no effect without a teacher, in both systems.")
+        yield SettingChange(values={"teacher_kl_coef": None}, note="teacher_kl_coef has no effect without a teacher, in both systems.")
     if "repetition" in values.get("reward_funcs", ()):
-        yield Change(note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
+        yield SettingChange(note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
 
 
-def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
+def _tuner(values: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Yield the changes for LoRA: its defaults, and tuner_type lora if only an adapter is given."""
     adapter_names = [name for name in ("adapters", "ref_adapters") if values.get(name)]
     if values.get("tuner_type", "full") != "lora" and adapter_names:
-        yield Change(
+        yield SettingChange(
             values={"tuner_type": "lora"}, note=f"{' and '.join(adapter_names)}: as in Megatron-SWIFT, this implies tuner_type lora."
         )
     elif values.get("tuner_type", "full") != "lora":
         if "merge_lora" in values:
-            yield Change(values={"merge_lora": None}, note="merge_lora has no effect with tuner_type full, in both systems.")
+            yield SettingChange(values={"merge_lora": None}, note="merge_lora has no effect with tuner_type full, in both systems.")
         if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
             remark = (
                 "matched against Hugging Face names here; Megatron-SWIFT matches names of Megatron's modules, which count layers by "
                 "pipeline stage"
             )
-            yield Change(note=f"freeze_parameters and trainable_parameters, and their _regex, are {remark}.")
+            yield SettingChange(note=f"freeze_parameters and trainable_parameters, and their _regex, are {remark}.")
         return
     yield from adapter(values)
     if "merge_lora" not in values and values.get("export_hf", True):
-        yield Change(values={"merge_lora": True}, untyped=("merge_lora", "true"))
-    yield Change(note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has a separate one, as in PEFT.")
+        yield SettingChange(values={"merge_lora": True}, untyped=("merge_lora", "true"))
+    yield SettingChange(
+        note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has a separate one, as in PEFT."
+    )
 
 
-def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
+def adapter(values: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Apply Megatron-SWIFT's LoRA defaults.
 
     Args:
         values: Native settings read so far, by name.
     """
     if values.get("target_regex") and "target_modules" in values:
-        yield Change(values={"target_modules": None}, note="target_regex takes precedence over target_modules, as in Megatron-SWIFT.")
+        yield SettingChange(
+            values={"target_modules": None}, note="target_regex takes precedence over target_modules, as in Megatron-SWIFT."
+        )
     if "lr" not in values:
-        yield Change(values={"lr": 1e-4}, untyped=("lr", "0.0001"))
+        yield SettingChange(values={"lr": 1e-4}, untyped=("lr", "0.0001"))
     if "lora_dropout" not in values:
-        yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
+        yield SettingChange(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
     if "vllm_enable_lora" not in values:
-        yield Change(
+        yield SettingChange(
             note="vllm_enable_lora defaults to false in Megatron-SWIFT: vLLM gets merged weights, and bfloat16 rounds away most of the "
             "first updates. Here it gets the adapter.",
         )
 
 
-def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Translate reinforce_plus_plus, which in Megatron-SWIFT subtracts the group's mean and divides by the std of scale_rewards.
 
     Its guide says `batch`.
@@ -380,7 +388,7 @@ def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change
         else:
             settings = {"advantage_estimator": "grpo"}
         description = ", ".join(f"{name} {value}" for name, value in settings.items())
-        yield Change(values=settings, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {description} here.")
+        yield SettingChange(values=settings, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {description} here.")
     elif estimator == "rloo" and scale not in (None, "none"):
         raise InvalidValueError(
             f"advantage_estimator rloo with scale_rewards {scale} divides by a standard deviation; rloo is not scaled here. Use "
@@ -388,7 +396,7 @@ def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change
         )
 
 
-def of_both(tuner: str) -> tuple[Callable[..., Iterator[Change]], ...]:
+def of_both(tuner: str) -> tuple[Callable[..., Iterator[SettingChange]], ...]:
     """Return the parts of CONVERSIONS common to both trainers.
 
     Args:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.batching.sizes import SIZES
-from megatron_grpo.compat.foreign_args import OFF, Default, Dialect, ForeignArg
+from megatron_grpo.compat.foreign_args import OFF, Dialect, DialectDefault, ForeignArg
 from megatron_grpo.config.read import format_value
 from megatron_grpo.config.table import Setting
 
@@ -151,11 +151,11 @@ def _off(word: str) -> tuple[str, tuple[str, ...]]:
     return name, (*OFF, *words)
 
 
-def _default(name: str, row: Any) -> Default:
+def _default(name: str, row: Any) -> DialectDefault:
     """Return a default from its foreign value and native settings. A bare value belongs to the setting of the same name."""
     if not isinstance(row, dict):
-        return Default(name=name, theirs=format_value(row), native={name: row})
-    return Default(name=name, theirs=row["theirs"], native=row.get("is", {}), ours=row.get("ours", ""))
+        return DialectDefault(name=name, theirs=format_value(row), native={name: row})
+    return DialectDefault(name=name, theirs=row["theirs"], native=row.get("is", {}), ours=row.get("ours", ""))
 
 
 def _product(row: str | Mapping[str, str]) -> tuple[str, str]:

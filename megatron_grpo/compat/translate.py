@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.explain import explain, length_there
-from megatron_grpo.compat.foreign_args import UNKNOWN, Change, Dialect, ForeignArg, ForeignArgs, OtherTaskError
+from megatron_grpo.compat.foreign_args import UNKNOWN, Dialect, ForeignArg, ForeignArgs, OtherTaskError, SettingChange
 from megatron_grpo.compat.script import plain
-from megatron_grpo.config.config import Origin
-from megatron_grpo.config.parse import ForeignDefault, System
+from megatron_grpo.config.config import SizeOrigin
+from megatron_grpo.config.parse import ForeignDefault, ForeignSystem
 from megatron_grpo.config.read import TypedSetting, format_value, words_of
 from megatron_grpo.config.table import InvalidValueError, names, read_value, table
 
@@ -33,7 +33,7 @@ class Translation:
         self.dialect = dialect
         self.sizes = dialect.settings if dialect else {}  # batch sizes under foreign names
         self.counts: dict[str, int] = {}  # their values
-        self.origins: dict[str, Origin] = {}  # how native sizes follow from them
+        self.origins: dict[str, SizeOrigin] = {}  # how native sizes follow from them
         self.hides = dialect.hides if dialect else ()  # native names that are unknown in this dialect
         self.args = ForeignArgs()  # every foreign name with its words, as typed
         self.said: set[str] = set()  # names whose values are known, at any position
@@ -139,11 +139,11 @@ class Translation:
             listed = ", ".join(f"{name} ({words})" for name, words in entries)
             yield Problem(flags=tuple(name for name, _ in entries), message=f"{listed}: {sentence}.")
 
-    def system(self) -> System | None:
+    def system(self) -> ForeignSystem | None:
         """Return what a plan reports about the system; None without a dialect."""
         if (dialect := self.dialect) is None:
             return None
-        return System(
+        return ForeignSystem(
             title=dialect.title,
             trains_tower=dialect.trains_tower,
             explain=partial(explain, dialect.name, self.counts),
@@ -198,18 +198,18 @@ class Translation:
             if name in placed:
                 sources[native] = placed[name]
 
-    def _origin(self, native: str, unit: str, name: str, placed: Mapping[str, str]) -> Origin:
+    def _origin(self, native: str, unit: str, name: str, placed: Mapping[str, str]) -> SizeOrigin:
         """Return how a native size follows from foreign ones. `placed`: source of each size that was typed."""
         assert self.dialect is not None
         if name not in self.counts:
-            return Origin(name=name, count=None, unit=unit)
+            return SizeOrigin(name=name, count=None, unit=unit)
         factors = [f"{factor} {self.counts[factor]}{'' if factor in placed else ' by default'}" for factor in self.dialect.makes(native)]
         if unit == "micro-steps":
             divisor = self.dialect.products["gradient_accumulation_steps"][1]
             factors = [f"{factors[0]} / {divisor} {self.counts[divisor]}"]
-        return Origin(name=name, count=self.counts[name], unit=unit, text=" x ".join(factors))
+        return SizeOrigin(name=name, count=self.counts[name], unit=unit, text=" x ".join(factors))
 
-    def _record(self, change: Change) -> None:
+    def _record(self, change: SettingChange) -> None:
         if change.untyped:
             (theirs_name, foreign_value), (native, value) = change.untyped, next(iter(change.values.items()))
             default, used = format_value(table()[native].default), f"{native} {format_value(value)}"

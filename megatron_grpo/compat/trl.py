@@ -16,7 +16,7 @@ from megatron_grpo.compat.common import (
     of_servers,
     of_the_hub,
 )
-from megatron_grpo.compat.foreign_args import OFF, Change, ForeignArgs, Reader
+from megatron_grpo.compat.foreign_args import OFF, ForeignArgs, Reader, SettingChange
 from megatron_grpo.config.read import format_value
 from megatron_grpo.config.table import FALSE, TRUE, InvalidValueError
 
@@ -157,7 +157,7 @@ def steps(name: str) -> Reader:
     return reader
 
 
-def lowest_lr(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def lowest_lr(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Translate lr_scheduler_kwargs of transformers' cosine_with_min_lr, given as one mapping or as one name each.
 
     Args:
@@ -179,7 +179,7 @@ def lowest_lr(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     lr = float(values.get("lr", 1e-6))
     lowest = float(kwargs["min_lr"]) if kwargs.get("min_lr") else lr * float(kwargs.get("min_lr_rate") or 0)
     if lowest:
-        yield Change(values={"min_lr": lowest}, note=f"lr_scheduler_kwargs of cosine_with_min_lr: min_lr {lowest:g}.")
+        yield SettingChange(values={"min_lr": lowest}, note=f"lr_scheduler_kwargs of cosine_with_min_lr: min_lr {lowest:g}.")
 
 
 def iterations(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -195,7 +195,7 @@ def iterations(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         raise InvalidValueError(f"must be a number of rounds of tool calls, not {' '.join(words)!r}") from None
 
 
-def convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Yield the changes that follow from several of TRL's names.
 
     Args:
@@ -205,46 +205,50 @@ def convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     yield from of_servers(values, program="trl vllm-serve")
     yield from drops_last(values, title="TRL")
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
-        yield Change(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
+        yield SettingChange(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
     if holds_out(values):  # with the generation config of training
-        yield Change(values=as_in_training(values, 1.0, args.integer("num_generations", 8)))
+        yield SettingChange(values=as_in_training(values, 1.0, args.integer("num_generations", 8)))
     plays = values.get("environment") or values.get("tools")
     if "max_prompt_length" in values and "truncation_strategy" not in values and not plays:
-        yield Change(values={"truncation_strategy": "left"}, note="max_prompt_length: longer prompts are cut on the left, as in TRL.")
+        yield SettingChange(
+            values={"truncation_strategy": "left"}, note="max_prompt_length: longer prompts are cut on the left, as in TRL."
+        )
     if args.text("save_strategy", "steps").lower() in ("no", *OFF):
-        yield Change(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
+        yield SettingChange(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
     has_no_eval = args.get("eval_strategy", args.get("evaluation_strategy", ["no"])) == ["no"]
     if values.get("eval_steps") and (has_no_eval or not holds_out(values)):
         reason = "eval_strategy is no" if has_no_eval else "eval_dataset is not set"
-        yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) has no effect: {reason}.")
+        yield SettingChange(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) has no effect: {reason}.")
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
-        yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+        yield SettingChange(values={"epsilon_high": values.get("epsilon", 0.2)})
     if not has_no_eval and holds_out(values) and not values.get("eval_steps"):
-        yield Change(values={"eval_steps": values.get("logging_steps", 10)}, untyped=("eval_steps", "logging_steps"))
+        yield SettingChange(values={"eval_steps": values.get("logging_steps", 10)}, untyped=("eval_steps", "logging_steps"))
     idle = [name for name in ADAPTIVE if name in values] if not values.get("use_adaptive_entropy") else []
     if idle:
-        yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without use_adaptive_entropy, in both systems.")
+        yield SettingChange(
+            values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without use_adaptive_entropy, in both systems."
+        )
     if values.get("use_adaptive_entropy") and values.get("top_entropy_quantile", 1.0) < 1:
         note = "entropy_target is compared with the mean over all trained tokens here; in TRL over those of top_entropy_quantile."
-        yield Change(note=note)
+        yield SettingChange(note=note)
     if values.get("tuner_type") == "lora":
         yield from _peft(values)
     yield from of_the_hub(values)
     if values.get("rollout_importance_sampling_mode") == "none":  # bounds of a correction that is off
-        yield Change(values={"rollout_importance_sampling_min": None})
+        yield SettingChange(values={"rollout_importance_sampling_min": None})
 
 
-def _peft(values: Mapping[str, Any]) -> Iterator[Change]:
+def _peft(values: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Apply TRL's LoRA defaults, and PEFT's default target modules."""
     if "lora_rank" not in values and not values.get("adapters"):
-        yield Change(values={"lora_rank": 16}, untyped=("lora_r", "16"))
+        yield SettingChange(values={"lora_rank": 16}, untyped=("lora_r", "16"))
     if "lora_dropout" not in values:
-        yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
+        yield SettingChange(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
     if not {"target_modules", "target_regex"} & set(values) and not values.get("adapters"):
-        yield Change(values={"target_modules": ["q_proj", "v_proj"]}, untyped=("lora_target_modules", "PEFT's: q_proj v_proj"))
+        yield SettingChange(values={"target_modules": ["q_proj", "v_proj"]}, untyped=("lora_target_modules", "PEFT's: q_proj v_proj"))
 
 
-def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Yield the changes for multi-turn runs.
 
     Args:
@@ -253,7 +257,7 @@ def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     """
     if values.get("environment") or values.get("tools"):
         if "max_turns" not in values:
-            yield Change(note="max_tool_calling_iterations is unlimited by default in TRL; max_turns is 8 here.")
+            yield SettingChange(note="max_tool_calling_iterations is unlimited by default in TRL; max_turns is 8 here.")
         yield from not_left(values, "TRL")
 
 

@@ -21,7 +21,7 @@ from megatron_grpo.compat.common import (
     soft_overlong,
     train_tower_with_images,
 )
-from megatron_grpo.compat.foreign_args import OFF, Change, ForeignArgs, OtherTaskError, Reader
+from megatron_grpo.compat.foreign_args import OFF, ForeignArgs, OtherTaskError, Reader, SettingChange
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import TRUE, InvalidValueError
 
@@ -147,7 +147,7 @@ _OF_THE_SCHEDULE = {
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     mode, average = args.text("actor.policy_loss.loss_mode", "vanilla"), args.text("actor.loss_agg_mode", "token-mean")
     if average not in _AVERAGED:
         raise InvalidValueError(f"actor.loss_agg_mode ({average}) is not supported. Supported: {', '.join(_AVERAGED)}")
@@ -170,19 +170,21 @@ def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
         raise InvalidValueError(f"actor.policy_loss.loss_mode ({mode}) is not supported. Supported: vanilla, gspo, sapo, cispo")
     given_names = {"actor.policy_loss.loss_mode", "actor.loss_agg_mode"} & set(args)
     description = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
-    yield Change(
+    yield SettingChange(
         values=settings,
         note=f"loss_mode {mode} with loss_agg_mode {average} is {description} here.",
         untyped=None if given_names else ("actor.loss_agg_mode", average),
     )
     if average == "token-mean" and mode != "gspo" and args.text("use_legacy_worker_impl", "auto") != "disable":
         note = "verl's legacy workers average token-mean over each micro-batch, then over these; here it is over all tokens of a step."
-        yield Change(note=note)
+        yield SettingChange(note=note)
     if average == "seq-mean-token-sum-norm" and mode == "vanilla":
-        yield Change(note="verl's seq-mean-token-sum-norm does not divide by the number of completions in a micro-batch; dr_grpo does.")
+        yield SettingChange(
+            note="verl's seq-mean-token-sum-norm does not divide by the number of completions in a micro-batch; dr_grpo does."
+        )
 
 
-def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     if "beta" in values:
         return
     in_loss, in_reward = args.is_true("actor.use_kl_loss"), args.is_true("algorithm.use_kl_in_reward")
@@ -202,12 +204,12 @@ def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
         raise InvalidValueError(f"{name} ({kind}) is not supported. Supported: {'kl' if in_reward else ', '.join(_KL)}")
     beta = reward if in_reward else loss
     settings = {"beta": beta, "kl_in_reward": in_reward} | ({} if in_reward else {"kl_estimator": _KL[kind]})
-    yield Change(
+    yield SettingChange(
         values=settings, note=f"{name} {kind} with its coefficient is beta {beta:g}, {'in the reward' if in_reward else _KL[kind]}."
     )
 
 
-def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     name = args.text("algorithm.adv_estimator", "grpo")
     if "advantage_estimator" in values and name != "gae":
         return
@@ -217,18 +219,18 @@ def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change
         remark = f". verl whitens over tokens; advantage_estimator {name} whitens over completions" if name in _OVER_TOKENS else ""
         raise InvalidValueError(f"algorithm.adv_estimator ({name}) is not supported. Supported: {', '.join(_ESTIMATORS)}{remark}")
     if _ESTIMATORS[name]:
-        yield Change(values=_ESTIMATORS[name])
+        yield SettingChange(values=_ESTIMATORS[name])
 
 
-def _correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     level = args.text("algorithm.rollout_correction.rollout_is", "none")
     if level in ("token", "sequence"):
-        yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
+        yield SettingChange(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
     elif level not in ("none", "null"):
         raise InvalidValueError(f"algorithm.rollout_correction.rollout_is ({level}) is not supported. Supported: token, sequence")
 
 
-def _packing(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _packing(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     of_all = args.text("actor.ppo_micro_batch_size", "none")
     if of_all not in ("none", "null"):
         shared = 1
@@ -241,37 +243,39 @@ def _packing(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
                 f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, which is larger ({ranks})"
             )
         note = f"ppo_micro_batch_size {of_all} is for all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {per_rank}."
-        yield Change(values={"ppo_micro_batch_size_per_gpu": per_rank}, note=note)
+        yield SettingChange(values={"ppo_micro_batch_size_per_gpu": per_rank}, note=note)
     if not args.is_true("actor.use_dynamic_bsz"):
         return
     tokens = args.integer("actor.ppo_max_token_len_per_gpu", 16384) * values.get("context_parallel_size", 1)
     settings = {"max_tokens_per_micro_batch": tokens, "ppo_micro_batch_size_per_gpu": 1}
     if "max_tokens_per_micro_batch" in values:
         settings.pop("max_tokens_per_micro_batch")
-    yield Change(
+    yield SettingChange(
         values=settings, note=f"use_dynamic_bsz: micro-batches of up to {tokens} tokens, and ppo_micro_batch_size_per_gpu is not read."
     )
 
 
-def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     yield from layout(values, args.text("actor.megatron.expert_tensor_parallel_size", "none"), shards_norms_by_itself="verl")
     if "actor.ulysses_sequence_parallel_size" in args and values.get("context_parallel_size", 1) > 1:
-        yield Change(note="ulysses_sequence_parallel_size is context_parallel_size: ring attention, not attention parallel over heads.")
+        yield SettingChange(
+            note="ulysses_sequence_parallel_size is context_parallel_size: ring attention, not attention parallel over heads."
+        )
     megatron = any(name.startswith("actor.megatron.") for name in args) or "megatron" in (
         args.text("config_name", "") + args.text("actor.strategy", "")
     )
     if megatron:
         return
-    yield Change(
+    yield SettingChange(
         note="None of these names is of verl's Megatron workers: FSDP workers shard weights over all ranks. Here a rank holds complete "
         "weights, except with tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.",
     )
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if args.is_true("model.enable_gradient_checkpointing", "true") and not set(recompute) & set(values):
-        yield Change(values=recompute, untyped=("model.enable_gradient_checkpointing", "true"))
+        yield SettingChange(values=recompute, untyped=("model.enable_gradient_checkpointing", "true"))
 
 
-def _data(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _data(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     yield from drops_last(values, title="verl")
     truncation = args.text("truncation", "error")
     strategy = {"error": "raise", "left": "left"}.get(truncation)
@@ -280,7 +284,7 @@ def _data(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     if strategy is None:
         raise InvalidValueError(f"data.truncation ({truncation}) is not supported. Supported: error, left")
     if "truncation_strategy" not in values and strategy != "raise":
-        yield Change(values={"truncation_strategy": strategy})
+        yield SettingChange(values={"truncation_strategy": strategy})
     buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
     if args.is_true(f"{buffer}enable"):
         longest = args.integer("reward_model.reward_kwargs.max_resp_len", args.integer("max_response_length", 512))
@@ -289,10 +293,10 @@ def _data(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
         yield from train_tower_with_images(values, title="verl", flag="image_key")
     yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
     if values.get("eval_steps") and not holds_out(values):
-        yield Change(values={"eval_steps": None}, note="trainer.test_freq has no effect without data.val_files.")
+        yield SettingChange(values={"eval_steps": None}, note="trainer.test_freq has no effect without data.val_files.")
 
 
-def _schedule(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _schedule(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Convert rollouts to optimizer steps: global_steps of verl's RayPPOTrainer, and the learning-rate schedule of its workers."""
     unread = [change for change in idle_schedule(values, args, style="constant")]
     yield from unread
@@ -312,14 +316,14 @@ def _schedule(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
     counted = {native: foreign for native, foreign in names.items() if native not in unused}
     yield from in_steps(values, per_rollout, counted | _OF_THE_SCHEDULE)
     if values.get("lr_warmup_iters"):
-        yield Change(values={"lr_warmup_fraction": None})
+        yield SettingChange(values={"lr_warmup_fraction": None})
     if "actor.optim.min_lr_ratio" in args and args.text("actor.optim.min_lr_ratio", "0") not in ("none", "null"):
-        yield Change(values={"min_lr": values.get("lr", 1e-6) * args.number("actor.optim.min_lr_ratio", 0)})
+        yield SettingChange(values={"min_lr": values.get("lr", 1e-6) * args.number("actor.optim.min_lr_ratio", 0)})
 
 
-def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     if values.get("adapters"):
-        yield Change(values={"tuner_type": "lora"})
+        yield SettingChange(values={"tuner_type": "lora"})
     elif values.get("tuner_type") != "lora":
         return
     section = "model.lora." if "model.lora.rank" in args else "model."
@@ -330,14 +334,14 @@ def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
         settings["lora_alpha"] = 32.0 if section == "model.lora." else 16.0
     if args.is_true("model.lora.merge"):
         settings["vllm_enable_lora"] = False
-    yield Change(values=settings)
+    yield SettingChange(values=settings)
     if section == "model.lora." and args.text("model.lora.type", "lora") != "canonical_lora":
-        yield Change(
+        yield SettingChange(
             note="verl's lora.type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.",
         )
 
 
-def _engine(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Change]:
+def _engine(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     yield from of_servers(values, program="verl")
     section = "rollout.engine_kwargs.vllm"
     yield from of_template(values, args, prefix="apply_chat_template_kwargs")

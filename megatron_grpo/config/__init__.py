@@ -3,7 +3,7 @@
 Flags, YAML keys, types, units and defaults are all defined in `config.py`.
 """
 
-from megatron_grpo.config.parse import Parsed, parse, resolve
+from megatron_grpo.config.parse import ParsedConfig, parse, resolve
 from megatron_grpo.config.table import Setting, canonical, names, table
 
-__all__ = ["Parsed", "Setting", "canonical", "names", "parse", "resolve", "table"]
+__all__ = ["ParsedConfig", "Setting", "canonical", "names", "parse", "resolve", "table"]

@@ -624,7 +624,7 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class SizeOrigin:
     """A batch size as it was typed under another system's names.
 
     Args:
@@ -664,7 +664,7 @@ class Config:
     # Name that the user typed for a setting, possibly an alias: error messages use it.
     typed: Mapping[str, str] = field(default_factory=dict)
     # Batch sizes as typed under another system's names.
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
 
     def groups(self) -> dict[str, Any]:
         """Return the groups by section name, in the order of --help."""

@@ -40,7 +40,7 @@ _OWN = "environment/"  # prefix of metrics that an environment defines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HowEvaluated:
+class EvalSampling:
     """Sampling settings of evaluations. A None means the value of training.
 
     Args:
@@ -102,7 +102,7 @@ def ks(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
-def how_evaluated(cfg: Config) -> HowEvaluated:
+def how_evaluated(cfg: Config) -> EvalSampling:
     """Return how evaluations sample.
 
     With `eval_dataset` alone and one completion per prompt they are greedy. Everything else, episodes included, is sampled at the training
@@ -121,7 +121,7 @@ def how_evaluated(cfg: Config) -> HowEvaluated:
     temperature = cfg_eval.eval_temperature
     if temperature is None:
         temperature = 0.0 if is_plain else cfg.rollout.temperature
-    return HowEvaluated(
+    return EvalSampling(
         n=cfg_eval.num_generations_eval or (COMPLETIONS if temperature else 1),
         temperature=temperature,
         top_p=cfg_eval.eval_top_p,

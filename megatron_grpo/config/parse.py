@@ -1,4 +1,4 @@
-"""Build a `Config` that knows the source of each value from typed settings. All mistakes are collected in `Parsed`."""
+"""Build a `Config` that knows the source of each value from typed settings. All mistakes are collected in `ParsedConfig`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ForeignDefault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System:
+class ForeignSystem:
     """The other system whose names were typed, as far as a plan needs it.
 
     Args:
@@ -49,7 +49,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
+class ParsedConfig:
     """A configuration with its problems and notes.
 
     Args:
@@ -71,7 +71,7 @@ class Parsed:
     unreadable: set[str] = field(default_factory=set)
     print_config: bool = False
     is_other_task: bool = False  # the arguments request another task than GRPO
-    system: System | None = None
+    system: ForeignSystem | None = None
     # About `system`: names that change nothing and are ignored, by source; what was read as something else; defaults that differ.
     aside: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -124,7 +124,7 @@ def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dial
     return parsed.config
 
 
-def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> Parsed:
+def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> ParsedConfig:
     """Parse as `resolve` does, but return the problems, so that a caller can add those that it finds later.
 
     Args:
@@ -147,7 +147,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
     translation = dialects.translation(entries) if dialects else None
-    builder = _Builder(Parsed(problems=problems, print_config=print_config), translation)
+    builder = _Builder(ParsedConfig(problems=problems, print_config=print_config), translation)
     for entry in translation.entries if translation else entries:
         builder.take(entry)
     unknown = dialects.unknown(builder.unknown, translation) if dialects and builder.unknown else _unknown(builder.unknown)
@@ -162,7 +162,7 @@ def _unknown(names: Mapping[str, Sequence[str]]) -> list[Problem]:
 class _Builder:
     """Collects settings one by one and builds the configuration from them at the end."""
 
-    def __init__(self, parsed: Parsed, translation: Any | None):
+    def __init__(self, parsed: ParsedConfig, translation: Any | None):
         self.parsed, self.translation = parsed, translation
         self.sizes: Mapping[str, Setting] = translation.sizes if translation else {}
         self.first = len(parsed.problems)  # problems with the files themselves come before all others
@@ -242,7 +242,7 @@ class _Builder:
         self.sources[setting.name] = source
         self.typed[setting.name] = typed_name
 
-    def finish(self, launcher_world_size: int | None) -> Parsed:
+    def finish(self, launcher_world_size: int | None) -> ParsedConfig:
         """Build the configuration, once, from everything that was taken."""
         foreign, tasks = self.translation, set[str]()
         if foreign:

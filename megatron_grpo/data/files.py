@@ -97,7 +97,7 @@ class _ParquetRows(Sequence[Row]):
         return self.table.slice(index, 1).to_pylist()[0]
 
 
-class Read(NamedTuple):
+class SourceRow(NamedTuple):
     """A row read from a source.
 
     Args:
@@ -112,7 +112,7 @@ class Read(NamedTuple):
 
 
 # Maps a position to an iterator over the rows after it. A position is JSON, so that a checkpoint can hold it; None is the beginning.
-Source = Callable[[Any], Iterator[Read]]
+Source = Callable[[Any], Iterator[SourceRow]]
 
 
 def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> Rows:
@@ -168,7 +168,7 @@ def behind_each_other(sources: Sequence[Source]) -> Source:
         sources: Sources in their order.
     """
 
-    def begin(position: Any) -> Iterator[Read]:
+    def begin(position: Any) -> Iterator[SourceRow]:
         first, inner = position or (0, None)
         for number in range(first, len(sources)):
             for read in sources[number](inner if number == first else None):
@@ -262,7 +262,7 @@ def _open_file(file: Path, name: str, flag: str) -> Source:
     if _is_json_array(file):
         raise config_error(flag, f"{name} is a JSON array, which cannot be streamed. Write one object per line, or leave streaming out.")
     return lambda position: (
-        Read([number, end], f"{name} line {number}", row) for number, end, row in _lines(file, name, flag, *(position or (0, 0)))
+        SourceRow([number, end], f"{name} line {number}", row) for number, end, row in _lines(file, name, flag, *(position or (0, 0)))
     )
 
 
@@ -364,7 +364,7 @@ def _table(parquet: Any, file: Path, name: str, flag: str, limit: int) -> Any:
         return pyarrow.Table.from_batches(batches, schema=source.schema_arrow)
 
 
-def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[Read]:
+def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[SourceRow]:
     """Yield rows from number `begin` on. Row groups before it are not read."""
     import psutil
 
@@ -381,7 +381,7 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[R
                 raise config_error(flag, message)
             num_skipped = max(0, begin - row)
             for offset, values in enumerate(batch.slice(num_skipped).to_pylist(), start=row + num_skipped):
-                yield Read(offset + 1, f"{name} row {offset}", values)
+                yield SourceRow(offset + 1, f"{name} row {offset}", values)
             row += len(batch)
 
 
@@ -390,20 +390,20 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[R
 
 def _mapped(name: str, rows: Sequence[Row]) -> Source:
     """Open a memory-mapped table for streaming. A position is the number of rows before it."""
-    return lambda position: (Read(row + 1, f"{name} row {row}", rows[row]) for row in range(position or 0, len(rows)))
+    return lambda position: (SourceRow(row + 1, f"{name} row {row}", rows[row]) for row in range(position or 0, len(rows)))
 
 
 def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
     """Open a Hub data set for streaming. A position is [rows before it, state of the `datasets` iterator]."""
 
-    def begin(position: Any) -> Iterator[Read]:
+    def begin(position: Any) -> Iterator[SourceRow]:
         row, state = position or (0, None)
         rows = open_it()
         if state is not None:
             rows.load_state_dict(state)
         try:
             for number, values in enumerate(rows, start=row):
-                yield Read([number + 1, rows.state_dict()], f"{name} row {number}", values)
+                yield SourceRow([number + 1, rows.state_dict()], f"{name} row {number}", values)
         except Exception as error:
             reason = printable(error, first_line)
             raise config_error(flag, f"Reading {name} from the Hub failed ({type(error).__name__}: {reason}).") from error

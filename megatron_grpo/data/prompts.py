@@ -24,7 +24,7 @@ from megatron_grpo.config.evaluation import SPLIT
 from megatron_grpo.data import checks
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import Encode, PromptRows
-from megatron_grpo.data.files import Read, Rows, Source, behind_each_other, open_source, plain_name, read_rows
+from megatron_grpo.data.files import Rows, Source, SourceRow, behind_each_other, open_source, plain_name, read_rows
 from megatron_grpo.data.image_dataset import places
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
@@ -145,7 +145,7 @@ def names_here(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) 
 
 
 def _renamed(source: Source, names: Mapping[str, str]) -> Source:
-    def begin(position: Any) -> Iterator[Read]:
+    def begin(position: Any) -> Iterator[SourceRow]:
         for entry in source(position):
             row = entry.row if isinstance(entry.row, str) else {names.get(name, name): value for name, value in entry.row.items()}
             yield entry._replace(row=row)
@@ -156,7 +156,7 @@ def _renamed(source: Source, names: Mapping[str, str]) -> Source:
 def _limited(source: Source, count: int) -> Source:
     """Limit a source to `count` rows. A position is [rows before it, position in the source]."""
 
-    def begin(position: Any) -> Iterator[Read]:
+    def begin(position: Any) -> Iterator[SourceRow]:
         num_read, inner = position or (0, None)
         reader = source(inner)
         while num_read < count:
@@ -170,7 +170,7 @@ def _limited(source: Source, count: int) -> Source:
     return begin
 
 
-def _existing(entry: Read | None) -> Read:
+def _existing(entry: SourceRow | None) -> SourceRow:
     """Return a row that existed when its data set was last read.
 
     Raises:
@@ -219,7 +219,7 @@ def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_fir
         length = min(rounds) if ends_with_first else max(rounds)
         return [number for number, count in enumerate(counts) if count < max(1, int(length * shares[number] + 1e-9))]
 
-    def begin(position: Any) -> Iterator[Read]:
+    def begin(position: Any) -> Iterator[SourceRow]:
         empty = [None] * len(sources)
         counts, positions, sizes = [list(values) for values in position or ([0] * len(sources), empty, empty)]
         readers = [source(begin_at) for source, begin_at in zip(sources, positions, strict=True)]

@@ -26,7 +26,7 @@ from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import checks
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import Encode, PromptRows
-from megatron_grpo.data.files import NAMED_ROWS, Read, Rows, Source
+from megatron_grpo.data.files import NAMED_ROWS, Rows, Source, SourceRow
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.data.prompts import PromptStream, load_rows, names_of, open_sets, open_stream, permutation
 from megatron_grpo.types import Image, Prompt
@@ -41,7 +41,7 @@ _BLIND = "streaming supports text only: the sampler needs the largest number of 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class BlockPosition:
     """Position and size of a block.
 
     Args:
@@ -74,7 +74,9 @@ class Mark:
         return self.first + self.num_prompts
 
 
-NOTHING = Mark(epoch=-1, block=0, begin=None, after=None, first=0, num_prompts=0, num_rows=0, first_of_epoch=-1, left_out=0, digest=0)
+NOTHING = BlockPosition(
+    epoch=-1, block=0, begin=None, after=None, first=0, num_prompts=0, num_rows=0, first_of_epoch=-1, left_out=0, digest=0
+)
 
 
 def open_prompts(
@@ -176,9 +178,9 @@ class StreamedPrompts(PromptStream):
         super().__init__(empty, encode, seed=seed, shuffle=cfg.dataset_shuffle)
         self._source, self._look, self._size = source, look, max(1, cfg.shuffle_buffer_size)
         self._ask: Ask = lambda gathered: [gathered]
-        self._reader_ahead: tuple[Any, Iterator[Read]] | None = None  # (position, reader at that position)
-        self._held: dict[tuple[int, int], tuple[Mark, PromptRows]] = {}
-        self._marks: list[Mark] = []
+        self._reader_ahead: tuple[Any, Iterator[SourceRow]] | None = None  # (position, reader at that position)
+        self._held: dict[tuple[int, int], tuple[BlockPosition, PromptRows]] = {}
+        self._marks: list[BlockPosition] = []
         while not self._marks or not self._marks[-1].num_prompts:
             self._remember(self._next(self._marks[-1] if self._marks else NOTHING))
         # Assume the maximum length for prompts that have not been read yet.
@@ -219,7 +221,7 @@ class StreamedPrompts(PromptStream):
             self._remember(mark)
         return super().take(count)
 
-    def _agree(self, fault: str, mark: Mark) -> None:
+    def _agree(self, fault: str, mark: BlockPosition) -> None:
         gathered = self._ask((fault, mark.digest))
         if faults := [text for text, _ in gathered if text]:
             raise RowsError(f"{faults[0]} Fix these rows, or remove them without changing earlier rows, and run the same command again")
@@ -270,7 +272,7 @@ class StreamedPrompts(PromptStream):
             self._order = (mark.first, permutation(count, self.seed, mark.epoch, mark.block) if self.shuffle else np.arange(count))
         return rows, int(self._order[1][number - mark.first]), mark.block * self._size
 
-    def _next(self, mark: Mark) -> Mark:
+    def _next(self, mark: BlockPosition) -> BlockPosition:
         """Read and check the block after `mark`. Raises ConfigError."""
         epoch, block, begins = mark.epoch, mark.block + 1, mark.first_of_epoch
         if mark.after is None:
@@ -281,7 +283,7 @@ class StreamedPrompts(PromptStream):
         entries, next_position = self._read(mark.after)
         rows = self._checked(entries, block)
         num_prompts = 0 if rows is None else len(rows)
-        new_mark = Mark(
+        new_mark = BlockPosition(
             epoch=epoch, block=block, begin=mark.after, after=next_position, first=mark.end, num_prompts=num_prompts, num_rows=len(entries),
             first_of_epoch=begins, left_out=mark.left_out + len(entries) - num_prompts, digest=_digest(entries),
         )  # fmt: skip
@@ -289,7 +291,7 @@ class StreamedPrompts(PromptStream):
             self._hold(new_mark, rows)
         return new_mark
 
-    def _rows_of(self, mark: Mark) -> PromptRows:
+    def _rows_of(self, mark: BlockPosition) -> PromptRows:
         """Return the rows of a block. Raises ConfigError if they have changed since they were first read."""
         key = (mark.epoch, mark.block)
         if key not in self._held or self._held[key][0] != mark:
@@ -303,13 +305,13 @@ in another output_dir."
             self._hold(mark, rows)
         return self._held[key][1]
 
-    def _checked(self, entries: Sequence[Read], block: int) -> PromptRows | None:
+    def _checked(self, entries: Sequence[SourceRow], block: int) -> PromptRows | None:
         if not entries:
             return None
         with _named(block * self._size, len(entries), "dataset"):
             return self._look(_rows_of(entries, "dataset"))
 
-    def _read(self, begin: Any) -> tuple[list[Read], Any]:
+    def _read(self, begin: Any) -> tuple[list[SourceRow], Any]:
         """Read one block from a position. Return its rows and the position after them, None at the end of the epoch."""
         reader_ahead, self._reader_ahead = self._reader_ahead, None
         reader = reader_ahead[1] if reader_ahead is not None and reader_ahead[0] == begin else self._source(begin)
@@ -319,14 +321,14 @@ in another output_dir."
             self._reader_ahead = (next_position, reader)
         return entries, next_position
 
-    def _hold(self, mark: Mark, rows: PromptRows) -> None:
+    def _hold(self, mark: BlockPosition, rows: PromptRows) -> None:
         """Keep the blocks that prompts are still taken from, and one block before them, because prompts may be given back."""
         trained_keys = [key for key, (mark, _) in self._held.items() if mark.end <= self.taken]
         for key in trained_keys[:-1]:
             del self._held[key]
         self._held[mark.epoch, mark.block] = (mark, rows)
 
-    def _remember(self, mark: Mark) -> None:
+    def _remember(self, mark: BlockPosition) -> None:
         self._marks = [*self._marks[:1], *self._marks[1:][-MOST_MARKS:], mark]
         count = mark.num_rows - mark.num_prompts
         if count and launcher.read().speaks:
@@ -335,21 +337,21 @@ in another output_dir."
                 *(count, self._named(mark).lower(), f"{mark.left_out:,}"),
             )
 
-    def _named(self, mark: Mark) -> str:
+    def _named(self, mark: BlockPosition) -> str:
         first = mark.block * self._size
         return f"Rows {first:,} to {first + mark.num_rows - 1:,}"
 
 
-def _marks_of(state: Mapping[str, Any]) -> list[Mark]:
-    return [Mark(**fields) for fields in state["marks"]]
+def _marks_of(state: Mapping[str, Any]) -> list[BlockPosition]:
+    return [BlockPosition(**fields) for fields in state["marks"]]
 
 
-def _place_among(marks: Sequence[Mark], number: int) -> int:
+def _place_among(marks: Sequence[BlockPosition], number: int) -> int:
     """Return the index of the last mark that begins at prompt `number` or before it."""
     return max(0, bisect_right(marks, number, key=lambda mark: mark.first) - 1)
 
 
-def _digest(entries: Sequence[Read]) -> int:
+def _digest(entries: Sequence[SourceRow]) -> int:
     """Return a checksum of rows, to detect other rows at the same position."""
     digest = 0
     for entry in entries:
@@ -357,7 +359,7 @@ def _digest(entries: Sequence[Read]) -> int:
     return digest
 
 
-def _rows_of(entries: Sequence[Read], flag: str) -> Rows:
+def _rows_of(entries: Sequence[SourceRow], flag: str) -> Rows:
     """Collect the rows that were read. Raises ConfigError with the lines that hold no row."""
     faults = [f"{entry.stands}: {entry.row}" for entry in entries if isinstance(entry.row, str)]
     if faults:

@@ -24,7 +24,7 @@ from megatron_grpo.base.errors import printable
 from megatron_grpo.environments.players import LARGE
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.tools import MARKS, ReadCalls
-from megatron_grpo.environments.trajectory import ChatTemplate, Context, SampledSpan, TokenizedTrajectory, joined
+from megatron_grpo.environments.trajectory import ChatTemplate, ContextTokens, SampledSpan, TokenizedTrajectory, joined
 from megatron_grpo.rollout.turns import Key, SampledTurn
 
 _THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -85,7 +85,7 @@ class AgentTurn:
     seed: int
     max_tokens: int
     parent: AgentTurn | None  # turn whose tokens `before` begins with
-    context: Context | None  # the context that it continues; None: a new one
+    context: ContextTokens | None  # the context that it continues; None: a new one
     sampled: SampledTurn | None = None
     span: SampledSpan | None = None
     content: str = ""  # of the assistant's message, as sampled
@@ -122,7 +122,7 @@ class AgentSession:
         self._template, self._seed, self._reader = template, seed, reader
         self._guards = template.guards()
         self._lock = threading.RLock()
-        self._contexts: list[tuple[Context, list[AgentTurn]]] = []
+        self._contexts: list[tuple[ContextTokens, list[AgentTurn]]] = []
         self._by_message: dict[str, list[AgentTurn]] = {}
         self._by_call: dict[str, AgentTurn] = {}
         self._seeds: Counter[str] = Counter()  # how often each context was sampled after
@@ -280,7 +280,7 @@ class AgentSession:
                 turn.refusal = self._ended_by("length", f"max_completion_length {self.limits.max_completion_length}")
                 return
             if context is None:
-                context = Context(turn.before)
+                context = ContextTokens(turn.before)
                 self._contexts.append((context, []))
             context.ids += turn.before[len(context.ids) :]
             turn.span = context.add_span(sampled.token_ids, sampled.logprobs, sampled.version, sampled.sampling_mask)

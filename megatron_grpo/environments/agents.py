@@ -34,7 +34,7 @@ from megatron_grpo.environments.players import Episode, PlayedSampler, PlayerFac
 from megatron_grpo.environments.protocol import InvalidReplyError
 from megatron_grpo.environments.tools import ReadCalls, reader
 from megatron_grpo.environments.trajectory import without_turns
-from megatron_grpo.environments.workers import CallResult, CallTimeoutError, Workers
+from megatron_grpo.environments.workers import CallResult, CallTimeoutError, WorkerPool
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import Key, SampledTurn
 from megatron_grpo.types import FAULTS, Completion, Group, Prompt
@@ -117,7 +117,7 @@ class AgentPlayer(RequestingPlayer):
         }
         self._running = set(self.episodes)
         self._server = AgentServer(list(self.episodes.values()), sampling, on_call=self._ask_turn, overruled=overruled)
-        self._workers = Workers(concurrency=stage.concurrency, timeout=stage.agent.timeout_of_call)
+        self._workers = WorkerPool(concurrency=stage.concurrency, timeout=stage.agent.timeout_of_call)
         for episode in self.episodes.values():
             self._workers.submit(episode.key, partial(self._play, episode))
 

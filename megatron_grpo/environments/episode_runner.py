@@ -14,7 +14,7 @@ from megatron_grpo.environments.loading import template_of
 from megatron_grpo.environments.players import LARGE, Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
 from megatron_grpo.environments.trajectory import History, Trajectory, without_turns
-from megatron_grpo.environments.workers import CallResult, CallTimeoutError, Workers
+from megatron_grpo.environments.workers import CallResult, CallTimeoutError, WorkerPool
 from megatron_grpo.rewards.process_isolation import ExitRequestedError
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import Key, SampledTurn, request_seed
@@ -86,7 +86,7 @@ class EpisodeRunner(RequestingPlayer):
     def __init__(self, stage: EpisodeRunnerFactory, prompts: Sequence[Prompt], *, n: int, seed_of: Callable[[int, int, int], int]):
         super().__init__(prompts, n)
         self.stage, self._seed_of = stage, seed_of
-        self._workers = Workers(concurrency=stage.concurrency, timeout=stage.timeout)
+        self._workers = WorkerPool(concurrency=stage.concurrency, timeout=stage.timeout)
         self._openings: dict[int, tuple[int, ...]] = {}  # prompt number -> token IDs of its opening
         episodes = [
             _Episode(prompt=prompt, place=generation, opening=opening)

@@ -18,7 +18,13 @@ from typing import Any
 
 from megatron_grpo.base.errors import RunError, raised
 from megatron_grpo.environments.players import PlayedSampler, RequestingPlayer, TurnRequest
-from megatron_grpo.environments.rollout_func_output import CompletionRequest, InvalidRolloutOutputError, Limits, asked_of, completions_of
+from megatron_grpo.environments.rollout_func_output import (
+    CompletionRequest,
+    InvalidRolloutOutputError,
+    TokenLimits,
+    asked_of,
+    completions_of,
+)
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import SampledTurn, request_seed
@@ -38,7 +44,7 @@ class RolloutFunc:
     name: str  # as given in `--rollout_func`
     function: RolloutFunction
     tokenizer: Any
-    limits: Limits
+    limits: TokenLimits
     timeout: float  # seconds in which the function must call the sampler or return
 
 

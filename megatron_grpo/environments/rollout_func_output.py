@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_grpo.rollout.engine import ROUNDING
 from megatron_grpo.types import Completion, Prompt
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 
 IDS, PROMPT, LOGPROBS, MASK = "completion_ids", "prompt_ids", "logprobs", "env_mask"
 _NOT_MASKS = ("completion_mask", "mask", "tool_mask", "loss_mask", "response_mask", "attention_mask")
@@ -45,7 +45,7 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TokenLimits:
     """Limits that the output of a rollout function must respect."""
 
     vocab_size: int  # token IDs are below it
@@ -76,7 +76,7 @@ def asked_of(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
 
 
 def completions_of(
-    returned: Any, requests: Sequence[CompletionRequest], limits: Limits, *, version: int, decode: Callable[[Sequence[int]], str]
+    returned: Any, requests: Sequence[CompletionRequest], limits: TokenLimits, *, version: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Completion]:
     """Convert the return value of a rollout function to completions.
 
@@ -162,7 +162,7 @@ def _listed(values: Any, name: str) -> Sequence[Any]:
     return values
 
 
-def _ids(values: Any, limits: Limits, noun: str) -> tuple[int, ...]:
+def _ids(values: Any, limits: TokenLimits, noun: str) -> tuple[int, ...]:
     listed = _listed(values, noun)
     for index, value in enumerate(listed):
         if isinstance(value, bool) or not isinstance(value, Integral):
@@ -206,7 +206,9 @@ def _logprobs(values: Any, mask: np.ndarray, request: CompletionRequest) -> np.n
     return np.array([float(value) if sampled else 0.0 for value, sampled in zip(listed, mask, strict=True)], dtype=np.float32)
 
 
-def _check_lengths(opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, limits: Limits, request: CompletionRequest) -> None:
+def _check_lengths(
+    opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, limits: TokenLimits, request: CompletionRequest
+) -> None:
     if not opening:
         raise InvalidRolloutOutputError(f"returned empty {PROMPT} of {request}; the first token needs a context.")
     if not mask.any():
@@ -221,14 +223,14 @@ def _check_lengths(opening: Sequence[int], answer: Sequence[int], mask: np.ndarr
 
 
 def _completion(
-    opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, logprobs: np.ndarray, limits: Limits, *, version: int, text: str,
+    opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, logprobs: np.ndarray, limits: TokenLimits, *, version: int, text: str,
     columns: Mapping[str, Any],
 ) -> Completion:  # fmt: skip
     start, total = len(opening), len(opening) + len(answer)
     is_drawn = np.concatenate([np.zeros(start, dtype=bool), mask])
     is_cut = len(answer) >= limits.max_completion_length and answer[-1] not in limits.end_ids
     return Completion(
-        sequence=Scored(token_ids=np.array([*opening, *answer], dtype=np.int64), mask=is_drawn),
+        sequence=TokenSequence(token_ids=np.array([*opening, *answer], dtype=np.int64), mask=is_drawn),
         logprobs=np.concatenate([np.zeros(start, dtype=np.float32), logprobs]),
         text=text,
         finish_reason="length" if is_cut else "stop",

@@ -17,14 +17,14 @@ import numpy as np
 
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.types import SamplingMask
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 
 History = Literal["template", "sampled"]  # context of a turn: the template's rendering of the conversation, or the tokens as sampled
 MARK = "\U000ffffd"  # placeholder for a text whose position in a rendering is searched
 _GUARDS = range(0xF0000, 0xFFFFD)  # private-use characters, each replacing a text that must not be encoded as a special token
 
 
-class Guards:
+class SpecialTokenGuards:
     """Private-use characters that replace the text of special tokens in the messages of one episode.
 
     The same text has the same character in all messages of the episode.
@@ -103,9 +103,9 @@ class ChatTemplate:
         # A private-use character in a message is guarded as well, so that it is not taken for a guard.
         self._special = re.compile(f"{words}{'|' * bool(words)}[{chr(_GUARDS[0])}-{MARK}]")
 
-    def guards(self) -> Guards:
+    def guards(self) -> SpecialTokenGuards:
         """Return new guards for an episode."""
-        return Guards(self._special)
+        return SpecialTokenGuards(self._special)
 
     def render(self, messages: Sequence[Message], *, is_open: bool = True, continues: bool = False) -> str:
         """Render messages as text.
@@ -152,7 +152,7 @@ class ChatTemplate:
         head, text = self.decode(previous), self.decode([*previous, *token_ids])
         return text[len(head) :] if text.startswith(head) else self.decode(token_ids)
 
-    def encode(self, text: str, guards: Guards) -> list[int]:
+    def encode(self, text: str, guards: SpecialTokenGuards) -> list[int]:
         """Encode a rendering. Guarded texts are encoded as plain text, not as special tokens.
 
         Args:
@@ -177,7 +177,7 @@ class ChatTemplate:
 class TokenizedTrajectory:
     """All contexts of an episode, concatenated; T tokens in total."""
 
-    sequence: Scored
+    sequence: TokenSequence
     logprobs: np.ndarray  # float32 [T], 0 for tokens that were not sampled
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each sampled span
 
@@ -192,7 +192,7 @@ class SampledSpan(NamedTuple):
     sampling_mask: SamplingMask | None
 
 
-class Context:
+class ContextTokens:
     """Tokens of one context, with the spans that were sampled in it.
 
     Args:
@@ -251,7 +251,7 @@ class Trajectory:
         self._of_turns = template.prefill(self.messages, template.render(self.messages) if continues else self._shown)
         self._prefill = self._of_turns if begun_text is None else begun_text  # of the next turn
         self._end, self._turn_text = "", ""  # of the last turn
-        self._contexts = [Context(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
+        self._contexts = [ContextTokens(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
         self.opening = tuple(self.ids)
         self.num_heard = 0  # tokens, each counted once
 
@@ -308,7 +308,7 @@ class Trajectory:
                 self._go_on(tail.removeprefix(self._end))
             else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
                 self.num_heard += len(self.template.encode(tail, self.guards))
-                self._contexts.append(Context(self.template.encode(full, self.guards)))
+                self._contexts.append(ContextTokens(self.template.encode(full, self.guards)))
         self._shown = full
         self._prefill = self._of_turns
 
@@ -359,7 +359,7 @@ def joined(contexts: Sequence[tuple[Sequence[int], Sequence[SampledSpan]]]) -> T
     if not ids:
         return None
     sampling_mask = SamplingMask.joined(masks) if masks else None
-    sequence = Scored(
+    sequence = TokenSequence(
         token_ids=np.concatenate(ids), mask=np.concatenate(mask), starts=tuple(starts),
         mask_offsets=None if sampling_mask is None else sampling_mask.at, mask_ids=None if sampling_mask is None else sampling_mask.ids,
     )  # fmt: skip
@@ -373,5 +373,5 @@ def without_turns(opening: Sequence[int]) -> TokenizedTrajectory:
         opening: Token IDs of its opening.
     """
     tokens = np.array(opening, dtype=np.int64)
-    sequence = Scored(token_ids=tokens, mask=np.zeros(len(tokens), dtype=bool))
+    sequence = TokenSequence(token_ids=tokens, mask=np.zeros(len(tokens), dtype=bool))
     return TokenizedTrajectory(sequence=sequence, logprobs=np.zeros(len(tokens), dtype=np.float32), versions=())

@@ -19,8 +19,8 @@ from megatron_grpo.grpo import objectives
 from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs, teacher_logs
 from megatron_grpo.grpo.objectives import (
-    Importance,
-    Labels,
+    ClassificationTerms,
+    ImportanceWeights,
     Objective,
     PerToken,
     RolloutCorrection,
@@ -155,7 +155,7 @@ class LossInputs:
     teacher_logprobs: torch.Tensor | None = None  # float [C], NaN where no teacher scored the row
     place: torch.Tensor | None = None  # int64 [C]: token index in its row, from 0, untrained tokens counted; for `fipo`
     longest: int = 0  # greater than any `place` in the whole micro-batch
-    labels: Labels | None = None  # classification terms of the rows' groups, if `needs_classification`
+    labels: ClassificationTerms | None = None  # classification terms of the rows' groups, if `needs_classification`
 
 
 class _Terms(NamedTuple):
@@ -165,7 +165,7 @@ class _Terms(NamedTuple):
     per_token: PerToken
     old_logprobs: torch.Tensor  # float64 [C]: the current ones, as constants, where a position is on-policy
     mismatch: torch.Tensor
-    importance: Importance | None
+    importance: ImportanceWeights | None
     kl: torch.Tensor | None
     of_teacher: torch.Tensor | None  # float64 [C]: log p_teacher - log p_old, 0 where no teacher scored the row
 

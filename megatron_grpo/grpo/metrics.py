@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_grpo.grpo.objectives import Importance, PerToken, SumOverContext, bounded
+from megatron_grpo.grpo.objectives import ImportanceWeights, PerToken, SumOverContext, bounded
 
 LARGEST_EXPONENT = 709.0  # exp of a little more is too large for float64
 
@@ -71,7 +71,7 @@ def mismatch_logs(
     log_rho: torch.Tensor,
     sampler_logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
-    importance: Importance | None,
+    importance: ImportanceWeights | None,
     is_trained: torch.Tensor,
     is_scored: torch.Tensor,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

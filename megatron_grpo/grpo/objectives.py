@@ -212,7 +212,7 @@ def teacher_log_ratio(teacher_logprobs: torch.Tensor, old_logprobs: torch.Tensor
 # ---- corrections: detached factors `c` of a token's loss. They need current log-probs, and never change a denominator
 
 
-class Importance(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """Importance weights of the rollout correction.
 
     Args:
@@ -224,8 +224,8 @@ class Importance(NamedTuple):
     units: torch.Tensor
 
 
-# (log rho [C] with 0 where the sampler gave no log-prob, sequences) -> Importance
-RolloutCorrection = Callable[[torch.Tensor, Sequences], Importance]
+# (log rho [C] with 0 where the sampler gave no log-prob, sequences) -> ImportanceWeights
+RolloutCorrection = Callable[[torch.Tensor, Sequences], ImportanceWeights]
 
 
 def log_rho(old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:
@@ -285,17 +285,17 @@ def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: b
         "mask": lambda rho: torch.where((rho >= lowest) & (rho <= highest), rho, 0.0),
     }[bound]
 
-    def of_tokens(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
-        return Importance(limit(bounded(log_rho).exp()), torch.ones_like(log_rho))
+    def of_tokens(log_rho: torch.Tensor, sequences: Sequences) -> ImportanceWeights:
+        return ImportanceWeights(limit(bounded(log_rho).exp()), torch.ones_like(log_rho))
 
-    def of_sequences(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
+    def of_sequences(log_rho: torch.Tensor, sequences: Sequences) -> ImportanceWeights:
         total = sequences.mean(log_rho) if geometric else sequences.sum(log_rho)
-        return Importance(sequences.scatter(limit(bounded(total).exp())), sequences.one_over_length)
+        return ImportanceWeights(sequences.scatter(limit(bounded(total).exp())), sequences.one_over_length)
 
     return of_tokens if level == "token" else of_sequences
 
 
-class Labels(NamedTuple):
+class ClassificationTerms(NamedTuple):
     """Classification terms of a token's sequence for `real`, see `classification`."""
 
     value: torch.Tensor  # float64 [C]: the sequence's share of the loss
@@ -313,7 +313,7 @@ class Tokens(NamedTuple):
     place: torch.Tensor | None = None  # int64: token index in its row, from 0, untrained tokens counted
     longest: int = 0  # greater than any `place` in this micro-batch
     correction: torch.Tensor | None = None  # factors of the rollout correction; None without one
-    labels: Labels | None = None
+    labels: ClassificationTerms | None = None
 
 
 class PerToken(NamedTuple):

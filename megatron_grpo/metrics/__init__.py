@@ -17,10 +17,10 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.evaluation import curve_of
 from megatron_grpo.metrics import draw, registry
 from megatron_grpo.metrics.display import Display
-from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, describe, score_in
+from megatron_grpo.metrics.evaluations import EvaluationResult, Evaluations, compared, curves_in, describe, score_in
 from megatron_grpo.metrics.records import EVENTS, BestEffort, Events, Records, plain
-from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
-from megatron_grpo.metrics.summary import Learnt, TimeSummary
+from megatron_grpo.metrics.reporters import REPORTERS, BackgroundReporter, ReporterInit, Table, report_to_problems, services
+from megatron_grpo.metrics.summary import LearningSignal, TimeSummary
 from megatron_grpo.types import Progress
 
 __all__ = ["Metrics", "report_to_problems"]
@@ -67,17 +67,17 @@ class Metrics:
         self.tells = rank == 0
         self.total_steps, self.plot_steps, self.config = total_steps, plot_steps, dict(config or {})
         self._services = services(report_to)
-        self._reporters: dict[str, InBackground] = {}
+        self._reporters: dict[str, BackgroundReporter] = {}
         self._completions: Table | None = None  # rows of a rollout that the next step trains
         self._display = Display(console, total=total_steps, folder=self.output_dir)
-        self._courtesy = BestEffort()
+        self._best_effort = BestEffort()
         self._heard = on_metrics or (lambda step, numbers: None)
         self._steps = Records(self.output_dir / "metrics.jsonl")
         self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
         self._events = Events(self.output_dir / EVENTS)
         self._skipped = Records(self.output_dir / "skipped.jsonl")
         self._history: dict[str, list[tuple[int, float]]] = {}
-        self.learnt = Learnt(
+        self.learnt = LearningSignal(
             compares_groups=bool(self.config.get("reward_funcs")) and self.config.get("advantage_estimator") != "reinforce_plus_plus"
         )
         self._started = False
@@ -105,9 +105,9 @@ class Metrics:
         self._skipped.cut(progress.step)
         self.evaluations.start(progress.step or -1)  # without a checkpoint, the evaluation before step 1 is dropped too
         self._remember_evaluations()
-        begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
+        begin = ReporterInit(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
         for name in self._services:
-            self._reporters[name] = InBackground(name, partial(REPORTERS[name], begin))
+            self._reporters[name] = BackgroundReporter(name, partial(REPORTERS[name], begin))
         self._num_tokens = progress.num_tokens
         if progress.step:
             self._events.add("resumed", f"The run resumed after optimizer step {progress.step:,}.")
@@ -165,7 +165,7 @@ class Metrics:
         """
         self._completions = table
 
-    def log_evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
+    def log_evaluation(self, progress: Progress, evaluated: Sequence[EvaluationResult]) -> None:
         """Log one evaluation of every set, one line of evaluations.jsonl each. The scores are displayed, plotted and compared.
 
         Args:
@@ -196,7 +196,7 @@ class Metrics:
 
     def refresh_plots(self) -> list[Path]:
         """Draw plots/*.png from everything logged so far and return their paths."""
-        with self._courtesy("plots"):
+        with self._best_effort("plots"):
             return draw.refresh(self.output_dir, self._history) if self.tells else []
         return []
 
@@ -257,7 +257,7 @@ class Metrics:
             self.print_line(f"WARNING: {reason}: other terms of the loss changed the weights.")
         for reporter in self._reporters.values():
             reporter.close()
-        self._courtesy.summary()
+        self._best_effort.summary()
         if self.learnt.num_steps:
             self._display.print_line(f"Page of this run: megatron-grpo report {shlex.quote(str(self.output_dir))}")
 

@@ -37,7 +37,7 @@ _CACHED = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class ModelCard:
     """Subject of a model card.
 
     Args:
@@ -55,7 +55,7 @@ class Card:
     step: int | None = None
 
 
-def write_card(folder: Path, card: Card) -> None:
+def write_card(folder: Path, card: ModelCard) -> None:
     """Write README.md, and the training curves if matplotlib is installed.
 
     Args:
@@ -67,7 +67,7 @@ def write_card(folder: Path, card: Card) -> None:
     write_whole(folder / CARD, text_of(card, records, name=folder.absolute().name, has_curves=has_curves))
 
 
-def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves: bool) -> str:
+def text_of(card: ModelCard, records: list[dict[str, Any]], *, name: str, has_curves: bool) -> str:
     """Return the text of the card.
 
     Args:
@@ -175,7 +175,7 @@ def licence_of(source: Path) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def _records(card: Card, file: str) -> Iterable[dict[str, Any]]:
+def _records(card: ModelCard, file: str) -> Iterable[dict[str, Any]]:
     """Yield the run's records up to the step of the card."""
     path = card.run / file if card.run else None
     if path is None or not path.is_file():

@@ -56,7 +56,7 @@ class Display:
         self.console, self.total = console or _Terminal(highlight=False), total
         self._now = folder / NOW if folder else None
         self._wrote_now = float("-inf")
-        self._courtesy = BestEffort()
+        self._best_effort = BestEffort()
         self._live: Live | None = None
         self._handler: logging.Handler | None = None
         # Reward functions fork. A fork while drawing would leave locks in the child that are never released, so forks wait for it.
@@ -124,7 +124,7 @@ class Display:
     def _write_now(self) -> None:
         if self._now is not None and not self._closed.is_set() and time.monotonic() - self._wrote_now >= 1.0:
             self._wrote_now = time.monotonic()
-            with self._courtesy(NOW), suppress(FileNotFoundError):  # the folder was removed: what needs it reports that
+            with self._best_effort(NOW), suppress(FileNotFoundError):  # the folder was removed: what needs it reports that
                 write_whole(self._now, json.dumps({"time": time.time(), "step": self._step, "phase": describe_phase()}) + "\n")
 
     def _draw(self) -> None:
@@ -168,7 +168,7 @@ class Display:
         with self._lock:
             self._closed.set()
             if self._now is not None:
-                with self._courtesy(NOW):
+                with self._best_effort(NOW):
                     self._now.unlink(missing_ok=True)
             if self._live:
                 self._live.stop()

@@ -95,7 +95,7 @@ def pass_at_k(num_right: np.ndarray, num_sampled: np.ndarray, k: int) -> np.ndar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evaluated:
+class EvaluationResult:
     """Result of one evaluation of one set. Numbers are the same on every rank."""
 
     name: str  # of the set
@@ -193,7 +193,7 @@ class Evaluations:
         self.folder, self.replaces, self.writes_completions = folder, replaces, writes_completions
         self.records: list[dict[str, Any]] = []
         self._file = Records(folder / "evaluations.jsonl")
-        self._courtesy = BestEffort()
+        self._best_effort = BestEffort()
 
     def start(self, step: int = sys.maxsize) -> None:
         """Read existing evaluations, drop those beyond `step` optimizer steps, and warn if a line is missing.
@@ -218,7 +218,7 @@ class Evaluations:
                 if match and int(match[1]) > step:
                     path.unlink()
 
-    def add(self, step: int, evaluation: Evaluated, **extra: Any) -> dict[str, Any]:
+    def add(self, step: int, evaluation: EvaluationResult, **extra: Any) -> dict[str, Any]:
         """Write one evaluation.
 
         Args:
@@ -241,7 +241,7 @@ class Evaluations:
         means = [plain(mean) for mean in evaluation.means]
         prompts.append({"step": step, "question": evaluation.question, **extra, "rows": list(evaluation.rows), "means": means})
         if self.writes_completions and evaluation.table:
-            with self._courtesy(f"the completions of evaluations in {self.folder}"):
+            with self._best_effort(f"the completions of evaluations in {self.folder}"):
                 self._write(prompts.path.parent, step, evaluation.table)
         return record
 
@@ -256,7 +256,7 @@ class Evaluations:
         root = self.folder / "evaluations"
         return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
-    def _change(self, prompts: Records, evaluation: Evaluated) -> Numbers:
+    def _change(self, prompts: Records, evaluation: EvaluationResult) -> Numbers:
         """Return the change since the first evaluation of the same question, paired by prompt; empty if this is the first."""
         previous = (
             next((line for line in prompts.all() if line["question"] == evaluation.question), None) if prompts.path.exists() else None

@@ -12,7 +12,7 @@ from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.config.evaluation import in_current_metrics
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.evaluations import Evaluated
+from megatron_grpo.metrics.evaluations import EvaluationResult
 from megatron_grpo.metrics.records import Records
 from megatron_grpo.metrics.rollout import Completions, ScoredRollout, rollout_stats, selection_stats
 from megatron_grpo.metrics.summary import TimeSummary
@@ -141,7 +141,7 @@ class MetricsLogger:
             self.metrics.print_line(f"  {line}")
         self.metrics.log_skipped(progress, record)
 
-    def evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
+    def evaluation(self, progress: Progress, evaluated: Sequence[EvaluationResult]) -> None:
         """Record an evaluation of every set.
 
         Args:

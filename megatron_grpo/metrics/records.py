@@ -184,11 +184,11 @@ class Events(logging.Handler):
     def __init__(self, path: Path):
         super().__init__(logging.WARNING)
         self._file = Records(path)
-        self._courtesy = BestEffort()
+        self._best_effort = BestEffort()
 
     def open(self) -> None:
         """Start recording warnings."""
-        with self._courtesy(self._file.path.name):
+        with self._best_effort(self._file.path.name):
             self._file.cut(sys.maxsize)  # a line that a kill cut short would spoil the next one
         logging.getLogger("megatron_grpo").addHandler(self)
 
@@ -205,7 +205,7 @@ class Events(logging.Handler):
             text: Message.
         """
         time_text = datetime.now(UTC).isoformat(timespec="seconds")
-        with self._courtesy(self._file.path.name):
+        with self._best_effort(self._file.path.name):
             self._file.append({"step": activity.step, "time": time_text, "kind": kind, "text": text})
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -213,7 +213,7 @@ class Events(logging.Handler):
 
 
 class BestEffort:
-    """Context manager for optional work: `with courtesy("plots"): ...` never raises.
+    """Context manager for optional work: `with best_effort("plots"): ...` never raises.
 
     The first failure of each kind is logged as a warning; `missed` counts them all.
     """

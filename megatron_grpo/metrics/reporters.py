@@ -28,7 +28,7 @@ Table = Mapping[str, Sequence[Any]]  # by column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+class ReporterInit:
     """Data that a service receives when it starts.
 
     Args:
@@ -88,7 +88,7 @@ class Tensorboard(Reporter):
         begin: Names, settings and directory of the run.
     """
 
-    def __init__(self, begin: Begin):
+    def __init__(self, begin: ReporterInit):
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(begin.output_dir / "tensorboard"), purge_step=begin.first_step)
@@ -113,7 +113,7 @@ class WandbReporter(Reporter):
         kwargs: Further arguments of `init`.
     """
 
-    def __init__(self, begin: Begin, module: str, as_table: Callable[[Any, Table], Any] | None = None, **kwargs: Any):
+    def __init__(self, begin: ReporterInit, module: str, as_table: Callable[[Any, Table], Any] | None = None, **kwargs: Any):
         self.service, self._as_table = importlib.import_module(module), as_table
         self.service.init(project=begin.project_or(f"{module.upper()}_PROJECT"), config=dict(begin.config), **kwargs)
 
@@ -128,7 +128,7 @@ class WandbReporter(Reporter):
         self.service.finish()
 
 
-def wandb(begin: Begin) -> WandbReporter:
+def wandb(begin: ReporterInit) -> WandbReporter:
     """Start Weights & Biases, with its files in output_dir.
 
     Args:
@@ -142,7 +142,7 @@ def wandb(begin: Begin) -> WandbReporter:
     return WandbReporter(begin, "wandb", as_table, name=name, dir=str(begin.output_dir), resume="allow", settings=settings)
 
 
-def swanlab(begin: Begin) -> WandbReporter:
+def swanlab(begin: ReporterInit) -> WandbReporter:
     """Start SwanLab, with its log directory in output_dir/swanlab.
 
     Args:
@@ -151,7 +151,7 @@ def swanlab(begin: Begin) -> WandbReporter:
     return WandbReporter(begin, "swanlab", experiment_name=begin.name_or("SWANLAB_EXP_NAME"), logdir=str(begin.output_dir / "swanlab"))
 
 
-def trackio(begin: Begin) -> WandbReporter:
+def trackio(begin: ReporterInit) -> WandbReporter:
     """Start Trackio, with its database in output_dir/trackio (or TRACKIO_DIR), or in a Space of the Hub (TRACKIO_SPACE_ID).
 
     Args:
@@ -179,7 +179,7 @@ class Mlflow(Reporter):
         begin: Names, settings and directory of the run.
     """
 
-    def __init__(self, begin: Begin):
+    def __init__(self, begin: ReporterInit):
         import mlflow
 
         self.mlflow = mlflow
@@ -198,7 +198,7 @@ class Mlflow(Reporter):
         self.mlflow.end_run()
 
 
-REPORTERS: dict[str, Callable[[Begin], Reporter]] = {
+REPORTERS: dict[str, Callable[[ReporterInit], Reporter]] = {
     "tensorboard": Tensorboard,
     "wandb": wandb,
     "swanlab": swanlab,
@@ -207,7 +207,7 @@ REPORTERS: dict[str, Callable[[Begin], Reporter]] = {
 }
 
 
-class InBackground:
+class BackgroundReporter:
     """Reporter that runs in its own thread, so that it never blocks the run.
 
     The first exception of the service is logged as a warning, and the service is switched off.

@@ -20,8 +20,8 @@ from megatron_grpo.types import FAULTS, DynamicSamplingResult, EpisodeRecord, Gr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """Arrival of a rollout whose completions may have tokens of several versions."""
+class PartialRolloutInfo:
+    """Version and metrics of a rollout whose completions may have tokens of several versions."""
 
     version: int  # of the weights when it arrives
     metrics: Mapping[str, float]  # metrics of the sampling step
@@ -39,7 +39,7 @@ class ScoredRollout:
     advantages: Advantages
     penalty: np.ndarray | None  # float64 [num_groups, G]: what `kl_in_reward` subtracted
     held: Mapping[int, ScoredGroup]
-    arrived: Arrival | None = None  # with partial rollouts
+    arrived: PartialRolloutInfo | None = None  # with partial rollouts
 
 
 def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]) -> dict[str, float]:
@@ -162,7 +162,7 @@ class Completions:
         self.most_nodes = most_nodes or node.count
         self._tell = write_table
         self._latest = (-1, 0)  # (version, number of its rollouts that were due)
-        self._courtesy = BestEffort()
+        self._best_effort = BestEffort()
 
     def start(self, progress: Progress) -> None:
         """Delete the tables of rollouts that a resumed run has not sampled yet.
@@ -207,7 +207,7 @@ class Completions:
         if not writes:
             return None
         file = f"{name}.parquet" if self.node.count == 1 else f"{name}/node_{self.node.number:05d}.parquet"
-        with self._courtesy(f"the table of completions in {self.directory}"):
+        with self._best_effort(f"the table of completions in {self.directory}"):
             write_table(self.directory / file, table)
             return self.directory / file
         return None

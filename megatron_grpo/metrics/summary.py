@@ -12,7 +12,7 @@ from megatron_grpo.base import activity, launcher
 USUAL = {"float32": 1e-3, "bfloat16": 1.0}
 
 
-class DriftWatch:
+class LogpDifferenceMonitor:
     """Warning when `sampling/sampling_logp_difference/max` exceeds `bound` (nats), repeated whenever the value has doubled since."""
 
     def __init__(self, *, bound: float | None, dtype: str, hint: str = ""):
@@ -43,7 +43,7 @@ class DriftWatch:
         return text
 
 
-class Learnt:
+class LearningSignal:
     """Counts, over the recorded optimizer steps, the nonzero gradients and the steps in which all groups had zero reward std."""
 
     def __init__(self, *, compares_groups: bool = True):

@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_grpo.batching.batch_sizes import SCORED_TOKENS, BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.parameters import BYTES, FP32, Tuning, elements, layers_of_stage, padded_vocab, rows_and_channels
+from megatron_grpo.planning.parameters import BYTES, FP32, TrainableSpec, elements, layers_of_stage, padded_vocab, rows_and_channels
 from megatron_grpo.weights.lora import is_linear
-from megatron_grpo.weights.names import Entry, tower_entries
+from megatron_grpo.weights.names import WeightEntry, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import CHUNK, DeltaNetShape
 
@@ -56,7 +56,7 @@ class StoredActivations:
         return max((self.inputs.get(linear, 0.0) for linear in linears), default=0.0)
 
 
-def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers: Sequence[int]) -> StoredActivations:
+def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: TrainableSpec, layers: Sequence[int]) -> StoredActivations:
     """Average what linear layers store over the given layers, over the experts of all ranks together.
 
     Args:
@@ -85,7 +85,7 @@ def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers
     )  # fmt: skip
 
 
-def _copies(entry: Entry, shape: ModelShape, sizes: BatchSizes, width: int) -> float:
+def _copies(entry: WeightEntry, shape: ModelShape, sizes: BatchSizes, width: int) -> float:
     if len(entry.hf) == 1:
         return 0.0
     local_experts = shape.num_experts // sizes.layout.ep / sizes.layout.etp if entry.is_expert else 1 / sizes.layout.tp
@@ -175,7 +175,7 @@ class Activations:
         return Activations(training=self.training + other.training, forward=self.forward + other.forward)
 
 
-def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int) -> Callable[[int], Activations]:
+def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int) -> Callable[[int], Activations]:
     """Return a function from the tokens of a micro-batch on a rank to the activations of a pipeline stage.
 
     It counts the micro-batches that the stage has in flight (1F1B or interleaved schedule).
@@ -257,7 +257,7 @@ class TowerCost:
     activations: Activations
 
 
-def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, image_tokens: int) -> TowerCost | None:
+def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, image_tokens: int) -> TowerCost | None:
     """Return the cost of the vision tower; None for a text model.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Any
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching import stages
 from megatron_grpo.batching.batch_sizes import BatchSizes, size_problems, with_derived_sizes
-from megatron_grpo.batching.sizes import Model
+from megatron_grpo.batching.sizes import SizeModel
 from megatron_grpo.config import names
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_context
-from megatron_grpo.config.parse import ForeignDefault, Parsed
+from megatron_grpo.config.parse import ForeignDefault, ParsedConfig
 from megatron_grpo.config.read import format_value
 from megatron_grpo.config.rules import in_typed_names
 from megatron_grpo.config.tuner import are_names_readable
@@ -33,7 +33,7 @@ _SEES = "false (vision-language model)"
 _TARGETS = ("target_modules", "target_regex", "exclude_modules")
 
 
-def with_tower(parsed: Parsed, shape: ModelShape | None) -> Parsed:
+def with_tower(parsed: ParsedConfig, shape: ModelShape | None) -> ParsedConfig:
     """Unfreeze vision tower and aligner where the other system of a dialect trains them, unless the user set otherwise.
 
     A text model has neither, whatever its script says about images.
@@ -165,7 +165,7 @@ def _ends(modules: set[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckedConfig:
     """A valid configuration.
 
     Args:
@@ -179,11 +179,11 @@ class Checked:
     config: Config
     sizes: BatchSizes
     shape: ModelShape | None
-    parsed: Parsed
+    parsed: ParsedConfig
     teacher: ModelShape | None = None
 
 
-def check_parsed(parsed: Parsed) -> Checked:
+def check_parsed(parsed: ParsedConfig) -> CheckedConfig:
     """Validate everything that was parsed, and derive the sizes.
 
     Args:
@@ -200,9 +200,9 @@ def check_parsed(parsed: Parsed) -> Checked:
     shape, model_problems = read_shape(parsed.config.model.model)
     parsed = with_tower(parsed, shape)
     teacher, of_teacher = read_teacher(parsed.config)
-    model = rules_of(shape) if shape else Model()
+    model = rules_of(shape) if shape else SizeModel()
     if parsed.config.grpo.teacher_model:
-        model = replace(model, teacher=rules_of(teacher) if teacher else Model())
+        model = replace(model, teacher=rules_of(teacher) if teacher else SizeModel())
     cfg, shapes = parsed.config, (shape, teacher)
     problems = [*parsed.problems, *model_problems, *of_teacher, *_settings_problems(parsed, shapes)]
     size_faults = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
@@ -215,7 +215,7 @@ def check_parsed(parsed: Parsed) -> Checked:
     )  # fmt: skip
     if groups:
         raise ConfigError([in_typed_names(cfg, problem) for problem in groups])
-    return Checked(
+    return CheckedConfig(
         config=_with_sleep(with_adapter(with_derived_sizes(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed, teacher=teacher
     )
 
@@ -234,7 +234,7 @@ def _with_sleep(cfg: Config) -> Config:
 Shapes = tuple[ModelShape | None, ModelShape | None]
 
 
-def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
+def _settings_problems(parsed: ParsedConfig, shapes: Shapes) -> list[Problem]:
     """Return all problems except those of parsing and of batch sizes."""
     cfg, (shape, teacher) = parsed.config, shapes
     longest = longest_context(cfg, cfg.data.max_prompt_length or 1)
@@ -258,7 +258,7 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
     return [*validate(cfg, parsed.unreadable), *problems]
 
 
-def _with_proven_values(problem: Problem, parsed: Parsed, shapes: Shapes, model: Model) -> Problem:
+def _with_proven_values(problem: Problem, parsed: ParsedConfig, shapes: Shapes, model: SizeModel) -> Problem:
     """Return the problem with only those of its suggested values that make the whole configuration valid when changed alone."""
     proven = {
         flag: accepted
@@ -268,11 +268,11 @@ def _with_proven_values(problem: Problem, parsed: Parsed, shapes: Shapes, model:
     return Problem(flags=problem.flags, message=problem.message, nearest=proven)
 
 
-def _passes_with(flag: str, value: Any, parsed: Parsed, shapes: Shapes, model: Model) -> bool:
+def _passes_with(flag: str, value: Any, parsed: ParsedConfig, shapes: Shapes, model: SizeModel) -> bool:
     setting = names().get(flag)
     if setting is None or setting.name == "dialect":  # it defines the meaning of all other names, which would have to be parsed again
         return False
     other_problems = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
     config = parsed.config.with_values({setting.name: None if value == "none" and setting.optional else value})
-    changed = Parsed(config=config, unreadable=parsed.unreadable - {setting.name})
+    changed = ParsedConfig(config=config, unreadable=parsed.unreadable - {setting.name})
     return not other_problems and not _settings_problems(changed, shapes) and not size_problems(changed.config, model, others_pass=False)

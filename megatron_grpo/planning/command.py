@@ -13,14 +13,14 @@ from megatron_grpo.base.files import write_whole
 from megatron_grpo.base.html import table
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.servers import CALLS, FROM_FILE, addresses_of, chunk_size
-from megatron_grpo.planning.check import Checked, check_parsed
-from megatron_grpo.planning.sharing import Sharing, decide, suggest_budget
+from megatron_grpo.planning.check import CheckedConfig, check_parsed
+from megatron_grpo.planning.sharing import PrefixSharing, decide, suggest_budget
 from megatron_grpo.planning.summary import as_long_as_there, bubble_fraction, epoch_problems, native_flags, plan_object
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
 
 if TYPE_CHECKING:
-    from megatron_grpo.planning.images import ImageFacts
-    from megatron_grpo.planning.parameters import Tuning
+    from megatron_grpo.planning.images import ImageStats
+    from megatron_grpo.planning.parameters import TrainableSpec
     from megatron_grpo.planning.token_counts import Lengths
 
 MOST_WAYS = 3  # sets of changes with which a run would fit that are reported
@@ -43,15 +43,15 @@ class Plan:
         images: Statistics of the data set's images; None if it has none.
     """
 
-    checked: Checked
+    checked: CheckedConfig
     schedule: TrainingSchedule
     num_prompts: int | None
     memory: dict[str, Any] | None
     cost: dict[str, Any] | None
-    sharing: Sharing
+    sharing: PrefixSharing
     warnings: list[str]
     not_checked: tuple[str, ...] = ()
-    images: ImageFacts | None = None
+    images: ImageStats | None = None
 
     @property
     def servers(self) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ class Plan:
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def make_plan(checked: Checked, *, num_prompts: int | None = None, images: ImageFacts | None = None) -> Plan:
+def make_plan(checked: CheckedConfig, *, num_prompts: int | None = None, images: ImageStats | None = None) -> Plan:
     """Return the plan of a configuration that passed validation.
 
     Args:
@@ -163,20 +163,20 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None, images: Image
     )  # fmt: skip
 
 
-def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | None, dict[str, Any] | None, Tuning | None]:
+def _estimates(checked: CheckedConfig, sharing: PrefixSharing) -> tuple[dict[str, Any] | None, dict[str, Any] | None, TrainableSpec | None]:
     """Return (memory, cost, what trains); each is None if neither a model shape nor a file of lengths is available."""
     cfg, shape = checked.config, checked.shape
     if shape is None and not cfg.plan.lengths:
         return None, None, None
     from megatron_grpo.planning.cost import estimate_cost
     from megatron_grpo.planning.memory import estimate_memory
-    from megatron_grpo.planning.parameters import Tuning
+    from megatron_grpo.planning.parameters import TrainableSpec
     from megatron_grpo.planning.token_counts import StepTokens, read_lengths
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
     memory = tuning = None
     if shape is not None:
-        tuning = Tuning.of(cfg, shape)
+        tuning = TrainableSpec.of(cfg, shape)
         memory = estimate_memory(checked, tuning, lengths, shares=sharing.min_saving_ratio is not None)
         if memory["fits"] is False:
             memory["would_fit"] = ways_to_fit(checked, lengths)
@@ -186,7 +186,7 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     return memory, cost, tuning
 
 
-def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any]]:
+def ways_to_fit(checked: CheckedConfig, lengths: Lengths | None) -> list[dict[str, Any]]:
     """Find up to MOST_WAYS sets of setting changes with which the run fits in GPU memory, the cheapest first.
 
     Args:
@@ -197,7 +197,7 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
         For each set of changes: {"settings", "peak_bytes", "peak_phase"}.
     """
     from megatron_grpo.planning.memory import estimate_memory
-    from megatron_grpo.planning.parameters import Tuning
+    from megatron_grpo.planning.parameters import TrainableSpec
 
     ways: list[dict[str, Any]] = []
     for changes in _changes(checked):
@@ -210,7 +210,7 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
             continue
         assert changed.shape is not None
         shares = decide(changed.config, changed.shape).min_saving_ratio is not None
-        memory = estimate_memory(changed, Tuning.of(changed.config, changed.shape), lengths, shares=shares)
+        memory = estimate_memory(changed, TrainableSpec.of(changed.config, changed.shape), lengths, shares=shares)
         if memory["fits"]:
             ways.append({"settings": changes, "peak_bytes": memory["peak_bytes"], "peak_phase": memory["peak_phase"]})
         if len(ways) == MOST_WAYS:
@@ -218,7 +218,7 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
     return ways
 
 
-def _changes(checked: Checked) -> Iterator[dict[str, Any]]:
+def _changes(checked: CheckedConfig) -> Iterator[dict[str, Any]]:
     """Yield candidate setting changes in the order in which they are tried: offloading first, then other single changes, then both."""
     cfg, layout, shape = checked.config, checked.sizes.layout, checked.shape
     offloads: dict[str, Any] = {}

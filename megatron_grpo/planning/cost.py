@@ -13,20 +13,22 @@ from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.sampling_mask import is_cut, max_mask_tokens
 from megatron_grpo.grpo.zero_gradient import zero_gradient_kinds
-from megatron_grpo.planning.check import Checked
+from megatron_grpo.planning.check import CheckedConfig
 from megatron_grpo.planning.models import config_of_teacher
-from megatron_grpo.planning.parameters import FP32, Tuning, WeightRow, elements, padded_vocab, rows_and_channels
+from megatron_grpo.planning.parameters import FP32, TrainableSpec, WeightRow, elements, padded_vocab, rows_and_channels
 from megatron_grpo.planning.partial_rollouts import forecast
 from megatron_grpo.planning.sampler import push_of, stays
-from megatron_grpo.planning.sharing import Sharing
+from megatron_grpo.planning.sharing import PrefixSharing
 from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
-from megatron_grpo.planning.token_counts import Computed, Lengths, StepTokens, packing, sequence_tokens
-from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
+from megatron_grpo.planning.token_counts import ComputeCounts, Lengths, StepTokens, packing, sequence_tokens
+from megatron_grpo.weights.names import ShardCut, WeightEntry, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import CHUNK, DeltaNetShape
 
 
-def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: StepTokens) -> dict[str, Any]:
+def estimate_cost(
+    checked: CheckedConfig, tuning: TrainableSpec | None, lengths: Lengths | None, sharing: PrefixSharing, step: StepTokens
+) -> dict[str, Any]:
     """Return the `cost` object of `plan --json`. Without a model shape, it contains only what the lengths determine.
 
     Args:
@@ -69,7 +71,7 @@ def _beside_rows(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int
     }
 
 
-def _sharing(sharing: Sharing, cfg: Config, step: StepTokens) -> dict[str, Any]:
+def _sharing(sharing: PrefixSharing, cfg: Config, step: StepTokens) -> dict[str, Any]:
     """Return the `sharing` object: one optimizer step packed with a prompt per completion, and with each prompt once.
 
     Tokens include alignment.
@@ -93,7 +95,7 @@ def _sharing(sharing: Sharing, cfg: Config, step: StepTokens) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class FlopCounts:
     """FLOPs of matrix products; a multiply-add counts as 2.
 
     Args:
@@ -134,17 +136,17 @@ class Work:
 
 
 def work_of(
-    shape: ModelShape, tuning: Tuning, tokens: int, *, squares: int, head_positions: int, lengths: Mapping[int, int] | None = None
-) -> Work:
+    shape: ModelShape, tuning: TrainableSpec, tokens: int, *, squares: int, head_positions: int, lengths: Mapping[int, int] | None = None
+) -> FlopCounts:
     """Return the FLOPs of a forward and backward over `tokens` tokens.
 
     Args:
         shape: Shape of the model.
         tuning: Trainable parameters of the run.
         tokens: Computed tokens.
-        squares: Attention work as in `Computed.squares`; sliding windows reduce it.
+        squares: Attention work as in `ComputeCounts.squares`; sliding windows reduce it.
         head_positions: Positions at which the output layer is computed.
-        lengths: Sequences by length as in `Computed.lengths`; None for one sequence of `tokens` tokens.
+        lengths: Sequences by length as in `ComputeCounts.lengths`; None for one sequence of `tokens` tokens.
     """
     lengths = {tokens: 1} if lengths is None else lengths
     of_layers = 0
@@ -157,7 +159,7 @@ def work_of(
     head = 2 * head_positions * shape.hidden_size * shape.vocab_size
     products, trained = _products(shape, tuning)
     is_head_trained = all(tuning.trains_outer(entry) for entry in outer_entries(shape) if entry.megatron == "output_layer.weight")
-    return Work(
+    return FlopCounts(
         linears=2 * products * tokens + head,
         attention=of_layers * (shape.query_size + value_size),
         weight_gradients=2 * trained * tokens + (head if is_head_trained else 0),
@@ -179,7 +181,7 @@ def _recurrence(delta: DeltaNetShape) -> tuple[int, int]:
     return products + systems, 3 * products + 4 * systems
 
 
-def _products(shape: ModelShape, tuning: Tuning) -> tuple[int, int]:
+def _products(shape: ModelShape, tuning: TrainableSpec) -> tuple[int, int]:
     """Return the matrix elements that one token uses in the layers, and those of them that train. Experts count on average."""
     total, trained = 0, 0.0
     for row in tuning.rows:
@@ -202,21 +204,21 @@ def _adapter_products(shape: ModelShape, rank: int, adapted_rows: Sequence[tuple
     return round(rank * total)
 
 
-def _share(shape: ModelShape, entry: Entry) -> float:
+def _share(shape: ModelShape, entry: WeightEntry) -> float:
     """Return the share of a weight's copies that a token uses: the routed share for experts, else 1."""
     return shape.moe.topk / shape.moe.num_experts if shape.moe and entry.is_expert else 1.0
 
 
 def _trained(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, computed: Computed, teacher: ModelShape | None
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, computed: ComputeCounts, teacher: ModelShape | None
 ) -> dict[str, int]:
     """Return the FLOPs of the training ranks' phases for one rollout, with its rows packed as those of this step."""
 
-    def work_of_model(shape: ModelShape, tuning: Tuning) -> Work:
+    def work_of_model(shape: ModelShape, tuning: TrainableSpec) -> FlopCounts:
         return work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored, lengths=computed.lengths)
 
     work = work_of_model(shape, tuning)
-    taught = work_of_model(teacher, Tuning.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
+    taught = work_of_model(teacher, TrainableSpec.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
     rows, sequences = sizes.generation_batch_size, computed.sequences
     period = min(1000, sizes.gradient_accumulation_steps)  # rollouts after which the schedule repeats
     summary = old_logprobs_summary(TrainingSchedule(sizes), period)
@@ -230,7 +232,7 @@ def _trained(
 
 
 def _flops(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None, trained: dict[str, int]
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, lengths: Lengths | None, trained: dict[str, int]
 ) -> dict[str, Any]:
     prompt, completion = sequence_tokens(cfg, lengths, longest=False)
     rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
@@ -264,7 +266,7 @@ def _flops(
     }
 
 
-def _parameters(shape: ModelShape, tuning: Tuning) -> dict[str, int]:
+def _parameters(shape: ModelShape, tuning: TrainableSpec) -> dict[str, int]:
     """Return the parameter counts of the whole model.
 
     `parameters` excludes adapters. Adapter parameters are counted as PEFT counts them, without padding.
@@ -276,7 +278,7 @@ def _parameters(shape: ModelShape, tuning: Tuning) -> dict[str, int]:
     }
 
 
-def _num_trained(shape: ModelShape, tuning: Tuning, rows: int) -> int:
+def _num_trained(shape: ModelShape, tuning: TrainableSpec, rows: int) -> int:
     """Return the number of the model's own parameters that train.
 
     Args:
@@ -289,7 +291,7 @@ def _num_trained(shape: ModelShape, tuning: Tuning, rows: int) -> int:
     return total + sum(elements(row.entry) * sum(row.trains) for row in tuning.rows if not row.entry.is_buffer)
 
 
-def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
+def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> dict[str, int]:
     """Return the bytes that a weight sync sends and a checkpoint stores, over all ranks.
 
     `base_push_bytes` is sent once, before the first adapter.
@@ -306,7 +308,7 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) ->
     }
 
 
-def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
+def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> int:
     """Return the bytes of a checkpoint's tensors: trained parameters, their float32 optimizer state, and a moving reference.
 
     Frozen weights are not stored; they are in the model's own files.

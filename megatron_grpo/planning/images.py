@@ -21,7 +21,7 @@ CHARACTERS_OF_A_TOKEN = 4  # estimate for text that is not tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFacts:
+class ImageStats:
     """Statistics of the images in a data set's prompts. Means include prompts without an image.
 
     Args:
@@ -53,7 +53,7 @@ class ImageFacts:
     patches_bytes_of_micro_batch: int
 
     @classmethod
-    def of(cls, prompts: PromptRows, sizes: BatchSizes) -> ImageFacts | None:
+    def of(cls, prompts: PromptRows, sizes: BatchSizes) -> ImageStats | None:
         """Measure the images of a data set.
 
         Args:

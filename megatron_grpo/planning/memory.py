@@ -15,10 +15,10 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import BLOCK
 from megatron_grpo.planning.activations import Activations, TowerCost, activations_of, fewer_layers, logits_bytes, tower_of
-from megatron_grpo.planning.check import Checked
+from megatron_grpo.planning.check import CheckedConfig
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.models import config_of_teacher
-from megatron_grpo.planning.parameters import Static, Tuning, held_by, layers_of_stage, static_memory
+from megatron_grpo.planning.parameters import StaticMemory, TrainableSpec, held_by, layers_of_stage, static_memory
 from megatron_grpo.planning.sampler import bucket_bytes, push_memory, sampler_memory
 from megatron_grpo.planning.token_counts import Lengths, sequence_tokens
 from megatron_grpo.weights.buckets import MIB
@@ -31,7 +31,7 @@ MOST_TOKENS = 2**20  # upper limit of the search for a micro-batch size, in toke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
+class OffloadPlan:
     """Choice of what the policy moves off the GPU while the sampler works.
 
     Args:
@@ -44,7 +44,7 @@ class Offload:
     optimizer: bool
     why: str = ""
 
-    def copied(self, static: Static) -> int:
+    def copied(self, static: StaticMemory) -> int:
         """Return the bytes of a rank that are copied to the host and back. Gradients are not copied: they return as zeros.
 
         Args:
@@ -53,7 +53,7 @@ class Offload:
         model = static.weights_bytes + static.adapters_bytes + static.reference_bytes
         return model * self.model + static.optimizer_bytes * self.optimizer
 
-    def freed(self, static: Static, *, during_push: bool = False) -> int:
+    def freed(self, static: StaticMemory, *, during_push: bool = False) -> int:
         """Return the bytes of a rank that the sampler can use.
 
         Args:
@@ -64,7 +64,7 @@ class Offload:
         return self.copied(static) - kept_bytes + static.gradients_bytes * self.model
 
 
-def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offload:
+def decide(cfg: Config, peak: Callable[[OffloadPlan], int], gpu: int | None) -> OffloadPlan:
     """Choose what is offloaded while the sampler works.
 
     `auto` is on where the run does not fit otherwise, UNCOUNTED included. The optimizer is offloaded first, because no weight sync needs
@@ -77,14 +77,14 @@ def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offl
     """
     model, optimizer = cfg.rollout.offload_model, cfg.rollout.offload_optimizer
     ways = [
-        Offload(model=on_model, optimizer=on_optimizer)
+        OffloadPlan(model=on_model, optimizer=on_optimizer)
         for on_model in (False, True)
         for on_optimizer in (False, True)
         if model in ("auto", str(on_model).lower()) and optimizer in ("auto", str(on_optimizer).lower())
     ]
     first = ways[0]
     if cfg.rollout.vllm_mode != "colocate":
-        return Offload(model=False, optimizer=False, why="the sampler has separate memory")
+        return OffloadPlan(model=False, optimizer=False, why="the sampler has separate memory")
     if len(ways) == 1:
         return replace(first, why="as configured")
     if gpu is None:
@@ -99,7 +99,7 @@ def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldStage:
+class TeacherStageMemory:
     """Memory of a frozen teacher on a rank of one pipeline stage.
 
     Args:
@@ -111,7 +111,9 @@ class HeldStage:
     scoring: Callable[[int], int] = lambda tokens: 0
 
 
-def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> list[HeldStage]:
+def held_stages(
+    teacher: ModelShape | None, student: ModelShape, sizes: BatchSizes, cfg: Config, completion: int
+) -> list[TeacherStageMemory]:
     """Return the teacher's memory of each pipeline stage; zeros without a teacher.
 
     Args:
@@ -123,15 +125,15 @@ def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSiz
     """
     stages = range(sizes.layout.pp)
     if teacher is None:
-        return [HeldStage() for _ in stages]
+        return [TeacherStageMemory() for _ in stages]
     teacher_cfg = config_of_teacher(cfg, teacher, student)
-    tuning = Tuning.of(teacher_cfg, teacher)
+    tuning = TrainableSpec.of(teacher_cfg, teacher)
 
-    def held_stage(stage: int) -> HeldStage:
+    def held_stage(stage: int) -> TeacherStageMemory:
         weights = held_by(teacher, sizes, teacher_cfg, tuning, stage).weights_bytes(tuning.size)
         activations = activations_of(teacher, sizes, teacher_cfg, tuning, stage)
         logits = logits_bytes(teacher, sizes, teacher_cfg, completion) // 2 if stage == sizes.layout.pp - 1 else 0
-        return HeldStage(weights_bytes=weights, scoring=lambda tokens: activations(tokens).forward + logits)
+        return TeacherStageMemory(weights_bytes=weights, scoring=lambda tokens: activations(tokens).forward + logits)
 
     return [held_stage(stage) for stage in stages]
 
@@ -147,10 +149,10 @@ class StageMemory:
         teacher: Memory of the teacher.
     """
 
-    static: Static
+    static: StaticMemory
     logits: int
     activations: Callable[[int], Activations]
-    teacher: HeldStage
+    teacher: TeacherStageMemory
 
     def holds(self, tokens: int, tokens_apart: int) -> dict[str, int]:
         """Return the bytes of each part by name.
@@ -181,7 +183,7 @@ class StageMemory:
         return self.static.total() + asleep + max(policy_bytes, teacher + self.teacher.scoring(tokens))
 
 
-def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *, shares: bool) -> dict[str, Any]:
+def estimate_memory(checked: CheckedConfig, tuning: TrainableSpec, lengths: Lengths | None, *, shares: bool) -> dict[str, Any]:
     """Return the `memory` object of `plan --json`: all pipeline stages and phases, the peak, and whether it fits in `gpu_memory_gb`.
 
     Args:
@@ -211,7 +213,7 @@ def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *
         layers = len(layers_of_stage(shape.num_layers, cfg, number))
         rows.append({"stage": number, "num_layers": layers, **stage.holds(tokens, tokens_apart)})
 
-    def phases(offload: Offload) -> list[dict[str, int]]:
+    def phases(offload: OffloadPlan) -> list[dict[str, int]]:
         return [_phases(cfg, tuning, stage, tokens, offload, sampler, pushed) for stage in stages]
 
     gpu = round(cfg.plan.gpu_memory_gb * 1e9) if cfg.plan.gpu_memory_gb else None
@@ -294,16 +296,16 @@ def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
     return {0: wake_up, 1: 0, 2: 0}[cfg.rollout.sleep_level]
 
 
-def _teacher_leaves(cfg: Config, offload: Offload) -> bool:
+def _teacher_leaves(cfg: Config, offload: OffloadPlan) -> bool:
     """Return whether the teacher is on the host except while it scores."""
     return cfg.grpo.offload_teacher_model or offload.model
 
 
-def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: Sequence[StageMemory]) -> dict[str, Any]:
+def _offload(cfg: Config, chosen: OffloadPlan, sampler: Mapping[str, int], stages: Sequence[StageMemory]) -> dict[str, Any]:
     """Return the `offload` object: what is offloaded on the rank that offloads most, and the maximum if everything were."""
     on_host = sampler["weights_bytes"] + sampler["adapters_bytes"] if cfg.rollout.sleep_level == 1 else 0
 
-    def fields(way: Offload, prefix: str = "") -> dict[str, Any]:
+    def fields(way: OffloadPlan, prefix: str = "") -> dict[str, Any]:
         copied = max(way.copied(stage.static) + stage.teacher.weights_bytes * _teacher_leaves(cfg, way) for stage in stages)
         return {
             f"{prefix}freed_bytes": max(way.freed(stage.static) for stage in stages),
@@ -311,11 +313,11 @@ def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: S
             f"{prefix}seconds_per_rollout": 2 * copied / LINK,
         }
 
-    all_offloaded = Offload(model=True, optimizer=True)
+    all_offloaded = OffloadPlan(model=True, optimizer=True)
     return {"model": chosen.model, "optimizer": chosen.optimizer, "why": chosen.why, **fields(chosen), **fields(all_offloaded, "most_")}
 
 
-def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, statics: Sequence[Static]) -> int:
+def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, statics: Sequence[StaticMemory]) -> int:
     """Return the host memory of a checkpoint copy on a rank of the widest stage, averaged over its ranks.
 
     A stage's share of the checkpoint is its share of the trainable parameters; its ranks split that share.
@@ -326,7 +328,7 @@ def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
 
 
 def _phases(
-    cfg: Config, tuning: Tuning, stage: StageMemory, tokens: int, offload: Offload, sampler: Mapping[str, int], pushed: int
+    cfg: Config, tuning: TrainableSpec, stage: StageMemory, tokens: int, offload: OffloadPlan, sampler: Mapping[str, int], pushed: int
 ) -> dict[str, int]:
     """Return the peak bytes of each phase.
 
@@ -354,7 +356,7 @@ def _phases(
     }
 
 
-def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
+def _assumptions(cfg: Config, tuning: TrainableSpec, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
     lengths_source = (
         f"the longest of {cfg.plan.lengths}"
         if lengths

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, problem_with
 from megatron_grpo.batching import stages
-from megatron_grpo.batching.sizes import Model
+from megatron_grpo.batching.sizes import SizeModel
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy import bitwise_parity_validation, validation
 from megatron_grpo.weights.families import FAMILIES, NOT_YET_BY_NAME
@@ -93,7 +93,7 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     return config if config.get("architectures") or architecture not in FAMILIES else {**config, "architectures": [architecture]}
 
 
-def rules_of(shape: ModelShape) -> Model:
+def rules_of(shape: ModelShape) -> SizeModel:
     """Return what the layout rules need to know about a model.
 
     Args:
@@ -109,7 +109,7 @@ def rules_of(shape: ModelShape) -> Model:
             for problem in layout_problems(shape, tp=tp, ep=ep, etp=etp)
         ]
 
-    return Model(num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0, misfits=misfits)
+    return SizeModel(num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0, misfits=misfits)
 
 
 # ---- a teacher ---------------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from megatron_grpo.config.config import Config, OptimizerConfig
 from megatron_grpo.config.optimizer import BYTES as BYTES_OF_STATE
 from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.weights.lora import LoraSettings, adapter_entries, is_linear, lora_of
-from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
+from megatron_grpo.weights.names import ShardCut, WeightEntry, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.trainable_parameters import trains
 
@@ -39,7 +39,7 @@ class WeightRow:
         reference: The same for the frozen adapters of the reference.
     """
 
-    entry: Entry
+    entry: WeightEntry
     layer: int
     trains: Sequence[bool]
     adapters: Sequence[Sequence[int]]
@@ -47,7 +47,7 @@ class WeightRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class TrainableSpec:
     """Trainable parameters of a run, and the adapters that it needs.
 
     Args:
@@ -67,7 +67,7 @@ class Tuning:
     push: LoraSync | None = None
 
     @classmethod
-    def of(cls, cfg: Config, shape: ModelShape) -> Tuning:
+    def of(cls, cfg: Config, shape: ModelShape) -> TrainableSpec:
         """Derive what a run trains from its settings.
 
         Args:
@@ -124,7 +124,7 @@ class Tuning:
         """Bytes per element of the trained parameters."""
         return self.adapter_size or self.size
 
-    def trains_outer(self, entry: Entry) -> bool:
+    def trains_outer(self, entry: WeightEntry) -> bool:
         """Return whether a weight outside the layers trains.
 
         Args:
@@ -136,7 +136,7 @@ class Tuning:
 def _layers(
     shape: ModelShape, rule: Callable[[str], bool], adapters: LoraSettings | None, reference: LoraSettings | None
 ) -> list[list[WeightRow]]:
-    def row(entry: Entry, layer: int) -> WeightRow:
+    def row(entry: WeightEntry, layer: int) -> WeightRow:
         experts = range(shape.num_experts) if entry.is_expert else (0,)
         names = [[f"{shape.text_prefix}layers.{layer}.{name.format(e=expert)}" for name, _ in entry.hf] for expert in experts]
 
@@ -184,7 +184,7 @@ def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
     return layers
 
 
-def elements(entry: Entry) -> int:
+def elements(entry: WeightEntry) -> int:
     """Return the number of elements of the whole parameter.
 
     Args:
@@ -193,7 +193,7 @@ def elements(entry: Entry) -> int:
     return sum(math.prod(size) for _, size in entry.hf)
 
 
-def numel_of(entry: Entry, sizes: BatchSizes) -> int:
+def numel_of(entry: WeightEntry, sizes: BatchSizes) -> int:
     """Return the number of elements of a rank's shard of a weight inside a layer.
 
     Args:
@@ -204,7 +204,7 @@ def numel_of(entry: Entry, sizes: BatchSizes) -> int:
     return elements(entry) // ranks
 
 
-def rows_and_channels(entry: Entry) -> tuple[int, int]:
+def rows_and_channels(entry: WeightEntry) -> tuple[int, int]:
     """Return (rows of all modules that a fused Megatron linear joins, input channels that they all read).
 
     Args:
@@ -214,7 +214,7 @@ def rows_and_channels(entry: Entry) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class Held:
+class ParameterCounts:
     """Elements on one rank.
 
     Args:
@@ -275,12 +275,12 @@ class Held:
             self.trained += trained
 
 
-def _pair(linear: Entry, rank: int, sizes: BatchSizes) -> int:
+def _pair(linear: WeightEntry, rank: int, sizes: BatchSizes) -> int:
     """Elements of both matrices of an adapter on a rank."""
     return sum(numel_of(entry, sizes) for entry in adapter_entries(linear, rank))
 
 
-def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, ep_rank: int = 0) -> Held:
+def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int, ep_rank: int = 0) -> ParameterCounts:
     """Count the elements on a rank of a pipeline stage.
 
     Args:
@@ -291,7 +291,7 @@ def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
         stage: Pipeline stage.
         ep_rank: Expert-parallel rank.
     """
-    held = Held()
+    held = ParameterCounts()
     for entry, numel in _outside_layers(shape, sizes, cfg, stage):
         held.weights += numel
         held.trained += numel * tuning.trains_outer(entry)
@@ -303,7 +303,7 @@ def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
     return held
 
 
-def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int) -> Iterator[tuple[Entry, int]]:
+def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int) -> Iterator[tuple[WeightEntry, int]]:
     """Yield (weight, elements on a rank) outside the layers of a stage.
 
     The first stage has the embedding and the vision tower; the last stage has the final norm and the output layer.
@@ -321,7 +321,7 @@ def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Static:
+class StaticMemory:
     """Memory that a rank holds for the whole run, in bytes.
 
     Args:
@@ -347,7 +347,7 @@ class Static:
         return self.weights_bytes + self.adapters_bytes + self.gradients_bytes + self.optimizer_bytes + self.reference_bytes
 
 
-def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, ep_rank: int = 0) -> Static:
+def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int, ep_rank: int = 0) -> StaticMemory:
     """Return the bytes of weights, gradients and optimizer state of a rank, for the elements that `held_by` counts.
 
     Args:
@@ -367,7 +367,7 @@ def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tun
     share_on_gpu = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
     of_states, of_gradient = state_bytes(cfg.optimizer, size), BYTES_OF_STATE[cfg.optimizer.main_grads_dtype]
     of_main_weight = of_states - state_bytes(cfg.optimizer, FP32)  # which float32 weights do not have
-    return Static(
+    return StaticMemory(
         num_parameters=held.weights + held.adapters,
         num_trainable_parameters=trained,
         weights_bytes=held.weights_bytes(tuning.size),

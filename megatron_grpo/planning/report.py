@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
-from megatron_grpo.config import Parsed
+from megatron_grpo.config import ParsedConfig
 from megatron_grpo.planning.check import check_parsed
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.figure import draw, draw_png, legend
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 HELD = ("weights", "adapters", "gradients", "optimizer", "reference", "teacher", "activations", "logits")  # parts that a stage holds
 
 
-def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
+def run_plan(parsed: ParsedConfig, look_at: Callable[[ParsedConfig], Plan]) -> int:
     """Print the plan and return the exit code.
 
     Args:

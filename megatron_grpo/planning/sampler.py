@@ -10,17 +10,27 @@ from collections.abc import Iterator, Sequence
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.parameters import BYTES, FP32, Tuning, WeightRow, layers_of_stage, numel_of, padded_vocab
+from megatron_grpo.planning.parameters import BYTES, FP32, TrainableSpec, WeightRow, layers_of_stage, numel_of, padded_vocab
 from megatron_grpo.rollout.adapters import LoraSync
-from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, BucketPart, Owned, Ranks, fill, most_bytes, num_collectives
+from megatron_grpo.weights.buckets import (
+    DEFAULT_BUCKET_MB,
+    MIB,
+    Bucket,
+    BucketPart,
+    OwnedParameter,
+    RankCounts,
+    fill,
+    most_bytes,
+    num_collectives,
+)
 from megatron_grpo.weights.lora import adapter_entries, is_linear, linear_modules
-from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
+from megatron_grpo.weights.names import ShardCut, WeightEntry, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import DeltaNetShape
 from megatron_grpo.weights.vision_towers import MEGATRON
 
 
-def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, sequence: int) -> dict[str, int]:
+def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, sequence: int) -> dict[str, int]:
     """Return the memory of vLLM on one rank in bytes; zeros with rollout servers.
 
     The KV cache is what `vllm_gpu_memory_utilization` leaves beside the weights, or without `gpu_memory_gb` the maximum that its sequences
@@ -85,7 +95,7 @@ def _adapter_room(shape: ModelShape, push: LoraSync, tp: int) -> int:
 # ---- weight syncs ------------------------------------------------------------------------------------------------------------------------
 
 
-def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
+def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> dict[str, int]:
     """Return collectives, buckets and received bytes of one weight sync, without what is sent only once.
 
     `received_bytes` is that of the rank that receives most.
@@ -113,7 +123,7 @@ def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
     }
 
 
-def _received(bucket: Bucket, ranks: Ranks, stage: int, gather: bool) -> int:
+def _received(bucket: Bucket, ranks: RankCounts, stage: int, gather: bool) -> int:
     """Return the bytes that a rank of `stage` receives of a bucket.
 
     Rank 0 receives every shard of another stage's bucket when it sends to servers. Otherwise, one shard is sent and the rest is gathered.
@@ -123,7 +133,7 @@ def _received(bucket: Bucket, ranks: Ranks, stage: int, gather: bool) -> int:
     return sum(bucket.sizes[part] * ranks.sharing(part) for part in BucketPart)
 
 
-def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
+def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> int:
     """Return the memory of a weight sync in bytes: two buckets (one with the receiver, one in transit), and one joined or merged parameter.
 
     It is that of model weights, which are also sent before adapters.
@@ -150,16 +160,16 @@ def bucket_bytes(cfg: Config) -> int:
     return (cfg.rollout.weight_sync_bucket_mb or DEFAULT_BUCKET_MB["cuda"]) * MIB
 
 
-def ranks_of(sizes: BatchSizes) -> Ranks:
+def ranks_of(sizes: BatchSizes) -> RankCounts:
     """Return the numbers of ranks that share the weights of a layout.
 
     Args:
         sizes: Batch sizes and layout.
     """
-    return Ranks(sizes.layout.pp, sizes.layout.tp, sizes.layout.ep * sizes.layout.etp)
+    return RankCounts(sizes.layout.pp, sizes.layout.tp, sizes.layout.ep * sizes.layout.etp)
 
 
-def buckets_of(owned: Iterator[Owned], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
+def buckets_of(owned: Iterator[OwnedParameter], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
     """Pack parameters into buckets of the configured size.
 
     Args:
@@ -170,7 +180,7 @@ def buckets_of(owned: Iterator[Owned], sizes: BatchSizes, cfg: Config) -> list[B
     return fill(owned, ranks_of(sizes), bucket_bytes(cfg))
 
 
-def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
+def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[OwnedParameter]:
     """Yield the parameters that a sync of all weights sends.
 
     Of experts at the same position on all expert ranks, only those of the first expert rank are yielded: the others have the same sizes.
@@ -194,7 +204,7 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
                 yield _owned(row.entry, (row.layer, number, expert), stage, num_bytes)
 
 
-def stays(cfg: Config, tuning: Tuning, shape: ModelShape) -> bool:
+def stays(cfg: Config, tuning: TrainableSpec, shape: ModelShape) -> bool:
     """Return whether the sampler keeps the vision tower that it loaded, so that no sync sends it.
 
     That holds if the tower is frozen, no adapters train, and the sampler never drops its weights.
@@ -208,7 +218,7 @@ def stays(cfg: Config, tuning: Tuning, shape: ModelShape) -> bool:
     return not tuning.adapter_size and not forgets and not any(map(tuning.trains_outer, tower_entries(shape)))
 
 
-def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
+def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[OwnedParameter]:
     """Yield the parameters that a sync of adapters sends, as `weights` does. Matrices are padded to the widest rank of the run.
 
     Args:
@@ -228,10 +238,10 @@ def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) 
                         yield _owned(entry, (row.layer, 2 * number + matrix, expert), stage, num_bytes)
 
 
-def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[tuple[int, Sequence[WeightRow]]]:
+def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[tuple[int, Sequence[WeightRow]]]:
     """Yield (stage, rows of the weights) of each layer."""
     return ((stage, tuning.layers[layer]) for stage in range(sizes.layout.pp) for layer in layers_of_stage(shape.num_layers, cfg, stage))
 
 
-def _owned(entry: Entry, position: tuple[int, int, int], stage: int, num_bytes: int) -> Owned:
-    return Owned(entry.megatron, (), None, num_bytes, BucketPart.of(entry.cut, entry.is_expert), position, stage)
+def _owned(entry: WeightEntry, position: tuple[int, int, int], stage: int, num_bytes: int) -> OwnedParameter:
+    return OwnedParameter(entry.megatron, (), None, num_bytes, BucketPart.of(entry.cut, entry.is_expert), position, stage)

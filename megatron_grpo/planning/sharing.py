@@ -16,7 +16,7 @@ from megatron_grpo.policy.validation import attention_channels, flash_obstacle, 
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_grpo.planning.token_counts import Computed, StepTokens
+    from megatron_grpo.planning.token_counts import ComputeCounts, StepTokens
 
 FLAG = "max_tokens_per_micro_batch"
 TRIES = 4  # maximum packings in the search for a budget that leaves enough micro-batches
@@ -26,7 +26,7 @@ _PLAIN = "attention with shared prefixes uses plain matrix products, and all sco
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
+class PrefixSharing:
     """Decision about prompt sharing.
 
     Args:
@@ -41,7 +41,7 @@ class Sharing:
         return f"{'off' if self.min_saving_ratio is None else 'on'}: {self.why}"
 
 
-def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None, gpu_lacks: str | None = None) -> Sharing:
+def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None, gpu_lacks: str | None = None) -> PrefixSharing:
     """Decide whether prompts are shared.
 
     Args:
@@ -57,17 +57,19 @@ def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None
     if has_gpu is None:
         obstacle = flash_obstacle(cfg.model.torch_dtype, attention_channels(shape) if shape else 8)
     if cfg.batch.share_prefix == "false":
-        return Sharing(min_saving_ratio=None, why="share_prefix false")
+        return PrefixSharing(min_saving_ratio=None, why="share_prefix false")
     if cfg.batch.share_prefix == "true":
         kernel = _kernel(has_gpu, f"{_PLAIN}: {obstacle}" if obstacle else None)
-        return Sharing(min_saving_ratio=0.0, why="share_prefix true: all groups that save at least one token" + kernel)
+        return PrefixSharing(min_saving_ratio=0.0, why="share_prefix true: all groups that save at least one token" + kernel)
     reason = sharing_obstacle(cfg, shape) or _nothing_to_gain(cfg)
     if reason is None and obstacle and (has_gpu or cfg.plan.gpu_memory_gb):
         reason = f"{obstacle}; share_prefix true uses plain matrix products"
     if reason is not None:
-        return Sharing(min_saving_ratio=None, why=reason)
+        return PrefixSharing(min_saving_ratio=None, why=reason)
     explanation = "groups for which it saves at least 1/16 of the tokens"
-    return Sharing(min_saving_ratio=LEAST_SAVING, why=explanation + _kernel(has_gpu, f"it is disabled: {obstacle}" if obstacle else None))
+    return PrefixSharing(
+        min_saving_ratio=LEAST_SAVING, why=explanation + _kernel(has_gpu, f"it is disabled: {obstacle}" if obstacle else None)
+    )
 
 
 def _kernel(has_gpu: bool | None, otherwise: str | None) -> str:
@@ -111,7 +113,7 @@ def _tokens(lengths: Sequence[Any]) -> tuple[int, int]:
 
 
 def suggest_budget(
-    cfg: Config, shape: ModelShape | None, sharing: Sharing, step: StepTokens, memory: Mapping[str, Any] | None
+    cfg: Config, shape: ModelShape | None, sharing: PrefixSharing, step: StepTokens, memory: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
     """Suggest `max_tokens_per_micro_batch` for a run with prompt sharing.
 
@@ -183,7 +185,7 @@ def wanted_micro_batches(sizes: BatchSizes) -> int:
     return max(1, -(-4 * (sizes.layout.pp - 1) // (sizes.layout.num_chunks * multiple))) * multiple
 
 
-def budget_for_pipeline(step: StepTokens, computed: Computed, min_saving_ratio: float) -> tuple[int, Computed] | None:
+def budget_for_pipeline(step: StepTokens, computed: ComputeCounts, min_saving_ratio: float) -> tuple[int, ComputeCounts] | None:
     """Find a budget that leaves each rank `wanted_micro_batches`, in at most TRIES packings, starting from the largest.
 
     Args:

@@ -15,7 +15,7 @@ from megatron_grpo.config import table
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import words_of
 from megatron_grpo.config.rules import in_typed_names
-from megatron_grpo.planning.check import Checked
+from megatron_grpo.planning.check import CheckedConfig
 
 MOST_EPOCHS = 1000  # epochs whose ends are listed
 
@@ -191,7 +191,7 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
 # ---- epochs -----------------------------------------------------------------------------------------------------------------------------
 
 
-def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[str]]:
+def as_long_as_there(checked: CheckedConfig, rows: int | None) -> tuple[CheckedConfig, list[str]]:
     """Set `max_steps` to the length that the system of the run's dialect derives from the number of rows.
 
     Args:
@@ -213,7 +213,7 @@ def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[
     return replace(checked, config=cfg.with_values({"max_steps": steps, "num_train_epochs": None}, sources=source)), notes
 
 
-def epoch_problems(checked: Checked, schedule: TrainingSchedule) -> list[Problem]:
+def epoch_problems(checked: CheckedConfig, schedule: TrainingSchedule) -> list[Problem]:
     """Return problems of the data set's size.
 
     There are two: the data set does not fill one rollout, or the number of micro-steps in the last optimizer step of an epoch does not suit
@@ -270,7 +270,7 @@ def epochs_object(schedule: TrainingSchedule) -> dict[str, Any] | None:
     return {**counts, "micro_steps_of_last_step": last_micro_steps(schedule), "ends_after_steps": ends}
 
 
-def describe_epoch(epochs: dict[str, Any], checked: Checked) -> str:
+def describe_epoch(epochs: dict[str, Any], checked: CheckedConfig) -> str:
     """Describe an epoch in one line: its prompts and optimizer steps, the prompts it drops, and the steps in which epochs end.
 
     Args:

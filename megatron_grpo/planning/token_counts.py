@@ -175,7 +175,7 @@ def cut_of(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> Ba
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
+class ComputeCounts:
     """Amount of computation in one forward over some sequences, over all ranks.
 
     Args:
@@ -216,8 +216,8 @@ class StepTokens:
     cut: BatchPartitioner
     pairs: Sequence[tuple[int, int]]
     lengths: Sequence[SequenceLengths]
-    apart: Computed
-    shared: Computed
+    apart: ComputeCounts
+    shared: ComputeCounts
 
     @classmethod
     def of(cls, min_saving_ratio: float | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> StepTokens:
@@ -241,7 +241,7 @@ class StepTokens:
         shared = packed(pairs, rows, cut) if min_saving_ratio is not None else packed_apart
         return cls(sizes=sizes, cut=cut, pairs=pairs, lengths=rows, apart=packed_apart, shared=shared)
 
-    def with_budget(self, max_tokens: int, min_saving_ratio: float) -> Computed:
+    def with_budget(self, max_tokens: int, min_saving_ratio: float) -> ComputeCounts:
         """Pack the same rows with another token budget and prompts shared.
 
         Args:
@@ -252,7 +252,7 @@ class StepTokens:
         max_tokens = min(max_tokens, self.cut.alignment.of_stream(self.apart.tokens))
         return packed(self.pairs, self.lengths, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
 
-    def micro_batches_of_rank(self, computed: Computed) -> int:
+    def micro_batches_of_rank(self, computed: ComputeCounts) -> int:
         """Return the micro-batches per rank of the whole step, extrapolated if only its first rows were packed.
 
         Args:
@@ -260,7 +260,7 @@ class StepTokens:
         """
         return -(-computed.micro_batches * self.sizes.global_batch_size // (computed.sequences * self.sizes.dp_size))
 
-    def bubble(self, computed: Computed) -> float:
+    def bubble(self, computed: ComputeCounts) -> float:
         """Return the fraction of an optimizer step that a pipeline stage is idle.
 
         Args:
@@ -269,7 +269,7 @@ class StepTokens:
         return bubble_fraction(self.sizes, self.micro_batches_of_rank(computed))
 
 
-def packed(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> Computed:
+def packed(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> ComputeCounts:
     """Pack rows into micro-batches and count what they compute.
 
     If there are fewer rows than ranks and pipeline stages need, copies of the first one are added, as in forward-only passes.
@@ -281,7 +281,7 @@ def packed(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceLengths],
     """
     micro_specs = [micro_spec for of_replica in partition_padded(lengths, cut) for micro_spec in of_replica]
     rows = [i if i < len(pairs) else 0 for micro_spec in micro_specs for i in micro_spec.rows]
-    return Computed(
+    return ComputeCounts(
         sequences=len(rows),
         tokens=sum(micro_spec.num_tokens for micro_spec in micro_specs),
         squares=sum((sum(pairs[i]) - 1) ** 2 for i in rows)

@@ -13,7 +13,7 @@ from megatron_grpo.config.rules import Rule, Rules, broken, settings_of
 from megatron_grpo.config.servers import addresses_of
 from megatron_grpo.data.image_processing import bound_notes
 from megatron_grpo.grpo import validation as grpo_validation
-from megatron_grpo.planning.check import Checked
+from megatron_grpo.planning.check import CheckedConfig
 from megatron_grpo.planning.sharing import wanted_micro_batches
 from megatron_grpo.planning.summary import bubble_fraction, staleness
 from megatron_grpo.rollout.adapters import LoraSync
@@ -23,7 +23,11 @@ BUBBLE = 0.3
 
 
 def warnings_of(
-    checked: Checked, schedule: TrainingSchedule, memory: dict[str, Any] | None, cost: dict[str, Any] | None, push: LoraSync | None = None
+    checked: CheckedConfig,
+    schedule: TrainingSchedule,
+    memory: dict[str, Any] | None,
+    cost: dict[str, Any] | None,
+    push: LoraSync | None = None,
 ) -> list[str]:
     """Return all warnings of a valid configuration, one sentence each.
 
@@ -53,7 +57,7 @@ def warnings_of(
     ]  # fmt: skip
 
 
-def _dialect(checked: Checked) -> Iterator[str]:
+def _dialect(checked: CheckedConfig) -> Iterator[str]:
     cfg, parsed = checked.config, checked.parsed
     if parsed.system is None:
         return
@@ -64,7 +68,7 @@ def _dialect(checked: Checked) -> Iterator[str]:
         yield f"Note: ignored settings of {source} ({reason}): {', '.join(names)}."
 
 
-def defaults_of(checked: Checked) -> list[str]:
+def defaults_of(checked: CheckedConfig) -> list[str]:
     """Return the defaults of a dialect that differ from ours and were not typed, as sentences for `--json`. The report shows a table.
 
     Args:

@@ -15,18 +15,18 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy.packed_batch import PackedBatch, Part, Places, packed_stream
+from megatron_grpo.policy.packed_batch import AttentionPart, PackedBatch, Places, packed_stream
 from megatron_grpo.policy.validation import flash_obstacle
 from megatron_grpo.types import Segment
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """Attention of one part.
 
     Shapes: q, out and their gradients [queries, heads, c]; k, v and their gradients [keys, groups, c]; lse [heads, queries].
     """
 
-    def forward(self, q, k, v, part: Part, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q, k, v, part: AttentionPart, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), in new tensors.
 
         Args:
@@ -38,7 +38,9 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(self, grad, q, k, v, out, lse, part: Part, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(
+        self, grad, q, k, v, out, lse, part: AttentionPart, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v by this part, in new tensors.
 
         Args:
@@ -73,15 +75,15 @@ def attention(
     return _Attention.apply(q, k, v, packed, scale, kernel, sinks)
 
 
-class Chosen(NamedTuple):
+class KernelChoice(NamedTuple):
     """Selected attention kernel. If it is PLAIN, the reason why no faster kernel runs here."""
 
-    kernel: Kernel
+    kernel: AttentionKernel
     lacks: str | None
 
 
 @functools.cache
-def gpu_kernel(dtype: torch.dtype, channels: int) -> Chosen:
+def gpu_kernel(dtype: torch.dtype, channels: int) -> KernelChoice:
     """Return the kernel of this process's GPU. The choice is made once, by the GPU's capability and a trial run.
 
     Args:
@@ -94,10 +96,10 @@ def gpu_kernel(dtype: torch.dtype, channels: int) -> Chosen:
         obstacle = f"flash attention needs a GPU of compute capability {least}, this one has {present}"
     if obstacle is None:
         obstacle = fault_of(FLASH_ON_GPU, dtype, channels, torch.device("cuda"))
-    return Chosen(FLASH_ON_GPU, None) if obstacle is None else Chosen(PLAIN, obstacle)
+    return KernelChoice(FLASH_ON_GPU, None) if obstacle is None else KernelChoice(PLAIN, obstacle)
 
 
-def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
+def fault_of(kernel: AttentionKernel, dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
     """Compare a kernel with PLAIN on a small stream of parents and children.
 
     Args:
@@ -151,12 +153,12 @@ class _RunByRun(NamedTuple):
     attend: Callable
     differentiate: Callable
 
-    def forward(self, q, k, v, part: Part, scale):
+    def forward(self, q, k, v, part: AttentionPart, scale):
         runs = _runs(part, (q,), (k, v))
         out, lse = zip(*(self.attend(*of_run, 0.0, part.is_causal, scale=scale) for of_run in runs), strict=True)
         return _joined(out), torch.cat([x.transpose(0, 1).flatten(1) for x in lse], dim=1)
 
-    def backward(self, grad, q, k, v, out, lse, part: Part, scale):
+    def backward(self, grad, q, k, v, out, lse, part: AttentionPart, scale):
         runs = _runs(part, (grad, q, out, lse.t()), (k, v))
         gradients = (
             self.differentiate(of_grad, of_q, of_k, of_v, of_out, of_lse.contiguous(), 0.0, part.is_causal, scale=scale)
@@ -179,18 +181,18 @@ class _Varlen(NamedTuple):
     attend: Callable
     differentiate: Callable
 
-    def forward(self, q, k, v, part: Part, scale):
+    def forward(self, q, k, v, part: AttentionPart, scale):
         bounds = part.cu_queries, part.cu_keys, part.most_queries, part.most_keys
         out, lse, *_ = self.attend(q, k, v, *bounds, 0.0, part.is_causal, False, scale=scale)
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, part: Part, scale):
+    def backward(self, grad, q, k, v, out, lse, part: AttentionPart, scale):
         bounds = part.cu_queries, part.cu_keys, part.most_queries, part.most_keys
         state = lse.new_empty(2, dtype=torch.int64)  # random state for dropout, which is not used
         return self.differentiate(grad, q, k, v, out, lse, *bounds, 0.0, part.is_causal, state, state, scale=scale)
 
 
-def _runs(part: Part, of_queries, of_keys):
+def _runs(part: AttentionPart, of_queries, of_keys):
     """Yield views of tensors [queries or keys, heads, ...] for each call: [n, heads, length, ...]."""
     cut = [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_queries for run in part.runs], dim=2) for x in of_queries]
     cut += [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_keys for run in part.runs], dim=2) for x in of_keys]
@@ -278,7 +280,7 @@ class _Attention(torch.autograd.Function):
     """Attention over all parts, as one function with one backward: kernels do not differentiate the log-sum-exp that they return."""
 
     @staticmethod
-    def forward(ctx, q, k, v, packed: PackedBatch, scale, kernel: Kernel, sinks=None):
+    def forward(ctx, q, k, v, packed: PackedBatch, scale, kernel: AttentionKernel, sinks=None):
         if packed.causal is None:
             out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1::-1])
         else:
@@ -330,7 +332,7 @@ class _Attention(torch.autograd.Function):
         return *(totals or map(torch.zeros_like, (q, k, v))), None, None, None, of_sinks
 
 
-def _part_forward(kernel: Kernel, q, k, v, part: Part, scale):
+def _part_forward(kernel: AttentionKernel, q, k, v, part: AttentionPart, scale):
     return kernel.forward(q[part.queries], k[part.keys], v[part.keys], part, scale)
 
 

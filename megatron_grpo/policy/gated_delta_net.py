@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import (
 from torch.utils.checkpoint import checkpoint
 
 from megatron_grpo.parallel.autograd import all_to_all, copy_to_ranks
-from megatron_grpo.policy.packed_batch import PackedBatch, Recurrence
+from megatron_grpo.policy.packed_batch import PackedBatch, RecurrenceOrder
 from megatron_grpo.weights.sizes import CHUNK, DeltaNetShape
 
 L2NORM_EPSILON = 1e-6  # a constant of the models, whatever their rms_norm_eps is
@@ -92,7 +92,7 @@ class PackedGatedDeltaNet(MegatronModule):
             out = all_to_all(out[stream.to_ranks].unflatten(0, (ranks, -1)), self.cp_group).transpose(0, 1).flatten(1, 2)
         return self.out_proj(out.flatten(1)[:, None])
 
-    def _mix(self, mixed, stream: Recurrence):
+    def _mix(self, mixed, stream: RecurrenceOrder):
         """Return the outputs [T, groups, heads * v] of all tokens of some groups, from [T, groups, channels]; in float32 inside."""
         delta, dtype = self.delta, mixed.dtype
         heads = delta.num_value_heads // delta.num_key_heads  # value heads in a group
@@ -150,13 +150,13 @@ def convolve(x: torch.Tensor, kernel: torch.Tensor, previous: torch.Tensor) -> t
     Args:
         x: Inputs, [T, channels].
         kernel: [channels, kernel size]; the last column is multiplied with the token itself.
-        previous: See `Recurrence`.
+        previous: See `RecurrenceOrder`.
     """
     padded = F.pad(x, (0, 0, 0, 1))
     return sum((padded[index] * kernel[:, -2 - shift] for shift, index in enumerate(previous)), start=x * kernel[:, -1])
 
 
-def gated_delta_rule(query, key, value, decay, strength, stream: Recurrence) -> torch.Tensor:
+def gated_delta_rule(query, key, value, decay, strength, stream: RecurrenceOrder) -> torch.Tensor:
     """Return the outputs [T, heads, v] of the gated delta rule; 0 for padding.
 
     All tokens of a chunk are computed at once: the WY form of arXiv:2412.06464, section 3.3, a triangular system. The state passes from

@@ -18,7 +18,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron_grpo.base import activity
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, BucketPart, BucketSlot, Owned, Ranks, fill, most_bytes
+from megatron_grpo.weights.buckets import (
+    DEFAULT_BUCKET_MB,
+    MIB,
+    Bucket,
+    BucketPart,
+    BucketSlot,
+    OwnedParameter,
+    RankCounts,
+    fill,
+    most_bytes,
+)
 from megatron_grpo.weights.hf_files import as_stored
 from megatron_grpo.weights.mapping import WeightMap, is_of_adapter, with_global_numbers
 from megatron_grpo.weights.names import ShardCut
@@ -155,21 +165,21 @@ class MegatronToHF:
         for plan in self._plans.values():
             plan.memory.forget()
 
-    def _catalogue(self, local: dict[str, torch.Tensor]) -> list[Owned]:
+    def _catalogue(self, local: dict[str, torch.Tensor]) -> list[OwnedParameter]:
         """Return every exported parameter of the model once, in the same order on every rank. Collective."""
         p = self.parallel
         on_stage = [self._owned(name, tensor) for name, tensor in local.items() if not self.map.entry(name).is_copy]
         over_pp = [owned for rank in collectives.all_gather_object(on_stage, p.pp_group) for owned in rank]
         return list({owned.name: owned for rank in collectives.all_gather_object(over_pp, p.ep_group) for owned in rank}.values())
 
-    def _owned(self, name: str, tensor: torch.Tensor) -> Owned:
+    def _owned(self, name: str, tensor: torch.Tensor) -> OwnedParameter:
         p, kind = self.parallel, self.map.entry(name)
         layer, row, expert = self.map.place(name)
         on_rank, expert_rank = expert, 0
         if kind.is_expert:
             expert_rank, on_rank = divmod(expert, self.map.shape.num_experts // p.ep_size)
         position = (layer, row, on_rank)
-        return Owned(
+        return OwnedParameter(
             name,
             tuple(tensor.shape),
             tensor.dtype,
@@ -194,15 +204,15 @@ class PushPlan:
         bucket_bytes: Size of the full tensors in one bucket.
     """
 
-    def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
+    def __init__(self, owned: Iterable[OwnedParameter], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
         self.map, self.parallel = weight_map, parallel
         self._groups = {BucketPart.DENSE: parallel.tp_group, BucketPart.EXPERTS: parallel.expert_group}
         self._place = {part: collectives.rank_in(group) for part, group in self._groups.items()}  # this rank's row of a gather
         positions = collectives.all_gather_object((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
         self._row = {position: row for row, position in enumerate(positions)}  # row of each rank in a gather of experts
-        self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(positions))
+        self.ranks = RankCounts(parallel.pp_size, parallel.tp_size, len(positions))
         self.buckets = fill(owned, self.ranks, bucket_bytes)
-        self.memory = Memory(parallel.device, most_bytes(self.buckets, self.ranks))
+        self.memory = BucketMemory(parallel.device, most_bytes(self.buckets, self.ranks))
 
     def stream(self, local: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) of every tensor, on every rank. Collective.
@@ -306,7 +316,7 @@ class PushPlan:
         return [_view(row, slot) for row in rows]
 
 
-class Memory:
+class BucketMemory:
     """Memory for buckets, reused on a CPU as soon as no view of it is alive, across streams too.
 
     On a CPU every 4 KiB of new memory is a page fault, and for dense layers over two ranks that cost half as much as gloo itself. A GPU's
@@ -362,7 +372,7 @@ class LocalTensors:
         memory: Memory for buckets.
     """
 
-    def __init__(self, local: Mapping[str, torch.Tensor], prepare: Prepare, memory: Memory):
+    def __init__(self, local: Mapping[str, torch.Tensor], prepare: Prepare, memory: BucketMemory):
         self._mine, self._prepare, self.memory = local, prepare, memory
 
     def tensor(self, name: str, slot: BucketSlot) -> torch.Tensor:
@@ -427,7 +437,7 @@ class Rank0WeightGather(PushPlan):
         bucket_bytes: Maximum bytes of a bucket.
     """
 
-    def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
+    def __init__(self, owned: Iterable[OwnedParameter], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
         super().__init__(owned, weight_map, parallel, bucket_bytes=bucket_bytes)
         p = parallel
         # The first of the ranks that hold the same shard sends it. Rank 0 comes first and reads its own shards from their memory.

@@ -163,7 +163,7 @@ def clamped_swiglu(x: torch.Tensor, factor: float, limit: float) -> torch.Tensor
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu, "clamped": clamped_swiglu}
 
 
-class Rotation(NamedTuple):
+class RotaryFactors(NamedTuple):
     """Factors of a rotation, one row per token, [t, 1, channels].
 
     A channel is multiplied by `cos`, and its partner in the rotation by `sin`, which includes the sign.
@@ -173,7 +173,7 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
 
     @classmethod
-    def of(cls, angles: torch.Tensor) -> Rotation:
+    def of(cls, angles: torch.Tensor) -> RotaryFactors:
         """Return the rotation by angles [t, channels / 2], in radians.
 
         Args:
@@ -183,7 +183,7 @@ class Rotation(NamedTuple):
         return cls(torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None])
 
 
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotate(x: torch.Tensor, rotation: RotaryFactors) -> torch.Tensor:
     """Rotate the first n channels of x, where n is the number of channels of the rotation. The others stay.
 
     Args:

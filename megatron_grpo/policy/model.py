@@ -19,7 +19,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.autograd import copy_to_ranks
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
-from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
+from megatron_grpo.policy.kernels import ACTIVATIONS, RotaryFactors
 from megatron_grpo.policy.layers import PackedAttention
 from megatron_grpo.policy.model_config import layer_specs, padded_vocab_size, transformer_config
 from megatron_grpo.policy.packed_batch import LocalBatch
@@ -196,7 +196,7 @@ class PolicyModel(GPTModel):
         # With three axes [3, t] each frequency belongs to one of them.
         coordinates = positions[self.axes].T if positions.dim() > 1 else positions[:, None]
         if not self.config.multi_latent_attention:
-            rotations = tuple(Rotation.of(coordinates * frequencies) for frequencies in self.inverse_frequencies)
+            rotations = tuple(RotaryFactors.of(coordinates * frequencies) for frequencies in self.inverse_frequencies)
             return None, dataclasses.replace(batch.packed, rotations=rotations)
         angles = coordinates * self.inverse_frequencies[0]
         return torch.cat([angles, angles], dim=-1)[:, None, None, :], batch.packed

@@ -18,14 +18,14 @@ import torch
 from megatron_grpo.batching.collate import num_tokens
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import VocabMask
-from megatron_grpo.policy.kernels import Rotation
+from megatron_grpo.policy.kernels import RotaryFactors
 from megatron_grpo.types import Image, MicroBatch, Segment
 
 # On a CPU one attention call costs about as much as copying this many tokens to another place and back.
 TOKENS_A_CALL = 24
 
 
-class Runs(NamedTuple):
+class UniformRuns(NamedTuple):
     """`num` adjacent runs of queries in a part, and their adjacent runs of keys, all of one size."""
 
     num: int
@@ -37,7 +37,7 @@ Places = slice | torch.Tensor  # indices into a stream: a slice (no copy) if the
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class AttentionPart:
     """Runs of queries, each with the run of keys that it attends to.
 
     Attributes:
@@ -53,7 +53,7 @@ class Part:
     queries: Places
     keys: Places
     is_causal: bool
-    runs: tuple[Runs, ...]
+    runs: tuple[UniformRuns, ...]
     cu_queries: torch.Tensor
     cu_keys: torch.Tensor
 
@@ -68,7 +68,7 @@ class Part:
         return max(run.num_keys for run in self.runs)
 
 
-class Wave(NamedTuple):
+class RecurrenceWave(NamedTuple):
     """Segments whose recurrence starts together: first those without a parent, then the children.
 
     Attributes:
@@ -83,7 +83,7 @@ class Wave(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recurrence:
+class RecurrenceOrder:
     """Order in which a recurrent layer reads the whole stream of T tokens. Indices are int64; T stands for no token.
 
     Attributes:
@@ -99,7 +99,7 @@ class Recurrence:
     previous: torch.Tensor
     chunks: torch.Tensor
     places: torch.Tensor
-    waves: tuple[Wave, ...]
+    waves: tuple[RecurrenceWave, ...]
     to_stream: torch.Tensor
     to_ranks: torch.Tensor
 
@@ -124,15 +124,15 @@ class PackedBatch:
             has rotated them before.
     """
 
-    causal: Part | None
-    full: tuple[Part, ...]
+    causal: AttentionPart | None
+    full: tuple[AttentionPart, ...]
     has_parents: bool
-    windowed: Callable[[int], tuple[Part | None, tuple[Part, ...]]]
-    recurrence: Callable[[int, int], Recurrence]
+    windowed: Callable[[int], tuple[AttentionPart | None, tuple[AttentionPart, ...]]]
+    recurrence: Callable[[int, int], RecurrenceOrder]
     longest: int
     cu_seqlens: torch.Tensor  # int32 [segments + 1]
     max_seqlen: int
-    rotations: tuple[Rotation, ...] = ()
+    rotations: tuple[RotaryFactors, ...] = ()
     qkv_format: str = "segments"
     local_cp_size: None = None
     cp_group: None = None
@@ -205,7 +205,7 @@ def sequences(packed: PackedBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]
         yield queries, keys if prefix_keys is None else torch.cat([prefix_keys, keys])
 
 
-def _pairs(part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(part: AttentionPart) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     ways = ((part.queries, part.cu_queries), (part.keys, part.cu_keys))
     return zip(*(_tensor(index, bounds).split(bounds.diff().tolist()) for index, bounds in ways), strict=True)
 
@@ -289,11 +289,11 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
     causal, full = _own(segments, cp, rank)
     cu = np.array([0] + [segment.end for segment in segments], dtype=np.int32)
 
-    def diagonal(pairs: Sequence[Pair]) -> Part | None:
+    def diagonal(pairs: Sequence[Pair]) -> AttentionPart | None:
         return _part(_by_length(pairs) if by_length else pairs, tensor, is_causal=True) if pairs else None
 
     @functools.cache
-    def windowed(window: int) -> tuple[Part | None, tuple[Part, ...]]:
+    def windowed(window: int) -> tuple[AttentionPart | None, tuple[AttentionPart, ...]]:
         causal_pairs, bands, image_tokens = _in_window(causal, full, window)
         parts = ((bands, True), (image_tokens, False))
         return diagonal(causal_pairs), tuple(_part(pairs, tensor, is_causal=is_causal) for pairs, is_causal in parts if pairs)
@@ -399,7 +399,7 @@ def _inherited(segments: Sequence[Segment], cp: int) -> list[Pair]:
     ]
 
 
-def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: int, chunk: int) -> Recurrence:
+def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: int, chunk: int) -> RecurrenceOrder:
     total = segments[-1].end
     to_stream = np.concatenate([gathered_places(segment, total, cp) for segment in segments])
     waves, token_chunks = _waves(segments, chunk)
@@ -408,18 +408,18 @@ def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: 
         row[: len(tokens)] = tokens
     chunk_index = np.full(total + 1, chunks.size)  # the last one takes what stands for no token
     chunk_index[chunks.reshape(-1)] = np.arange(chunks.size)
-    return Recurrence(
+    return RecurrenceOrder(
         previous=tensor(_previous(segments, kernel)),
         chunks=tensor(chunks),
         places=tensor(chunk_index[:total]),
-        waves=tuple(Wave(count, steps, None if parents is None else tensor(parents)) for count, steps, parents in waves),
+        waves=tuple(RecurrenceWave(count, steps, None if parents is None else tensor(parents)) for count, steps, parents in waves),
         to_stream=tensor(to_stream),
         to_ranks=tensor(np.argsort(to_stream)),
     )
 
 
 def _previous(segments: Sequence[Segment], kernel: int) -> np.ndarray:
-    """Return `Recurrence.previous`."""
+    """Return `RecurrenceOrder.previous`."""
     total = segments[-1].end
     index = np.full((kernel - 1, total), total)
     for segment in segments:
@@ -434,11 +434,11 @@ def _previous(segments: Sequence[Segment], kernel: int) -> np.ndarray:
     return index
 
 
-_WaveFields = tuple[int, tuple[tuple[int, int], ...], np.ndarray | None]  # of a `Wave`, with the parents in numpy
+_WaveFields = tuple[int, tuple[tuple[int, int], ...], np.ndarray | None]  # of a `RecurrenceWave`, with the parents in numpy
 
 
 def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[_WaveFields], list[np.ndarray]]:
-    """Return the fields of each `Wave`, and the tokens of each chunk. A chunk ends before alignment padding."""
+    """Return the fields of each `RecurrenceWave`, and the tokens of each chunk. A chunk ends before alignment padding."""
     waves: list[_WaveFields] = []
     chunks: list[np.ndarray] = []
     index: dict[int, int] = {}  # of a segment in its wave
@@ -456,18 +456,18 @@ def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[_WaveFields], 
     return waves, chunks
 
 
-def _runs(pairs: Sequence[Pair]) -> tuple[Runs, ...]:
+def _runs(pairs: Sequence[Pair]) -> tuple[UniformRuns, ...]:
     sizes = itertools.groupby((len(queries), len(keys)) for queries, keys in pairs)
-    return tuple(Runs(len(list(equal)), *size) for size, equal in sizes)
+    return tuple(UniformRuns(len(list(equal)), *size) for size, equal in sizes)
 
 
-def _part(pairs: Sequence[Pair], tensor: ToDevice, *, is_causal: bool) -> Part:
+def _part(pairs: Sequence[Pair], tensor: ToDevice, *, is_causal: bool) -> AttentionPart:
     queries, keys = zip(*pairs, strict=True)
 
     def bounds(runs: Sequence[np.ndarray]) -> torch.Tensor:
         return tensor(np.cumsum([0, *map(len, runs)], dtype=np.int32))
 
-    return Part(
+    return AttentionPart(
         queries=_places(queries, tensor),
         keys=_places(keys, tensor),
         is_causal=is_causal,

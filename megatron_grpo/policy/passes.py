@@ -17,7 +17,7 @@ from megatron_grpo.batching.collate import collate_specs
 from megatron_grpo.batching.split import BatchPartitioner, partition_for_scoring
 from megatron_grpo.grpo.entropy import AdaptiveEntropy, entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
-from megatron_grpo.grpo.objectives import Labels, classification
+from megatron_grpo.grpo.objectives import ClassificationTerms, classification
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.autograd import sum_over_ranks
 from megatron_grpo.parallel.state import ParallelState
@@ -378,7 +378,9 @@ class StepLoss:
             num_loss_tokens=self.batch.num_loss_tokens,
             place=local(micro.place),
             longest=int(micro.place.max(initial=0)) + 1,
-            labels=None if self._labels is None else Labels(*(local(values[micro.sequence]) for values in self._labels[micro.number])),
+            labels=None
+            if self._labels is None
+            else ClassificationTerms(*(local(values[micro.sequence]) for values in self._labels[micro.number])),
         )
         return inputs, local(self.reference[micro.number]) if self.reference else None
 

@@ -58,7 +58,7 @@ class TrainedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SummedGradient:
+class ReducedGradient:
     """A step whose gradient has been summed over all ranks and whose weights have not been updated.
 
     Attributes:
@@ -80,14 +80,14 @@ class GradientHooks(Protocol):
     A hook may raise: this stops the run before the optimizer updates any weight.
     """
 
-    def on_gradients_reduced(self, gradient: SummedGradient) -> None:
+    def on_gradients_reduced(self, gradient: ReducedGradient) -> None:
         """Run after the gradient has been summed into the buffers and before the gradient check.
 
         Args:
             gradient: The batch with its metrics and log-probs.
         """
 
-    def on_pre_optimizer_step(self, gradient: SummedGradient, skipped_step: SkippedStep | None) -> None:
+    def on_pre_optimizer_step(self, gradient: ReducedGradient, skipped_step: SkippedStep | None) -> None:
         """Run after the gradient check and before the optimizer acts.
 
         Args:
@@ -213,7 +213,7 @@ class Policy:
             local_sum = self.sums.own
             metrics["grad_norm"] = gradient_norm(self.optimizer, float(local_sum), metrics["loss"])
             references = _by_row(zip(batch.micro_batches, reference))
-            gradient = SummedGradient(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
+            gradient = ReducedGradient(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
             if hooks is not None:
                 hooks.on_gradients_reduced(gradient)
             allowed = self.gradient_check.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))

@@ -26,7 +26,7 @@ from typing import Any
 from megatron_grpo.base import given
 from megatron_grpo.base.errors import ConfigError, Problem, describe_value, printable
 from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.process_isolation import ExitRequestedError, contained
+from megatron_grpo.rewards.process_isolation import ExitRequestedError, isolated
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names, text_of
 
 _LOG = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ def _users(call: Callable[[], Any], action: str) -> Any:
     """
     side_effects: list[str] = []
     try:
-        with contained(side_effects):
+        with isolated(side_effects):
             return call()
     except ExitRequestedError as error:
         raise _fail(f"{action}: it tried to end the process with {printable(error)}.") from error

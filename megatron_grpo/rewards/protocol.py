@@ -76,7 +76,7 @@ class RewardBatch:
 
 
 @dataclass(kw_only=True)
-class Watch:
+class RewardStats:
     """Running statistics of one reward function, to detect that its score is constant over the run.
 
     No single batch can show that.
@@ -140,7 +140,7 @@ class RewardFunction:
     on_error: str = "raise"
     keeps_deadline: bool = False
     warned: set[str] = field(default_factory=set)  # kinds of failure that a warning has reported
-    watch: Watch = field(default_factory=Watch)
+    watch: RewardStats = field(default_factory=RewardStats)
 
     @property
     def is_async(self) -> bool:

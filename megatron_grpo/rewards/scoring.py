@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RewardError, RunInterruptedError, printable, raised
-from megatron_grpo.rewards.process_isolation import EventLoop, ExitRequestedError, RewardTimeoutError, call_before, contained, never
+from megatron_grpo.rewards.process_isolation import EventLoop, ExitRequestedError, RewardTimeoutError, call_before, isolated, never
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
 
 _LOOP = EventLoop()
@@ -25,7 +25,7 @@ _SEARCH_BUDGET = 3.0  # time limit of the search for failing rows, in multiples 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class RewardNotice:
     """A failure that became None, or a side effect of a function. Reported once per function and kind."""
 
     function: str
@@ -43,7 +43,7 @@ class RewardScores:
     """
 
     rows: tuple[tuple[Score, ...], ...]
-    notices: tuple[Notice, ...]
+    notices: tuple[RewardNotice, ...]
 
 
 def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel: Callable[[], bool] = never) -> RewardScores:
@@ -80,7 +80,7 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
         outcome = outcomes[index]
         rows = _search(function, batch, outcome, side_effects[index], should_cancel) if isinstance(outcome, RowFailure) else outcome
         notices += [
-            Notice(function=function.name, kind=effect, message=f"Reward `{function.name}` {effect}.")
+            RewardNotice(function=function.name, kind=effect, message=f"Reward `{function.name}` {effect}.")
             for effect in set(side_effects[index])
         ]
         failures = [(row, value) for row, value in enumerate(rows) if isinstance(value, RowFailure)]
@@ -90,7 +90,7 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
             for kind in dict.fromkeys(value.kind for _, value in failures):
                 same_kind = [failure for failure in failures if failure[1].kind == kind]
                 notices.append(
-                    Notice(function=function.name, kind=kind, message=_sentence(function, batch, same_kind) + " Counted as None.")
+                    RewardNotice(function=function.name, kind=kind, message=_sentence(function, batch, same_kind) + " Counted as None.")
                 )
         columns.append([None if isinstance(value, RowFailure) else value for value in rows])
     if errors:
@@ -116,7 +116,7 @@ def _call(
         return _start(function, batch, side_effects, should_cancel, seconds)()
 
     def call():
-        with contained(side_effects):
+        with isolated(side_effects):
             return function.function(**function.arguments(batch))
 
     return _outcome(function, batch, seconds, lambda: call_before(seconds, call, should_cancel))
@@ -129,7 +129,7 @@ def _start(
     limit = function.timeout if seconds is None else seconds
 
     async def call():
-        with contained(side_effects):
+        with isolated(side_effects):
             return await function.function(**function.arguments(batch))
 
     wait = _LOOP.start(call(), limit, should_cancel)

@@ -35,7 +35,7 @@ from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurn
 from megatron_grpo.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
 from megatron_grpo.types import Completion, Group, PartialCompletion, Prompt, make_completion
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
 STEPS_BETWEEN_AGREEMENTS = 16  # tokens that the ranks of one engine sample before they agree whether to go on
@@ -274,15 +274,15 @@ class ColocatedEngine:
         """Return False: this receiver is always reachable, and never new."""
         return False
 
-    def probes(self) -> list[Scored]:
+    def probes(self) -> list[TokenSequence]:
         return probe_sequences(
             self._llm.get_tokenizer(), vocab_size=self._vocab_size, max_model_len=self._max_model_len, image_spec=self._image_spec
         )
 
-    def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
+    def scores(self, sequences: Sequence[TokenSequence]) -> Mapping[str, list[list[float]]]:
         return {f"rank {self._rank}": self.score(sequences)}
 
-    def score(self, sequences: Sequence[Scored]) -> list[list[float]]:
+    def score(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
         """Return the log-probs of `scores` for this rank's engine.
 
         Args:

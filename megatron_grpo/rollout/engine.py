@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.config.sampling_mask import is_cut, max_mask_tokens, sampling_fields_of
 from megatron_grpo.types import Group, PartialCompletion, Prompt
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 from megatron_grpo.weights.buckets import WeightUpdate
 
 # Completion i of a prompt is sampled with the prompt's seed + i (vLLM's rule), so the seeds of prompts are this far apart.
@@ -270,13 +270,13 @@ class WeightReceiver(Protocol):
             ReceiverChangedError: The receiver was lost on the way.
         """
 
-    def probes(self) -> list[Scored]:
+    def probes(self) -> list[TokenSequence]:
         """Return single-context sequences to score after an update, the same on every rank and at every call.
 
         For a vision-language model, some of them contain an image.
         """
 
-    def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
+    def scores(self, sequences: Sequence[TokenSequence]) -> Mapping[str, list[list[float]]]:
         """Score sequences with the weights that it holds, at temperature 1.
 
         The last token of each sequence is computed as in sampling, reading the prefix cache; the others never come from a cache.

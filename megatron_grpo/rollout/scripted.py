@@ -14,7 +14,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import GenerationFuture, SamplingSettings, WeightSyncError
 from megatron_grpo.rollout.turns import wait_together
 from megatron_grpo.types import Completion, Group, Prompt, make_sequence
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
 Answer = Callable[[Prompt, int, int], Completion]
@@ -121,10 +121,10 @@ class ScriptedEngine:
             pass
         self.version, self.has_base = update.version, update.kind != "merged"
 
-    def probes(self) -> list[Scored]:
+    def probes(self) -> list[TokenSequence]:
         return [make_sequence((4, 5, 6, 7)), make_sequence((7, 6, 5, 4))]
 
-    def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
+    def scores(self, sequences: Sequence[TokenSequence]) -> Mapping[str, list[list[float]]]:
         rows = [tuple(sequence.token_ids.tolist()) for sequence in sequences]
         return {f"rank {collectives.rank()}": [self._score(ids) if self._score else [0.0] * (len(ids) - 1) for ids in rows]}
 

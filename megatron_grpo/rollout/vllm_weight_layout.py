@@ -21,7 +21,7 @@ Pack = Callable[[torch.nn.Module], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorView:
     """A view of a tensor; stride and offset in elements."""
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, view: torch.Tensor, base: torch.Tensor) -> Place:
+    def of(cls, view: torch.Tensor, base: torch.Tensor) -> TensorView:
         """Return the location of `view` in the storage of `base`.
 
         Args:
@@ -66,24 +66,24 @@ class TensorForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class TensorCopy:
     """One copy: part of a synced tensor to part of a weight."""
 
     unit: int  # index of the unit in the table
     weight: str  # name of the weight in that unit
-    to: Place
-    part: Place | None  # part of the synced tensor, made contiguous; None: all of it
+    to: TensorView
+    part: TensorView | None  # part of the synced tensor, made contiguous; None: all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Unit:
+class ModuleWeights:
     """Weights of one module that are complete together."""
 
     module: torch.nn.Module
     loaded: dict[str, TensorForm]  # by name: form in which they are loaded
     live: dict[str, TensorForm]  # form in which the engine keeps them
     packed: frozenset[str]  # weights that it keeps in another form, made when all of them have arrived
-    padding: list[tuple[str, Place, float]]
+    padding: list[tuple[str, TensorView, float]]
     num_copies: int
 
     def targets(self) -> dict[str, torch.Tensor]:
@@ -115,12 +115,12 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Table:
+class CopyTable:
     """Copies of a sync, by names of synced tensors: their shapes, and the copies to make of them; none where vLLM does not use a tensor."""
 
-    units: list[Unit] = field(default_factory=list)
+    units: list[ModuleWeights] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    copies: dict[str, list[TensorCopy]] = field(default_factory=dict)
 
     def is_as_learnt(self) -> bool:
         """Return whether the engine's weights have the recorded forms. Their addresses may change: they are read at every weight sync."""
@@ -175,8 +175,8 @@ class _Seen:
     """Copies into one weight without duplicates, because vLLM loads some twice."""
 
     form: TensorForm
-    copies: dict[tuple[str, Place, Place | None], None] = field(default_factory=dict)  # (name, to, part)
-    padding: dict[tuple[Place, float], None] = field(default_factory=dict)
+    copies: dict[tuple[str, TensorView, TensorView | None], None] = field(default_factory=dict)  # (name, to, part)
+    padding: dict[tuple[TensorView, float], None] = field(default_factory=dict)
 
     def covers_all_once(self) -> bool:
         """Return whether every element of the weight is written exactly once."""
@@ -201,7 +201,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module, pack: Pack):
         super().__init__()
         self.packed: set[torch.nn.Module] = set()  # modules whose experts are packed already
-        self._pack, self._table, self._reason, self._is_trying = pack, Table(), "", False
+        self._pack, self._table, self._reason, self._is_trying = pack, CopyTable(), "", False
         self._paths = {module: path for path, module in model.named_modules()}
         weights_of_modules = [(module, weight, tensor) for module in model.modules() for weight, tensor in own_tensors(module).items()]
         self._kept = {
@@ -210,7 +210,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self._clones: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by address of a clone
         # Clones made by vLLM: name, part of our clone, form. An address may have been reused since; the test would detect it.
-        self._parts: dict[int, tuple[str, Place, TensorForm]] = {}
+        self._parts: dict[int, tuple[str, TensorView, TensorForm]] = {}
         self._zeroed: set[str] = set()  # tensors that vLLM zeroes on this rank
         self._layer: torch.nn.Module | None = None  # layer that vLLM is loading
         self._seen: dict[tuple[torch.nn.Module, str], _Seen] = {}
@@ -234,7 +234,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         if function in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
             self._note(args[0], args[1])
         elif function is torch.ops.aten.clone.default and (name := self._names.get(_address(args[0]))) in self._clones:
-            self._parts[_address(result)] = name, Place.of(args[0], self._clones[name]), TensorForm.of(result)
+            self._parts[_address(result)] = name, TensorView.of(args[0], self._clones[name]), TensorForm.of(result)
         elif function is torch.ops.aten.zero_.default and (name := self._names.get(_address(args[0]))) in self._clones:
             self._zeroed.add(name)
         return result
@@ -246,15 +246,15 @@ class WeightLayoutRecorder(TorchDispatchMode):
             return
         record = self._seen.setdefault((module, weight), _Seen(TensorForm.of(base)))
         if not isinstance(source, torch.Tensor):
-            record.padding[Place.of(target, base), source] = None
+            record.padding[TensorView.of(target, base), source] = None
         elif (name := self._names.get(_address(source))) in self._zeroed:
-            record.padding[Place.of(target, base), 0.0] = None
+            record.padding[TensorView.of(target, base), 0.0] = None
         elif name in self._clones:
             clone = self._clones[name]
-            part = None if TensorForm.of(source) == TensorForm.of(clone) else Place.of(source, clone)
-            record.copies[name, Place.of(target, base), part] = None
+            part = None if TensorForm.of(source) == TensorForm.of(clone) else TensorView.of(source, clone)
+            record.copies[name, TensorView.of(target, base), part] = None
         elif (cloned := self._parts.get(_address(source))) is not None and cloned[0] in self._clones and cloned[2] == TensorForm.of(source):
-            record.copies[cloned[0], Place.of(target, base), cloned[1]] = None
+            record.copies[cloned[0], TensorView.of(target, base), cloned[1]] = None
 
     def layer(self, load: Callable[..., None], module: torch.nn.Module, info: Any) -> None:
         """Load a layer in place of vLLM's `load(module, info)` when all its tensors have arrived, and test its copies.
@@ -273,7 +273,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
             self.packed.add(module)
         self._reason = self._reason or self._add(module, weights)
 
-    def outcome(self) -> tuple[Table | None, str | None]:
+    def outcome(self) -> tuple[CopyTable | None, str | None]:
         """Return (table, None), or (None, the reason why there is none)."""
         for module, weight in [
             key for key, record in self._seen.items() if record.copies
@@ -294,7 +294,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         if unknown := names - self._clones.keys():
             return f"{min(unknown)} is copied to {path} and to another layer"
         live = {weight: TensorForm.of(getattr(module, weight)) for weight in seen_here}
-        unit = Unit(
+        unit = ModuleWeights(
             module=module, loaded={weight: seen.form for weight, seen in seen_here.items()}, live=live,
             packed=frozenset(weight for weight, seen in seen_here.items() if self._is_packed(module, weight) or live[weight] != seen.form),
             padding=[(weight, to, value) for weight, seen in seen_here.items() for to, value in seen.padding],
@@ -302,15 +302,15 @@ class WeightLayoutRecorder(TorchDispatchMode):
         )  # fmt: skip
         for weight, seen in seen_here.items():
             for name, to, part in seen.copies:
-                self._table.copies[name].append(Copy(len(self._table.units), weight, to, part))
+                self._table.copies[name].append(TensorCopy(len(self._table.units), weight, to, part))
         self._table.units.append(unit)
         return "" if self._try(unit, names) else f"{path} differs when it is loaded without vLLM"
 
     def _is_packed(self, module: torch.nn.Module, weight: str) -> bool:
         return module in self.packed and weight in vllm_patches.PACKED_OF_EXPERTS
 
-    def _try(self, unit: Unit, names: set[str]) -> bool:
-        bits, self._is_trying = Bits(unit), True
+    def _try(self, unit: ModuleWeights, names: set[str]) -> bool:
+        bits, self._is_trying = SavedTensors(unit), True
         for weight in unit.loaded.keys() - unit.packed:
             getattr(unit.module, weight).data.fill_(float("nan"))
         self._table.load([(name, self._clones.pop(name)) for name in sorted(names)], self._pack)
@@ -321,19 +321,19 @@ class WeightLayoutRecorder(TorchDispatchMode):
         return is_same
 
 
-class Bits:
+class SavedTensors:
     """Copy of all tensors of a unit's module.
 
     Args:
         unit: Module with its weights.
     """
 
-    def __init__(self, unit: Unit):
+    def __init__(self, unit: ModuleWeights):
         self.tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in own_tensors(unit.module).items()}
         self.linear = getattr(unit.module, "cpu_linear", None)
         self.answer = self._answer(unit)
 
-    def are_those_of(self, unit: Unit) -> bool:
+    def are_those_of(self, unit: ModuleWeights) -> bool:
         """Return whether the module still holds the same bits.
 
         Args:
@@ -349,7 +349,7 @@ class Bits:
             and is_bitwise_equal(self.answer, self._answer(unit))
         )
 
-    def put_back(self, unit: Unit) -> None:
+    def put_back(self, unit: ModuleWeights) -> None:
         """Restore the module.
 
         Args:
@@ -361,7 +361,7 @@ class Bits:
         if self.linear is not None:
             unit.module.cpu_linear = self.linear
 
-    def _answer(self, unit: Unit) -> torch.Tensor:
+    def _answer(self, unit: ModuleWeights) -> torch.Tensor:
         """Return a linear layer's output for fixed inputs, where a CPU keeps its packed weight hidden."""
         linear: Any = getattr(unit.module, "cpu_linear", None)  # a packed convolution has none, and its weight is not hidden
         if "weight" not in unit.packed or linear is None:

@@ -17,7 +17,7 @@ import torch
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_weight_layout import Named, Pack, Table, WeightLayoutRecorder, is_bitwise_equal
+from megatron_grpo.rollout.vllm_weight_layout import CopyTable, Named, Pack, WeightLayoutRecorder, is_bitwise_equal
 from megatron_grpo.weights.buckets import WeightUpdate
 from megatron_grpo.weights.lora import A, B, module_of
 
@@ -30,13 +30,13 @@ class WeightLoader:
     """Loads synced weights into one engine, in the process that holds its weights. Keeps the table from sync to sync."""
 
     def __init__(self) -> None:
-        self.tables: dict[bool, Table] = {}  # by whether the weight sync contains the vision tower
+        self.tables: dict[bool, CopyTable] = {}  # by whether the weight sync contains the vision tower
         self.reason: str | None = None  # why there can be no table
         self._loaded_buffers: set[str] = set()  # buffers that are weights, by vLLM's names
         self.pack: Pack = vllm_patches.pack
 
     @property
-    def table(self) -> Table | None:
+    def table(self) -> CopyTable | None:
         """Table of weight syncs without a vision tower."""
         return self.tables.get(False)
 

@@ -60,7 +60,7 @@ print(json.dumps({"built": torch.version.cuda, "devices": found}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class DoctorCheck:
     """Result of one check.
 
     Args:
@@ -90,7 +90,7 @@ def run_doctor(argv: list[str]) -> int:
     """
     if unknown := [word for word in argv if word != "--json"]:
         raise ConfigError(f"doctor takes --json and nothing else, not {unknown[0]}.")
-    as_json, checks = "--json" in argv, list[Check]()
+    as_json, checks = "--json" in argv, list[DoctorCheck]()
     for check in check_all():
         checks.append(check)
         if not as_json:
@@ -103,7 +103,7 @@ def run_doctor(argv: list[str]) -> int:
     return EXIT_CRASH if failed else EXIT_DONE
 
 
-def check_all() -> Iterator[Check]:
+def check_all() -> Iterator[DoctorCheck]:
     """Yield the result of each check as soon as it is known."""
     broken = set[str]()
     for check in look_at_packages():
@@ -114,7 +114,7 @@ def check_all() -> Iterator[Check]:
         yield try_a_run(Path(folder), broken)
 
 
-def _tell(check: Check) -> None:
+def _tell(check: DoctorCheck) -> None:
     width = max(60, min(140, shutil.get_terminal_size((120, 24)).columns))
     first = f"{ {'ok': 'ok', 'absent': '-', 'fails': 'FAILS'}[check.status]:<7}{check.name:<22}"
     for text, opening in ((check.found, first), (check.remedy, " " * len(first))):
@@ -122,7 +122,7 @@ def _tell(check: Check) -> None:
             print(textwrap.fill(text, width, initial_indent=opening, subsequent_indent=" " * len(first)), flush=True)
 
 
-def _checked(name: str, found: str, wrong: str | None = None, remedy: str = "") -> Check:
+def _checked(name: str, found: str, wrong: str | None = None, remedy: str = "") -> DoctorCheck:
     """Return a failed check if `wrong` is given, else a passed one.
 
     Args:
@@ -131,13 +131,13 @@ def _checked(name: str, found: str, wrong: str | None = None, remedy: str = "") 
         wrong: Replaces `found` in a failed check.
         remedy: What to do about a failure.
     """
-    return Check(name=name, status="fails", found=wrong, remedy=remedy) if wrong else Check(name=name, status="ok", found=found)
+    return DoctorCheck(name=name, status="fails", found=wrong, remedy=remedy) if wrong else DoctorCheck(name=name, status="ok", found=found)
 
 
 # ---- packages --------------------------------------------------------------------------------------------------------------------------
 
 
-def look_at_packages() -> Iterator[Check]:
+def look_at_packages() -> Iterator[DoctorCheck]:
     """Yield a check for each package that a run needs or can use."""
     yield _checked("python", f"{platform.python_version()} ({sys.executable})")
     yield _checked(OURS, __version__)
@@ -149,10 +149,10 @@ def look_at_packages() -> Iterator[Check]:
     for name, (extra, missing_feature) in OPTIONAL.items():
         version = installed_version(name) or installed_version(name.replace("-", "_"))
         remedy = "" if version else f"Switched off: {missing_feature}. pip install '{OURS}[{extra}]'"
-        yield Check(name=name, status="ok" if version else "absent", found=version or "is not installed", remedy=remedy)
+        yield DoctorCheck(name=name, status="ok" if version else "absent", found=version or "is not installed", remedy=remedy)
 
 
-def _sampler() -> Check:
+def _sampler() -> DoctorCheck:
     installed = [name for name in SAMPLERS if installed_version(name)]
     remedy = f"pip install '{OURS}[vllm]' on GPUs, or '{OURS}[cpu]'"
     if not installed:
@@ -163,7 +163,7 @@ def _sampler() -> Check:
     return _required(installed[0], "vllm", f"{remedy}, in a separate environment.")
 
 
-def _torchvision() -> Check:
+def _torchvision() -> DoctorCheck:
     """Check torchvision.
 
     vLLM's vision-language models import it. A broken installation also breaks transformers, even for text models.
@@ -172,13 +172,13 @@ def _torchvision() -> Check:
         switched_off = (
             "Switched off: sampling from vision-language models, for which vLLM imports it. tools/install.sh installs it for any torch."
         )
-        return Check(name="torchvision", status="absent", found="is not installed", remedy=switched_off)
+        return DoctorCheck(name="torchvision", status="absent", found="is not installed", remedy=switched_off)
     remedy = ("It was built for another torch and breaks `import transformers`. Run tools/install.sh, or, if you train text models only, "
               "`pip uninstall torchvision`.")  # fmt: skip
     return _imported("torchvision", "torchvision", remedy)
 
 
-def _required(name: str, module: str, remedy: str) -> Check:
+def _required(name: str, module: str, remedy: str) -> DoctorCheck:
     version, specifier = installed_version(name), _wanted().get(name)
     if version is None:
         return _checked(name, "", "is not installed", remedy)
@@ -190,7 +190,7 @@ def _required(name: str, module: str, remedy: str) -> Check:
     return _imported(name, module, f"It is broken, or was built for another machine. {remedy}")
 
 
-def _imported(name: str, module: str, remedy: str) -> Check:
+def _imported(name: str, module: str, remedy: str) -> DoctorCheck:
     version, (error, _) = f"{installed_version(name)}", run([sys.executable, "-c", f"import {module}"])
     return _checked(name, version, error and f"{version} cannot be imported: {error}", remedy)
 
@@ -209,7 +209,7 @@ def _wanted() -> dict[str, str]:
 # ---- the machine -----------------------------------------------------------------------------------------------------------------------
 
 
-def look_at_machine() -> Iterator[Check]:
+def look_at_machine() -> Iterator[DoctorCheck]:
     """Yield checks of the machine: cores, memory, GPUs, shared memory, open files and disks."""
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield _checked("machine", f"{os.uname().nodename}, {os.uname().sysname} {os.uname().release}, {cores} cores, {memory / 1e9:.0f} GB")
@@ -223,7 +223,7 @@ def look_at_machine() -> Iterator[Check]:
         yield _disk(name, folder)
 
 
-def _devices() -> Check:
+def _devices() -> DoctorCheck:
     error, output = run([sys.executable, "-c", _DEVICES])
     if error:
         remedy = "Repair torch first, then the driver (nvidia-smi shows its version and the processes on the GPUs)."
@@ -236,7 +236,7 @@ def _devices() -> Check:
     return _checked("devices", "no GPU: ranks run on the CPU, with gloo", blind, remedy)
 
 
-def _shared_memory(folder: Path) -> Check:
+def _shared_memory(folder: Path) -> DoctorCheck:
     name, remedy = "shared memory", "Give it more (docker run --shm-size 16g; in Kubernetes an emptyDir with medium: Memory at /dev/shm)."
     if not folder.is_dir():
         return _checked(name, "", f"{folder} does not exist", f"Mount a tmpfs there. {remedy}")
@@ -246,7 +246,7 @@ def _shared_memory(folder: Path) -> Check:
     return _checked(name, size, _not_writable(folder, 2**20) or small, remedy)
 
 
-def _disk(name: str, folder: Path) -> Check:
+def _disk(name: str, folder: Path) -> DoctorCheck:
     free = shutil.disk_usage(folder).free
     free_space = f"{folder}: {free / 1e9:,.1f} GB free"
     if obstacle := _not_writable(folder, 1):
@@ -267,7 +267,7 @@ def _not_writable(folder: Path, size: int) -> str | None:
 # ---- a tiny run ------------------------------------------------------------------------------------------------------------------------
 
 
-def try_a_run(folder: Path, broken: Collection[str]) -> Check:
+def try_a_run(folder: Path, broken: Collection[str]) -> DoctorCheck:
     """Train a tiny model for one step with torchrun.
 
     Args:

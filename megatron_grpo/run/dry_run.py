@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, printable
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.config import Parsed
+from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import PromptEncoder, as_completion
 from megatron_grpo.data.checks import PromptRows, check_images
@@ -30,7 +30,7 @@ from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import score
 from megatron_grpo.run import inputs
 from megatron_grpo.run.build import plug_ins
-from megatron_grpo.run.inputs import InputPart, ValidatedInputs, find_columns, read_inputs
+from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, read_inputs
 from megatron_grpo.trainer.reward_manager import as_batch
 from megatron_grpo.types import Prompt
 
@@ -43,7 +43,7 @@ QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class RewardTrial:
     """Scores of one reward function on one kind of completion.
 
     Args:
@@ -83,10 +83,10 @@ class DryRun:
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     episodes: dict[str, str] = field(default_factory=dict)
-    rewards: dict[str, dict[str, Judged]] = field(default_factory=dict)
+    rewards: dict[str, dict[str, RewardTrial]] = field(default_factory=dict)
 
 
-def run_dry_run(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+def run_dry_run(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
     """Run the command and print its findings, with --json as one object.
 
     Args:
@@ -134,12 +134,12 @@ def rows_alone(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 PARTS = (
-    InputPart("model", inputs.model),
-    InputPart("tokenizer", inputs.tokenizer, needs="model_path"),
-    InputPart("image processor", inputs.image_spec, needs="tokenizer"),
-    InputPart("dataset", rows_alone),
-    InputPart("environment", inputs.environment, "environment tools agent agent_command"),
-    InputPart("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
+    InputStep("model", inputs.model),
+    InputStep("tokenizer", inputs.tokenizer, needs="model_path"),
+    InputStep("image processor", inputs.image_spec, needs="tokenizer"),
+    InputStep("dataset", rows_alone),
+    InputStep("environment", inputs.environment, "environment tools agent agent_command"),
+    InputStep("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
 )
 
 
@@ -301,13 +301,13 @@ def _look_at_all(result: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]
         )
 
 
-def _says_nothing(results: Mapping[str, Judged]) -> bool:
+def _says_nothing(results: Mapping[str, RewardTrial]) -> bool:
     """Return whether several kinds of completions all received the same score."""
     scored = {value for row in results.values() for value in row.scores if value is not None}
     return len(results) > 1 and len(scored) == 1 and not any(row.error for row in results.values())
 
 
-def _look_at_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest: Judged, num_rows: int) -> None:
+def _look_at_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest: RewardTrial, num_rows: int) -> None:
     """Add a problem if scoring would exceed `reward_timeout`.
 
     A function is called once with all completions of a rollout that its rank scores.
@@ -346,16 +346,16 @@ def _batch(rows: PromptRows, indices: Sequence[int], texts: Sequence[str | None]
     )
 
 
-def _judge(function: RewardFunction, batch: RewardBatch) -> Judged:
+def _judge(function: RewardFunction, batch: RewardBatch) -> RewardTrial:
     start = time.perf_counter()
     try:
         scores = tuple(row[0] for row in score([function], batch).rows)
     except RewardError as error:
-        return Judged(seconds=time.perf_counter() - start, error=str(error))
-    return Judged(scores=scores, seconds=time.perf_counter() - start)
+        return RewardTrial(seconds=time.perf_counter() - start, error=str(error))
+    return RewardTrial(scores=scores, seconds=time.perf_counter() - start)
 
 
-def _mean(row: Judged) -> float | None:
+def _mean(row: RewardTrial) -> float | None:
     scored = [value for value in row.scores if value is not None]
     return sum(scored) / len(scored) if scored else None
 

@@ -13,12 +13,12 @@ from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.base.files import mark
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.written import overwrite_obstacle
-from megatron_grpo.config import Parsed
+from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import sets_of
 from megatron_grpo.config.validation import validate
 from megatron_grpo.metrics.display import Display
-from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, describe
+from megatron_grpo.metrics.evaluations import EvaluationResult, Evaluations, describe
 from megatron_grpo.parallel import state
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check import tuner_problems, with_adapter
@@ -38,7 +38,7 @@ from megatron_grpo.weights.layout_validation import engine_problems
 _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 
 
-def run_eval(parsed: Parsed, bitwise_parity: Callable[[], None]) -> int:
+def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
     """Evaluate, write the files that docs/evaluation.md lists to `output_dir`, and print a table.
 
     Args:
@@ -76,7 +76,7 @@ def run_eval(parsed: Parsed, bitwise_parity: Callable[[], None]) -> int:
     return EXIT_DONE
 
 
-def asked_for(parsed: Parsed) -> Config:
+def asked_for(parsed: ParsedConfig) -> Config:
     """Return the settings of the evaluation; for a checkpoint those of its run, with typed values on top.
 
     Args:
@@ -108,7 +108,7 @@ def asked_for(parsed: Parsed) -> Config:
 
 def evaluate(
     cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, clean_up: CleanUp, bitwise_parity: Callable[[], None]
-) -> tuple[int, list[Evaluated]]:
+) -> tuple[int, list[EvaluationResult]]:
     """Evaluate all held-out sets. Collective.
 
     Args:
@@ -159,7 +159,7 @@ def loaded(cfg: Config, inputs: ValidatedInputs, parallel: ParallelState) -> tup
     return step, model
 
 
-def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[Evaluated]) -> None:
+def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[EvaluationResult]) -> None:
     out = Path(cfg.run.output_dir)
     evaluations = Evaluations(out, replaces=False, writes_completions=bool(cfg.run.log_completions_steps))
     evaluations.start()

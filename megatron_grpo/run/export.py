@@ -32,11 +32,11 @@ from megatron_grpo.base.errors import (
 from megatron_grpo.base.files import MARK, mark, mark_of, why_not_replaced
 from megatron_grpo.checkpoint.fingerprints import base_problems, model_fingerprint
 from megatron_grpo.checkpoint.manifest import read_manifest
-from megatron_grpo.config import Parsed
+from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import bytes_of, table
 from megatron_grpo.data.hub import find_model
-from megatron_grpo.metrics.card import CARD, CURVES, Card, write_card
+from megatron_grpo.metrics.card import CARD, CURVES, ModelCard, write_card
 from megatron_grpo.metrics.records import BestEffort
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.policy import Policy
@@ -96,7 +96,7 @@ def export_adapter(tensors: Stream, out: str | Path, *, source: str | Path, conf
 
 
 def export_model(
-    model: Policy | FrozenPolicy, out: Path, *, cfg: Config, source: str | Path, card: Card, merged: Path | None = None
+    model: Policy | FrozenPolicy, out: Path, *, cfg: Config, source: str | Path, card: ModelCard, merged: Path | None = None
 ) -> None:  # fmt: skip
     """Write the trained model or adapter to `out`. Collective.
 
@@ -137,7 +137,7 @@ def merged_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}_merged")
 
 
-def describe(out: Path, card: Card) -> None:
+def describe(out: Path, card: ModelCard) -> None:
     """Write the model card of an export. Only the main rank writes; an error is logged, because an export is complete without a card.
 
     Args:
@@ -265,7 +265,7 @@ def _repository(cfg: Config, suffix: str) -> str:
 # ---- `megatron-grpo export`: a checkpoint of any layout, or an adapter and its base -----------------------------------------------------
 
 
-def run_export(parsed: Parsed) -> int:
+def run_export(parsed: ParsedConfig) -> int:
     """Run the command: export a checkpoint (`resume`), or merge `adapters` into `model` (`merge_lora`).
 
     Args:
@@ -291,7 +291,7 @@ def run_export(parsed: Parsed) -> int:
     model = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     repositories = open_repositories(cfg, [out])
     merge_adapter(model, cfg.tuner.adapters, out)
-    describe(out, Card(kind="merged", cfg=cfg, source=model))
+    describe(out, ModelCard(kind="merged", cfg=cfg, source=model))
     print(f"Done: {out.resolve()} (the merged model)", flush=True)
     push_to_hub(repositories)
     return EXIT_DONE
@@ -327,7 +327,7 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         push_to_hub(repositories)
 
 
-def card_of(directory: Path, model: Path) -> Card:
+def card_of(directory: Path, model: Path) -> ModelCard:
     """Return the content of a checkpoint's model card: the settings it was trained with, and its run's curves if they are found.
 
     Args:
@@ -338,4 +338,6 @@ def card_of(directory: Path, model: Path) -> Card:
     assert not isinstance(manifest, str)  # it has been read before
     known_settings, run_directory = table(), directory.absolute().parent.parent
     trained = Config().with_values({name: value for name, value in manifest.origin.settings.items() if name in known_settings})
-    return Card(cfg=trained, source=model, run=run_directory if (run_directory / "metrics.jsonl").is_file() else None, step=manifest.step)
+    return ModelCard(
+        cfg=trained, source=model, run=run_directory if (run_directory / "metrics.jsonl").is_file() else None, step=manifest.step
+    )

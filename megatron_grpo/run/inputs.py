@@ -548,7 +548,7 @@ def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class InputPart:
+class InputStep:
     """One step of reading inputs.
 
     Args:
@@ -566,31 +566,31 @@ class InputPart:
 
 
 PARTS = (
-    InputPart("report_to", services, "report_to"),
-    InputPart("model", model),
-    InputPart("the architecture", architecture, needs="model_path"),
-    InputPart("mcore_model", weights_to_begin_with, "mcore_model"),
-    InputPart("weights", weights, needs="shape"),
-    InputPart("the grammar", grammar),
-    InputPart("the bases of adapters", bases_of_adapters, "adapters ref_adapters", "shape"),
-    InputPart("tokenizer", tokenizer, needs="shape"),
-    InputPart("the options of the template", template_options, needs="tokenizer"),
-    InputPart("ref_model", reference, "ref_model"),
-    InputPart("teacher_model", teacher_model, "teacher_model"),
-    InputPart("image processor", image_spec, needs="shape"),
-    InputPart("environment", environment, "environment tools agent agent_command"),
-    InputPart("the template", template, needs="environment tokenizer"),
-    InputPart("dataset", training_set),
-    InputPart("the held-out sets", held_out_sets),
-    InputPart("rewards", rewards),  # the user's code comes last: it may change the working directory
-    InputPart("rollout_func", rollout_function, "rollout_func"),
-    InputPart("rows for model and rewards", rows_for_model_and_rewards),
-    InputPart("servers", servers, needs="shape"),
-    InputPart("teacher", teacher_servers, "teacher_model_server", "shape tokenizer"),
+    InputStep("report_to", services, "report_to"),
+    InputStep("model", model),
+    InputStep("the architecture", architecture, needs="model_path"),
+    InputStep("mcore_model", weights_to_begin_with, "mcore_model"),
+    InputStep("weights", weights, needs="shape"),
+    InputStep("the grammar", grammar),
+    InputStep("the bases of adapters", bases_of_adapters, "adapters ref_adapters", "shape"),
+    InputStep("tokenizer", tokenizer, needs="shape"),
+    InputStep("the options of the template", template_options, needs="tokenizer"),
+    InputStep("ref_model", reference, "ref_model"),
+    InputStep("teacher_model", teacher_model, "teacher_model"),
+    InputStep("image processor", image_spec, needs="shape"),
+    InputStep("environment", environment, "environment tools agent agent_command"),
+    InputStep("the template", template, needs="environment tokenizer"),
+    InputStep("dataset", training_set),
+    InputStep("the held-out sets", held_out_sets),
+    InputStep("rewards", rewards),  # the user's code comes last: it may change the working directory
+    InputStep("rollout_func", rollout_function, "rollout_func"),
+    InputStep("rows for model and rewards", rows_for_model_and_rewards),
+    InputStep("servers", servers, needs="shape"),
+    InputStep("teacher", teacher_servers, "teacher_model_server", "shape tokenizer"),
 )
 
 
-def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[InputPart] = PARTS) -> ValidatedInputs:
+def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[InputStep] = PARTS) -> ValidatedInputs:
     """Read all parts in order and collect their problems.
 
     Args:

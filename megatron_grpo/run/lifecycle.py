@@ -16,14 +16,14 @@ from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunErr
 from megatron_grpo.base.files import MARK
 from megatron_grpo.checkpoint.written import check_output_dir
 from megatron_grpo.config.config import Config
-from megatron_grpo.metrics.card import Card
+from megatron_grpo.metrics.card import ModelCard
 from megatron_grpo.metrics.records import EVENTS, Events
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.build import Parts
+from megatron_grpo.run.build import RunParts
 from megatron_grpo.run.build.output import OutputLock, start_parallel
 from megatron_grpo.run.build.run import build_run
 from megatron_grpo.run.export import export_model, merged_folder, open_repositories, push_to_hub
@@ -39,7 +39,7 @@ from megatron_grpo.run.watchdog import Watchdog
 _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo dry-run`."
 
 
-def run_training(plan: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
+def run_training(plan: Plan, inputs: ValidatedInputs, parts: RunParts) -> int:
     """Run `megatron-grpo train` on this rank.
 
     Args:
@@ -165,7 +165,7 @@ def train_and_export(
     parallel: ParallelState,
     signal: StopSignal,
     clean_up: CleanUp,
-    parts: Parts,
+    parts: RunParts,
     watchdog: Watchdog | None,
 ) -> None:
     """Train, then export the model. Collective.
@@ -199,7 +199,7 @@ def train_and_export(
                 if best is not None and cfg.run.load_best_model_at_end:
                     policy.tensors()  # wait for what the last step still transfers
                     load_weights(policy.chunks, best)
-                card = Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir))
+                card = ModelCard(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir))
                 export_model(policy, exports(cfg)[0], cfg=cfg, source=inputs.model_path, card=card)
         if parallel.is_rank_zero:
             check_output_dir(Path(cfg.run.output_dir))

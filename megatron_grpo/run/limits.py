@@ -22,7 +22,7 @@ REQUEUE_SECONDS = 60.0  # time limit for slurmctld to answer
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class TimeLimit:
     """Time limit of a run.
 
     Args:
@@ -47,7 +47,7 @@ class StopReason:
     is_time: bool = False
 
 
-def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.environ) -> list[Limit]:
+def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.environ) -> list[TimeLimit]:
     """Return the time limits of a run.
 
     Args:
@@ -57,13 +57,13 @@ def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.envir
     """
     limits = []
     if cfg.run.stop_after_minutes is not None:
-        limits.append(Limit(launched_at + 60 * cfg.run.stop_after_minutes, f"stop_after_minutes ({cfg.run.stop_after_minutes:g})"))
+        limits.append(TimeLimit(launched_at + 60 * cfg.run.stop_after_minutes, f"stop_after_minutes ({cfg.run.stop_after_minutes:g})"))
     job = launcher.slurm_job(env)
     if job is not None and job.end is not None:
         lead = lead_of(cfg, job)
         if lead:
             end = time.monotonic() + job.end - time.time() - lead
-            limits.append(Limit(end, f"the end of Slurm's job {job.number}, {lead:.0f} s from it (stop_before_end_seconds)"))
+            limits.append(TimeLimit(end, f"the end of Slurm's job {job.number}, {lead:.0f} s from it (stop_before_end_seconds)"))
     return limits
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunInterruptedError
 from megatron_grpo.run.failures import note, report
-from megatron_grpo.run.limits import Limit, StopReason
+from megatron_grpo.run.limits import StopReason, TimeLimit
 from megatron_grpo.run.peers import Peers
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -77,7 +77,7 @@ class StopSignal:
         leave_if_doomed: Callable[[], object] = lambda: None,
         *,
         patience: float = 0.0,
-        limits: Sequence[Limit] = (),
+        limits: Sequence[TimeLimit] = (),
         peers: Peers | None = None,
         leaves_unasked: bool = False,
     ):

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from megatron_grpo.base import given
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config import Parsed, remote_code
+from megatron_grpo.config import ParsedConfig, remote_code
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, sets_of
 from megatron_grpo.config.optimizer import length_problems
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.data.files import plain_name
 from megatron_grpo.data.hub import is_path
-from megatron_grpo.planning.check import Checked, check_parsed
+from megatron_grpo.planning.check import CheckedConfig, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.images import ImageFacts, learns_nothing
+from megatron_grpo.planning.images import ImageStats, learns_nothing
 from megatron_grpo.rewards.loading import close_rewards, may_be_here
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
 
@@ -149,7 +149,7 @@ def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     return not given.is_given(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
 
 
-def load_inputs(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, ValidatedInputs]:
+def load_inputs(parsed: ParsedConfig, *, has_sampler: bool = False) -> tuple[Plan, ValidatedInputs]:
     """Return the plan and the inputs of a training run.
 
     Args:
@@ -162,7 +162,7 @@ def load_inputs(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Val
     return _look_at(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True)
 
 
-def validate_run(parsed: Parsed) -> Plan:
+def validate_run(parsed: ParsedConfig) -> Plan:
     """Return the plan of a run for the `plan` command, including what was not checked.
 
     Args:
@@ -185,7 +185,7 @@ def validate_run(parsed: Parsed) -> Plan:
     return replace(plan, not_checked=tuple(left_out.values()))
 
 
-def _look_at(parsed: Parsed, left_out: Collection[str], *, is_asked_to_train: bool) -> tuple[Plan, ValidatedInputs]:
+def _look_at(parsed: ParsedConfig, left_out: Collection[str], *, is_asked_to_train: bool) -> tuple[Plan, ValidatedInputs]:
     """Validate the settings, then the inputs they name, then their combination."""
     problems, paths = Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
@@ -204,13 +204,15 @@ def _look_at(parsed: Parsed, left_out: Collection[str], *, is_asked_to_train: bo
     return plan, inputs
 
 
-def _unreadable(parsed: Parsed) -> set[str]:
+def _unreadable(parsed: ParsedConfig) -> set[str]:
     """Return the input parts to skip because a value on the command line could not be parsed, which is reported already."""
     of_parts = {"model": ("model", "tokenizer", "weights"), "reward_funcs": ("rewards",)}
     return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
 
 
-def _plan_of(parsed: Parsed, checked: Checked, inputs: ValidatedInputs, paths: Mapping[str, str], *, is_asked_to_train: bool) -> Plan:
+def _plan_of(
+    parsed: ParsedConfig, checked: CheckedConfig, inputs: ValidatedInputs, paths: Mapping[str, str], *, is_asked_to_train: bool
+) -> Plan:
     """Return the plan of a run with these inputs, and set how the run begins in them."""
     fetched: dict[str, str] = {}  # Hub names whose config.json has been downloaded by now
     if checked.shape is None and inputs.model_path is not None:
@@ -222,7 +224,7 @@ def _plan_of(parsed: Parsed, checked: Checked, inputs: ValidatedInputs, paths: M
         typed_values = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
         checked = replace(checked_here, config=checked_here.config.with_values(typed_values))
     checked, rows = replace(checked, config=checked.config.with_values(paths)), inputs.rows
-    images = ImageFacts.of(rows, checked.sizes) if rows is not None else None
+    images = ImageStats.of(rows, checked.sizes) if rows is not None else None
     plan = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
     cfg = plan.checked.config
     if problems := length_problems(cfg.optimizer, plan.schedule.num_steps):

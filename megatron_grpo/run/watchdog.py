@@ -47,7 +47,7 @@ _DEPTH = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class Heartbeat:
     """Report of a rank about itself.
 
     Args:
@@ -68,7 +68,7 @@ class Pulse:
     has_left: bool = False
 
 
-class Age:
+class TimeSinceChange:
     """Seconds since a value changed, as experienced by this process.
 
     While the process is stopped or the machine sleeps, hardly any time counts.
@@ -97,7 +97,7 @@ class Age:
         return self.seconds
 
 
-class Alarms:
+class HangDetector:
     """Decides when to raise an alarm.
 
     `reason` is called once per period.
@@ -110,7 +110,7 @@ class Alarms:
 
     def __init__(self, timeout: float, period: float, clock: Callable[[], float] = time.monotonic):
         self.timeout = timeout
-        self.mine, self.everyone, self.neighbour = (Age(5 * period, clock) for _ in range(3))
+        self.mine, self.everyone, self.neighbour = (TimeSinceChange(5 * period, clock) for _ in range(3))
 
     def is_moving(self, moves: int, pause: float) -> bool:
         """Return whether this rank counts as making progress: it advanced since the last call, or its phase may pause for this long.
@@ -122,7 +122,7 @@ class Alarms:
         seconds = self.mine.look(moves)
         return seconds == 0.0 or seconds <= pause
 
-    def reason(self, *, moving: int, is_alone: bool, pause: float, neighbour: Pulse | None) -> str | None:
+    def reason(self, *, moving: int, is_alone: bool, pause: float, neighbour: Heartbeat | None) -> str | None:
         """Return "silent", "stuck" or "standstill" if there is an alarm, else None.
 
         Args:
@@ -186,18 +186,18 @@ class Watchdog:
         self.rank, self.processes, self.output_dir = rank, processes, output_dir
         self._store, self._store_is_gone, self._leaves = store, False, leaves
         self.leaves_behind: Callable[[str], object] | None = None  # called when ranks hang; it dumps the current step
-        self._alarms = Alarms(timeout, self.period)
+        self._alarms = HangDetector(timeout, self.period)
         self._main = threading.main_thread().ident or 0
         hung.register()
         hung.write_down(output_dir=str(output_dir))
         self._ended, self._alarm = threading.Event(), threading.Event()
-        self._pulse = Pulse()
+        self._pulse = Heartbeat()
         self._write(f"pulse/{rank}", self._pulse)
         wait_for_all()
         self._neighbour = (rank + 1) % len(processes)
-        self._round = Age(5 * self.period)
+        self._round = TimeSinceChange(5 * self.period)
         self._rounds = 0
-        self._found: tuple[int, Pulse | None, bool] = (0, None, False)  # (moving, the neighbour's pulse, whether there is an alarm)
+        self._found: tuple[int, Heartbeat | None, bool] = (0, None, False)  # (moving, the neighbour's pulse, whether there is an alarm)
         os.register_at_fork(after_in_child=self._in_child)
         self._speaker = threading.Thread(target=self._speak, name="watchdog pulse", daemon=True)
         self._speaker.start()
@@ -249,7 +249,7 @@ class Watchdog:
     def _speak_once(self) -> None:
         phases = activity.current()
         vouches = self._alarms.is_moving(activity.moves, sum(phase.pause for phase in phases))
-        self._pulse = Pulse(
+        self._pulse = Heartbeat(
             beat=self._pulse.beat + 1,
             step=activity.step,
             words=activity.describe(phases),
@@ -285,7 +285,7 @@ class Watchdog:
                 self._end(reason or "")
                 return
 
-    def _write(self, key: str, report: Pulse | RankReport) -> None:
+    def _write(self, key: str, report: Heartbeat | RankReport) -> None:
         self._store.set(key, json.dumps(asdict(report)))
 
     def _has(self, key: str) -> bool:
@@ -297,12 +297,12 @@ class Watchdog:
             time.sleep(0.1)
         return value
 
-    def _pulse_of(self, rank: int) -> Pulse:
-        return Pulse(**json.loads(self._store.get(f"pulse/{rank}")))
+    def _pulse_of(self, rank: int) -> Heartbeat:
+        return Heartbeat(**json.loads(self._store.get(f"pulse/{rank}")))
 
-    def _pulses(self) -> list[Pulse]:
+    def _pulses(self) -> list[Heartbeat]:
         """Return the pulses of all ranks."""
-        return [Pulse(**json.loads(text)) for text in self._store.multi_get([f"pulse/{rank}" for rank in range(len(self.processes))])]
+        return [Heartbeat(**json.loads(text)) for text in self._store.multi_get([f"pulse/{rank}" for rank in range(len(self.processes))])]
 
     # ---- after an alarm
 

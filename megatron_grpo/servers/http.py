@@ -90,7 +90,7 @@ class Server:
     def __str__(self) -> str:
         return self.name
 
-    async def state(self, *, as_owner: bool = True) -> wire.State:
+    async def state(self, *, as_owner: bool = True) -> wire.ServerState:
         """Request the state of the server.
 
         Args:
@@ -100,9 +100,9 @@ class Server:
         Raises:
             ServerRefusedError: The server refused the request.
             ServerGoneError: The server did not answer.
-            MalformedMessageError: The response is not a `wire.State`.
+            MalformedMessageError: The response is not a `wire.ServerState`.
         """
-        return wire.decode(wire.State, await self.call("GET", "/state", timeout=CONNECT, as_owner=as_owner))
+        return wire.decode(wire.ServerState, await self.call("GET", "/state", timeout=CONNECT, as_owner=as_owner))
 
     async def call(self, method: str, path: str, body: Struct | None = None, *, timeout: float, as_owner: bool = True) -> bytes:
         """Make a request and return the whole response body.

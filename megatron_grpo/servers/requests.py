@@ -243,21 +243,21 @@ class Calls(ABC, Generic[Answered]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToSend:
+class ImagesToSend:
     """Images of some prompts. Their files are read when they are sent."""
 
     image_data: Mapping[str, Image] = field(default_factory=dict)  # by key
-    bounds: wire.Bounds | None = None
+    bounds: wire.PixelBounds | None = None
 
     @classmethod
-    def of(cls, images: Iterable[PlacedImages], image_spec: ImageProcessorSpec | None) -> ToSend:
+    def of(cls, images: Iterable[PlacedImages], image_spec: ImageProcessorSpec | None) -> ImagesToSend:
         """Collect the images of prompts.
 
         Args:
             images: (place, image) pairs of each prompt.
             image_spec: Image processor of the model; None: text only.
         """
-        bounds = wire.Bounds(min_pixels=image_spec.min_pixels, max_pixels=image_spec.max_pixels) if image_spec else None
+        bounds = wire.PixelBounds(min_pixels=image_spec.min_pixels, max_pixels=image_spec.max_pixels) if image_spec else None
         return cls(image_data={image.key: image for placed in images for _, image in placed}, bounds=bounds)
 
     def but(self, known_keys: Collection[str], keys: Iterable[str]) -> tuple[wire.ImageData, ...]:
@@ -273,7 +273,7 @@ class ToSend:
         return tuple(wire.ImageData(key=key, data=self.image_data[key].data()) for key in dict.fromkeys(keys) if key not in known_keys)
 
 
-NOTHING = ToSend()
+NOTHING = ImagesToSend()
 
 
 def on_the_wire(images: PlacedImages) -> tuple[wire.PlacedImage, ...]:
@@ -286,7 +286,7 @@ def on_the_wire(images: PlacedImages) -> tuple[wire.PlacedImage, ...]:
 
 
 async def generate(
-    member: ServerHandle, body: wire.Generate, take: Callable[[wire.Request, wire.Answer], object], *, noun: str = "prompts"
+    member: ServerHandle, body: wire.GenerateRequest, take: Callable[[wire.Request, wire.GenerateLine], object], *, noun: str = "prompts"
 ) -> None:
     """Send a body to /generate of a server, and pass each answer to `take` as it arrives.
 
@@ -304,7 +304,7 @@ async def generate(
     remaining = {request.key: request for request in body.requests}
 
     def stream(line: bytes) -> None:
-        answer = wire.decode_line(wire.Answer, line)
+        answer = wire.decode_line(wire.GenerateLine, line)
         activity.advance(0)  # heartbeats count as activity, also while completions are long
         if answer is None:
             return
@@ -339,7 +339,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         *,
         version: int,
         name_of: Callable[[int], str] = str,
-        to_send: ToSend = NOTHING,
+        to_send: ImagesToSend = NOTHING,
     ):
         super().__init__(list(requests))
         self._to_send = to_send
@@ -397,9 +397,9 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
             raise RunError(str(error)) from error
         member.image_keys.update(images)
         bounds = self._to_send.bounds if images else None
-        body = wire.Generate(version=self.version, sampling=self.sampling, requests=requests, image_data=image_data, bounds=bounds)
+        body = wire.GenerateRequest(version=self.version, sampling=self.sampling, requests=requests, image_data=image_data, bounds=bounds)
 
-        def take(request: wire.Request, answer: wire.Answer) -> None:
+        def take(request: wire.Request, answer: wire.GenerateLine) -> None:
             number = by_key[request.key]
             if answer.error is not None:
                 # Not retried elsewhere: every server would reject the request, and each would look like a failed one.

@@ -128,7 +128,7 @@ class App:
     # ---- ownership
 
     async def state(self, request: Request) -> Response:
-        """Answer GET /state with `wire.State`. A request with an incarnation renews the owner's lease.
+        """Answer GET /state with `wire.ServerState`. A request with an incarnation renews the owner's lease.
 
         Args:
             request: HTTP request, whose token has been checked.
@@ -144,7 +144,7 @@ class App:
         Args:
             request: HTTP request, whose token has been checked.
         """
-        claim = await body_of(request, wire.Claim)
+        claim = await body_of(request, wire.ClaimRequest)
         if self.ownership.claim(claim):
             self._print_line(f"claimed by run {printable(claim.run, repr)}")
             self._has_orphans = True
@@ -161,7 +161,7 @@ class App:
         Args:
             request: HTTP request, whose token has been checked.
         """
-        await body_of(request, wire.Nothing)
+        await body_of(request, wire.EmptyBody)
         self.ownership.release(request.headers.get(wire.INCARNATION))
         await self._end_weight_epoch()
         self._print_line("released")
@@ -173,9 +173,9 @@ class App:
     def _state(self) -> Response:
         return _json(self._build_state())
 
-    def _build_state(self) -> wire.State:
+    def _build_state(self) -> wire.ServerState:
         engine, ownership = self._engine, self.ownership
-        return wire.State(
+        return wire.ServerState(
             boot=self._boot, version=ownership.version, has_base=ownership.has_base, owner=ownership.owner, running=self.running,
             model=self._model,
             dtype=engine.dtype, world_size=engine.world_size, max_model_len=engine.max_model_len, max_num_seqs=engine.max_num_seqs,
@@ -192,7 +192,7 @@ class App:
             request: HTTP request, whose token has been checked.
         """
         self._require_owner(request)
-        join = await body_of(request, wire.Join)
+        join = await body_of(request, wire.JoinRequest)
         if not (0 < join.seconds <= wire.LONGEST_JOIN and 0 < join.first_rank < join.world <= wire.MOST_MEMBERS):
             raise ValueError(  # no other request can change the server during a join
                 f"Join.seconds ({join.seconds:g}) must be above 0 and at most {wire.LONGEST_JOIN:g}; Join.first_rank ({join.first_rank}) "
@@ -201,7 +201,7 @@ class App:
         async with self._changing:
             self._require_owner(request)
             await self._engine.join(join)
-        return _json(wire.Nothing())
+        return _json(wire.EmptyBody())
 
     async def weights(self, request: Request) -> Response:
         """Answer POST /weights: receive all weights over the link. Ends running requests.
@@ -254,17 +254,17 @@ class App:
     # ---- sampling
 
     async def generate(self, request: Request) -> Response:
-        """Answer POST /generate: stream one `wire.Answer` per request, in order of completion.
+        """Answer POST /generate: stream one `wire.GenerateLine` per request, in order of completion.
 
         Args:
             request: HTTP request, whose token has been checked.
         """
         self._require_owner(request)
-        body = await body_of(request, wire.Generate)
+        body = await body_of(request, wire.GenerateRequest)
         self._require_owner(request)
         self.ownership.require_version(body.version)
 
-        def answers() -> Iterator[Coroutine[Any, Any, wire.Answer]]:
+        def answers() -> Iterator[Coroutine[Any, Any, wire.GenerateLine]]:
             new_images = self._images.take(body.image_data)
             for index, request in enumerate(body.requests):
                 image_data = self._images.find([placed.key for placed in request.images], new_images)
@@ -315,7 +315,7 @@ class App:
             request: HTTP request, whose token has been checked.
         """
         self._require_owner(request)
-        body = await body_of(request, wire.Score)
+        body = await body_of(request, wire.ScoreRequest)
         self._require_owner(request)
         version = self.ownership.version
         if version is None:
@@ -376,7 +376,7 @@ class FrozenApp(App):
     def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
         return (self.prompt_logprobs, *(_refused(route.__name__) for route in super().served()))
 
-    def _build_state(self) -> wire.State:
+    def _build_state(self) -> wire.ServerState:
         fields = dict(vocabulary=self._vocabulary, fingerprint=self._fingerprint, vocab_size=self._engine.vocab_size)
         return structs.replace(super()._build_state(), is_frozen=True, **fields)
 
@@ -384,18 +384,18 @@ class FrozenApp(App):
         """Accept every caller with the token, since a frozen server has no owner."""
 
     async def prompt_logprobs(self, request: Request) -> Response:
-        """Answer POST /prompt_logprobs: stream one `wire.Scored` per sequence, in order of completion.
+        """Answer POST /prompt_logprobs: stream one `wire.LogprobsLine` per sequence, in order of completion.
 
         Args:
             request: HTTP request, whose token has been checked.
         """
-        body = await body_of(request, wire.PromptLogprobs)
+        body = await body_of(request, wire.PromptLogprobsRequest)
         if fault := body.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.MalformedMessageError(fault)
 
-        async def scored(index: int) -> wire.Scored:
+        async def scored(index: int) -> wire.LogprobsLine:
             logprobs = await self._engine.prompt_logprobs(body.sequences[index], index)
-            return wire.Scored(place=index, logprobs=np.array(logprobs[body.first[index] - 1 :], np.float32))
+            return wire.LogprobsLine(place=index, logprobs=np.array(logprobs[body.first[index] - 1 :], np.float32))
 
         return self._streamed(lambda: map(scored, range(len(body.sequences))), lambda line: "answered")
 

@@ -17,7 +17,7 @@ from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers, completion_routes
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.serve_settings import Serving
+from megatron_grpo.servers.serve_settings import ServeSettings
 from megatron_grpo.types import SamplingMask
 
 DEFAULT_IMAGES = 8  # images per prompt if limit_images is not set
@@ -76,7 +76,7 @@ class ServedEngine:
         self.vocab_size = config.model_config.get_vocab_size()
 
     @classmethod
-    def build(cls, serving: Serving) -> ServedEngine:
+    def build(cls, serving: ServeSettings) -> ServedEngine:
         """Load the model and start the engine.
 
         Args:
@@ -112,8 +112,8 @@ class ServedEngine:
 
     async def answer(
         self, request: wire.Request, sampling: wire.Sampling, *, version: int, index: int, image_data: Mapping[str, bytes] | None = None,
-        bounds: wire.Bounds | None = None,
-    ) -> wire.Answer:  # fmt: skip
+        bounds: wire.PixelBounds | None = None,
+    ) -> wire.GenerateLine:  # fmt: skip
         """Sample one group.
 
         Args:
@@ -131,9 +131,9 @@ class ServedEngine:
             RuntimeError: Tokens were sampled by another version, since weights were synced meanwhile.
         """
         if fault := wire.fault_of(request, self.max_model_len):
-            return wire.Answer(key=request.key, error=fault)
+            return wire.GenerateLine(key=request.key, error=fault)
         if missing := tuple(image.key for image in request.images if image.key not in (image_data or {})):
-            return wire.Answer(key=request.key, lacks=missing)
+            return wire.GenerateLine(key=request.key, lacks=missing)
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
@@ -145,25 +145,25 @@ class ServedEngine:
             prompt = await self._prompt(request.ids, request.images, image_data or {}, bounds)
             output = await self._ask(prompt, params, index)
             if request.images and (difference := vllm_requests.difference(output, request.ids)):
-                return wire.Answer(key=request.key, error=f"{difference}.")
+                return wire.GenerateLine(key=request.key, error=f"{difference}.")
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
-            return wire.Answer(key=request.key, error=str(error))
+            return wire.GenerateLine(key=request.key, error=str(error))
         try:
             draws = [vllm_requests.sampled(output_item, settings, self.vocab_size) for output_item in output.outputs]
         except ConfigError as error:
-            return wire.Answer(key=request.key, error=str(error))
+            return wire.GenerateLine(key=request.key, error=str(error))
         sampled = tuple(
             _sampled_completion(completion, *draw, self._routed_experts(completion, len(request.ids), number))
             for number, (completion, draw) in enumerate(zip(output.outputs, draws, strict=True))
         )
         if any(spans != version for completion in sampled for spans, _, _ in completion.versions):
             raise RuntimeError(f"request {request.key} was not sampled entirely by version {version}")
-        return wire.Answer(key=request.key, completions=sampled)
+        return wire.GenerateLine(key=request.key, completions=sampled)
 
     def _routed_experts(self, output: Any, opening: int, index: int) -> np.ndarray | None:
         return completion_routes(self._experts.read(output.routed_experts), opening, index) if self._experts is not None else None
 
-    async def score(self, body: wire.Score) -> tuple[tuple[float, ...], ...]:
+    async def score(self, body: wire.ScoreRequest) -> tuple[tuple[float, ...], ...]:
         """Compute log-probs of each token after the first, at temperature 1; the last is read through the prefix cache.
 
         Args:
@@ -212,7 +212,7 @@ class ServedEngine:
         return vllm_requests.whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.whole_request(), index))
 
     async def _prompt(
-        self, ids: Sequence[int], images: Sequence[wire.PlacedImage], image_data: Mapping[str, bytes], bounds: wire.Bounds | None
+        self, ids: Sequence[int], images: Sequence[wire.PlacedImage], image_data: Mapping[str, bytes], bounds: wire.PixelBounds | None
     ) -> dict[str, Any]:
         """Build vLLM's prompt. Raises ValueError if the images are not supported or cannot be decoded."""
         if not images:
@@ -239,7 +239,7 @@ class ServedEngine:
 
     # ---- weights
 
-    async def join(self, join: wire.Join) -> None:
+    async def join(self, join: wire.JoinRequest) -> None:
         """Make all workers members of a link.
 
         Args:
@@ -319,7 +319,7 @@ class ServedEngine:
         self._llm.shutdown(timeout=10)
 
 
-def _room(serving: Serving, *, on_gpu: bool) -> LoraSync | None:
+def _room(serving: ServeSettings, *, on_gpu: bool) -> LoraSync | None:
     """Return the adapter capacity if a run with these settings syncs adapters separately, else None."""
     if serving.cfg.tuner.tuner_type != "lora" or serving.cfg.serve.frozen:
         return None
@@ -330,7 +330,7 @@ def _room(serving: Serving, *, on_gpu: bool) -> LoraSync | None:
     return lora if lora is not None and lora.kind == "adapter" else None
 
 
-def _options(serving: Serving, lora: LoraSync | None, *, on_gpu: bool) -> dict[str, Any]:
+def _options(serving: ServeSettings, lora: LoraSync | None, *, on_gpu: bool) -> dict[str, Any]:
     cfg, rollout = serving.cfg, serving.cfg.rollout
     options = vllm_requests.engine_options(
         rollout, dtype=cfg.model.torch_dtype, trust_remote_code=cfg.model.trust_remote_code, image_spec=serving.image_spec,

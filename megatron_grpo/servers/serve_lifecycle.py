@@ -25,11 +25,11 @@ from megatron_grpo.base.cleanup import CleanUp, die_with_parent
 from megatron_grpo.base.errors import EXIT_DONE, RunError, config_error
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.checkpoint.fingerprints import model_fingerprint
-from megatron_grpo.config import Parsed, remote_code
+from megatron_grpo.config import ParsedConfig, remote_code
 from megatron_grpo.config.config import ServeConfig
 from megatron_grpo.config.servers import TOKEN_VARIABLE
 from megatron_grpo.data.chat import load_tokenizer, vocabulary_of
-from megatron_grpo.servers.serve_settings import Serving, check_serving
+from megatron_grpo.servers.serve_settings import ServeSettings, check_serving
 from megatron_grpo.weights.shape import flat
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -45,7 +45,7 @@ class _Stopped(BaseException):
     """A signal arrived while the engine was being built, before the server answered."""
 
 
-def serve(parsed: Parsed) -> int:
+def serve(parsed: ParsedConfig) -> int:
     """Run `megatron-grpo serve` until a signal arrives.
 
     Args:
@@ -82,7 +82,7 @@ def serve(parsed: Parsed) -> int:
     return EXIT_DONE
 
 
-async def _answer(serving: Serving, engine: Any, listener: Listener, address: str, clean_up: CleanUp) -> None:
+async def _answer(serving: ServeSettings, engine: Any, listener: Listener, address: str, clean_up: CleanUp) -> None:
     """Answer requests until a signal arrives. Raises RunError if the engine died."""
     cfg = serving.cfg.serve
     app = _app(serving, engine)
@@ -117,7 +117,7 @@ async def _answer(serving: Serving, engine: Any, listener: Listener, address: st
         raise RunError("The engine of this server died; see its output above. Start the server again.")
 
 
-def _app(serving: Serving, engine: Any) -> Any:
+def _app(serving: ServeSettings, engine: Any) -> Any:
     from megatron_grpo.servers.serve_app import App, FrozenApp
     from megatron_grpo.servers.serve_state import ServerMetrics
 
@@ -280,7 +280,7 @@ def _own_name() -> str:
     return "127.0.0.1"
 
 
-def _in_the_clear(serving: Serving, address: str) -> str | None:
+def _in_the_clear(serving: ServeSettings, address: str) -> str | None:
     host = serving.cfg.serve.host
     if serving.scheme == "https" or host == "localhost":
         return None
@@ -317,7 +317,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(serving: Serving) -> Iterator[None]:
+def _progress(serving: ServeSettings) -> Iterator[None]:
     rollout, start, has_loaded = serving.cfg.rollout, time.monotonic(), threading.Event()
     activity_text = f"loading {serving.model_path} ({serving.dtype}, TP {rollout.vllm_tensor_parallel_size})"
 
@@ -341,7 +341,7 @@ def _print_line(line: str) -> None:
 # ---- child processes
 
 
-class EndsWithParent(context.SpawnProcess):
+class ParentBoundProcess(context.SpawnProcess):
     """Spawned process that the kernel kills when its parent dies; the same holds for its own children."""
 
     def __reduce__(self) -> Any:
@@ -350,17 +350,17 @@ class EndsWithParent(context.SpawnProcess):
 
 
 def let_no_child_outlive() -> None:
-    """Make every process that `multiprocessing` spawns from now on an `EndsWithParent`.
+    """Make every process that `multiprocessing` spawns from now on an `ParentBoundProcess`.
 
     The thread that starts such a process must live as long as the process.
     """
-    context.SpawnContext.Process = EndsWithParent
+    context.SpawnContext.Process = ParentBoundProcess
 
 
-def _begin(parent: int) -> EndsWithParent:
+def _begin(parent: int) -> ParentBoundProcess:
     die_with_parent(parent)
     let_no_child_outlive()
     from megatron_grpo.rollout import vllm_patches
 
     vllm_patches.quiet()
-    return EndsWithParent.__new__(EndsWithParent)
+    return ParentBoundProcess.__new__(ParentBoundProcess)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import ConfigError, config_error, problem_with
-from megatron_grpo.config import Parsed, remote_code
+from megatron_grpo.config import ParsedConfig, remote_code
 from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.config.engine_kwargs import PASSED_ON
 from megatron_grpo.config.read import COMMAND_LINE
@@ -40,7 +40,7 @@ READ = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class ServeSettings:
     """Validated settings of a rollout server."""
 
     cfg: Config
@@ -69,7 +69,7 @@ class Serving:
         return "https" if self.cfg.serve.ssl_certfile else "http"
 
 
-def check_serving(parsed: Parsed) -> Serving:
+def check_serving(parsed: ParsedConfig) -> ServeSettings:
     """Validate the settings of a rollout server. Reads the token, and creates one if there is none and the settings are valid.
 
     Args:
@@ -98,7 +98,7 @@ def check_serving(parsed: Parsed) -> Serving:
     if problems or model is None or token is None:
         raise ConfigError(problems)
     path, shape = model
-    return Serving(
+    return ServeSettings(
         cfg=cfg,
         model_path=path,
         shape=shape,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.wire import LEASE_SECONDS, Claim
+from megatron_grpo.servers.wire import LEASE_SECONDS, ClaimRequest
 
 if TYPE_CHECKING:
     from megatron_grpo.servers.serve_app import App
@@ -38,7 +38,7 @@ class Ownership:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._owner: Claim | None = None
+        self._owner: ClaimRequest | None = None
         self._heard = 0.0
         self.version: int | None = None
         self.has_base = False
@@ -49,7 +49,7 @@ class Ownership:
         """Name of the run that owns the server; None if no run does, or its lease has expired."""
         return self._owner.run if self._owner is not None and not self._has_lapsed() else None
 
-    def claim(self, claim: Claim) -> bool:
+    def claim(self, claim: ClaimRequest) -> bool:
         """Give the server to the caller.
 
         A restarted run takes over from its earlier process at once.

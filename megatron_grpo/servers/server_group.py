@@ -39,7 +39,7 @@ class ServerHandle:
     """A server and its last known status. Mutable: every call to the server may update it."""
 
     server: Server
-    state: wire.State | None = None  # response to the last claim; None: never claimed
+    state: wire.ServerState | None = None  # response to the last claim; None: never claimed
     trouble: str | None = "not contacted yet"  # why the server is not used; None: it is used
     is_silent: bool = False  # it accepts connections but does not answer; only heartbeats try it again, since each call would time out
     times_claimed: int = 0  # claims by this process
@@ -78,7 +78,7 @@ class ServerRequirements:
     max_pixels: int = 0  # per image
     max_mask_size: int = 0  # top_k of the run if completions must include the sampling mask, else 0
 
-    def problem(self, state: wire.State) -> str | None:
+    def problem(self, state: wire.ServerState) -> str | None:
         """Return why a server in this state cannot sample for the run.
 
         Args:
@@ -186,7 +186,7 @@ def problems_with_servers(cfg: Config, requirements: ServerRequirements) -> list
     return problems
 
 
-async def look_at(server: Server) -> tuple[wire.State | None, str | None]:
+async def look_at(server: Server) -> tuple[wire.ServerState | None, str | None]:
     """Request the state of a server without claiming it.
 
     Args:
@@ -343,7 +343,7 @@ class TrainingServerGroup(ServerGroup):
 
     def __init__(self, *args: Any, run: str, incarnation: str, requirements: ServerRequirements, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._claim, self.needs = wire.Claim(run=run, incarnation=incarnation), requirements
+        self._claim, self.needs = wire.ClaimRequest(run=run, incarnation=incarnation), requirements
         self._staying = begun(self._stay_owner())
 
     # ---- claims
@@ -371,13 +371,13 @@ class TrainingServerGroup(ServerGroup):
             member.is_proven, member.image_keys = False, set()
         member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
 
-    async def _claimed(self, member: ServerHandle) -> wire.State:
+    async def _claimed(self, member: ServerHandle) -> wire.ServerState:
         """Claim a server. Raises RunError if another process of this run owns it: two copies of a run must not sync weights alternately."""
         server = member.server
         try:
             if member.state is not None:
                 await self._look_who_has(member)
-            return wire.decode(wire.State, await server.call("POST", "/claim", self._claim, timeout=CONNECT))
+            return wire.decode(wire.ServerState, await server.call("POST", "/claim", self._claim, timeout=CONNECT))
         except ServerRefusedError as refusal:
             if self._has_begun or refusal.is_failure:
                 raise
@@ -413,7 +413,7 @@ class TrainingServerGroup(ServerGroup):
 
     async def _release(self, member: ServerHandle) -> None:
         with suppress(*LOST):  # it has stopped, or another run owns it
-            await within(CONNECT, member.server.call("POST", "/release", wire.Nothing(), timeout=CONNECT))
+            await within(CONNECT, member.server.call("POST", "/release", wire.EmptyBody(), timeout=CONNECT))
 
 
 def named(members: Sequence[ServerHandle]) -> str:

@@ -118,9 +118,9 @@ class ServerTurns:
 
     async def _call(self, member: ServerHandle, requests: Mapping[Key, wire.Request]) -> None:
         keys = {request.key: key for key, request in requests.items()}
-        body = wire.Generate(version=self._version, sampling=self._sampling, requests=tuple(requests.values()))
+        body = wire.GenerateRequest(version=self._version, sampling=self._sampling, requests=tuple(requests.values()))
 
-        def take(request: wire.Request, answer: wire.Answer) -> None:
+        def take(request: wire.Request, answer: wire.GenerateLine) -> None:
             self._take(keys[request.key], request, answer, body.version)
 
         is_lost = False
@@ -131,7 +131,7 @@ class ServerTurns:
         finally:
             self._ended(member, requests, is_lost=is_lost)
 
-    def _take(self, key: Key, request: wire.Request, answer: wire.Answer, version: int) -> None:
+    def _take(self, key: Key, request: wire.Request, answer: wire.GenerateLine, version: int) -> None:
         if answer.error is not None:
             raise RunError(f"{self._name_of(key)} cannot be completed: {answer.error}")
         [completion] = answer.completions

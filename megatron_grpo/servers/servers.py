@@ -32,12 +32,12 @@ from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import SECONDS_BETWEEN_LOOKS, Key, Player, wait_together
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import Server, named_run, new_incarnation, run_name, trust_of
-from megatron_grpo.servers.requests import GenerationRequest, ToSend, on_the_wire
+from megatron_grpo.servers.requests import GenerationRequest, ImagesToSend, on_the_wire
 from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
 from megatron_grpo.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.servers.weight_broadcast import WeightBroadcaster
 from megatron_grpo.types import Completion, Group, Prompt, make_completion
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.weights.shape import ModelShape
 
@@ -175,10 +175,10 @@ class ServerEngine:
         self.version = update.version
         self.has_base = self.has_base or update.kind == "weights"
 
-    def probes(self) -> list[Scored]:
+    def probes(self) -> list[TokenSequence]:
         return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._max_model_len, image_spec=self._image_spec)
 
-    def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
+    def scores(self, sequences: Sequence[TokenSequence]) -> Mapping[str, list[list[float]]]:
         scores: dict[str, list[list[float]]] = {}  # of all servers on rank 0, empty on other ranks
         self._run_on_rank_zero(lambda broadcaster: scores.update(broadcaster.scores(sequences, self.version, self._image_spec)))
         return scores
@@ -246,7 +246,7 @@ class ServerEngine:
         if self._broadcaster is not None:
             names = {prompt.number: f"prompt {prompt.number} (data-set row {prompt.row})" for prompt in prompts}
             requests = {prompt.number: _request(prompt, sampling, seed) for prompt in prompts}
-            to_send = ToSend.of((prompt.images for prompt in prompts), self._image_spec)
+            to_send = ImagesToSend.of((prompt.images for prompt in prompts), self._image_spec)
             question = GenerationRequest(requests, _on_the_wire(sampling), version=self.version, name_of=names.__getitem__, to_send=to_send)
             self._questions.add(question)
             question.ask(self._broadcaster.server_group)

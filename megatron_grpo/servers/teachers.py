@@ -56,7 +56,7 @@ class TeacherRequirements:
             longest = configured or longest_context(cfg, longest_prompt)
         return cls(max_model_len=longest + 1, vocabulary=vocabulary_of(tokenizer), vocab_size=shape.vocab_size)
 
-    def problem(self, state: wire.State) -> str | None:
+    def problem(self, state: wire.ServerState) -> str | None:
         """Return why a server in this state cannot be a teacher of the run.
 
         Args:
@@ -170,7 +170,7 @@ class TeacherServerGroup(ServerGroup):
             member.state, member.trouble = state, self._needs.problem(state) or self._other_model(state)
         return member
 
-    def _other_model(self, state: wire.State) -> str | None:
+    def _other_model(self, state: wire.ServerState) -> str | None:
         self._fingerprint = self._fingerprint or state.fingerprint
         if state.fingerprint == self._fingerprint:
             return None
@@ -239,7 +239,7 @@ class _ScoringRequest(Calls[np.ndarray]):
 
     async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
         to_score = [self._to_score[index] for index in chunk]
-        body = wire.PromptLogprobs(
+        body = wire.PromptLogprobsRequest(
             sequences=tuple(sequence.ids for sequence in to_score), first=tuple(sequence.first for sequence in to_score)
         )
         remaining, last_line = set(chunk), time.monotonic()
@@ -252,7 +252,7 @@ class _ScoringRequest(Calls[np.ndarray]):
                 raise ServerGoneError(
                     f"it responds, but has not scored a sequence for {self._timeout:g} s (vllm_server_timeout)", is_silent=True
                 )
-            if not (scored := wire.decode_line(wire.Scored, line)):
+            if not (scored := wire.decode_line(wire.LogprobsLine, line)):
                 return
             index, logprobs = scored.place, scored.logprobs
             if not 0 <= index < len(chunk) or len(logprobs) != len(to_score[index].ids) - to_score[index].first:

@@ -33,7 +33,7 @@ class WeightTransferWorker:
         """Join a link. The rank in the link follows from the worker's rank in its server.
 
         Args:
-            join: The fields of `wire.Join`.
+            join: The fields of `wire.JoinRequest`.
         """
         self.leave_link()
         parallel = self.vllm_config.parallel_config

@@ -15,10 +15,10 @@ from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.rollout.engine import ReceiverChangedError, WeightSyncError
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import ServerRefusedError, answer_of, begun, within
-from megatron_grpo.servers.requests import ToSend, on_the_wire
+from megatron_grpo.servers.requests import ImagesToSend, on_the_wire
 from megatron_grpo.servers.server_group import LOST, ServerHandle, TrainingServerGroup
 from megatron_grpo.servers.weight_transfer import LinkError, Rendezvous, WeightSender, local_address
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
 LINK_SECONDS = 60.0  # timeout for a member of the link
@@ -82,7 +82,7 @@ class WeightBroadcaster:
             member.is_proven = True
 
     def scores(
-        self, sequences: Sequence[Scored], version: int, image_spec: ImageProcessorSpec | None = None
+        self, sequences: Sequence[TokenSequence], version: int, image_spec: ImageProcessorSpec | None = None
     ) -> dict[str, list[list[float]]]:
         """Score probe sequences on each server, as `WeightReceiver.scores` documents.
 
@@ -98,8 +98,8 @@ class WeightBroadcaster:
             ReceiverChangedError: A server was lost, or has weights of another version.
         """
         images = [sequence.images for sequence in sequences]
-        to_send = ToSend.of(images, image_spec)
-        body = wire.Score(
+        to_send = ImagesToSend.of(images, image_spec)
+        body = wire.ScoreRequest(
             sequences=tuple(tuple(sequence.token_ids.tolist()) for sequence in sequences), images=tuple(map(on_the_wire, images)),
             image_data=to_send.but((), to_send.image_data), bounds=to_send.bounds,
         )  # fmt: skip
@@ -119,7 +119,7 @@ class WeightBroadcaster:
             raise ReceiverChangedError("A rollout server was lost before it reported its weights")
         return scores_by_server
 
-    async def _scores_of(self, member: ServerHandle, body: wire.Score) -> wire.ScoreResponse:
+    async def _scores_of(self, member: ServerHandle, body: wire.ScoreRequest) -> wire.ScoreResponse:
         return wire.decode(wire.ScoreResponse, await member.server.call("POST", "/score", body, timeout=SCORE_SECONDS))
 
     def _members(self) -> list[ServerHandle]:
@@ -141,7 +141,7 @@ class WeightBroadcaster:
         addresses = rendezvous_addresses([self._near(member) for member in members])
         for member, address in zip(members, addresses, strict=True):
             assert member.state is not None
-            body = wire.Join(
+            body = wire.JoinRequest(
                 address=address, port=self._rendezvous.port, first_rank=first, world=world, name=name, seconds=self.link_seconds
             )
             calls.append((member, begun(member.server.call("POST", "/join", body, timeout=self.link_seconds + 5))))
@@ -178,7 +178,7 @@ class WeightBroadcaster:
 
     # ---- calls to servers and their results
 
-    async def _order(self, member: ServerHandle, update: WeightUpdate, link: str) -> wire.State:
+    async def _order(self, member: ServerHandle, update: WeightUpdate, link: str) -> wire.ServerState:
         body: wire.WeightUpdateRequest | wire.AdapterUpdateRequest
         if update.kind == "adapter":
             path, config = "/adapter", dict(update.config)
@@ -187,7 +187,7 @@ class WeightBroadcaster:
             # Base weights before their adapter have no version; a merged trial update keeps its number.
             version = None if update.kind == "weights" and update.version == NO_VERSION else update.version
             path, body = "/weights", wire.WeightUpdateRequest(version=version, link=link, kind=update.kind, moves_tower=update.moves_tower)
-        return wire.decode(wire.State, await member.server.call("POST", path, body, timeout=FINISH_SECONDS))
+        return wire.decode(wire.ServerState, await member.server.call("POST", path, body, timeout=FINISH_SECONDS))
 
     def _settle(self, calls: Sequence[tuple[ServerHandle, Future[Any]]], seconds: float) -> list[tuple[ServerHandle, Exception]]:
         """Wait for all calls. Returns the servers that failed with their exceptions; those that did not answer are marked as lost."""
@@ -196,7 +196,7 @@ class WeightBroadcaster:
         for member, call in calls:
             try:
                 answer = answer_of(call, deadline - time.monotonic())
-                if isinstance(answer, wire.State):
+                if isinstance(answer, wire.ServerState):
                     member.state = answer
             except LOST as error:
                 failed.append((member, error))

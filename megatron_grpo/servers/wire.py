@@ -43,18 +43,18 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class of messages that are encoded as a JSON object."""
 
 
-class Claim(Message, frozen=True):
+class ClaimRequest(Message, frozen=True):
     """Body of POST /claim: a run becomes the owner of the server."""
 
     run: str  # name of the run; stored in its output_dir, so it survives a restart
     incarnation: str  # name of the process; new in every process
 
 
-class Nothing(Message, frozen=True):
+class EmptyBody(Message, frozen=True):
     """Empty body: of POST /release, and of the response to POST /join."""
 
 
-class Join(Message, frozen=True):
+class JoinRequest(Message, frozen=True):
     """Body of POST /join: all workers of the server join a link (`servers.weight_transfer`), from rank `first_rank` on."""
 
     address: str  # of the trainer's store, as this server reaches it
@@ -122,30 +122,30 @@ class Request(Message, frozen=True):
     images: tuple[PlacedImage, ...] = ()
 
 
-class Bounds(Message, frozen=True):
+class PixelBounds(Message, frozen=True):
     """Smallest and largest size of an image in pixels, to which it is resized before it is cut into patches."""
 
     min_pixels: int
     max_pixels: int
 
 
-class Generate(Message, frozen=True):
+class GenerateRequest(Message, frozen=True):
     """Body of POST /generate. The response has one line per request, in order of completion."""
 
     version: int  # of the weights that must sample; another version is refused with 409
     sampling: Sampling
     requests: tuple[Request, ...]
     image_data: tuple[ImageData, ...] = ()  # images of the requests that the server may not have
-    bounds: Bounds | None = None  # required if a request has images
+    bounds: PixelBounds | None = None  # required if a request has images
 
 
-class Score(Message, frozen=True):
+class ScoreRequest(Message, frozen=True):
     """Body of POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
 
     sequences: tuple[tuple[int, ...], ...]  # token IDs
     images: tuple[tuple[PlacedImage, ...], ...] = ()  # images of each sequence; () if no sequence has any
     image_data: tuple[ImageData, ...] = ()
-    bounds: Bounds | None = None  # required if a sequence has images
+    bounds: PixelBounds | None = None  # required if a sequence has images
 
 
 class ScoreResponse(Message, frozen=True):
@@ -155,7 +155,7 @@ class ScoreResponse(Message, frozen=True):
     logprobs: tuple[tuple[float, ...], ...]  # one row per sequence, natural logs
 
 
-class State(Message, frozen=True):
+class ServerState(Message, frozen=True):
     """Response to GET /state, and to POST /claim, /release, /weights and /adapter."""
 
     boot: str  # random name that changes with every start of the server
@@ -204,7 +204,7 @@ class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
                 )
 
 
-class Answer(Message, frozen=True, omit_defaults=True, eq=False):
+class GenerateLine(Message, frozen=True, omit_defaults=True, eq=False):
     """One line of the response to /generate."""
 
     key: str  # of the request
@@ -217,7 +217,7 @@ class Answer(Message, frozen=True, omit_defaults=True, eq=False):
             msgspec.structs.force_setattr(self, "error", printable(self.error, max_characters=LONGEST_REFUSAL))
 
 
-class PromptLogprobs(Message, frozen=True):
+class PromptLogprobsRequest(Message, frozen=True):
     """Body of POST /prompt_logprobs, for a frozen server. The response has one line per sequence, in order of completion."""
 
     sequences: tuple[tuple[int, ...], ...]  # token IDs
@@ -248,7 +248,7 @@ class PromptLogprobs(Message, frozen=True):
         return None
 
 
-class Scored(Message, frozen=True, eq=False):
+class LogprobsLine(Message, frozen=True, eq=False):
     """One line of the response to /prompt_logprobs."""
 
     place: int  # index of the sequence in the body

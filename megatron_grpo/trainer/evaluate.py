@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.config.evaluation import SUM, HowEvaluated
+from megatron_grpo.config.evaluation import SUM, EvalSampling
 from megatron_grpo.grpo.advantages import total_rewards
-from megatron_grpo.metrics.evaluations import EACH, Evaluated
+from megatron_grpo.metrics.evaluations import EACH, EvaluationResult
 from megatron_grpo.metrics.rollout import counted_in, joined, said_in
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
@@ -57,7 +57,7 @@ class EvaluationSpec:
         return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-def sampling_of(training: SamplingSettings, config: HowEvaluated) -> SamplingSettings:
+def sampling_of(training: SamplingSettings, config: EvalSampling) -> SamplingSettings:
     """Return the sampling settings of an evaluation: those of training, with the overrides in `config`.
 
     Greedy sampling (temperature 0) uses the whole vocabulary, without top-p, top-k and min-p unless `config` sets them.
@@ -99,7 +99,7 @@ class Evaluator:
         has_prompts = any(self.question.sets.values())
         return has_prompts and any(step in (0, self.last_step) or (self.every > 0 and step % self.every == 0) for step in steps)
 
-    def run(self) -> list[Evaluated]:
+    def run(self) -> list[EvaluationResult]:
         """Evaluate every set, in order. Collective."""
         spec = self.question
         with self.sampler.wake_up():
@@ -108,7 +108,7 @@ class Evaluator:
             }
         return [self._scored(name, groups) for name, groups in groups_by_name.items()]
 
-    def _scored(self, name: str, groups: Sequence[Group]) -> Evaluated:
+    def _scored(self, name: str, groups: Sequence[Group]) -> EvaluationResult:
         prompts, n = self.question.sets[name], self.question.sampling.n
         numbers = {prompt.number: position for position, prompt in enumerate(prompts)}
         positions = [numbers[group.prompt.number] for group in groups]
@@ -126,7 +126,7 @@ class Evaluator:
             passed = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), spec.most) - 1e-9
         else:
             scores = rewards[:, :, names.index(spec.score)]
-        return Evaluated(
+        return EvaluationResult(
             name=name, n=n, temperature=spec.sampling.temperature, score=spec.score,
             question=spec.digest(name) + (f" {self.reward_manager.reward_weights}" if spec.score == SUM else ""),
             rows=[prompt.row for prompt in prompts], scores=scores,

@@ -19,7 +19,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import InterruptibleGeneration, InterruptibleSampler, SamplingSettings, WeightSyncError
 from megatron_grpo.trainer.weight_sync import BFLOAT16_MEAN, FLOAT32_MAX
 from megatron_grpo.types import Group, PartialCompletion, Prompt
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from megatron_grpo.policy.policy import Policy
@@ -190,7 +190,7 @@ class VersionCheck:
         return {"sampling/version_error/mean": mean, "sampling/version_error/max": worst}
 
 
-def _last_part(completion: PartialCompletion, prompt: Prompt, version: int) -> Scored:
+def _last_part(completion: PartialCompletion, prompt: Prompt, version: int) -> TokenSequence:
     """Return a partial completion as a sequence in which the tokens that a version sampled, the last ones, are scored."""
     token_ids = np.array([*prompt.token_ids, *completion.token_ids.tolist()], dtype=np.int64)
     num_scored = completion.num_sampled_by(version)
@@ -198,4 +198,4 @@ def _last_part(completion: PartialCompletion, prompt: Prompt, version: int) -> S
     if completion.sampling_mask is not None:
         part = completion.sampling_mask.take(np.arange(len(completion.token_ids) - num_scored, len(completion.token_ids)))
         offsets, ids = part.at, part.ids
-    return Scored(token_ids=token_ids, mask=mask, mask_offsets=offsets, mask_ids=ids)
+    return TokenSequence(token_ids=token_ids, mask=mask, mask_offsets=offsets, mask_ids=ids)

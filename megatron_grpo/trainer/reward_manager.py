@@ -15,7 +15,7 @@ from megatron_grpo.base.errors import CancelledError, RewardError, RunError
 from megatron_grpo.data.chat import as_completion
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
-from megatron_grpo.rewards.scoring import Notice, RewardScores, score
+from megatron_grpo.rewards.scoring import RewardNotice, RewardScores, score
 from megatron_grpo.types import FAULTS, Completion, EpisodeRecord, Group, GroupMetadata, Prompt, ScoredGroup
 
 _LOG = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
     }
 
 
-def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *, aloud: bool) -> None:
+def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[RewardNotice], *, aloud: bool) -> None:
     """Log one line per function and kind of failure, for the whole run."""
     by_name = {function.name: function for function in functions}
     for notice in notices:

@@ -19,7 +19,7 @@ from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.grpo.advantages import advantages, zero_std_groups
-from megatron_grpo.metrics.rollout import Arrival, ScoredRollout
+from megatron_grpo.metrics.rollout import PartialRolloutInfo, ScoredRollout
 from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.partial_rollouts import PartialRollouts
@@ -338,7 +338,7 @@ class Rollouts:
             with self.generator.timers("teacher"):
                 taught = self.teacher(placed)
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
-        arrived = None if partial is None else Arrival(version=version_collected, metrics=partial)
+        arrived = None if partial is None else PartialRolloutInfo(version=version_collected, metrics=partial)
         self.logger.rollout(
             ScoredRollout(number=number, result=reaped, advantages=group_advantages, penalty=penalty, held=scored_groups, arrived=arrived)
         )

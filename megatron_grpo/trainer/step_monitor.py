@@ -12,7 +12,7 @@ from megatron_grpo.base.errors import RunError
 from megatron_grpo.batching.schedule import ScheduledStep
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.gradient_check import SkippedStep
-from megatron_grpo.policy.policy import Policy, SummedGradient
+from megatron_grpo.policy.policy import Policy, ReducedGradient
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
 # Metrics of a step -> description of a problem with its log-probs, or None; it may keep state between calls.
@@ -95,7 +95,7 @@ class StepMonitor:
             step, buffer = current
             self.step_dumps().dump_on_hang(DumpReason(kind="time_out", words=words, step=step), buffer, self.policy)
 
-    def on_gradients_reduced(self, gradient: SummedGradient) -> None:
+    def on_gradients_reduced(self, gradient: ReducedGradient) -> None:
         if self.replica_check is None or not self.replica_check.is_due(gradient.batch.step):
             return
         finding = self.replica_check.look(self.policy, gradient.batch, gradient.metrics, gradient.logprobs)
@@ -110,14 +110,14 @@ class StepMonitor:
         if collectives.rank() == 0:
             self._print_line(f"WARNING: {finding}")
 
-    def on_pre_optimizer_step(self, gradient: SummedGradient, skipped_step: SkippedStep | None) -> None:
+    def on_pre_optimizer_step(self, gradient: ReducedGradient, skipped_step: SkippedStep | None) -> None:
         if skipped_step is not None:
             kind = "spike" if math.isfinite(gradient.metrics["grad_norm"]) else "not_finite"
             self._keep(gradient, kind=kind, words=skipped_step.why, skipped_step=skipped_step)
         elif words := self._gap(gradient.metrics):
             self._keep(gradient, kind="logp_gap", words=words)
 
-    def _keep(self, gradient: SummedGradient, **facts: Any) -> None:
+    def _keep(self, gradient: ReducedGradient, **facts: Any) -> None:
         """Save the current step. `facts` are fields of `DumpReason`."""
         assert self._now is not None, "a step is monitored inside `with monitor(step, buffer)`"
         step, buffer = self._now

@@ -21,7 +21,7 @@ from megatron_grpo.policy.memory_offload import PolicyOffloader, Role
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
 from megatron_grpo.types import RowKey, TokensToScore
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.types import Sequence as TokenSequence
 
 Ask = Callable[[SequenceOf[TokensToScore]], SequenceOf[np.ndarray]]
 """Function of a teacher's servers: tokens -> log-probs of each from its `first` on, float32."""
@@ -65,7 +65,7 @@ class ServedTeacher:
             {key: (dp_rank, values) for (key, values), dp_rank in zip(logprobs_by_key.items(), dp_ranks, strict=True)}, self._parallel
         )
 
-    def _scored(self, sequences: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
+    def _scored(self, sequences: Mapping[RowKey, TokenSequence]) -> dict[RowKey, np.ndarray]:
         assert self._ask is not None  # rank 0 alone asks
         result = {key: np.zeros(len(sequence.token_ids), dtype=np.float32) for key, sequence in sequences.items()}
         to_score, slices = [], []
@@ -81,7 +81,7 @@ class ServedTeacher:
         return result
 
 
-class HeldTeacher:
+class LocalTeacher:
     """Frozen teacher model on the training ranks, beside the policy.
 
     It scores as old log-probs are computed: by the same forward pass, at the sampling temperature and with the sampling masks. Its router

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_grpo.policy.reference import FrozenPolicy
 
 logger = logging.getLogger(__name__)
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 __all__ = ["WeightSyncManager", "SyncStats", "WeightSyncError", "check_weights", "sync"]
 
@@ -227,7 +227,7 @@ def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, vers
     )
 
 
-def _gather_by_engine(local: Mapping[str, Found]) -> dict[str, Found]:
+def _gather_by_engine(local: Mapping[str, Value]) -> dict[str, Value]:
     """Return the findings of all ranks, by the engine's name. Collective."""
     return {name: value for part in collectives.all_gather_object(dict(local)) for name, value in part.items()}
 

@@ -44,7 +44,7 @@ class BucketPart(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankCounts:
     """Numbers of ranks that share the weights being sent."""
 
     stages: int
@@ -69,7 +69,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedParameter:
     """One parameter of the whole model, as each rank that holds it has it."""
 
     name: str
@@ -114,7 +114,7 @@ class Bucket:
         """
         return max(1, self.full_bytes // sharing)
 
-    def num_collectives(self, ranks: Ranks) -> int:
+    def num_collectives(self, ranks: RankCounts) -> int:
         """Return the number of collectives of this bucket.
 
         There is one over stages for each part, and one for each shared part, or several for a parameter that is larger than a bucket.
@@ -126,7 +126,7 @@ class Bucket:
         over_stages = sum(map(bool, self.sizes)) if ranks.stages > 1 else 0
         return over_stages + sum(-(-size // self.at_once(sharing)) for size, sharing in shared)
 
-    def received_bytes(self, ranks: Ranks, stage: int) -> int:
+    def received_bytes(self, ranks: RankCounts, stage: int) -> int:
         """Return the bytes received by a rank of `stage`.
 
         Args:
@@ -135,7 +135,7 @@ class Bucket:
         """
         return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in BucketPart)
 
-    def memory_bytes(self, ranks: Ranks) -> int:
+    def memory_bytes(self, ranks: RankCounts) -> int:
         """Return the bytes a bucket needs in transit: the shards of all ranks, and one piece if it is gathered in pieces.
 
         Args:
@@ -145,7 +145,7 @@ class Bucket:
         return gathered + (self.full_bytes if gathered > self.full_bytes else 0)
 
 
-def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket]:
+def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) -> list[Bucket]:
     """Distribute parameters over buckets of at most `bucket_bytes` of full tensors. A larger parameter has its own bucket.
 
     Args:
@@ -156,7 +156,7 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
     Raises:
         ValueError: Parameters of several expert ranks at one position differ in shape, dtype or part; one gather takes them all.
     """
-    by_position: dict[tuple[int, tuple[int, int, int]], list[Owned]] = {}
+    by_position: dict[tuple[int, tuple[int, int, int]], list[OwnedParameter]] = {}
     for tensor in owned:
         by_position.setdefault((tensor.stage, tensor.place), []).append(tensor)
     buckets: list[Bucket] = []
@@ -179,7 +179,7 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
     return buckets
 
 
-def num_collectives(buckets: Sequence[Bucket], ranks: Ranks) -> int:
+def num_collectives(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
     """Return the number of collectives of one weight update, which is the same on every rank.
 
     Args:
@@ -189,7 +189,7 @@ def num_collectives(buckets: Sequence[Bucket], ranks: Ranks) -> int:
     return sum(bucket.num_collectives(ranks) for bucket in buckets)
 
 
-def most_bytes(buckets: Sequence[Bucket], ranks: Ranks) -> int:
+def most_bytes(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
     """Return the peak bytes of two buckets on a rank: one being received by the sampler, and the next in transit.
 
     Args:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.weights.families import FAMILIES
-from megatron_grpo.weights.names import Entry, Packing, ShardCut, entries_in_layers, layer_entries
+from megatron_grpo.weights.names import Packing, ShardCut, WeightEntry, entries_in_layers, layer_entries
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -392,7 +392,7 @@ def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
     return max((settings.rank_of(module.name) for module in linear_modules(shape)), default=0)
 
 
-def is_linear(entry: Entry) -> bool:
+def is_linear(entry: WeightEntry) -> bool:
     """Return whether a row of the table of weights can have an adapter. Routers have other names.
 
     Args:
@@ -401,7 +401,7 @@ def is_linear(entry: Entry) -> bool:
     return (".linear_" in f".{entry.megatron}" or "_proj." in entry.megatron) and ".weight" in entry.megatron and len(entry.hf[0][1]) == 2
 
 
-def adapter_entries(entry: Entry, rank: int) -> tuple[Entry, Entry]:
+def adapter_entries(entry: WeightEntry, rank: int) -> tuple[WeightEntry, WeightEntry]:
     """Return the rows of `lora_a` and `lora_b` for a weight's row.
 
     Args:

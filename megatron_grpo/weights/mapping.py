@@ -15,7 +15,7 @@ import torch
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.hf_files import stored_name
-from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries
+from megatron_grpo.weights.names import NAMINGS, Packing, ShardCut, WeightEntry, grouped_experts, hf_shapes, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import DeltaNetShape, LayerKind
 from megatron_grpo.weights.vision_towers import MEGATRON
@@ -56,9 +56,9 @@ class WeightMap:
 
     shape: ModelShape
     padded_vocab_size: int  # rows
-    outer: dict[str, Entry]
-    layers: dict[LayerKind, dict[str, Entry]]
-    _located: dict[str, tuple[Entry, str, int]] = field(default_factory=dict, compare=False, repr=False)  # cache of _locate
+    outer: dict[str, WeightEntry]
+    layers: dict[LayerKind, dict[str, WeightEntry]]
+    _located: dict[str, tuple[WeightEntry, str, int]] = field(default_factory=dict, compare=False, repr=False)  # cache of _locate
 
     @classmethod
     def for_shape(cls, shape: ModelShape, *, padded_vocab_size: int, naming: str = "local", grouped: bool | None = None) -> WeightMap:
@@ -150,7 +150,7 @@ class WeightMap:
                 f"{self.shape.architecture} needs {len(missing)} parameters that no Megatron module has: {', '.join(missing[:5])}"
             )
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> WeightEntry:
         """Return the table row of a parameter, which tells the caller how to gather its shards.
 
         Args:
@@ -225,7 +225,7 @@ class WeightMap:
     def export(self, name: str, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) from all shards of one Megatron parameter. Vocabulary padding is removed.
 
-        Yields nothing for a copy (`Entry.is_copy`). The tensors may be views of `shards`.
+        Yields nothing for a copy (`WeightEntry.is_copy`). The tensors may be views of `shards`.
 
         Args:
             name: Global name of the parameter.
@@ -247,7 +247,7 @@ class WeightMap:
                 )
             yield prefix + template.format(e=expert), tensor
 
-    def _locate(self, name: str) -> tuple[Entry, str, int]:
+    def _locate(self, name: str) -> tuple[WeightEntry, str, int]:
         """Return the entry of a name with global numbers, the prefix of its Hugging Face names, and its expert number."""
         if name in self._located:
             return self._located[name]

@@ -1,6 +1,6 @@
 """Table of the Hugging Face tensors that make up each Megatron parameter. Names and sizes only; no tensors, no torch.
 
-A row is an `Entry`. Rows use the parameter names of Megatron's local layer spec; a naming function translates them to those of the
+A row is an `WeightEntry`. Rows use the parameter names of Megatron's local layer spec; a naming function translates them to those of the
 Transformer Engine spec.
 """
 
@@ -39,7 +39,7 @@ class ShardCut(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class WeightEntry:
     """One Megatron parameter. Inside a layer, both names are relative to it; `{e}` stands for the expert number."""
 
     megatron: str
@@ -52,7 +52,7 @@ class Entry:
     is_float32: bool = False  # stored in float32, whatever the model's dtype is
 
 
-def outer_entries(shape: ModelShape) -> Iterator[Entry]:
+def outer_entries(shape: ModelShape) -> Iterator[WeightEntry]:
     """Yield the parameters outside the layers, with full names.
 
     Args:
@@ -60,16 +60,16 @@ def outer_entries(shape: ModelShape) -> Iterator[Entry]:
     """
     rows = (shape.vocab_size, shape.hidden_size)
     embedding = ((f"{shape.text_prefix}embed_tokens.weight", rows),)
-    yield Entry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, ShardCut.VOCAB)
+    yield WeightEntry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, ShardCut.VOCAB)
     yield _norm("decoder.final_layernorm", f"{shape.text_prefix}norm", shape.hidden_size)
     if shape.tied_embeddings:  # exists where the last pipeline stage is not the first
-        yield Entry("output_layer.weight", embedding, Packing.PLAIN, ShardCut.VOCAB, is_copy=True)
+        yield WeightEntry("output_layer.weight", embedding, Packing.PLAIN, ShardCut.VOCAB, is_copy=True)
     else:
-        yield Entry("output_layer.weight", (("lm_head.weight", rows),), Packing.PLAIN, ShardCut.VOCAB)
+        yield WeightEntry("output_layer.weight", (("lm_head.weight", rows),), Packing.PLAIN, ShardCut.VOCAB)
     yield from tower_entries(shape)
 
 
-def tower_entries(shape: ModelShape) -> Iterator[Entry]:
+def tower_entries(shape: ModelShape) -> Iterator[WeightEntry]:
     """Yield the parameters of a vision tower, with full names. They keep their Hugging Face names behind a prefix.
 
     Args:
@@ -81,7 +81,7 @@ def tower_entries(shape: ModelShape) -> Iterator[Entry]:
             yield _plain(f"{MEGATRON}{name}", f"{tower.prefix}{name}", size, ShardCut.REPLICATED)
 
 
-def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[Entry]:
+def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[WeightEntry]:
     """Yield the parameters of one layer, with names relative to `decoder.layers.N.` and `ModelShape.layer_prefix`.
 
     Args:
@@ -106,7 +106,7 @@ def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[Entry]:
         yield from _gated_mlp("mlp", "mlp", hidden, shape.ffn_hidden_size, bias=shape.mlp_bias)
 
 
-def entries_in_layers(shape: ModelShape) -> Iterator[Entry]:
+def entries_in_layers(shape: ModelShape) -> Iterator[WeightEntry]:
     """Yield the parameters of all layers, layer by layer and expert by expert, with full names on both sides.
 
     Args:
@@ -120,15 +120,15 @@ def entries_in_layers(shape: ModelShape) -> Iterator[Entry]:
                 yield replace(entry, megatron=megatron_prefix + entry.megatron.format(e=number), hf=hf)
 
 
-def _attention(shape: ModelShape) -> Iterator[Entry]:
+def _attention(shape: ModelShape) -> Iterator[WeightEntry]:
     hidden, gate = shape.hidden_size, shape.attention_output_gate
     sizes = {"q": shape.query_size * (1 + gate), "k": shape.key_size, "v": shape.key_size}
     packing = Packing.GATED_QKV if gate else Packing.QKV
     weights = tuple((f"self_attn.{p}_proj.weight", (size, hidden)) for p, size in sizes.items())
-    yield Entry("self_attention.linear_qkv.weight", weights, packing, ShardCut.COLUMN)
+    yield WeightEntry("self_attention.linear_qkv.weight", weights, packing, ShardCut.COLUMN)
     if shape.qkv_bias:
         biases = tuple((f"self_attn.{p}_proj.bias", (size,)) for p, size in sizes.items())
-        yield Entry("self_attention.linear_qkv.bias", biases, packing, ShardCut.COLUMN)
+        yield WeightEntry("self_attention.linear_qkv.bias", biases, packing, ShardCut.COLUMN)
     if shape.qk_norm_is_whole:
         for name, size in (("q", shape.query_size), ("k", shape.key_size)):
             yield _plain(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", (size,), ShardCut.COLUMN)
@@ -142,7 +142,7 @@ def _attention(shape: ModelShape) -> Iterator[Entry]:
         yield _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), ShardCut.REPLICATED)
 
 
-def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[Entry]:
+def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[WeightEntry]:
     """Megatron's names of its own GatedDeltaNet. Every cut is an equal run of whole groups (a key head and its value heads)."""
     megatron, hf = "self_attention", "linear_attn"
     keys, _, values, gate, heads, _ = delta.sections
@@ -150,16 +150,16 @@ def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[Entry]:
     if delta.is_grouped:
         sizes = {"qkvz": 2 * keys + values + gate, "ba": 2 * heads}
     weights = tuple((f"{hf}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
-    yield Entry(f"{megatron}.in_proj.weight", weights, Packing.DELTA_NET, ShardCut.COLUMN)
+    yield WeightEntry(f"{megatron}.in_proj.weight", weights, Packing.DELTA_NET, ShardCut.COLUMN)
     kernel = ((f"{hf}.conv1d.weight", (2 * keys + values, 1, delta.conv_kernel_dim)),)
-    yield Entry(f"{megatron}.conv1d.weight", kernel, Packing.DELTA_NET, ShardCut.COLUMN)
+    yield WeightEntry(f"{megatron}.conv1d.weight", kernel, Packing.DELTA_NET, ShardCut.COLUMN)
     for name in ("dt_bias", "A_log"):
         yield replace(_plain(f"{megatron}.{name}", f"{hf}.{name}", (heads,), ShardCut.COLUMN), is_float32=True)
     yield replace(_norm(f"{megatron}.out_norm", f"{hf}.norm", delta.value_head_dim), is_float32=True)
     yield _plain(f"{megatron}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, values), ShardCut.ROW)
 
 
-def _latent_attention(shape: ModelShape, mla: MlaShape) -> Iterator[Entry]:
+def _latent_attention(shape: ModelShape, mla: MlaShape) -> Iterator[WeightEntry]:
     hidden, heads, megatron = shape.hidden_size, shape.num_attention_heads, "self_attention"
     query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     if mla.q_lora_rank:
@@ -184,23 +184,23 @@ def _gated_mlp(
     bias: bool = False,
     expert: bool = False,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> Iterator[Entry]:
+) -> Iterator[WeightEntry]:
     gate, up, down = (f"{hf}.{name}" for name in names)
-    yield Entry(
+    yield WeightEntry(
         f"{megatron}.linear_fc1.weight",
         ((f"{gate}.weight", (ffn, hidden)), (f"{up}.weight", (ffn, hidden))),
         Packing.STACK,
         ShardCut.GATED_COLUMN,
         expert,
     )
-    yield Entry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), Packing.PLAIN, ShardCut.ROW, expert)
+    yield WeightEntry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), Packing.PLAIN, ShardCut.ROW, expert)
     if bias:
         biases = ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,)))
-        yield Entry(f"{megatron}.linear_fc1.bias", biases, Packing.STACK, ShardCut.GATED_COLUMN, expert)
-        yield Entry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, ShardCut.REPLICATED, expert)
+        yield WeightEntry(f"{megatron}.linear_fc1.bias", biases, Packing.STACK, ShardCut.GATED_COLUMN, expert)
+        yield WeightEntry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, ShardCut.REPLICATED, expert)
 
 
-def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[Entry]:
+def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[WeightEntry]:
     hidden, block = shape.hidden_size, family.moe_block
     yield _plain("mlp.router.weight", f"{block}.{family.router}.weight", (moe.num_experts, hidden), ShardCut.REPLICATED)
     if moe.has_biases:
@@ -221,11 +221,11 @@ def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[
         yield _plain("mlp.shared_experts.gate_weight", f"{block}.shared_expert_gate.weight", (1, hidden), ShardCut.REPLICATED)
 
 
-def _plain(megatron: str, hf: str, size: tuple[int, ...], cut: ShardCut) -> Entry:
-    return Entry(megatron, ((hf, size),), Packing.PLAIN, cut)
+def _plain(megatron: str, hf: str, size: tuple[int, ...], cut: ShardCut) -> WeightEntry:
+    return WeightEntry(megatron, ((hf, size),), Packing.PLAIN, cut)
 
 
-def _norm(megatron: str, hf: str, size: int) -> Entry:
+def _norm(megatron: str, hf: str, size: int) -> WeightEntry:
     return _plain(f"{megatron}.weight", f"{hf}.weight", (size,), ShardCut.REPLICATED)
 
 
@@ -237,7 +237,7 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
         active_only: Count only as many experts as a token is routed to.
     """
 
-    def count(entries: Iterable[Entry], experts: int) -> int:
+    def count(entries: Iterable[WeightEntry], experts: int) -> int:
         return sum(math.prod(size) * (experts if entry.is_expert else 1) for entry in entries if not entry.is_copy for _, size in entry.hf)
 
     experts = 0 if shape.moe is None else shape.moe.topk if active_only else shape.moe.num_experts
@@ -254,7 +254,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: size for entry in (*outer_entries(shape), *entries_in_layers(shape)) for name, size in entry.hf}
 
 
-def local_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:
+def local_naming(entry: WeightEntry, *, shape: ModelShape, moe: bool) -> WeightEntry:
     """Return the entry unchanged: rows are written for Megatron's own modules (get_gpt_layer_local_spec).
 
     Args:
@@ -265,7 +265,7 @@ def local_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:
     return entry
 
 
-def transformer_engine_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:
+def transformer_engine_naming(entry: WeightEntry, *, shape: ModelShape, moe: bool) -> WeightEntry:
     """Rename an entry for Transformer Engine modules (get_gpt_layer_with_transformer_engine_spec).
 
     Norms are part of the linear layer that follows them. The down projections of multi-latent attention are replicated.
@@ -288,7 +288,7 @@ def transformer_engine_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> 
     return entry
 
 
-def grouped_experts(entry: Entry) -> Entry:
+def grouped_experts(entry: WeightEntry) -> WeightEntry:
     """Rename an expert entry for TEGroupedMLP, which holds all experts of a rank in one module with one numbered weight each.
 
     Args:

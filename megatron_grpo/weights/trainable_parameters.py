@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.weights.names import Entry, entries_in_layers, outer_entries, tower_entries
+from megatron_grpo.weights.names import WeightEntry, entries_in_layers, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.vision_towers import Part, part_of
 
@@ -132,7 +132,7 @@ def _matcher(prefixes: Iterable[str], pattern: str | None) -> Rule:
     return lambda name: name.startswith(beginnings) or (expression is not None and expression.search(name) is not None)
 
 
-def _unmatched_names(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry]) -> Iterator[Problem]:
+def _unmatched_names(cfg: TunerConfig, shape: ModelShape, parameters: list[WeightEntry]) -> Iterator[Problem]:
     """Yield problems of names that match no tensor: what was to be frozen would silently train."""
     names = [name for entry in parameters for name, _ in entry.hf]
     for flag in ("freeze_parameters", "trainable_parameters"):
@@ -146,7 +146,7 @@ def _unmatched_names(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry
             yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) matches no tensor of this model. {example}")
 
 
-def _name_hint(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
+def _name_hint(word: str, shape: ModelShape, parameters: list[WeightEntry]) -> str:
     if shape.tied_embeddings and (word.startswith("lm_head") or "lm_head.weight".startswith(word)):
         return " The head is tied to the embedding (tie_word_embeddings): use model.embed_tokens.weight for both."
     hf_names = [name for entry in parameters if entry.megatron.startswith(word) for name, _ in entry.hf]
@@ -157,7 +157,7 @@ def _name_hint(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
     return f" Names begin with {', '.join(starts)}."
 
 
-def _parts(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
+def _parts(cfg: TunerConfig, parameters: list[WeightEntry], rule: Rule) -> Iterator[Problem]:
     mixed = [entry for entry in parameters if len({rule(name) for name, _ in entry.hf}) > 1]
     if not mixed:
         return
@@ -171,7 +171,7 @@ def _parts(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Pr
     yield Problem(flags=_given(cfg), message=message)
 
 
-def _biases_without_weights(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
+def _biases_without_weights(cfg: TunerConfig, parameters: list[WeightEntry], rule: Rule) -> Iterator[Problem]:
     """Yield a problem where linear_qkv's bias would train while its weight is frozen.
 
     Megatron-Core's column-parallel linear then gives the bias inside it no gradient.

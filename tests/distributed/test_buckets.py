@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.parallel import collectives
 from megatron_grpo.planning import sampler as push
-from megatron_grpo.planning.parameters import Tuning
+from megatron_grpo.planning.parameters import TrainableSpec
 from megatron_grpo.policy import hf_export
 from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.trainer import weight_sync
@@ -135,7 +135,7 @@ def planned(path, model, layout, **changes):
     cfg = settings_of(model, layout, world_size=where.world_size, num_generations=12, global_batch_size=24, **changes)
     shape = ModelShape.from_pretrained(path)
     sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
-    tuning, ranks = Tuning.of(cfg, shape), push.ranks_of(sizes)
+    tuning, ranks = TrainableSpec.of(cfg, shape), push.ranks_of(sizes)
     sent = push.adapters(shape, sizes, cfg, tuning) if tuning.adapter_size else push.weights(shape, sizes, cfg, tuning)
     sent = list(sent)
     return [[(bucket.stage, bucket.sizes, len(bucket.slots)) for bucket in fill(sent, ranks, size)] for size in BUCKETS]
@@ -174,7 +174,7 @@ def test_only_the_ranks_of_the_first_pipeline_send_to_rank_0_and_nobody_else_tak
     cfg = settings_of("dense", layout, world_size=where.world_size, num_generations=12, global_batch_size=24, vllm_mode="server")
     shape = ModelShape.from_pretrained(path)
     sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=0)
-    told = push.push_of(shape, sizes, cfg, Tuning.of(cfg, shape))
+    told = push.push_of(shape, sizes, cfg, TrainableSpec.of(cfg, shape))
     own = sum(read.nbytes for read in map(HfReader(path), HfReader(path).names))
     first, second, *others = run_ranks(to_the_first, 4, path, layout)
     assert first["sent"] == 0 and first["received"] == second["sent"] and second["received"] == 0
@@ -297,7 +297,7 @@ def hold_one(rank, world, path, model, layout, tamper=None):
         rows.copy_(theirs)
         return []
 
-    hf_export.Memory.take, collectives.start_gather = take, gathered
+    hf_export.BucketMemory.take, collectives.start_gather = take, gathered
     collectives.from_member_ = lambda tensor, member, group: tensor.copy_(broadcast(tensor.clone(), member, group))
     names = [name for name, _ in policy.named_weights()]
     assert len(names) > len(plan.buckets) > 4
@@ -334,7 +334,7 @@ def nobody_waits():
 
 def a_bucket_is_filled_again():
     memory = {}
-    hf_export.Memory.take = lambda self, num_bytes: memory.setdefault(num_bytes, torch.empty(num_bytes, dtype=torch.uint8))
+    hf_export.BucketMemory.take = lambda self, num_bytes: memory.setdefault(num_bytes, torch.empty(num_bytes, dtype=torch.uint8))
 
 
 def the_first_stage_sends_for_all():

@@ -65,7 +65,7 @@ def worst(one, other) -> float:
 
 def use(rank, world, model, cfg, adapters, out):
     """For each adapter: log-probs of its model; it is exported, and so is the merged model."""
-    from megatron_grpo.metrics.card import Card
+    from megatron_grpo.metrics.card import ModelCard
     from megatron_grpo.run.export import export_model
 
     parallel, found = cases.join(cfg, world), {}
@@ -73,7 +73,7 @@ def use(rank, world, model, cfg, adapters, out):
         own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter), "merge_lora": True})
         policy = cases.build(model, own, world, parallel)
         found[kind] = cases.score_tokens(policy, TOKENS)
-        card = Card(cfg=own, source=model)
+        card = ModelCard(cfg=own, source=model)
         export_model(policy, out / kind, cfg=own, source=model, card=card)
     return found
 
@@ -163,12 +163,12 @@ def export_and_listen(rank, world, model, adapters, out):
     cfg, heard = cases.settings(), {}
     parallel = cases.join(cfg, world)
     for kind, adapter in adapters.items():
-        from megatron_grpo.metrics.card import Card
+        from megatron_grpo.metrics.card import ModelCard
         from megatron_grpo.run.export import export_model
 
         own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter)})
         policy = cases.build(model, own, world, parallel)
-        card = Card(cfg=own, source=model)
+        card = ModelCard(cfg=own, source=model)
         export_model(policy, out / kind, cfg=own, source=model, card=card)
         heard[kind], said[:] = list(said), []
     return heard

@@ -11,7 +11,7 @@ import torch
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss
 from megatron_grpo.grpo.metrics import finish
-from megatron_grpo.grpo.objectives import RATIOS, Labels
+from megatron_grpo.grpo.objectives import RATIOS, ClassificationTerms
 from tests.ranks import run_ranks
 from tests.reference.packing import MAX_COMPLETION_LENGTH, labels_of, pack, random_batch, token_weight_fn
 
@@ -42,7 +42,7 @@ def losses_on(positions_of, sum_over_context):
         mine = positions_of(len(packed.places))
         cut = {f.name: getattr(packed.inputs, f.name) for f in dataclasses.fields(packed.inputs)}
         cut = {name: value[mine] if isinstance(value, torch.Tensor) else value for name, value in cut.items()}
-        cut["labels"] = packed.inputs.labels and Labels(*(of[mine] for of in packed.inputs.labels))
+        cut["labels"] = packed.inputs.labels and ClassificationTerms(*(of[mine] for of in packed.inputs.labels))
         value, logs = loss(
             type(packed.inputs)(**cut),
             logprobs=packed.logprobs[mine],

@@ -8,8 +8,8 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import BYTES
 from megatron_grpo.planning.cost import checkpoint_bytes
-from megatron_grpo.planning.memory import Offload
-from megatron_grpo.planning.parameters import Tuning, state_bytes, static_memory
+from megatron_grpo.planning.memory import OffloadPlan
+from megatron_grpo.planning.parameters import TrainableSpec, state_bytes, static_memory
 from megatron_grpo.weights.shape import ModelShape
 from tests.lora_cases import ODD, random_adapter
 from tests.offload_cases import LOW
@@ -214,9 +214,9 @@ def test_weights_gradients_and_checkpoints_are_equal_to_the_byte_and_the_optimiz
     cfg = Config().with_values({**layout, **settings, **batch, **files})
     shape = ModelShape.from_pretrained(path)
     sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
-    tuning = Tuning.of(cfg, shape)
+    tuning = TrainableSpec.of(cfg, shape)
     found = run_ranks(measured, world, str(path), cfg)
-    everything, kept = Offload(model=True, optimizer=True), state_bytes(cfg.optimizer, tuning.size_of_trained)
+    everything, kept = OffloadPlan(model=True, optimizer=True), state_bytes(cfg.optimizer, tuning.size_of_trained)
     too_much = 0
     for place, bytes_, padding, _, (given, during_push) in found:
         told, of_optimizer = static_memory(shape, sizes, cfg, tuning, *place), bytes_.pop("optimizer_bytes")

@@ -7,7 +7,7 @@ import pytest
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.planning.activations import kept_by_linears, layer_bytes
 from megatron_grpo.planning.cost import work_of
-from megatron_grpo.planning.parameters import Tuning
+from megatron_grpo.planning.parameters import TrainableSpec
 from megatron_grpo.planning.token_counts import StepTokens
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import CHUNK
@@ -85,7 +85,7 @@ def found(model):
 
 def told(model, changes):
     cfg, shape = cases.settings(**changes), ModelShape.from_pretrained(model)
-    return cfg, shape, Tuning.of(cfg, shape), BatchSizes.from_config(cfg, num_layers=LAYERS, num_experts=0)
+    return cfg, shape, TrainableSpec.of(cfg, shape), BatchSizes.from_config(cfg, num_layers=LAYERS, num_experts=0)
 
 
 def assert_counted(work, run, shape):
@@ -157,7 +157,7 @@ def test_flops_of_the_gated_delta_rule_are_those_that_are_counted(tmp_path):
     path = write_tiny(tmp_path, **STATES)
     [(forward, backward, tokens, trained)] = run_ranks(counted_rule, 1, str(path))
     shape = ModelShape.from_pretrained(path)
-    work = work_of(shape, Tuning.of(cases.settings(), shape), tokens, squares=tokens**2, head_positions=trained)
+    work = work_of(shape, TrainableSpec.of(cases.settings(), shape), tokens, squares=tokens**2, head_positions=trained)
     assert (tokens, forward) == (2 * CHUNK, work.forward)
     # The first chunk has no state to give a gradient to, and no one needs the state behind the last.
     delta = shape.delta_net

@@ -54,11 +54,11 @@ def test_a_fault_is_named_and_what_was_before_it_is_not(found, name):
 
 
 def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
-    from megatron_grpo.analysis.replica_check import Finding, ReplicaMismatch
+    from megatron_grpo.analysis.replica_check import ReplicaCheckResult, ReplicaMismatch
 
     one = ReplicaMismatch(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
     assert str(one) == "values of the gradient of w differ between the data and context parallel ranks 2 and 0, 1, 3"
-    finding = str(Finding(step=41, equal_at=21, parted=(one,) * 6))
+    finding = str(ReplicaCheckResult(step=41, equal_at=21, parted=(one,) * 6))
     assert finding.startswith(
         "replica check before optimizer step 41 (all replicas were equal at step 21): values of the gradient of w"
     ) and finding.endswith("and 2 more")

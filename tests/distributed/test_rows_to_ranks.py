@@ -53,7 +53,7 @@ def long_answers(length, server, body):
                        text="x" * 8, reason="length", versions=((1, 0, length),))
             for _ in range(request.n)
         ]  # fmt: skip
-        yield wire.encode_line(wire.Answer(key=request.key, completions=tuple(drawn)))
+        yield wire.encode_line(wire.GenerateLine(key=request.key, completions=tuple(drawn)))
 
 
 def deliver_answers(rank, world, path, groups, length):

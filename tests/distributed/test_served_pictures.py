@@ -59,7 +59,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
         engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
 
     sent = []
-    but = requests.ToSend.but
+    but = requests.ImagesToSend.but
 
     def counted(self, known, keys):
         found = but(self, known, keys)
@@ -67,7 +67,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
             sent[-1] += len(found)
         return found
 
-    requests.ToSend.but = counted
+    requests.ImagesToSend.but = counted
     told = {}
     try:
         push(named, 1, True)
@@ -96,20 +96,20 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
             told["another size"] = str(error)
         images = wire.PlacedImage(key="bad", place=0, tokens=4)
         strange = wire.PlacedImage(key="who", place=0, tokens=4)
-        bounds = wire.Bounds(min_pixels=784, max_pixels=50176)
-        asked = wire.Generate(
+        bounds = wire.PixelBounds(min_pixels=784, max_pixels=50176)
+        asked = wire.GenerateRequest(
             version=2, sampling=wire.Sampling(), image_data=(wire.ImageData(key="bad", data=b"hello"),), bounds=bounds,
             requests=(wire.Request(key="1", ids=(5,) * 6, seed=0, n=1, max_tokens=2, images=(images,)),
                       wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, images=(strange,))),
         )  # fmt: skip
         lines = []
         begun(member.server.stream("/generate", asked, lines.append)).result(60)
-        answers = [wire.decode_line(wire.Answer, line) for line in lines]
+        answers = [wire.decode_line(wire.GenerateLine, line) for line in lines]
         by_key = {answer.key: answer for answer in answers if answer is not None}
         told["damaged"] = by_key["1"].error
         assert by_key["2"].lacks == ("who",)
     finally:
-        requests.ToSend.but = but
+        requests.ImagesToSend.but = but
         engine.close()
     assert np.isfinite(told["pushed"]).all()
     return told

@@ -304,9 +304,9 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
             refused("lm_head is loaded by vLLM's UnquantizedEmbeddingMethod")
             vllm_weight_layout.PLAIN = plain
 
-            of, vllm_weight_layout.Place.of = vllm_weight_layout.Place.of, classmethod(shifted)  # the lesson is learnt wrong
+            of, vllm_weight_layout.TensorView.of = vllm_weight_layout.TensorView.of, classmethod(shifted)  # the lesson is learnt wrong
             refused("model.layers.0.self_attn.qkv_proj differs when it is loaded without vLLM")
-            vllm_weight_layout.Place.of = of
+            vllm_weight_layout.TensorView.of = of
 
             class Deaf(vllm_weight_layout.WeightLayoutRecorder):  # vLLM transforms a tensor on its way
                 def heard(self, named):
@@ -410,10 +410,10 @@ def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path)
     def body(rank, world_size):
         from vllm.model_executor.model_loader.reload import layerwise
 
-        from megatron_grpo.rollout.vllm_weight_layout import Unit, WeightLayoutRecorder
+        from megatron_grpo.rollout.vllm_weight_layout import ModuleWeights, WeightLayoutRecorder
 
         policy, lessons, filling = build(path, settings(expert_model_parallel_size=2), world_size), [], {}
-        listen, targets, finish = WeightLayoutRecorder.__init__, Unit.targets, Unit.finish
+        listen, targets, finish = WeightLayoutRecorder.__init__, ModuleWeights.targets, ModuleWeights.finish
 
         def listened(lesson, *arguments):
             listen(lesson, *arguments)
@@ -428,7 +428,7 @@ def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path)
             finish(unit, *arguments)
             del filling[unit]
 
-        WeightLayoutRecorder.__init__, Unit.targets, Unit.finish = listened, begun, finished
+        WeightLayoutRecorder.__init__, ModuleWeights.targets, ModuleWeights.finish = listened, begun, finished
 
         def held():
             """Bytes that wait in the engine for the rest of their layer."""

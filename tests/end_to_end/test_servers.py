@@ -94,12 +94,12 @@ def prompts(num: int = 4, length: int = 40) -> list[tuple[int, ...]]:
     return [tuple(row) for row in np.random.default_rng(5).integers(4, 128, (num, length)).tolist()]
 
 
-def asked(version: int, *, n: int = 2, max_tokens: int = 12, num: int = 4, **more) -> wire.Generate:
+def asked(version: int, *, n: int = 2, max_tokens: int = 12, num: int = 4, **more) -> wire.GenerateRequest:
     requests = tuple(wire.Request(key=str(i), ids=ids, seed=1024 * i, n=n, max_tokens=max_tokens) for i, ids in enumerate(prompts(num)))
-    return wire.Generate(version=version, sampling=wire.Sampling(temperature=WARM), requests=requests, **more)
+    return wire.GenerateRequest(version=version, sampling=wire.Sampling(temperature=WARM), requests=requests, **more)
 
 
-def gap_of_samples(answers: dict[str, wire.Answer], model) -> float:
+def gap_of_samples(answers: dict[str, wire.GenerateLine], model) -> float:
     """Largest |sampler - transformers| of any drawn token's log-prob."""
     worst = 0.0
     for key, ids in enumerate(prompts(len(answers))):
@@ -110,7 +110,7 @@ def gap_of_samples(answers: dict[str, wire.Answer], model) -> float:
 
 
 def gap_of_scores(server: Server, model) -> float:
-    found = wire.decode(wire.ScoreResponse, server.call("/score", wire.Score(sequences=tuple(prompts(4, 66)))))
+    found = wire.decode(wire.ScoreResponse, server.call("/score", wire.ScoreRequest(sequences=tuple(prompts(4, 66)))))
     return max(float(np.abs(hf_logprobs(model, list(ids)).numpy() - np.array(row)).max())
                for ids, row in zip(prompts(4, 66), found.logprobs, strict=True))  # fmt: skip
 
@@ -185,9 +185,9 @@ def test_with_the_token_there_are_nine_routes_and_each_says_what_is_wrong(server
 
 def test_a_stranger_with_the_token_is_told_to_claim_and_changes_nothing(plain):
     mine, plain.incarnation = plain.incarnation, "stranger"
-    join = wire.Join(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
-    bodies = {"/release": wire.Nothing(), "/join": join, "/weights": wire.WeightUpdateRequest(version=1, link="x"), "/generate": asked(1),
-              "/score": wire.Score(sequences=()), "/state": None,
+    join = wire.JoinRequest(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
+    bodies = {"/release": wire.EmptyBody(), "/join": join, "/weights": wire.WeightUpdateRequest(version=1, link="x"), "/generate": asked(1),
+              "/score": wire.ScoreRequest(sequences=()), "/state": None,
               "/adapter": wire.AdapterUpdateRequest(version=1, link="x", config={}, modules=())}  # fmt: skip
     for path, body in bodies.items():
         status, says = refusal(lambda path=path, body=body: plain.call(path, body))
@@ -245,7 +245,7 @@ def test_a_server_answers_by_no_weights_but_those_that_were_pushed_and_every_wor
         for version in (0, 1):
             status, says = refusal(lambda server=server, version=version: server.call("/generate", asked(version)))
             assert status == 409 and "has no weights, but version" in says
-        assert refusal(lambda server=server: server.call("/score", wire.Score(sequences=())))[0] == 409
+        assert refusal(lambda server=server: server.call("/score", wire.ScoreRequest(sequences=())))[0] == 409
     link = trainer.link(plain, lora)
     for version in (1, 2):
         states = push(link, weights(models[version]), plain, lora, version=version)
@@ -300,7 +300,7 @@ def test_a_tensor_that_is_wrong_is_seen_by_the_scores_and_one_of_another_shape_b
 def test_a_push_over_a_link_that_was_not_joined_is_refused_at_once(plain):
     status, says = refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=1, link="nobody's")))
     assert status == 500 and 'not a member of the link "nobody\'s"; join it first' in says
-    join = wire.Join(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
+    join = wire.JoinRequest(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
     status, says = refusal(lambda: plain.call("/join", join))
     assert status == 500 and "worker 0: the trainer's store at 127.0.0.1:1 does not answer" in says
 
@@ -308,14 +308,14 @@ def test_a_push_over_a_link_that_was_not_joined_is_refused_at_once(plain):
 # ---- sampling
 
 
-def long(version: int) -> wire.Generate:
+def long(version: int) -> wire.GenerateRequest:
     """More than a server can answer while a test looks at it: 16 sequences at once, and 1024 of some hundred tokens to draw."""
     ids = prompts(1)[0]
-    return wire.Generate(version=version, sampling=wire.Sampling(temperature=2.0), requests=tuple(
+    return wire.GenerateRequest(version=version, sampling=wire.Sampling(temperature=2.0), requests=tuple(
         wire.Request(key=str(i), ids=ids, seed=64 * i, n=16, max_tokens=200) for i in range(64)))  # fmt: skip
 
 
-def opened(server: Server, body: wire.Generate):
+def opened(server: Server, body: wire.GenerateRequest):
     """A stream whose requests are in the engine."""
     connection, stream = server.request("POST", "/generate", wire.encode(body))
     assert stream.status == 200
@@ -352,12 +352,12 @@ def test_what_an_earlier_owner_or_version_asked_for_is_never_answered(plain, tra
     if change == "claim":
         state = plain.claim("a run", f"{time.time_ns():020d}")
     elif change == "release":
-        state = plain.state("/release", wire.Nothing())
+        state = plain.state("/release", wire.EmptyBody())
     else:
         (state,) = push(link, weights(models[2]), plain, version=2)
     assert state.running == 0 and state.version == (2 if change == "push" else None)
     with closing(connection):
-        answers = [answer for line in iter(stream.readline, b"") if (answer := wire.decode_line(wire.Answer, line))]
+        answers = [answer for line in iter(stream.readline, b"") if (answer := wire.decode_line(wire.GenerateLine, line))]
     assert len(answers) < 64  # who counts lines knows; the server sent none that began under one version and ended under another
     if change == "push":
         assert gap_of_samples(plain.generate(asked(2)), load_tiny(models[2])) < 1e-4
@@ -374,15 +374,15 @@ def test_what_is_wrong_with_one_request_is_its_line_and_the_others_are_answered(
         "many": (dict(n=10**9), "n"),
     }  # fmt: skip
     bad = [wire.Request(**({"key": key, "ids": (5, 6), "seed": 1, "n": 1, "max_tokens": 4} | change)) for key, (change, _) in wrong.items()]
-    answers = plain.generate(wire.Generate(version=1, sampling=wire.Sampling(temperature=WARM), requests=(*bad, *good)))
+    answers = plain.generate(wire.GenerateRequest(version=1, sampling=wire.Sampling(temperature=WARM), requests=(*bad, *good)))
     for key, (_, says) in wrong.items():
         assert says in (answers[key].error or ""), (key, answers[key])
     assert gap_of_samples({key: answers[key] for key in "0123"}, load_tiny(models[1])) < 1e-4
     fits = wire.Request(key="fits", ids=(5,) * 250, seed=0, n=1, max_tokens=6)
-    assert plain.generate(wire.Generate(version=1, sampling=wire.Sampling(), requests=(fits,)))["fits"].error is None
-    answers = plain.generate(wire.Generate(version=1, sampling=wire.Sampling(temperature=-1.0), requests=good))
+    assert plain.generate(wire.GenerateRequest(version=1, sampling=wire.Sampling(), requests=(fits,)))["fits"].error is None
+    answers = plain.generate(wire.GenerateRequest(version=1, sampling=wire.Sampling(temperature=-1.0), requests=good))
     assert all("temperature" in (answer.error or "") for answer in answers.values())
-    assert refusal(lambda: plain.call("/score", wire.Score(sequences=((5,),))))[0] == 400
+    assert refusal(lambda: plain.call("/score", wire.ScoreRequest(sequences=((5,),))))[0] == 400
     assert plain.state().running == 0
 
 
@@ -560,13 +560,13 @@ def test_tls_a_token_that_was_made_and_a_clean_end_in_the_middle_of_a_stream(ser
 
     assert ask("/state", of=TOKEN)[1].status == 401
     assert ask("/metrics")[1].status == 404
-    assert ask("/claim", wire.Claim(run="r", incarnation="1"))[1].status == 200
+    assert ask("/claim", wire.ClaimRequest(run="r", incarnation="1"))[1].status == 200
     server.call = lambda path, body=None, **_: ask(path, body)[1].read()  # what a link is made with
     assert server.state().returns_experts
     push(trainer.link(server), weights(moe_models[1]), server, version=1)
     connection, stream = ask("/generate", asked(1))
     with closing(connection):
-        answers = {answer.key: answer for answer in (wire.decode_line(wire.Answer, line) for line in stream) if answer is not None}
+        answers = {answer.key: answer for answer in (wire.decode_line(wire.GenerateLine, line) for line in stream) if answer is not None}
     model = load_tiny(moe_models[1])
     assert gap_of_samples(answers, model) < 1e-4
     for key, ids in enumerate(prompts()):

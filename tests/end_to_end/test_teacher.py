@@ -61,10 +61,10 @@ def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
     rng = np.random.default_rng(3)
     sequences = tuple(tuple(rng.integers(4, 128, length).tolist()) for length in (2, 9, 40, 63))
     first = (1, 4, 12, 1)
-    body = wire.PromptLogprobs(sequences=sequences, first=first)
+    body = wire.PromptLogprobsRequest(sequences=sequences, first=first)
     for _ in range(2):  # the second time the prefix cache holds all of them
         lines = server.call(ROUTE, body).splitlines(keepends=True)
-        found = {one.place: one.logprobs for line in lines if (one := wire.decode_line(wire.Scored, line))}
+        found = {one.place: one.logprobs for line in lines if (one := wire.decode_line(wire.LogprobsLine, line))}
         assert found.keys() == {0, 1, 2, 3}
         for place, (ids, begin) in enumerate(zip(sequences, first, strict=True)):
             expected = hf_logprobs(model, list(ids))[begin - 1 :].numpy()
@@ -79,13 +79,13 @@ def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
         return str(caught.value)
 
     for path, body in (
-        ("/claim", wire.Claim(run="r", incarnation="1")), ("/weights", wire.WeightUpdateRequest(version=0, link="l")),
-        ("/adapter", wire.Nothing()), ("/join", wire.Nothing()), ("/generate", wire.Nothing()), ("/score", wire.Nothing()),
+        ("/claim", wire.ClaimRequest(run="r", incarnation="1")), ("/weights", wire.WeightUpdateRequest(version=0, link="l")),
+        ("/adapter", wire.EmptyBody()), ("/join", wire.EmptyBody()), ("/generate", wire.EmptyBody()), ("/score", wire.EmptyBody()),
     ):  # fmt: skip
         assert "this server is frozen" in said(path, body) and path in said(path, body)
-    assert "at most 63 (max_model_len - 1) tokens" in said(ROUTE, wire.PromptLogprobs(sequences=(tuple([5] * 64),), first=(1,)), 400)
+    assert "at most 63 (max_model_len - 1) tokens" in said(ROUTE, wire.PromptLogprobsRequest(sequences=(tuple([5] * 64),), first=(1,)), 400)
     assert "token id 128 is outside the vocabulary of the teacher's model (128)" in said(
-        ROUTE, wire.PromptLogprobs(sequences=((5, 128),), first=(1,)), 400
+        ROUTE, wire.PromptLogprobsRequest(sequences=((5, 128),), first=(1,)), 400
     )
     connection, answer = server.request("POST", ROUTE, b"{}", headers={})
     assert answer.status == 401

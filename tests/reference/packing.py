@@ -13,7 +13,7 @@ from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs, TokenWeights
 from megatron_grpo.grpo.metrics import LossLogs, combine
-from megatron_grpo.grpo.objectives import Labels, classification
+from megatron_grpo.grpo.objectives import ClassificationTerms, classification
 
 MAX_COMPLETION_LENGTH = 9
 
@@ -95,7 +95,7 @@ def pack(
         num_loss_tokens=weights.num_loss_tokens,
         place=torch.tensor([t for _, t in places], dtype=torch.int64),
         longest=max((len(completions[i].mask) for i in which), default=1),
-        labels=None if labels is None else Labels(*(column(lambda c, i, t, of=of: of[i], torch.float64) for of in labels)),
+        labels=None if labels is None else ClassificationTerms(*(column(lambda c, i, t, of=of: of[i], torch.float64) for of in labels)),
     )
     return Packed(
         inputs=inputs,

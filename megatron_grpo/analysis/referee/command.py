@@ -15,7 +15,7 @@ from megatron_grpo.analysis.referee.dump import Dump
 from megatron_grpo.analysis.referee.findings import Finding, findings, incomplete_groups
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.base.files import why_not_drawn
-from megatron_grpo.config import Parsed
+from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import InvalidValueError, read_value, table
 
@@ -24,7 +24,7 @@ DIALECTS = {"slime": "slime", "verl": "verl", "trl": "trl", "swift": "swift", "n
 OWN = ("--of", "--step")
 
 
-def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
     """Run the `referee` command and print its findings.
 
     Args:

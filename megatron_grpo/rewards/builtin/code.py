@@ -26,7 +26,7 @@ COLUMNS = ("tests", "test_list", "test_cases")
 _FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
-class Code:
+class CodeReward:
     """The reward `code`.
 
     Args:
@@ -149,7 +149,7 @@ def lines_of(output: str) -> list[str]:
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
-def build_code(config: Config) -> Code:
+def build_code(config: Config) -> CodeReward:
     """Create the reward. Raises ConfigError on a machine that cannot sandbox programs.
 
     Args:
@@ -159,7 +159,7 @@ def build_code(config: Config) -> Code:
     reason = why_unsafe(landlock=landlock)
     if reason is not None:
         raise ConfigError([_unheld(reason)])
-    return Code(config.rewards, landlock=landlock)
+    return CodeReward(config.rewards, landlock=landlock)
 
 
 def _unheld(reason: str) -> Problem:

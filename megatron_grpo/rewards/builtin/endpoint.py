@@ -69,7 +69,7 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
         return list(pool.map(ask_one, items))
 
 
-class Key:
+class ApiKey:
     """API key of an endpoint. Its repr is a placeholder, so that tracebacks, loggers and dumps do not reveal it.
 
     Args:
@@ -81,7 +81,7 @@ class Key:
         keep_secret(secret)
 
     def __repr__(self) -> str:
-        return "Key(...)"
+        return "ApiKey(...)"
 
     def header(self) -> str:
         """Return the value of the Authorization header."""
@@ -91,7 +91,7 @@ class Key:
         raise TypeError("a key cannot be serialized")
 
 
-def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None) -> Any:
+def post_json(url: str, payload: Any, deadline: float, *, key: ApiKey | None = None) -> Any:
     """Send JSON with POST and return the JSON response. Retries after lost connections and overload until the deadline.
 
     Args:

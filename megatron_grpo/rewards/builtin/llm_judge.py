@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, printable, problem_with
 from megatron_grpo.config.config import Config, RewardConfig
-from megatron_grpo.rewards.builtin.endpoint import Key, UnansweredError, ask_all, post_json, url_fault, warn_of_plain
+from megatron_grpo.rewards.builtin.endpoint import ApiKey, UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
 DEFAULT_PROMPT = """Judge how well the response answers the question.
@@ -44,7 +44,7 @@ class LlmJudge:
         key: API key, if any.
     """
 
-    def __init__(self, settings: RewardConfig, url: str, prompt: str, key: Key | None):
+    def __init__(self, settings: RewardConfig, url: str, prompt: str, key: ApiKey | None):
         self.settings, self.prompt, self.key = settings, prompt, key
         self.url = url.rstrip("/") + "/chat/completions"
         self.answer_columns = (settings.answer_column,) if settings.answer_column else ("answer", "solution")
@@ -145,4 +145,4 @@ def build_llm_judge(config: Config) -> LlmJudge:
     if problems or not url or not model:
         raise ConfigError(problems)
     warn_of_plain(url, "llm_judge_url", has_key=bool(key))
-    return LlmJudge(settings, url, prompt, Key(key) if key else None)
+    return LlmJudge(settings, url, prompt, ApiKey(key) if key else None)

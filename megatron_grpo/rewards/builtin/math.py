@@ -35,7 +35,7 @@ _MODULE = "megatron_grpo.rewards.builtin.math"  # this one, as the child runs it
 _SLOW = RowFailure(kind="slow", reason="took longer than its first time limit")  # never leaves this module
 
 
-class Math:
+class MathReward:
     """The reward `math`.
 
     Args:
@@ -46,7 +46,7 @@ class Math:
 
     def __init__(self, *, needs: tuple[tuple[str, ...], ...], row_seconds: float, batch_seconds: float):
         self.needs, self.row_seconds, self.batch_seconds = needs, row_seconds, batch_seconds
-        self.child = Child()
+        self.child = Interpreter()
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         deadline = time.monotonic() + self.batch_seconds
@@ -78,7 +78,7 @@ class Math:
         self.child.close()
 
 
-def build_math(config: Config) -> Math:
+def build_math(config: Config) -> MathReward:
     """Create the reward. Raises ConfigError if math-verify is not installed.
 
     Args:
@@ -88,7 +88,7 @@ def build_math(config: Config) -> Math:
         message = "Reward `math` needs the extra `math`: pip install 'megatron-grpo[math]'. Reward `accuracy` compares text without it."
         raise config_error("reward_funcs", message)
     settings = config.rewards
-    return Math(needs=needed_columns(config), row_seconds=settings.math_timeout, batch_seconds=settings.reward_timeout)
+    return MathReward(needs=needed_columns(config), row_seconds=settings.math_timeout, batch_seconds=settings.reward_timeout)
 
 
 def _prepare() -> Callable[[Any], float]:
@@ -135,7 +135,7 @@ class ChildBrokenError(Exception):
     """The child cannot start; the message is that of the child."""
 
 
-class Child:
+class Interpreter:
     """A new interpreter, started at the first request and after each death.
 
     It is not a fork, because a rank has threads, a GPU context and gigabytes of memory that a child must not inherit. It ends with its

@@ -75,7 +75,7 @@ def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
     return list(encoded["input_ids"])
 
 
-class PlainShape:
+class PlainFormat:
     """Request and response format of a generic endpoint: prompts and completions in, `rewards` out."""
 
     def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
@@ -95,7 +95,7 @@ class PlainShape:
         return [float(score) for score in (answer["rewards"] if isinstance(answer, Mapping) else answer)]
 
 
-class VllmShape:
+class VllmFormat:
     """Request and response format of vLLM's pooling routes: texts in; `data[i].probs` (classify) or `data[i].data` (pooling) out.
 
     Args:
@@ -125,7 +125,7 @@ class RemoteClassifier:
         settings: Settings of the rewards.
     """
 
-    def __init__(self, url: str, shape: PlainShape | VllmShape, settings: RewardConfig):
+    def __init__(self, url: str, shape: PlainFormat | VllmFormat, settings: RewardConfig):
         self.url, self.shape, self.settings = url, shape, settings
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
@@ -211,7 +211,7 @@ def _num_outputs(path: str) -> int:
     return AutoConfig.from_pretrained(path, trust_remote_code=False).num_labels
 
 
-def _shape(settings: RewardConfig, url: str) -> PlainShape | VllmShape:
+def _shape(settings: RewardConfig, url: str) -> PlainFormat | VllmFormat:
     """Return the format of an endpoint.
 
     vLLM's routes are recognized by name. They take text, so chats are rendered with the template of `reward_model`, if given.
@@ -219,14 +219,14 @@ def _shape(settings: RewardConfig, url: str) -> PlainShape | VllmShape:
     route = url.rstrip("/").rpartition("/")[2]
     field = {"classify": "probs", "pooling": "data"}.get(route)
     if field is None:
-        return PlainShape()
+        return PlainFormat()
     if settings.reward_model is None:
-        return VllmShape(None, field, _plain_text)
+        return VllmFormat(None, field, _plain_text)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.reward_model, trust_remote_code=False)
     longest = settings.reward_model_max_length
-    return VllmShape(settings.reward_model, field, lambda prompt, completion: conversation_ids(tokenizer, prompt, completion)[-longest:])
+    return VllmFormat(settings.reward_model, field, lambda prompt, completion: conversation_ids(tokenizer, prompt, completion)[-longest:])
 
 
 def _plain_text(prompt: Any, completion: Any) -> str:

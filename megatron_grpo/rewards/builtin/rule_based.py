@@ -13,10 +13,10 @@ from megatron_grpo.rewards.builtin.answers import alternatives, final_answer, ne
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
 if TYPE_CHECKING:
-    from megatron_grpo.rewards.builtin.math import Math
+    from megatron_grpo.rewards.builtin.math import MathReward
 
 
-class Accuracy:
+class AccuracyReward:
     """1 if the completion's final answer equals the correct one as text, else 0; None if the row has no correct answer.
 
     Args:
@@ -40,13 +40,13 @@ class Accuracy:
         return float(any(same_answer(answer_given, final_answer(answer)) for answer in answers))
 
 
-def build_accuracy(config: Config) -> Accuracy:
+def build_accuracy(config: Config) -> AccuracyReward:
     """Create the reward `accuracy`.
 
     Args:
         config: All settings.
     """
-    return Accuracy(needs=needed_columns(config), exact=config.rewards.accuracy_exact)
+    return AccuracyReward(needs=needed_columns(config), exact=config.rewards.accuracy_exact)
 
 
 def build_format(config: Config) -> Callable[..., list[float]]:
@@ -124,7 +124,7 @@ def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
     return lambda completion_ids, **columns: [min(0.0, -(len(token_ids) - (limit - ramp)) / ramp) for token_ids in completion_ids]
 
 
-class Cosine:
+class CosineReward:
     """Length-dependent reward: correct answers score higher when short, wrong ones are penalized less when long, along half a cosine.
 
     `end + (start - end) * (1 + cos(pi * min(tokens, L) / L)) / 2`, from `cosine_min_len_value_*` at length 0 to `cosine_max_len_value_*`
@@ -138,7 +138,7 @@ class Cosine:
         max_length: L, in tokens.
     """
 
-    def __init__(self, correct: Math, *, right: tuple[float, float], wrong: tuple[float, float], max_length: int):
+    def __init__(self, correct: MathReward, *, right: tuple[float, float], wrong: tuple[float, float], max_length: int):
         self.correct, self.right, self.wrong, self.max_length = correct, right, wrong, max_length
         self.needs = correct.needs
 
@@ -157,7 +157,7 @@ class Cosine:
         self.correct.close()
 
 
-def build_cosine(config: Config) -> Cosine:
+def build_cosine(config: Config) -> CosineReward:
     """Create the reward `cosine`.
 
     Args:
@@ -167,7 +167,7 @@ def build_cosine(config: Config) -> Cosine:
 
     settings = config.rewards
     max_length = config.rollout.max_completion_length if settings.cosine_max_len is None else settings.cosine_max_len
-    return Cosine(
+    return CosineReward(
         build_math(config),
         right=(settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct),
         wrong=(settings.cosine_min_len_value_wrong, settings.cosine_max_len_value_wrong),

@@ -60,7 +60,7 @@ class PolicyParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(PolicyParts):
+class RunParts(PolicyParts):
     """Custom parts of a run, and the hooks into `analysis`.
 
     Args:

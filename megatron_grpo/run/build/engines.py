@@ -223,9 +223,9 @@ def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., An
     """
     from megatron_grpo.environments.loading import end_ids_of
     from megatron_grpo.environments.rollout_func import RolloutFunc
-    from megatron_grpo.environments.rollout_func_output import Limits
+    from megatron_grpo.environments.rollout_func_output import TokenLimits
 
-    limits = Limits(
+    limits = TokenLimits(
         vocab_size=inputs.shape.vocab_size,
         max_completion_length=cfg.rollout.max_completion_length,
         max_model_len=cfg.rollout.vllm_max_model_len or max_model_len,
@@ -323,7 +323,7 @@ def build_held_teacher(
         timers: Timers of the run.
         offload: Roles of the policy that leave the device while the sampler works. If "reference" is among them, the teacher leaves too.
     """
-    from megatron_grpo.trainer.teacher import HeldTeacher
+    from megatron_grpo.trainer.teacher import LocalTeacher
 
     shape = ModelShape.from_pretrained(teacher_path)
     teacher_cfg = config_of_teacher(cfg, shape, student)
@@ -337,4 +337,4 @@ def build_held_teacher(
         min_saving_ratio=sharing_of(teacher_cfg, shape, parallel).min_saving_ratio,
     )
     leaves = cfg.grpo.offload_teacher_model or "reference" in offload
-    return HeldTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), timers, leaves=leaves)
+    return LocalTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), timers, leaves=leaves)

@@ -27,14 +27,14 @@ from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.checkpoint.fingerprints import facts_of
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.checkpoint.written import LOCK as NAME
-from megatron_grpo.checkpoint.written import Best, check_output_dir, claim, remove_run
+from megatron_grpo.checkpoint.written import BestCheckpoint, check_output_dir, claim, remove_run
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import is_greater_better, metric_of
 from megatron_grpo.config.write import write_config
 from megatron_grpo.metrics import Metrics, card
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.metrics.rollout import Completions
-from megatron_grpo.metrics.summary import DriftWatch
+from megatron_grpo.metrics.summary import LogpDifferenceMonitor
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
@@ -194,7 +194,7 @@ def open_output(plan: Plan, inputs: ValidatedInputs, parallel: ParallelState, *,
     cfg, out = plan.checked.config, Path(plan.checked.config.run.output_dir)
     checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group, print_line=print_line)
     if metric := metric_of(cfg):
-        checkpoints.best = Best(out / "checkpoints", metric, greater=is_greater_better(cfg), print_line=print_line)
+        checkpoints.best = BestCheckpoint(out / "checkpoints", metric, greater=is_greater_better(cfg), print_line=print_line)
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_rank_zero:
         if inputs.resume.wipes:
@@ -291,7 +291,7 @@ def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
     if cfg.rollout.logprob_diff_warn is None and cfg.rollout.async_rollout_depth:
         return lambda metrics: None
     bound = 0.0 if cfg.rollout.bitwise_parity else cfg.rollout.logprob_diff_warn
-    return DriftWatch(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg)).warning
+    return LogpDifferenceMonitor(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg)).warning
 
 
 def where_they_part(cfg: Config) -> str:

@@ -18,7 +18,7 @@ from megatron_grpo.config.optimizer import rank_multiple
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.zero_gradient import zero_gradient_kinds
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.planning.sharing import Sharing, decide
+from megatron_grpo.planning.sharing import PrefixSharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
 from megatron_grpo.policy.gradient_check import GradNormSpikeCheck
 from megatron_grpo.policy.hf_export import MegatronToHF
@@ -87,7 +87,7 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
     return HAVE_TE
 
 
-def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
+def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> PrefixSharing:
     """Decide whether this machine computes each shared prompt once.
 
     The main rank logs the decision if it differs from the plan's, which does not know the machine.
@@ -112,7 +112,7 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
     return sharing
 
 
-def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
+def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> PrefixSharing:
     """Decide whether to share prompts for a model on this machine, which is assumed to meet all requirements.
 
     Args:

@@ -15,7 +15,7 @@ from megatron_grpo import train
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.saving import Checkpoints
-from megatron_grpo.checkpoint.written import Best
+from megatron_grpo.checkpoint.written import BestCheckpoint
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.evaluation import describe_rules, how_evaluated, most_of, score_of
 from megatron_grpo.data.prompts import PromptStream
@@ -29,7 +29,7 @@ from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.policy.validation import sampler_problems
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightReceiver
-from megatron_grpo.run.build import AnalysisHooks, Listener, Parts
+from megatron_grpo.run.build import AnalysisHooks, Listener, RunParts
 from megatron_grpo.run.build.engines import (
     ENGINES,
     answering,
@@ -60,7 +60,7 @@ def build_run(
     inputs: ValidatedInputs,
     parallel: ParallelState,
     stop: train.StopRequest,
-    parts: Parts,
+    parts: RunParts,
 ) -> train.Run:
     """Build everything that `train.train` needs. Collective.
 
@@ -109,7 +109,7 @@ def build_run(
         raise
 
 
-def _hear(best: Best | None, listener: Listener | None, stop: train.StopRequest, step: int, numbers: Mapping[str, Any]) -> None:
+def _hear(best: BestCheckpoint | None, listener: Listener | None, stop: train.StopRequest, step: int, numbers: Mapping[str, Any]) -> None:
     """Pass the metrics of a step or an evaluation to what compares checkpoints and to the listener, which may ask for a stop."""
     if best is not None:
         best.record(step, numbers)
@@ -125,7 +125,7 @@ def put_together(
     checkpoints: Checkpoints,
     reward_manager: RewardManager,
     logger: MetricsLogger,
-    parts: Parts,
+    parts: RunParts,
 ) -> train.Run:
     """Build the parts that load models, once the output is open. Collective.
 

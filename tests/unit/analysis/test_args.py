@@ -16,7 +16,7 @@ from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
 from megatron_grpo.config.write import write_config
 from megatron_grpo.metrics.rollout import drawn_in
-from megatron_grpo.metrics.summary import DriftWatch
+from megatron_grpo.metrics.summary import LogpDifferenceMonitor
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.types import Completion, Group, Prompt, Sequence, make_completion
@@ -104,7 +104,7 @@ def test_a_table_of_a_run_that_kept_no_tokens_has_none(tmp_path):
 
 
 def test_a_drift_and_a_failed_push_say_what_to_type():
-    drift = DriftWatch(bound=1.0, dtype="float32", hint="To see: megatron-grpo mismatch out")
+    drift = LogpDifferenceMonitor(bound=1.0, dtype="float32", hint="To see: megatron-grpo mismatch out")
     assert drift.warning({"sampling/sampling_logp_difference/max": 2.0}).endswith(
         "their weights or their arithmetic differ. To see: megatron-grpo mismatch out"
     )

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.base.errors import RewardError, first_line, keep_secret, printable
 from megatron_grpo.config.servers import Address
-from megatron_grpo.rewards.builtin.endpoint import Key, UnansweredError, post_json
+from megatron_grpo.rewards.builtin.endpoint import ApiKey, UnansweredError, post_json
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import score
 from megatron_grpo.servers import wire
@@ -88,14 +88,14 @@ def test_what_a_judge_answers_shows_no_key_not_even_half_of_one():
     for length in (150, 160, 170, 180, 190, 200):
         raw = b"HTTP/1.1 401 " + ESCAPES.replace(b"\n", b"").replace(b"\r", b"") + b"\r\n\r\n" + b"z" * length + b"{token}" + b"z" * 9999
         with answers(raw) as port, pytest.raises(UnansweredError) as caught:
-            post_json(f"http://127.0.0.1:{port}", {}, deadline=time.monotonic() + 20, key=Key(TOKEN))
+            post_json(f"http://127.0.0.1:{port}", {}, deadline=time.monotonic() + 20, key=ApiKey(TOKEN))
         assert is_fit(str(caught.value), 1000) and "401" in str(caught.value) and TOKEN[:7] not in str(caught.value)
 
 
 def test_a_failing_answer_of_a_completion_is_one_line_too():
     line = b'{"key": "1", "error": "' + TOKEN.encode() + b"\\u001b[2J" + b"z" * 9999 + b'"}\n'
     keep_secret(TOKEN)
-    assert is_fit(wire.decode_line(wire.Answer, line).error, wire.LONGEST_REFUSAL + 100)
+    assert is_fit(wire.decode_line(wire.GenerateLine, line).error, wire.LONGEST_REFUSAL + 100)
 
 
 def loud(completions):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, facts
-from megatron_grpo.checkpoint.written import Best
+from megatron_grpo.checkpoint.written import BestCheckpoint
 from megatron_grpo.types import Progress
 
 
@@ -16,7 +16,7 @@ class Run:
 
     def __init__(self, path, *, greater=True, limit=2, metric="reward"):
         self.folder, self.limit, self.said = Folder(path / "checkpoints"), limit, []
-        self.best = Best(self.folder.path, metric, greater=greater, print_line=self.said.append)
+        self.best = BestCheckpoint(self.folder.path, metric, greater=greater, print_line=self.said.append)
 
     def save(self, step):
         self.folder.begin(step)

@@ -247,10 +247,10 @@ def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(mod
 
 def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
     from megatron_grpo.config.config import Config
-    from megatron_grpo.metrics.card import Card, text_of
+    from megatron_grpo.metrics.card import ModelCard, text_of
 
     for source, trusts in ((model, True), (plain, False)):
-        text = text_of(Card(kind="model", cfg=Config(), source=source), [], name="out", has_curves=False)
+        text = text_of(ModelCard(kind="model", cfg=Config(), source=source), [], name="out", has_curves=False)
         assert ('AutoTokenizer.from_pretrained("out", trust_remote_code=True)' in text) == trusts
 
 

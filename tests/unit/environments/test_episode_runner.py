@@ -10,7 +10,7 @@ import pytest
 
 from megatron_grpo.environments.episode_runner import EpisodeRunner
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError, StepOutput, as_messages, as_step_output
-from megatron_grpo.environments.workers import Workers
+from megatron_grpo.environments.workers import WorkerPool
 from megatron_grpo.rollout.engine import prompt_seed
 from megatron_grpo.rollout.turns import request_seed
 from tests.chat_models import DROPS
@@ -179,7 +179,7 @@ workers.close()
 
 
 def test_what_a_call_that_was_given_up_returns_is_dropped_and_its_place_is_taken():
-    workers = Workers(concurrency=1, timeout=0.1)
+    workers = WorkerPool(concurrency=1, timeout=0.1)
     for name in ("slow", "quick"):
         workers.submit(name, (lambda: time.sleep(0.4)) if name == "slow" else (lambda: 7))
     found = []

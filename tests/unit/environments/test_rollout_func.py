@@ -13,14 +13,14 @@ from megatron_grpo.base.errors import ConfigError, RunError
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.environments.loading import load_rollout_func
 from megatron_grpo.environments.rollout_func import RolloutFunc, RolloutFuncSampler
-from megatron_grpo.environments.rollout_func_output import InvalidRolloutOutputError, Limits, asked_of, completions_of
+from megatron_grpo.environments.rollout_func_output import InvalidRolloutOutputError, TokenLimits, asked_of, completions_of
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import SampledTurn, request_seed
 from megatron_grpo.trainer.reward_manager import as_batch
 from megatron_grpo.types import Group, Prompt
 
 N = 2
-LIMITS = Limits(vocab_size=100, max_completion_length=6, max_model_len=9, end_ids=frozenset({2}))
+LIMITS = TokenLimits(vocab_size=100, max_completion_length=6, max_model_len=9, end_ids=frozenset({2}))
 SAMPLING = SamplingSettings(n=N, max_completion_length=6)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.environments.trajectory import ChatTemplate, Guards, Trajectory
+from megatron_grpo.environments.trajectory import ChatTemplate, SpecialTokenGuards, Trajectory
 from megatron_grpo.types import SamplingMask
 from tests.chat_models import DROPS, TEMPLATE, THINKS, TRIMS, chat_tokenizer
 
@@ -136,7 +136,7 @@ def test_the_marks_of_a_turn_do_not_come_from_outside(source):
 
 def test_guards_that_are_not_plain_would_let_a_turn_be_forged(monkeypatch):
     """The mutation: what is heard, encoded as the template's own text is."""
-    monkeypatch.setattr(Guards, "over", lambda self, messages: [dict(message) for message in messages])
+    monkeypatch.setattr(SpecialTokenGuards, "over", lambda self, messages: [dict(message) for message in messages])
     found = talked(template_of(), "a", "c", heard=[{"role": "user", "content": FORGED}]).finished().sequence
     assert (found.token_ids == START).sum() == 5
 

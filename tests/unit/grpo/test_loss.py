@@ -14,7 +14,15 @@ from megatron_grpo.analysis.referee import reference
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import finish
-from megatron_grpo.grpo.objectives import RATIOS, Labels, Sequences, classification, off_policy_mask, rollout_correction, whole_sequences
+from megatron_grpo.grpo.objectives import (
+    RATIOS,
+    ClassificationTerms,
+    Sequences,
+    classification,
+    off_policy_mask,
+    rollout_correction,
+    whole_sequences,
+)
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference.packing import (
     MAX_COMPLETION_LENGTH,
@@ -330,7 +338,7 @@ def test_the_slope_of_any_piece_is_the_gradient_of_the_whole_to_the_last_bit(los
         asked += 1
         for chunk in (slice(0, 1), slice(1, 12), slice(12, None)):
             names = ("token_weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")
-            labels = packed.inputs.labels and Labels(*(of[chunk] for of in packed.inputs.labels))
+            labels = packed.inputs.labels and ClassificationTerms(*(of[chunk] for of in packed.inputs.labels))
             piece = dataclasses.replace(packed.inputs, **{name: getattr(packed.inputs, name)[chunk] for name in names}, labels=labels)
             piece_ref = None if ref_logprobs is None else ref_logprobs[chunk]
             found = loss.slope(piece, logprobs=packed.logprobs[chunk], ref_logprobs=piece_ref)

@@ -12,7 +12,7 @@ import yaml
 from megatron_grpo import __version__
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import table
-from megatron_grpo.metrics.card import Card, base_name, licence_of, public, write_card
+from megatron_grpo.metrics.card import ModelCard, base_name, licence_of, public, write_card
 from megatron_grpo.run.export import describe
 
 KEY = "sk-" + "x" * 30
@@ -32,7 +32,7 @@ def trained(**values):
 
 
 def written(run, tmp_path, kind="model", step=None, **values):
-    write_card(run / "hf", Card(kind=kind, cfg=trained(**values), source=tmp_path, run=run, step=step))
+    write_card(run / "hf", ModelCard(kind=kind, cfg=trained(**values), source=tmp_path, run=run, step=step))
     text = (run / "hf" / "README.md").read_text()
     return yaml.safe_load(text.split("---")[1]), text
 
@@ -60,7 +60,7 @@ def test_its_curves_are_those_of_the_run_up_to_the_step(run, tmp_path):
 
 
 def test_without_a_run_there_is_a_card_without_curves(tmp_path):
-    write_card(tmp_path, Card(cfg=trained(), source=tmp_path))
+    write_card(tmp_path, ModelCard(cfg=trained(), source=tmp_path))
     assert "![" not in (tmp_path / "README.md").read_text() and not (tmp_path / "training.png").exists()
 
 
@@ -107,5 +107,5 @@ def test_a_base_from_the_hubs_cache_has_its_name_there():
 
 
 def test_a_card_that_cannot_be_written_is_a_warning(run, tmp_path, caplog):
-    describe(run / "nowhere", Card(cfg=trained(), source=tmp_path))
+    describe(run / "nowhere", ModelCard(cfg=trained(), source=tmp_path))
     assert "the model card in" in caplog.text and "the run continues without it" in caplog.text

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.analysis.report import drift_of, logged_by
-from megatron_grpo.checkpoint.written import Best
+from megatron_grpo.checkpoint.written import BestCheckpoint
 from megatron_grpo.cli import main
 from megatron_grpo.config import parse
 from megatron_grpo.config.evaluation import FORMER_METRICS, in_current_metrics
@@ -58,7 +58,7 @@ def test_the_best_checkpoint_by_a_former_name_stays_the_best(tmp_path):
     for number, value in ((1, 0.5), (2, 0.25), (3, 0.75)):
         before.best.record(number, {LARGEST: value})
         before.save(number)
-    later = Best(tmp_path / "checkpoints", FORMER_METRICS[LARGEST], greater=False, print_line=lambda text: None)
+    later = BestCheckpoint(tmp_path / "checkpoints", FORMER_METRICS[LARGEST], greater=False, print_line=lambda text: None)
     later.resume(3, is_saved=True)
     assert later.step == 2
 

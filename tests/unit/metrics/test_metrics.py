@@ -185,7 +185,7 @@ def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monk
     begun = queue.Queue()
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", begun.put)
     metrics_in(tmp_path, report_to=["tensorboard"], config={"lr": 1.0}).start(Progress(step=6))
-    assert begun.get(timeout=60) == reporters.Begin(output_dir=tmp_path, config={"lr": 1.0}, first_step=7)
+    assert begun.get(timeout=60) == reporters.ReporterInit(output_dir=tmp_path, config={"lr": 1.0}, first_step=7)
 
 
 def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from megatron_grpo.base.activity import Timers
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.metrics.rollout import Completions
-from megatron_grpo.metrics.summary import DriftWatch
+from megatron_grpo.metrics.summary import LogpDifferenceMonitor
 from megatron_grpo.parallel.collectives import Node
 from megatron_grpo.types import Progress
 from tests.unit.metrics.test_metrics import rollout_of_two
@@ -180,7 +180,7 @@ def test_other_ranks_write_no_schedule(tmp_path):
 
 
 def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
-    watch = DriftWatch(bound=0.5, dtype="float32")
+    watch = LogpDifferenceMonitor(bound=0.5, dtype="float32")
     logger = journal_in(tmp_path, watches=[lambda progress, metrics: watch.warning(metrics)])
     logger.start(Progress())
     step(logger, 1, **{"sampling/sampling_logp_difference/max": 0.5})
@@ -213,12 +213,12 @@ def test_the_end_compares_what_ended_well(tmp_path, how, compares):
 
 
 def test_drift_is_said_again_when_it_has_doubled():
-    watch = DriftWatch(bound=None, dtype="float32")
+    watch = LogpDifferenceMonitor(bound=None, dtype="float32")
     said = [
         watch.warning({"sampling/sampling_logp_difference/max": value}) is not None
         for value in (1e-3, 2e-3, 3.9e-3, 4e-3, 4.1e-3, 8e-3, 8.3e-3)
     ]
     assert said == [False, True, False, False, True, False, True]
-    assert DriftWatch(bound=None, dtype="bfloat16").warning({"sampling/sampling_logp_difference/max": 0.9}) is None
-    assert DriftWatch(bound=0.0, dtype="bfloat16").warning({"loss": 1.0}) is None
-    assert DriftWatch(bound=0.0, dtype="bfloat16").warning({"sampling/sampling_logp_difference/max": 1e-9})
+    assert LogpDifferenceMonitor(bound=None, dtype="bfloat16").warning({"sampling/sampling_logp_difference/max": 0.9}) is None
+    assert LogpDifferenceMonitor(bound=0.0, dtype="bfloat16").warning({"loss": 1.0}) is None
+    assert LogpDifferenceMonitor(bound=0.0, dtype="bfloat16").warning({"sampling/sampling_logp_difference/max": 1e-9})

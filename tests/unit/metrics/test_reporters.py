@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.metrics import Metrics, report_to_problems, reporters
-from megatron_grpo.metrics.reporters import Begin, services
+from megatron_grpo.metrics.reporters import ReporterInit, services
 from megatron_grpo.types import Progress
 from tests.evaluated import evaluated
 
@@ -37,7 +37,7 @@ def two_steps(folder, *names, **settings):
 class Heard:
     """A service that remembers, in the process."""
 
-    def __init__(self, begin: Begin):
+    def __init__(self, begin: ReporterInit):
         self.told = [begin]
         Heard.latest = self
 
@@ -86,10 +86,10 @@ def test_every_so_many_steps_a_service_hears_the_means_of_those_and_at_the_end_o
 
 def test_names_come_from_the_settings_then_from_the_services_variable_then_from_output_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    assert Begin(output_dir=tmp_path, config={"project": "ours"}).project_or("WANDB_PROJECT") == "ours"
-    assert Begin(output_dir=tmp_path).project_or("WANDB_PROJECT") == "theirs"
-    assert Begin(output_dir=tmp_path).project_or("SWANLAB_PROJECT") == "megatron-grpo"
-    assert Begin(output_dir=tmp_path).name_or() == tmp_path.name
+    assert ReporterInit(output_dir=tmp_path, config={"project": "ours"}).project_or("WANDB_PROJECT") == "ours"
+    assert ReporterInit(output_dir=tmp_path).project_or("WANDB_PROJECT") == "theirs"
+    assert ReporterInit(output_dir=tmp_path).project_or("SWANLAB_PROJECT") == "megatron-grpo"
+    assert ReporterInit(output_dir=tmp_path).name_or() == tmp_path.name
 
 
 def test_all_are_those_that_are_installed_and_each_is_told_once(monkeypatch):

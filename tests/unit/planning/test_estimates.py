@@ -11,7 +11,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.planning.command import make_plan
 from megatron_grpo.planning.cost import work_of
-from megatron_grpo.planning.parameters import Tuning, layers_of_stage
+from megatron_grpo.planning.parameters import TrainableSpec, layers_of_stage
 from megatron_grpo.planning.token_counts import read_lengths
 from megatron_grpo.weights.lora import LoraSettings
 from tests.checked import check
@@ -72,7 +72,7 @@ def test_uneven_and_interleaved_stages_hold_the_layers_that_megatron_gives_them(
 
 def work(found, tokens, *, head_positions):
     checked = found.checked
-    return work_of(checked.shape, Tuning.of(checked.config, checked.shape), tokens, squares=tokens**2, head_positions=head_positions)
+    return work_of(checked.shape, TrainableSpec.of(checked.config, checked.shape), tokens, squares=tokens**2, head_positions=head_positions)
 
 
 def test_flops_by_hand(made):

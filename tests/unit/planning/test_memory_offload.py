@@ -11,8 +11,8 @@ import pytest
 from megatron_grpo.cli import main
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.command import make_plan
-from megatron_grpo.planning.memory import UNCOUNTED, Offload, decide
-from megatron_grpo.planning.parameters import Static
+from megatron_grpo.planning.memory import UNCOUNTED, OffloadPlan, decide
+from megatron_grpo.planning.parameters import StaticMemory
 from megatron_grpo.planning.report import describe_offload
 from tests.checked import check
 
@@ -39,8 +39,8 @@ def memory(tmp_path):
 
 def test_freed_and_copied_by_hand():
     sizes = dict(weights_bytes=20, adapters_bytes=3, gradients_bytes=40, optimizer_bytes=60, reference_bytes=7)
-    held = Static(num_parameters=10, num_trainable_parameters=10, **sizes)
-    both, model, optimizer, none = (Offload(model=m, optimizer=o) for m, o in ((1, 1), (1, 0), (0, 1), (0, 0)))
+    held = StaticMemory(num_parameters=10, num_trainable_parameters=10, **sizes)
+    both, model, optimizer, none = (OffloadPlan(model=m, optimizer=o) for m, o in ((1, 1), (1, 0), (0, 1), (0, 0)))
     assert [one.freed(held) for one in (both, model, optimizer, none)] == [held.total(), 70, 60, 0]
     assert [one.freed(held, during_push=True) for one in (both, model, optimizer, none)] == [107, 47, 60, 0], "the weights are pushed"
     assert [one.copied(held) for one in (both, model, optimizer, none)] == [90, 30, 60, 0], "gradients come back as zeros"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.batching.batch_sizes import BatchSizes, size_problems
-from megatron_grpo.batching.sizes import Model
+from megatron_grpo.batching.sizes import SizeModel
 from megatron_grpo.cli import main
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
@@ -74,7 +74,7 @@ def argv_of(values: dict) -> list[str]:
 def problems_of(values: dict):
     parsed = parse(argv_of(values), dialects=DIALECTS)
     assert not parsed.problems
-    return size_problems(parsed.config, Model(num_layers=values.get("layers"), num_experts=values.get("experts"))), parsed.config
+    return size_problems(parsed.config, SizeModel(num_layers=values.get("layers"), num_experts=values.get("experts"))), parsed.config
 
 
 def optional(*values):

@@ -11,7 +11,7 @@ import torch
 
 from megatron_grpo.policy import attention
 from megatron_grpo.policy import packed_batch as stream_module
-from megatron_grpo.policy.kernels import Rotation
+from megatron_grpo.policy.kernels import RotaryFactors
 from megatron_grpo.policy.packed_batch import held_tokens, packed_stream
 from megatron_grpo.types import Segment
 
@@ -199,7 +199,7 @@ def test_fused_attention_is_transformer_engines_where_it_can_be_and_the_same_fun
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(total, 1, heads, 16, generator=draw).to(getattr(torch, dtype)) for heads in (4, 2, 2))
     angles = torch.arange(total, dtype=torch.float32)[:, None] * 0.1 * torch.ones(8)
-    packed = dataclasses.replace(packed, rotations=(Rotation.of(angles),))
+    packed = dataclasses.replace(packed, rotations=(RotaryFactors.of(angles),))
     mine, theirs = (each(q, k, v, None, packed_seq_params=packed).float() for each in (one, other))
     assert len(OfTransformerEngine.calls) == calls and mine.shape == theirs.shape
     seen = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + s.length) for s in found]))  # what padding says nobody reads

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from megatron_grpo.config.config import RewardConfig
-from megatron_grpo.rewards.builtin.code import Code
+from megatron_grpo.rewards.builtin.code import CodeReward
 from megatron_grpo.rewards.builtin.sandbox import run_program
 from megatron_grpo.rewards.protocol import RowFailure
 
@@ -272,7 +272,7 @@ def test_a_program_finds_no_right_answer_in_its_process():
 
 def code(program, tests, **columns):
     """What the reward gives a program."""
-    reward = Code(RewardConfig(code_timeout=10, code_memory_mb=512, code_num_workers=1, reward_timeout=60), landlock="must")
+    reward = CodeReward(RewardConfig(code_timeout=10, code_memory_mb=512, code_num_workers=1, reward_timeout=60), landlock="must")
     return reward([f"```python\n{program}\n```"], tests=[tests], **{name: [value] for name, value in columns.items()})[0]
 
 

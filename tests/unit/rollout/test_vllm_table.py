@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_weight_layout import Copy, Place, Table, TensorForm, Unit, _Seen
+from megatron_grpo.rollout.vllm_weight_layout import CopyTable, ModuleWeights, TensorCopy, TensorForm, TensorView, _Seen
 
 ROWS = (2, 3)
 
@@ -27,7 +27,7 @@ def pack(module):
 
 
 def rows(first):
-    return Place(ROWS, (3, 1), 3 * first)
+    return TensorView(ROWS, (3, 1), 3 * first)
 
 
 @pytest.fixture
@@ -39,13 +39,14 @@ def layer():
 def table(layer):
     """up and gate are rows 0 to 3 of `both`, row 4 is padding; `packed` is made of two halves of one tensor, in the other order."""
     form = TensorForm((4, 3), (3, 1), torch.float32)
-    whole = Unit(module=layer, loaded={"both": TensorForm.of(layer.both)}, live={"both": TensorForm.of(layer.both)}, packed=frozenset(),
-                 padding=[("both", Place((1, 3), (3, 1), 12), 7.0)], num_copies=2)  # fmt: skip
-    packed = Unit(module=layer, loaded={"kept_packed": form}, live={"kept_packed": TensorForm.of(layer.kept_packed)},
+    whole = ModuleWeights(module=layer, loaded={"both": TensorForm.of(layer.both)}, live={"both": TensorForm.of(layer.both)},
+    packed=frozenset(),
+                 padding=[("both", TensorView((1, 3), (3, 1), 12), 7.0)], num_copies=2)  # fmt: skip
+    packed = ModuleWeights(module=layer, loaded={"kept_packed": form}, live={"kept_packed": TensorForm.of(layer.kept_packed)},
                   packed=frozenset({"kept_packed"}), padding=[], num_copies=2)  # fmt: skip
-    halves = [Copy(1, "kept_packed", rows(0), rows(2)), Copy(1, "kept_packed", rows(2), rows(0))]
-    copies = {"gate": [Copy(0, "both", rows(0), None)], "up": [Copy(0, "both", rows(2), None)], "halves": halves, "unused": []}
-    return Table([whole, packed], {name: tuple(tensor.shape) for name, tensor in tensors().items()}, copies)
+    halves = [TensorCopy(1, "kept_packed", rows(0), rows(2)), TensorCopy(1, "kept_packed", rows(2), rows(0))]
+    copies = {"gate": [TensorCopy(0, "both", rows(0), None)], "up": [TensorCopy(0, "both", rows(2), None)], "halves": halves, "unused": []}
+    return CopyTable([whole, packed], {name: tuple(tensor.shape) for name, tensor in tensors().items()}, copies)
 
 
 def tensors():
@@ -103,5 +104,5 @@ def test_a_weight_must_be_covered_once_and_wholly():
 
     assert covered(rows(0), rows(2))
     assert not covered(rows(0)) and not covered(rows(0), rows(1)) and not covered(rows(0), rows(2), rows(1))
-    columns = Place((4, 1), (3, 1), 0)
-    assert covered(columns, Place((4, 2), (3, 1), 1)) and not covered(columns, Place((4, 1), (3, 1), 2))
+    columns = TensorView((4, 1), (3, 1), 0)
+    assert covered(columns, TensorView((4, 2), (3, 1), 1)) and not covered(columns, TensorView((4, 1), (3, 1), 2))

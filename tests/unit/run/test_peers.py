@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_grpo.run.peers import Peers, Process, _stat
-from megatron_grpo.run.watchdog import Pulse, Watchdog
+from megatron_grpo.run.watchdog import Heartbeat, Watchdog
 
 GLOO = RuntimeError("[pair.cc:525] Connection closed by peer [127.0.0.1]:1")
 
@@ -85,14 +85,14 @@ def test_a_rank_that_is_stopped_is_named_where_a_collective_waited_longer_than_i
     peers, _ = job
     store = dist.PrefixStore("watchdog", peers._store)
     for rank in (1, 2):
-        store.set(f"pulse/{rank}", json.dumps(asdict(Pulse(beat=3))))
+        store.set(f"pulse/{rank}", json.dumps(asdict(Heartbeat(beat=3))))
     watchdog = Watchdog(store, rank=0, processes=[*peers.processes, peers.processes[1]], timeout=60.0, output_dir=tmp_path,
                         wait_for_all=lambda: None, leaves=lambda rank: None)  # fmt: skip
     ended = threading.Event()
 
     def beat():
         while not ended.wait(0.05):
-            store.set("pulse/2", json.dumps(asdict(Pulse(beat=time.monotonic_ns()))))
+            store.set("pulse/2", json.dumps(asdict(Heartbeat(beat=time.monotonic_ns()))))
 
     watchdog.period = 0.3  # with a timeout as short as that it would end this process
     threading.Thread(target=beat, daemon=True).start()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.run import signals
-from megatron_grpo.run.limits import Limit, StopReason
+from megatron_grpo.run.limits import StopReason, TimeLimit
 from megatron_grpo.run.signals import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -185,7 +185,7 @@ def test_a_signal_to_one_rank_reaches_the_others_without_a_collective(two_ranks)
 
 
 def test_a_limit_of_time_asks_as_a_signal_does(two_ranks):
-    ours, _ = two_ranks(limits=[Limit(time.monotonic() + 1.0, "stop_after_minutes (1)")])
+    ours, _ = two_ranks(limits=[TimeLimit(time.monotonic() + 1.0, "stop_after_minutes (1)")])
     assert not ours.should_cancel()
     until(ours.should_cancel)
     assert ours.asked == StopReason("stop_after_minutes (1)", is_time=True) and ours.is_requested(lambda flag: flag)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.run import hung
 from megatron_grpo.run.hung import RankReport, culprits, verdict
-from megatron_grpo.run.watchdog import Age, Alarms, Pulse
+from megatron_grpo.run.watchdog import HangDetector, Heartbeat, TimeSinceChange
 from tests.ranks import run_ranks
 
 
@@ -28,7 +28,7 @@ class Hours:
 
 def test_seconds_in_which_this_process_did_not_live_are_not_counted():
     clock = Hours()
-    age = Age(5.0, clock)
+    age = TimeSinceChange(5.0, clock)
     age.look("x")
     clock.now += 3.0
     assert age.look("x") == 3.0
@@ -41,7 +41,7 @@ def test_seconds_in_which_this_process_did_not_live_are_not_counted():
 def job():
     """(alarms of a rank with a timeout of 100 s and periods of 10, what turns its clock by a period and looks)."""
     clock = Hours()
-    alarms = Alarms(100.0, 10.0, clock)
+    alarms = HangDetector(100.0, 10.0, clock)
 
     def period(*, moves=0, moving=0, is_alone=False, pause=0.0, neighbour=None):
         clock.now += 10.0
@@ -62,14 +62,14 @@ def periods_until(period, most=60, **what):
 
 def test_a_neighbour_whose_pulse_stands_still_is_silent_and_one_that_has_left_is_not(job):
     _, period = job
-    assert periods_until(period, moves=int, moving=int, neighbour=Pulse(beat=3)) == (12, "silent")
-    assert periods_until(period, moves=int, moving=int, neighbour=Pulse(beat=4, has_left=True)) is None
-    assert periods_until(period, moves=int, moving=int, neighbour=lambda number: Pulse(beat=5 + number)) is None
+    assert periods_until(period, moves=int, moving=int, neighbour=Heartbeat(beat=3)) == (12, "silent")
+    assert periods_until(period, moves=int, moving=int, neighbour=Heartbeat(beat=4, has_left=True)) is None
+    assert periods_until(period, moves=int, moving=int, neighbour=lambda number: Heartbeat(beat=5 + number)) is None
 
 
 def test_a_neighbour_is_silent_for_as_long_as_its_reward_may_take(job):
     _, period = job
-    assert periods_until(period, moves=int, moving=int, neighbour=Pulse(beat=3, pause=200.0)) == (32, "silent")
+    assert periods_until(period, moves=int, moving=int, neighbour=Heartbeat(beat=3, pause=200.0)) == (32, "silent")
 
 
 def test_a_rank_that_waits_for_nobody_is_stuck_though_others_move(job):
@@ -91,7 +91,7 @@ def test_a_rank_that_moves_is_no_alarm_however_slow(job):
 
 def test_a_rank_vouches_while_it_moves_or_its_phase_may_stand_still():
     clock = Hours()
-    alarms = Alarms(100.0, 10.0, clock)
+    alarms = HangDetector(100.0, 10.0, clock)
     said = []
     for moves, pause in [(1, 0), (2, 0), (2, 0), (2, 25), (2, 25), (3, 0)]:
         said.append(alarms.is_moving(moves, pause))

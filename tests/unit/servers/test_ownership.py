@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.servers.serve_state import Ownership, RequestRefusedError
-from megatron_grpo.servers.wire import LEASE_SECONDS, Claim
+from megatron_grpo.servers.wire import LEASE_SECONDS, ClaimRequest
 
 
 class Clock:
@@ -26,7 +26,7 @@ def own(clock):
 
 
 def pushed(own: Ownership, incarnation: str = "1", version: int = 3) -> None:
-    own.claim(Claim(run="mine", incarnation=incarnation))
+    own.claim(ClaimRequest(run="mine", incarnation=incarnation))
     own.end_update(own.begin_update(keeps_base=False), version, is_base=True)
 
 
@@ -43,14 +43,14 @@ def test_another_run_is_refused_by_the_owners_name_until_the_lease_is_over(own, 
     pushed(own)
     clock.now += LEASE_SECONDS - 1
     with pytest.raises(RequestRefusedError, match=r"run 'mine' owns this server \(last request 59 s ago; it is released 60 s after that\)"):
-        own.claim(Claim(run="other", incarnation="9"))
+        own.claim(ClaimRequest(run="other", incarnation="9"))
     own.require("1")  # heard of: the lease begins again
     clock.now += LEASE_SECONDS - 1
     with pytest.raises(RequestRefusedError):
-        own.claim(Claim(run="other", incarnation="9"))
+        own.claim(ClaimRequest(run="other", incarnation="9"))
     clock.now += 1
     assert own.owner is None
-    assert own.claim(Claim(run="other", incarnation="9"))
+    assert own.claim(ClaimRequest(run="other", incarnation="9"))
     assert own.owner == "other" and own.version is None and not own.has_base
     with pytest.raises(RequestRefusedError, match="belongs to run 'other'"):
         own.require("1")
@@ -66,19 +66,19 @@ def test_a_lease_that_is_over_and_that_nobody_took_is_the_owners_again(own, cloc
 def test_the_same_run_takes_over_from_its_earlier_process_at_once_and_never_back(own):
     pushed(own, "2026-a")
     before = own.weight_epoch
-    assert own.claim(Claim(run="mine", incarnation="2026-b"))
+    assert own.claim(ClaimRequest(run="mine", incarnation="2026-b"))
     assert own.version is None and own.weight_epoch != before
     with pytest.raises(RequestRefusedError, match="belongs to run 'mine'"):
         own.require("2026-a")
     with pytest.raises(RequestRefusedError, match="a later process of run 'mine' owns this server"):
-        own.claim(Claim(run="mine", incarnation="2026-a"))
+        own.claim(ClaimRequest(run="mine", incarnation="2026-a"))
     own.require("2026-b")
 
 
 def test_a_claim_again_changes_nothing(own):
     pushed(own)
     before = own.weight_epoch
-    assert not own.claim(Claim(run="mine", incarnation="1"))
+    assert not own.claim(ClaimRequest(run="mine", incarnation="1"))
     assert own.version == 3 and own.has_base and own.weight_epoch == before
 
 
@@ -104,7 +104,7 @@ def test_a_push_that_fails_leaves_no_version_and_an_adapter_that_fails_leaves_th
 
 
 def test_a_base_makes_no_version_before_its_adapter(own):
-    own.claim(Claim(run="mine", incarnation="1"))
+    own.claim(ClaimRequest(run="mine", incarnation="1"))
     own.end_update(own.begin_update(keeps_base=False), None, is_base=True)
     assert own.version is None and own.has_base
     own.end_update(own.begin_update(keeps_base=True), 7, is_base=True)
@@ -116,7 +116,7 @@ def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(o
     pushed(own)
     weight_epoch = own.begin_update(keeps_base=False)
     if change == "claim":
-        own.claim(Claim(run="mine", incarnation="2"))
+        own.claim(ClaimRequest(run="mine", incarnation="2"))
     elif change == "release":
         own.release("1")
     else:
@@ -132,7 +132,7 @@ def test_a_released_server_goes_to_the_first_claim_and_holds_nothing(own):
         own.release("2")
     own.release("1")
     assert own.owner is None and own.version is None
-    assert own.claim(Claim(run="other", incarnation="0"))
+    assert own.claim(ClaimRequest(run="other", incarnation="0"))
 
 
 def test_a_stream_that_is_read_keeps_the_server_and_one_of_an_earlier_tenure_does_not(own, clock):

@@ -100,7 +100,7 @@ def test_nobody_there_in_time_ends_the_run_with_their_names(fleet_of):
 
 def test_a_server_of_another_run_is_an_error_at_the_start_and_passed_over_later(opened, fleet_of):
     free, taken = opened(SmallServer()), opened(SmallServer())
-    taken.claim = wire.Claim(run="theirs", incarnation="x")
+    taken.claim = wire.ClaimRequest(run="theirs", incarnation="x")
     with pytest.raises(ConfigError, match="run 'theirs' owns this server"):
         fleet_of(free, taken).gather()
     servers = [free]
@@ -319,7 +319,7 @@ def test_a_server_without_the_weights_is_not_asked_again_and_nobody_died(opened,
 def test_an_error_of_a_prompt_ends_the_question_with_its_sentence(opened, fleet_of):
     def lines(server, body):
         for request in body.requests:
-            yield wire.encode_line(wire.Answer(key="7", error="too long") if request.key == "7" else answer(request, body.version))
+            yield wire.encode_line(wire.GenerateLine(key="7", error="too long") if request.key == "7" else answer(request, body.version))
 
     servers = [opened(SmallServer(lines)) for _ in range(2)]
     found, asked = fleet_of(*servers), question(30)

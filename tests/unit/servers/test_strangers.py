@@ -100,7 +100,7 @@ def test_a_thousand_idle_connections_keep_nobody_out_and_fill_no_log(server):
             idle[-1].sendall(b"GET /state HTTP/1.1\r\nHost: ")
         if number % OPEN_FILES == OPEN_FILES - 1:
             assert server.ask("GET", "/state", incarnation="")[0] in (200, 409)
-    assert server.ask("POST", "/claim", wire.Claim(run="mine", incarnation="1"))[0] == 200
+    assert server.ask("POST", "/claim", wire.ClaimRequest(run="mine", incarnation="1"))[0] == 200
     assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 2 * serve_lifecycle.STRANGERS + 50
     assert server.log.stat().st_size < 5000, server.log.read_text()[:5000]
     for one in idle:
@@ -137,10 +137,10 @@ def test_without_the_token_one_answer_is_all_and_a_head_has_an_end(server):
 
 
 def test_a_member_of_a_link_waits_for_no_longer_than_a_server_can_be_kept(server):
-    assert server.ask("POST", "/claim", wire.Claim(run="mine", incarnation="1"))[0] == 200
+    assert server.ask("POST", "/claim", wire.ClaimRequest(run="mine", incarnation="1"))[0] == 200
     join = {"address": "127.0.0.1", "port": 1, "first_rank": 1, "world": 2, "name": "a link"}
     for wrong in ({"seconds": 1e12}, {"seconds": -1.0}, {"seconds": 1.0, "world": 10**12}, {"seconds": 1.0, "first_rank": 5}):
-        status, said = server.ask("POST", "/join", wire.Join(**{**join, **wrong}))
+        status, said = server.ask("POST", "/join", wire.JoinRequest(**{**join, **wrong}))
         assert status == 400 and b"Join.seconds" in said
-    assert server.ask("POST", "/claim", wire.Claim(run="mine", incarnation="2"))[0] == 200
-    assert server.ask("POST", "/join", wire.Join(**join, seconds=0.01), incarnation="2")[0] == 200
+    assert server.ask("POST", "/claim", wire.ClaimRequest(run="mine", incarnation="2"))[0] == 200
+    assert server.ask("POST", "/join", wire.JoinRequest(**join, seconds=0.01), incarnation="2")[0] == 200

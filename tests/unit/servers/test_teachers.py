@@ -27,7 +27,7 @@ FROZEN = dict(is_frozen=True, vocabulary="words", vocab_size=100, fingerprint="l
 
 
 def scored(place, logprobs):
-    return wire.encode_line(wire.Scored(place=place, logprobs=np.array(logprobs, np.float32)))
+    return wire.encode_line(wire.LogprobsLine(place=place, logprobs=np.array(logprobs, np.float32)))
 
 
 def told(server, body):

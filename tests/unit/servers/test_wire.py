@@ -24,9 +24,9 @@ _VALUES = {
     dict: st.dictionaries(_texts, _small | _texts | st.none(), max_size=3),
 }  # fmt: skip
 BODIES = (
-    wire.Claim, wire.Nothing, wire.Join, wire.WeightUpdateRequest, wire.AdapterUpdateRequest,
-    wire.Generate, wire.Score, wire.ScoreResponse, wire.State,
-    wire.PromptLogprobs,
+    wire.ClaimRequest, wire.EmptyBody, wire.JoinRequest, wire.WeightUpdateRequest, wire.AdapterUpdateRequest,
+    wire.GenerateRequest, wire.ScoreRequest, wire.ScoreResponse, wire.ServerState,
+    wire.PromptLogprobsRequest,
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_every_field_is_looked_at(cls):
 ])  # fmt: skip
 def test_what_is_no_body_is_refused_by_a_sentence(body, says):
     with pytest.raises(wire.MalformedMessageError, match=says):
-        wire.decode(wire.Score, body)
+        wire.decode(wire.ScoreRequest, body)
 
 
 def test_a_body_that_nests_without_end_is_no_json():
@@ -94,12 +94,12 @@ def test_a_body_that_nests_without_end_is_no_json():
 
 def test_an_unknown_field_inside_a_request_is_refused_by_its_name():
     request = wire.Request(key="1", ids=(4,), seed=0, n=1, max_tokens=2)
-    form = json.loads(wire.encode(wire.Generate(version=1, sampling=wire.Sampling(), requests=(request, request))))
+    form = json.loads(wire.encode(wire.GenerateRequest(version=1, sampling=wire.Sampling(), requests=(request, request))))
     form["requests"][1]["sounds"] = []
     with pytest.raises(wire.MalformedMessageError, match=r"unknown field `sounds` - at `\$.requests\[1\]`"):
-        wire.decode(wire.Generate, json.dumps(form))
+        wire.decode(wire.GenerateRequest, json.dumps(form))
     with pytest.raises(wire.MalformedMessageError, match=r"unknown field `n` - at `\$.sampling`"):
-        wire.decode(wire.Generate, json.dumps({**form, "requests": [], "sampling": {"n": 4}}))
+        wire.decode(wire.GenerateRequest, json.dumps({**form, "requests": [], "sampling": {"n": 4}}))
 
 
 def _same(one: wire.SampledCompletion, other: wire.SampledCompletion) -> bool:
@@ -131,22 +131,22 @@ def _drawn(draw):
 @given(_texts, st.lists(_drawn(), max_size=3))
 @settings(max_examples=60, deadline=None)
 def test_an_answer_is_one_line_and_keeps_every_bit(key, drawn):
-    line = wire.encode_line(wire.Answer(key=key, completions=tuple(drawn)))
+    line = wire.encode_line(wire.GenerateLine(key=key, completions=tuple(drawn)))
     assert line.count(b"\n") == 1
-    answer = wire.decode_line(wire.Answer, line)
+    answer = wire.decode_line(wire.GenerateLine, line)
     assert answer.key == key and answer.error is None and len(answer.completions) == len(drawn)
     assert all(_same(a, b) for a, b in zip(drawn, answer.completions, strict=True))
 
 
 def test_lines_that_are_no_answers():
-    assert wire.decode_line(wire.Answer, b"\n") is None
-    assert wire.decode_line(wire.Answer, wire.encode_line(wire.Answer(key="3", error="too long"))).error == "too long"
-    whole = wire.encode_line(wire.Answer(key="3"))
+    assert wire.decode_line(wire.GenerateLine, b"\n") is None
+    assert wire.decode_line(wire.GenerateLine, wire.encode_line(wire.GenerateLine(key="3", error="too long"))).error == "too long"
+    whole = wire.encode_line(wire.GenerateLine(key="3"))
     drawn = wire.SampledCompletion(
         tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), text="", reason="stop", versions=(),
         sampling_mask=SamplingMask(np.array([0, 2]), np.array([5, 6], np.int32)),
     )  # fmt: skip
-    right = wire.encode_line(wire.Answer(key="3", completions=(drawn,)))
+    right = wire.encode_line(wire.GenerateLine(key="3", completions=(drawn,)))
     at, two, one = (base64.b64encode(np.array(at, np.int64)) for at in ([0, 2], [0, 1, 2], [0, 1]))
     short = right.replace(b'"logprobs":"AAAAAA=="', b'"logprobs":""')
     shorter, shortest = right.replace(at, two), right.replace(at, one)
@@ -155,7 +155,7 @@ def test_lines_that_are_no_answers():
                        (shortest, "sampling mask of 2 IDs for 1 tokens, 1 by its counts, for 1 tokens"),
                        (short, "0 log-probs for 1 tokens"), (b"{}\n", "missing required field `key`")):  # fmt: skip
         with pytest.raises(wire.MalformedMessageError, match=says):
-            wire.decode_line(wire.Answer, line)
+            wire.decode_line(wire.GenerateLine, line)
 
 
 def test_the_sentence_of_a_refusal_and_what_another_program_says():

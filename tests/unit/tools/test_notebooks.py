@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.metrics import Metrics, registry
-from megatron_grpo.metrics.evaluations import Evaluated
+from megatron_grpo.metrics.evaluations import EvaluationResult
 from megatron_grpo.types import Progress
 
 jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed (pip install 'megatron-grpo[dev]')")
@@ -28,7 +28,7 @@ def evaluated(scores, completions):
         "dataset_row": [*rows], "generation": [0] * len(rows), "prompt": [f"{row}+1=" for row in rows], "completion": completions,
         "rewards/correct": [*map(float, scores[:, 0])],
     }  # fmt: skip
-    return Evaluated(
+    return EvaluationResult(
         name="eval", n=1, temperature=0.0, score="correct", question="q", rows=rows, scores=scores, pass_threshold=1.0, table=table
     )
 

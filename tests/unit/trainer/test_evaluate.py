@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.config.evaluation import SUM, HowEvaluated, describe_rules, how_evaluated, most_of, score_of, sets_of
+from megatron_grpo.config.evaluation import SUM, EvalSampling, describe_rules, how_evaluated, most_of, score_of, sets_of
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.metrics.evaluations import describe
 from megatron_grpo.rewards.protocol import RewardFunction
@@ -47,7 +47,7 @@ def evaluator(engine=None, **sets):
     reward_manager = RewardManager(
         [RewardFunction(name="words", function=words, timeout=60.0), RewardFunction(name="right", function=right, timeout=60.0)]
     )
-    sampling = sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0))
+    sampling = sampling_of(TRAINING, EvalSampling(n=4, temperature=1.0))
     return Evaluator(EvaluationSpec(sets=sets, sampling=sampling, score="right"), engine or ScriptedEngine(answer), reward_manager)
 
 
@@ -88,10 +88,10 @@ def test_every_evaluation_meets_the_same_random_numbers_and_none_of_them_is_trai
 
 
 def test_held_out_prompts_are_drawn_as_trainings_but_for_number_and_temperature():
-    assert sampling_of(TRAINING, HowEvaluated(n=4, temperature=0.5)) == SamplingSettings(
+    assert sampling_of(TRAINING, EvalSampling(n=4, temperature=0.5)) == SamplingSettings(
         n=4, max_completion_length=8, temperature=0.5, top_p=0.8, stop=("END",)
     )
-    greedy = sampling_of(TRAINING, HowEvaluated(n=1, temperature=0.0))
+    greedy = sampling_of(TRAINING, EvalSampling(n=1, temperature=0.0))
     assert (greedy.n, greedy.temperature, greedy.top_p, greedy.stop) == (1, 0.0, 1.0, ("END",))
 
 
@@ -103,7 +103,7 @@ def test_what_is_paired_asked_the_same():
         evaluator(b=prompts(3)).question.digest("b"),
         EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
         EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
-        EvaluationSpec(sets=asks.sets, sampling=sampling_of(TRAINING, HowEvaluated(n=8, temperature=1.0)), score="right").digest("a"),
+        EvaluationSpec(sets=asks.sets, sampling=sampling_of(TRAINING, EvalSampling(n=8, temperature=1.0)), score="right").digest("a"),
         *(replace(asks, episodes=describe_rules(resolve(words.split()))).digest("a") for words in
           ("--tools a.py:f", "--tools a.py:f --max_turns 3", "--environment b.py:C", "--rollout_func c.py:g")),
     }  # fmt: skip
@@ -124,7 +124,7 @@ def test_what_is_paired_asked_the_same():
 )
 def test_how_many_are_drawn_and_how(words, sets, n, temperature):
     cfg = resolve(["--temperature", "0.7", *words.split()])
-    assert sets_of(cfg) == sets and how_evaluated(cfg) == HowEvaluated(n=n, temperature=temperature)
+    assert sets_of(cfg) == sets and how_evaluated(cfg) == EvalSampling(n=n, temperature=temperature)
 
 
 def test_the_score_is_named_by_its_function_or_as_it_stands_in_reward_funcs():
@@ -154,7 +154,7 @@ def test_of_several_rewards_the_sum_counts_as_it_trains_and_each_is_told():
     reward_manager = RewardManager([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
                    RewardFunction(name="task", function=of_the_task, timeout=60.0)], [0.5, 2.0])  # fmt: skip
     question = EvaluationSpec(
-        sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
+        sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
     )
     [found] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
     told = found.numbers()
