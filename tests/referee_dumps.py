@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import re
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -52,9 +56,8 @@ def trainer_class(faults: dict[str, tuple[str, str]]) -> type:
             width = input_ids.shape[1] - 1
             return [None if one is None else one[rows][:, :width] for one in found]
 
-    made = {"GRPOTrainer": spoiled(OfRows, faults) if faults else OfRows}
-    source = hook_of("trl").replace("from trl import GRPOTrainer\n", "")
-    exec(source, made)
+    made = {"Base": spoiled(OfRows, faults) if faults else OfRows}
+    exec(hook_of("trl").replace("trl.GRPOTrainer", "Base"), made)
     return made["DumpingGRPOTrainer"]
 
 
@@ -94,4 +97,260 @@ def trl_dump(folder: Path, seed: int, *, micro_batches: int = 1, faults=None, re
     return folder / "referee"
 
 
-__all__ = ["MAX_COMPLETION_LENGTH"]
+# ---- writers of the others: what their code does, stated again; the hooks of the pages write the files ------------------------------
+
+
+def batch_of(seed: int, rows: int = 16) -> dict[str, torch.Tensor]:
+    """Padded tensors of a random batch, and rewards."""
+    completions = random_batch(seed, rows, share_on_policy=0.0)
+    width = MAX_COMPLETION_LENGTH
+    found: dict[str, torch.Tensor] = {}
+    for name in ("mask", "logp", "old_logp", "ref_logp", "sampler_logp"):
+        full = torch.zeros(rows, width)
+        for i, c in enumerate(completions):
+            values = getattr(c, name).detach().float()
+            full[i, : len(values)] = torch.where(values.isnan(), c.old_logp.float(), values)
+        found[name] = full
+    found["mask"][:, 0] = 1.0
+    found["length"] = torch.tensor([len(c.mask) for c in completions])
+    found["rewards"] = torch.tensor(np.random.default_rng([seed, 3]).normal(size=rows).round(2), dtype=torch.float32)
+    return found
+
+
+def ppo(logp, old, advantages, low=0.2, high=0.2, dual=None, *, wrong=""):
+    """-min(r A, clip(r) A), and with `dual` at most -dual A where A < 0: verl's and slime's policy loss."""
+    r = torch.exp(logp - old)
+    pick = torch.minimum if wrong == "clip" else torch.maximum
+    loss = pick(-r * advantages, -r.clamp(1 - low, 1 + high) * advantages)
+    return loss if dual is None else torch.where(advantages < 0, torch.minimum(-dual * advantages, loss), loss)
+
+
+def fake(name: str, **members) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(members)
+    return module
+
+
+def modules(**named) -> dict[str, ModuleType]:
+    """Modules by dotted name ("a__b" is a.b), with every parent."""
+    found: dict[str, ModuleType] = {}
+    for name, members in named.items():
+        parts = name.split("__")
+        for end in range(1, len(parts) + 1):
+            dotted = ".".join(parts[:end])
+            module = found.setdefault(dotted, fake(dotted, __path__=[]))
+            if end > 1:
+                setattr(found[".".join(parts[: end - 1])], parts[end - 1], module)
+        vars(found[".".join(parts)]).update(members)
+    return found
+
+
+def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False) -> Path:
+    """volcengine/verl b178a3c, verl/workers/actor/dp_actor.py (update_policy) and verl/trainer/ppo/core_algos.py (agg_loss, GRPO)."""
+    b, uid = batch_of(seed), np.array([f"u{i // G}" for i in range(16)])
+    grouped = b["rewards"].view(-1, G)
+    std = grouped.std(dim=1, unbiased=wrong != "n", keepdim=True) + 1e-6
+    scores = ((grouped - grouped.mean(dim=1, keepdim=True)) / std).view(-1, 1)
+    data = {
+        "response_mask": b["mask"], "advantages": scores * b["mask"], "old_log_probs": b["old_logp"], "ref_log_prob": b["ref_logp"],
+        "token_level_scores": torch.zeros_like(b["mask"]).index_fill_(1, torch.tensor([0]), 1.0) * b["rewards"][:, None],
+    }  # fmt: skip
+    if correction:
+        rho = torch.exp(b["old_logp"] - b["sampler_logp"])
+        if wrong == "side":
+            rho = 1 / rho
+        data |= {"rollout_log_probs": b["sampler_logp"], "rollout_is_weights": rho.clamp(max=2.0) * b["mask"]}
+
+    def agg(loss, mask):
+        if wrong == "padding":
+            return loss.mul(mask).mean()
+        if mode == "token-mean" and wrong != "length":
+            return (loss * mask).sum() / mask.sum()
+        if mode == "seq-mean-token-sum-norm":
+            return (loss * mask).sum(-1).sum() / mask.shape[-1]
+        tokens = (loss * mask).sum(-1) / (1.0 if mode == "seq-mean-token-sum" else mask.sum(-1))
+        return tokens.mean()
+
+    def vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        old = log_prob.detach() if wrong == "stale" else old_log_prob
+        loss = ppo(log_prob, old, advantages, dual=None if wrong == "dual" else 3.0, wrong=wrong)
+        loss = loss if rollout_is_weights is None else loss * rollout_is_weights ** (2 if wrong == "twice" else 1)
+        return agg(loss, response_mask), {}
+
+    class DataParallelPPOActor:
+        def update_policy(self, data):
+            for first in range(0, 16, micro_rows):
+                at = slice(first, first + micro_rows)
+                log_prob = b["logp"][at].clone().requires_grad_()
+                given = {name: data.batch[name][at] for name in ("advantages", "response_mask")}
+                given["old_log_prob"] = data.batch["old_log_probs"][at]
+                weights = data.batch.get("rollout_is_weights")
+                loss, _ = dp_actor.get_policy_loss_fn("vanilla")(
+                    log_prob=log_prob, loss_agg_mode=mode, config=None, rollout_is_weights=None if weights is None else weights[at], **given
+                )
+                (loss * micro_rows / 16).backward()
+            self._optimizer_step()
+
+        def _optimizer_step(self):
+            pass
+
+    made = modules(verl={"__version__": "0.8.0.dev"}, verl__workers__actor__dp_actor={
+        "DataParallelPPOActor": DataParallelPPOActor, "get_policy_loss_fn": lambda mode: vanilla})  # fmt: skip
+    dp_actor = made["verl.workers.actor.dp_actor"]
+    run_hook("verl", made, folder)
+    DataParallelPPOActor().update_policy(SimpleNamespace(batch=data, non_tensor_batch={"uid": uid.astype(object)}))
+    return folder
+
+
+def run_hook(system: str, made: dict[str, ModuleType], folder: Path) -> dict:
+    """Run the program of a page with these modules."""
+    folder.mkdir(parents=True, exist_ok=True)
+    space: dict = {}
+    one = {"get_rank": lambda: 0, "get_world_size": lambda: 1}
+    with mock.patch.dict(sys.modules, made):
+        exec(hook_of(system), space)
+    space["os"] = SimpleNamespace(environ={"REFEREE_DUMP": str(folder)}, makedirs=os.makedirs)
+    space["torch"] = fake("torch", **{n: getattr(torch, n) for n in ("is_tensor", "autograd", "cat")}, distributed=SimpleNamespace(**one))
+    return space
+
+
+def slime_dump(folder: Path, seed: int, *, per_token=False, wrong="", kl=0.0) -> Path:
+    """THUDM/slime 624b824, slime/backends/megatron_utils/loss.py (policy_loss_function), slime/utils/ppo_utils.py."""
+    b = batch_of(seed)
+    lengths = b["length"].tolist()
+    advantages = slime_advantages(b, wrong)
+
+    def cut(x, at):
+        return [x[i, : lengths[i]] for i in at]
+
+    def score(logits):
+        return None, {"log_probs": logits}
+
+    def policy_loss_function(args, batch, logits, sum_of_sample_mean):
+        logps = loss_module.get_log_probs_and_entropy(logits)[1]["log_probs"]
+        logp, old, ref = (torch.cat(list(x)) for x in (logps, batch["log_probs"], batch["ref_log_probs"]))
+        loss = ppo(logp, logp.detach() if wrong == "stale" else old, torch.cat(batch["advantages"]), wrong=wrong)
+        total = sum_of_sample_mean(loss)
+        if kl:
+            d = ref - logp if wrong != "kl side" else logp - ref
+            total = total + kl * sum_of_sample_mean(d.exp() - 1 - d if wrong != "k2" else d * d / 2)
+        return total, {}
+
+    made = modules(
+        megatron__core={"mpu": SimpleNamespace(get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1)},
+        slime__backends__megatron_utils__loss={"get_log_probs_and_entropy": score, "policy_loss_function": policy_loss_function},
+        slime__backends__megatron_utils__model={"train_one_step": None},
+    )  # fmt: skip
+    loss_module, model = (made[f"slime.backends.megatron_utils.{name}"] for name in ("loss", "model"))
+
+    def train_one_step():
+        for first in range(0, 16, 4):
+            at = range(first, first + 4)
+            names = {"loss_masks": "mask", "log_probs": "old_logp", "ref_log_probs": "ref_logp", "rollout_log_probs": "sampler_logp"}
+            batch = {name: cut(b[key], at) for name, key in names.items()} | {"response_lengths": [lengths[i] for i in at]}
+            batch["advantages"] = [torch.full((lengths[i],), float(advantages[i])) for i in at]
+            logits = [x.clone().requires_grad_() for x in cut(b["logp"], at)]
+
+            def reducer(x, batch=batch):
+                parts = [(one, m) for one, m in zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)]
+                if wrong == "mask":
+                    return sum((one * m).sum() / len(m) for one, m in parts)
+                return sum((one * m).sum() / (1 if per_token else m.sum()) for one, m in parts)
+
+            space["dumping_loss"](None, batch, logits, reducer)
+
+    model.train_one_step = train_one_step
+    with mock.patch("importlib.metadata.version", lambda name: "0.3.1"):
+        space = run_hook("slime", made, folder)
+        model.train_one_step()
+    return folder
+
+
+def slime_advantages(b, wrong=""):
+    """slime/ray/rollout.py, _post_process_rewards."""
+    grouped = b["rewards"].view(-1, G)
+    std = grouped.std(dim=-1, keepdim=True, unbiased=wrong != "n")
+    centred = grouped - (grouped.mean(dim=-1, keepdim=True) if wrong != "group" else grouped.mean())
+    return (centred / (std + 1e-6)).flatten()
+
+
+def slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
+    """THUDM/slime 624b824, slime/observability/train_data_utils.py (_build_dump_payload)."""
+    b = batch_of(seed)
+    advantages, lengths = slime_advantages(b, wrong), b["length"].tolist()
+    samples = [
+        {"data_parallel_rank": i % 2, "rollout_position": i, "tokens": torch.arange(lengths[i] + 2), "response_lengths": lengths[i],
+         "loss_masks": b["mask"][i, : lengths[i]].int(), "advantages": torch.full((lengths[i],), float(advantages[i])),
+         "log_probs": b["old_logp"][i, : lengths[i]], "rollout_log_probs": b["sampler_logp"][i, : lengths[i]], "truncated": 0}
+        for i in range(16)
+    ]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    payload = {
+        "format_version": version,
+        "rollout_id": 7,
+        "rank": 0,
+        "samples": samples,
+        "dp_shards": [],
+        "raw_reward": b["rewards"].tolist(),
+    }
+    torch.save(payload, folder / "train_7.pt")
+    return folder / "train_7.pt"
+
+
+def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0, overlong=False, mode=None) -> Path:
+    """modelscope/ms-swift 3602360, swift/megatron/trainers/grpo_trainer.py (loss_func)."""
+    b = batch_of(seed)
+    advantages = torch.randn(16, 1, generator=torch.Generator().manual_seed(seed)).expand(-1, b["mask"].shape[1])
+    truncated = b["length"] == b["length"].max()
+
+    class MegatronGRPOTrainer:
+        args, _step = SimpleNamespace(output_dir=str(folder)), 3
+
+        def loss_func(self, output_tensor, data):
+            g = data["grpo_batch"]
+            mask, logps = g.completion_mask.clone(), output_tensor
+            if overlong and wrong != "truncated":
+                mask[g.truncated_mask] = 0.0
+            loss = ppo(logps, g.old_per_token_logps, g.advantages, wrong=wrong)
+            if beta:
+                d = (g.ref_per_token_logps - logps).clamp(-20, 20)
+                loss = loss + (-beta if wrong == "kl" else beta) * (d.exp() - d - 1)
+            if mode is not None:
+                log_rho = (g.old_per_token_logps - g.rollout_per_token_logps).clamp(-20, 20)
+                means = (log_rho * g.completion_mask).sum(-1) / g.completion_mask.sum(-1)
+                rho = log_rho.exp()
+                weights = {"token_truncate": rho.clamp(max=2.0), "sequence_mask": rho * (means.exp() <= 2.0)[:, None]}[mode]
+                loss = loss * weights ** {"twice": 2, "none": 0}.get(wrong, 1)
+            if loss_type == "dapo" and wrong != "micro":
+                return (loss * mask).sum() / g.num_items_in_batch, {}
+            if loss_type == "bnpo" or wrong in ("token mean", "micro"):
+                return (loss * mask).sum() / mask.sum(), {}
+            return ((loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean(), {}
+
+    made = modules(
+        megatron__core={"mpu": SimpleNamespace(get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1)},
+        swift={"__version__": "4.6.0.dev0"}, swift__megatron__trainers__grpo_trainer={"MegatronGRPOTrainer": MegatronGRPOTrainer},
+    )  # fmt: skip
+    run_hook("swift", made, folder)
+    for first in range(0, 16, 4):
+        at = slice(first, first + 4)
+        batch = SimpleNamespace(
+            completion_mask=b["mask"][at], truncated_mask=truncated[at], advantages=advantages[at], old_per_token_logps=b["old_logp"][at],
+            ref_per_token_logps=b["ref_logp"][at], rollout_per_token_logps=b["sampler_logp"][at], num_items_in_batch=b["mask"].sum(),
+        )  # fmt: skip
+        MegatronGRPOTrainer().loss_func(b["logp"][at].clone().requires_grad_(), {"grpo_batch": batch})
+    return folder / "referee"
+
+
+def swift_completions(folder: Path, seed: int, *, wrong="") -> Path:
+    """modelscope/ms-swift 3602360, rollout_mixin.py and grpo_trainer.py (_build_log_table), swift/rl_core/advantage.py."""
+    b = batch_of(seed)
+    grouped = b["rewards"].view(-1, G)
+    advantages = (
+        (grouped - grouped.mean(dim=1, keepdim=True)) / (grouped.std(dim=1, unbiased=wrong != "n", keepdim=True) + 1e-4)
+    ).flatten()
+    table = {"gen_step": [2] * 16, "prompt": ["p"] * 16, "completion": ["c"] * 16, "accuracy": b["rewards"].tolist()}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "completions.jsonl"
+    path.write_text(json.dumps(table | {"advantages": advantages.tolist()}) + "\n")
+    return path

@@ -84,6 +84,7 @@ def _divided_by(count: Callable[[DumpedRow, DumpedMicroBatch], float]) -> Weight
 WEIGHTS = {
     "grpo": "length bias: each completion is divided by its own length",
     "dapo": "a mean over all tokens, instead of a mean over completions",
+    "bnpo": "a mean over the tokens of each micro-batch, instead of a mean over completions",
     "dr_grpo": "a sum over tokens divided by max_completion_length",
     "sequence_sum": "a sum over the tokens of each completion, divided by no length",
 }
@@ -95,7 +96,7 @@ def _unmasked(c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
 
 def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
     """Yield causes in the token weights and in the rows that count."""
-    same = {"grpo": ROW_MEANS, "dapo": TOKEN_MEANS, "dr_grpo": ("dr_grpo",), "sequence_sum": ("sequence_sum", "luspo")}
+    same = {"grpo": ROW_MEANS, "dapo": TOKEN_MEANS, "bnpo": TOKEN_MEANS, "dr_grpo": ("dr_grpo",), "sequence_sum": ("sequence_sum", "luspo")}
     if s.overlong_filter:
         yield Change(cause="truncated rows kept: overlong_filter is not applied", settings={"overlong_filter": False})
     else:

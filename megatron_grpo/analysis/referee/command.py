@@ -53,7 +53,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
                      f"{s.num_generations}), so that its advantages are not recomputed. Dump all ranks of a whole rollout.")  # fmt: skip
     first = next((one for one in found if one.has_parted), None)
     result = {
-        "source": dump.source, "step": dump.step, "rows": len(dump.rows), "micro_batches": len(dump.micro_batches), "ranks": dump.ranks,
+        "source": dump.source, "step": dump.step, "rows": len(dump.rollout), "micro_batches": len(dump.micro_batches), "ranks": dump.ranks,
         "findings": [asdict(one) | {"parts": one.has_parted} for one in found], "first": first and first.quantity,
         "cause": first and first.cause, "lacks": lacks,
     }  # fmt: skip
@@ -116,7 +116,7 @@ def report_lines(dump: Dump, found: Sequence[Finding], lacks: Sequence[str]) -> 
         lacks: What the dump lacks, and how to add it.
     """
     where = "" if dump.step is None else f", step {dump.step}"
-    lines = [f"{dump.source}{where}: {len(dump.rows)} rows, {len(dump.micro_batches)} micro-batches, {dump.ranks} ranks.", ""]
+    lines = [f"{dump.source}{where}: {len(dump.rollout)} rows, {len(dump.micro_batches)} micro-batches, {dump.ranks} ranks.", ""]
     lines_of = [("quantity", "theirs", "ours", "factor", "rows", "cause")]
     for one in found:
         factor = "-" if one.factor is None else f"{one.factor:.6g}"

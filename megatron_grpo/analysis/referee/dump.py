@@ -94,6 +94,7 @@ class Dump:
         dtype: dtype in which the system computed the loss.
         num_tokens: Tokens that the system counted in the step; None if it does not count them.
         lacks: What the dump lacks, and how to add it.
+        scored: The same rows as the system scored them, if it dumps them apart from the micro-batches; empty if not.
     """
 
     source: str
@@ -109,6 +110,12 @@ class Dump:
     dtype: str = "float32"
     num_tokens: float | None = None
     lacks: Sequence[str] = field(default=())
+    scored: Sequence[DumpedRow] = field(default=())
+
+    @property
+    def rollout(self) -> Sequence[DumpedRow]:
+        """Rows with rewards and corrections."""
+        return self.scored or self.rows
 
 
 def require_version(path: Path, found: str, supported: str) -> None:

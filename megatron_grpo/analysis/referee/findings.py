@@ -141,9 +141,9 @@ def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Seq
 
 
 def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
-    order = sorted((i for i, row in enumerate(dump.rows) if row.rewards is not None and row.advantage is not None),
-                   key=lambda i: dump.rows[i].position)  # fmt: skip
-    rows = [dump.rows[i] for i in order]
+    order = sorted((i for i, row in enumerate(dump.rollout) if row.rewards is not None and row.advantage is not None),
+                   key=lambda i: dump.rollout[i].position)  # fmt: skip
+    rows = [dump.rollout[i] for i in order]
     if not rows or incomplete_groups(dump, s):
         return
     theirs, ours = np.array([row.advantage for row in rows]), advantages(rows, s, epsilon=dump.epsilon)
@@ -174,7 +174,7 @@ def _each(values: np.ndarray) -> list[np.ndarray]:
 
 def incomplete_groups(dump: Dump, s: Any) -> bool:
     """Return whether the dump contains a part of a group only, so that its advantages cannot be recomputed."""
-    groups = [row.group for row in dump.rows if row.rewards is not None]
+    groups = [row.group for row in dump.rollout if row.rewards is not None]
     return any(groups.count(group) < s.num_generations for group in set(groups))
 
 
@@ -203,16 +203,16 @@ def _old_logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
 
 
 def _correction(dump: Dump, s: Any) -> Iterator[Finding]:
-    order = [i for i, row in enumerate(dump.rows) if row.correction is not None and row.sampler is not None and row.mask.any()]
+    order = [i for i, row in enumerate(dump.rollout) if row.correction is not None and row.sampler is not None and row.mask.any()]
     if not order or s.rollout_importance_sampling_mode == "none":
         return
 
     def factors(change: Change = Change(), power: float = 1.0) -> list[np.ndarray]:  # noqa: B008 - frozen
         settings = change.apply(s)
-        made = [change.row(replace(_completion(dump.rows[i], Change()), correction=None), dump.rows[i]) for i in order]
-        return [reference.rollout_importance(c, settings).value ** power * dump.rows[i].mask for c, i in zip(made, order, strict=True)]
+        made = [change.row(replace(_completion(dump.rollout[i], Change()), correction=None), dump.rollout[i]) for i in order]
+        return [reference.rollout_importance(c, settings).value ** power * dump.rollout[i].mask for c, i in zip(made, order, strict=True)]
 
-    theirs = [dump.rows[i].correction * dump.rows[i].mask for i in order]
+    theirs = [dump.rollout[i].correction * dump.rollout[i].mask for i in order]
     ours = factors()
     unbounded = Change(
         cause="the correction for the sampler is not bounded",
@@ -342,7 +342,7 @@ def evaluate(dump: Dump, s: Any, change: Change = Change()) -> Evaluated:  # noq
 
 def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
     """Loss and gradient. A cause has to reproduce both."""
-    if not dump.micro_batches or any(row.logp is None for row in dump.rows):
+    if not dump.micro_batches or not dump.rows or any(row.logp is None for row in dump.rows):
         return
     if not dump.has_kl:
         s = Change(settings={"beta": 0.0, "entropy_coef": 0.0}).apply(s)

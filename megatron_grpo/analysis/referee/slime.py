@@ -1,0 +1,77 @@
+"""Reads dumps of slime: the file of `--save-debug-train-data`, and the arrays of the hook in docs/referee_slime.md.
+
+Sources: THUDM/slime 0.3.1 (624b824), slime/observability/train_data_utils.py (`_build_dump_payload`, format 2) and
+slime/backends/megatron_utils/loss.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, files_of_step, require_version, rows_of
+from megatron_grpo.base.errors import config_error
+
+VERSION, FORMAT = "slime 0.3.", 2
+NAMES = {
+    "mask": "loss_masks", "advantage": "advantages", "logp": "logps", "old": "log_probs", "ref": "ref_log_probs",
+    "sampler": "rollout_log_probs", "entropy": "entropy", "gradient": "gradient",
+}  # fmt: skip
+LACKS = "The file has neither loss nor gradient. For these use the hook of docs/referee_slime.md."
+
+
+def read(path: Path, step: int | None, s: Any) -> Dump:
+    """Read a dump.
+
+    Args:
+        path: A file of --save-debug-train-data (.pt), a file of the hook, or its directory.
+        step: Step to read; None for the last.
+        s: Settings.
+    """
+    if path.suffix == ".pt":
+        return _of_train_data(path, s)
+    files = files_of_step(path, step)
+    number, tokens = sum(len(arrays["lengths"]) for arrays in files), sum(float(arrays["loss_masks"].sum()) for arrays in files)
+    rows: list[DumpedRow] = []
+    micro_batches: list[DumpedMicroBatch] = []
+    for arrays in files:
+        require_version(path, str(arrays["system"]), VERSION)
+        rows += rows_of(arrays, NAMES, micro_batch=len(micro_batches))
+        mine = len(arrays["lengths"])
+        counted = tokens * mine / number  # slime sums: over tokens, or over means of samples
+        scale = 1 / counted if s.loss_type == "dapo" else 1 / mine
+        loss = None if s.entropy_coef else float(arrays["loss"]) * scale  # its bonus is a mean of samples' means
+        micro_batches.append(DumpedMicroBatch(loss=loss, tokens=counted, width=int(arrays["lengths"].max()), scale=scale))
+    first = files[0]
+    return Dump(
+        source=str(first["system"]), rows=rows, micro_batches=micro_batches, ranks=int(first["ranks"]), step=int(first["step"]),
+        epsilon=1e-6, dtype=str(first["dtype"]),
+        lacks=["The hook has no rewards. --save-debug-train-data has the advantages: run the command on it too."],
+    )  # fmt: skip
+
+
+def _of_train_data(path: Path, s: Any) -> Dump:
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - torch.load raises various exceptions for a foreign file
+        raise config_error("referee", f"referee: {path} cannot be read ({type(error).__name__}: {error}).") from None
+    if not isinstance(found, dict) or found.get("format_version") != FORMAT:
+        version = found.get("format_version") if isinstance(found, dict) else None
+        raise config_error("referee", f"referee: {path} has format_version {version}. This version reads {FORMAT} of {VERSION}x.")
+    rows = []
+    for i, sample in enumerate(found["samples"]):
+        place, length = int(sample.get("rollout_position", i)), int(sample["response_lengths"])
+        arrays: dict[str, Any] = {
+            name: np.asarray(sample[key], dtype=np.float64) for name, key in NAMES.items() if sample.get(key) is not None
+        }
+        advantages = arrays.pop("advantage")[arrays["mask"] > 0]
+        rows.append(DumpedRow(
+            **arrays, length=length, group=str(place // s.num_generations), position=place,
+            rewards=[float(found["raw_reward"][place])], advantage=float(advantages[0]) if len(advantages) else None,
+            is_truncated=bool(sample.get("truncated", False)), tokens=np.asarray(sample["tokens"]),
+        ))  # fmt: skip
+    return Dump(source=f"{VERSION}x {path.name}", rows=rows, step=found["rollout_id"], epsilon=1e-6, lacks=[LACKS])

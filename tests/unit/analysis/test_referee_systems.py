@@ -1,0 +1,90 @@
+# ruff: noqa: E501 - one case a line
+"""The referee reads dumps of verl, slime and Megatron-SWIFT: sound ones raise nothing, faults in the writers are named first."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+
+import pytest
+
+from tests import referee_dumps as dumps
+
+
+def referee(*argv) -> tuple[int, dict]:
+    from megatron_grpo import cli
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        code = cli.main(["referee", *map(str, argv), "--json"])
+    text = out.getvalue()
+    return code, json.loads(text) if code in (0, 3) else {"said": text}
+
+
+VERL = ["--of", "verl", "actor_rollout_ref.rollout.n=4"]
+SLIME = ["--of", "slime", "--n-samples-per-prompt", "4"]
+SWIFT = ["--of", "swift", "--num_generations", "4"]
+IS = [*VERL, "algorithm.rollout_correction.rollout_is=token"]
+# (writer, its settings, command line): sound, and for each fault the quantity and words of the cause
+CASES = {
+    "verl": (dumps.verl_dump, {}, VERL, {
+        "n": ("advantages", "n instead of n - 1"), "length": ("loss", "length bias"), "padding": ("loss", "padding"),
+        "stale": ("loss", "staleness ignored"), "clip": ("loss", "clip on the wrong side"), "dual": ("loss", "delta")}),
+    "verl, rows": (dumps.verl_dump, {"mode": "seq-mean-token-mean"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], {}),
+    "verl, sums": (dumps.verl_dump, {"mode": "seq-mean-token-sum"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], {}),
+    "verl, norm": (dumps.verl_dump, {"mode": "seq-mean-token-sum-norm"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], {}),
+    "verl, correction": (dumps.verl_dump, {"correction": True}, IS, {
+        "twice": ("loss", "applied twice"), "side": ("correction", "wrong side")}),
+    "slime": (dumps.slime_dump, {}, SLIME, {"mask": ("loss", "masked tokens counted"), "stale": ("loss", "staleness"), "clip": ("loss", "clip")}),
+    "slime, tokens": (dumps.slime_dump, {"per_token": True}, [*SLIME, "--calculate-per-token-loss"], {"stale": ("loss", "staleness")}),
+    "slime, KL": (dumps.slime_dump, {"kl": 0.1}, [*SLIME, "--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3"], {
+        "kl side": ("loss", "exchanged"), "k2": ("loss", "k2 instead of k3")}),
+    "slime, file": (dumps.slime_train_data, {}, SLIME, {"n": ("advantages", "n instead of n - 1")}),
+    "swift": (dumps.swift_dump, {}, [*SWIFT, "--beta", "0"], {"token mean": ("loss", "a mean over the tokens of each micro-batch"), "clip": ("loss", "clip")}),
+    "swift, dapo": (dumps.swift_dump, {"loss_type": "dapo"}, [*SWIFT, "--beta", "0", "--loss_type", "dapo"], {"micro": ("loss", "micro-batch means")}),
+    "swift, bnpo": (dumps.swift_dump, {"loss_type": "bnpo"}, [*SWIFT, "--beta", "0", "--loss_type", "bnpo"], {}),
+    "swift, KL": (dumps.swift_dump, {"beta": 0.1}, [*SWIFT, "--beta", "0.1"], {"kl": ("loss", "KL of the wrong sign")}),
+    "swift, overlong": (dumps.swift_dump, {"overlong": True}, [*SWIFT, "--beta", "0", "--overlong_filter", "true"], {
+        "truncated": ("loss", "truncated rows kept")}),
+    "swift, correction": (dumps.swift_dump, {"mode": "token_truncate"}, [*SWIFT, "--beta", "0", "--rollout_importance_sampling_mode",
+        "token_truncate"], {"twice": ("loss", "applied twice"), "none": ("loss", "is not applied")}),
+    "swift, sequence mask": (dumps.swift_dump, {"mode": "sequence_mask"}, [*SWIFT, "--beta", "0", "--rollout_importance_sampling_mode",
+        "sequence_mask"], {"twice": ("loss", "applied twice")}),
+    "swift, log": (dumps.swift_completions, {}, SWIFT, {"n": ("advantages", "n instead of n - 1")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sound_dumps_raise_nothing(name, tmp_path):
+    write, settings, argv, _ = CASES[name]
+    for seed in range(3):
+        code, told = referee(write(tmp_path / str(seed), seed, **settings), *argv)
+        assert code == 0 and told["findings"], (seed, told)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, (*_, faults) in CASES.items() for wrong in faults])
+def test_a_fault_is_named_first(name, wrong, tmp_path):
+    write, settings, argv, faults = CASES[name]
+    code, told = referee(write(tmp_path, 3, wrong=wrong, **settings), *argv)
+    assert code == 3 and told["first"] == faults[wrong][0] and faults[wrong][1] in told["cause"], told
+
+
+def test_files_of_other_versions_are_refused_by_name(tmp_path):
+    path = dumps.slime_train_data(tmp_path, 0, version=1)
+    code, told = referee(path, *SLIME)
+    assert code == 2 and "has format_version 1. This version reads 2" in told["said"]
+    folder = dumps.verl_dump(tmp_path / "verl", 0)
+    code, told = referee(folder, "--of", "swift")
+    assert code == 2 and "was written by verl 0.8.0.dev. This version reads swift 4.6." in told["said"]
+
+
+@pytest.mark.parametrize("system", ["trl", "verl", "slime", "swift"])
+def test_a_hook_has_at_most_20_lines(system):
+    assert len([line for line in dumps.hook_of(system).splitlines() if line and line != "# fmt: off"]) <= 20
+
+
+def test_what_a_dump_lacks_is_said_with_the_remedy(tmp_path):
+    (tmp_path / "1.jsonl").write_text(json.dumps({"input": "p", "output": "c", "gts": None, "score": 1.0, "step": 1}) + "\n")
+    code, told = referee(tmp_path / "1.jsonl", "--of", "verl")
+    assert code == 0 and not told["findings"] and re.search(r"use the hook of docs/referee_verl.md", " ".join(told["lacks"]))
