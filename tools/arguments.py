@@ -79,9 +79,9 @@ def defaults(theirs: str, ours: str) -> str:
 
 
 def counts(system: str) -> tuple[int, int, int]:
-    """Return the numbers of arguments that are translated, set aside and refused."""
+    """Return the numbers of arguments that are translated, ignored and refused."""
     kinds = [what.partition(":")[0].split(" (")[0] for _, _, what, _ in rows(system)]
-    refused, aside = kinds.count("refused"), kinds.count("set aside")
+    refused, aside = kinds.count("refused"), kinds.count("ignored")
     return len(kinds) - refused - aside, aside, refused
 
 
@@ -96,7 +96,7 @@ def page(system: str) -> str:
     lines = [
         f"# Arguments of {title}",
         "",
-        f"{translated + aside + refused} arguments of {theirs(file)[0]}: {translated} are translated, {aside} are set aside, {refused} are "
+        f"{translated + aside + refused} arguments of {theirs(file)[0]}: {translated} are translated, {aside} are ignored, {refused} are "
         f"refused. Use them with `--dialect {system}`, on the command line or in a file.",
     ]
     section = None

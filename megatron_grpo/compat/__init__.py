@@ -1,6 +1,6 @@
 """Dialects: the settings of other systems (TRL, verl, SkyRL, slime, Megatron-SWIFT, ...), translated into settings of this package.
 
-Batch sizes are computed as products of the other system's flags; every other name is translated, refused, or set aside.
+Batch sizes are computed as products of the other system's flags; every other name is translated, refused, or ignored.
 """
 
 from __future__ import annotations

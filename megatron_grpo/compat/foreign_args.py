@@ -69,7 +69,7 @@ class OtherTaskError(InvalidValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignArg:
-    """A name of another system: translated (`native` or `read`), refused (`lacks`), or set aside as without effect (neither).
+    """A name of another system: translated (`native` or `read`), refused (`lacks`), or ignored because it has no effect (neither).
 
     Args:
         native: Native setting with the same meaning.
@@ -79,7 +79,7 @@ class ForeignArg:
         off: Values that ask for nothing.
         instead: Remedies in the sentence: a setting, or a setting and its value (`vllm_mode server`).
         hint: Remedy for a user who typed the name without the dialect.
-        why: Subject of a name that is set aside.
+        why: Subject of an ignored name.
         is_task: Whether the name asks for another task, so that no other problem needs to be reported.
         is_label: Whether training does not depend on it. It is left out if a script does not determine its value.
     """
@@ -108,7 +108,7 @@ class ForeignArg:
             exceptions = [f"`{word}`" for word in refused_words] + [f"`{remedy}` is given" for remedy in self.instead]
             unless = f" (unless {' or '.join(exceptions)})" if exceptions else ""
             return f"refused{unless}: {self.lacks}"
-        return f"set aside: {self.why or NOTHING}"
+        return f"ignored: {self.why or NOTHING}"
 
     def refuses(self, words: Sequence[str], args: Mapping[str, Sequence[str]]) -> bool:
         """Return whether these words ask for something unsupported.
