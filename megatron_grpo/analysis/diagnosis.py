@@ -133,7 +133,7 @@ def diagnose(
 
 def _weights(weights: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"POISON: the weight {name} is not finite ({description})." for name, description in list(weights["not_finite"].items())[:SHOWN]
+        f"FAULT: the weight {name} is not finite ({description})." for name, description in list(weights["not_finite"].items())[:SHOWN]
     ]
     if num_more := len(weights["not_finite"]) - SHOWN:
         lines += [f"and {num_more} more weights."] if num_more > 0 else []
@@ -147,11 +147,11 @@ def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None, *, has_bad_
     of_rows = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
     backward_only = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
     for row in of_rows[:SHOWN]:
-        lines.append(f"POISON: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
+        lines.append(f"FAULT: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
                      + ("finite." if len(of_rows) == 1 and not backward_only else "examined row by row above."))  # fmt: skip
     for row in backward_only[:SHOWN]:
         location = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
-        lines.append(f"POISON: {_name(row)}: its values are finite and its gradient is not{location}.")
+        lines.append(f"FAULT: {_name(row)}: its values are finite and its gradient is not{location}.")
     return lines
 
 
@@ -202,7 +202,7 @@ def _bits(step_dump: StepDump) -> list[str]:
         for (first, a), (second, b) in zip(of_label, of_label[1:]):
             if a.nbytes != b.nbytes or (a == b).all():
                 continue
-            lines.append(f"POISON: {name} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
+            lines.append(f"FAULT: {name} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
     return lines
 
 

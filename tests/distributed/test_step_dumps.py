@@ -63,7 +63,7 @@ def test_an_advantage_that_is_no_number_is_named_by_a_replay_on_one_rank(dense, 
     assert ranks[0][1] == "its gradient is not finite" and any("megatron-grpo replay" in line for line in ranks[0][0])
     assert told["weights"]["same"] == told["weights"]["tensors"] == told["weights"]["recorded"] > 20
     [meta] = told["verdict"]
-    assert meta.startswith("POISON: row 5 of rollout 1 (prompt 2): its advantages are not finite")
+    assert meta.startswith("FAULT: row 5 of rollout 1 (prompt 2): its advantages are not finite")
     assert [row["key"] for row in told["rows"] if row["what"]] == [[1, 5]] and len(told["rows"]) == cases.NUM_ROWS
     assert not [one for one in tmp_path.iterdir() if "partial" in one.name]
 
@@ -150,7 +150,7 @@ def test_a_step_dump_of_an_earlier_version_is_replayed(step_dump, tmp_path):
     (path / "capsule.json").write_text(json.dumps(facts))
     (path / "step_dump.json").unlink()
     [(code, told)] = run_ranks(kept.replayed, 1, path, "--json", "true", timeout=120)
-    assert code == 0 and told["verdict"][0].startswith("POISON: row 5 of rollout 0")
+    assert code == 0 and told["verdict"][0].startswith("FAULT: row 5 of rollout 0")
 
 
 def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batches, tmp_path):
@@ -182,7 +182,7 @@ def test_a_weight_that_became_infinite_is_named(dense, batches, tmp_path):
     _, [path], [(_, told)] = run(dense, batches, tmp_path, {TP: 2}, spoil=spoil)
     assert path.name == "step_000002_not_finite"
     assert list(told["weights"]["not_finite"]) == ["model.layers.0.mlp.down_proj.weight"]
-    assert told["verdict"][0].startswith("POISON: the weight model.layers.0.mlp.down_proj.weight is not finite (1 of its ")
+    assert told["verdict"][0].startswith("FAULT: the weight model.layers.0.mlp.down_proj.weight is not finite (1 of its ")
     assert "inf" in told["verdict"][0] and told["weights"]["same"] == told["weights"]["tensors"]
 
 
