@@ -18,15 +18,15 @@ OFTEN = 10**9
 TIMEOUT = 20  # seconds of --reward_timeout
 # How it answers, how often, and what the run must say; None where the run must not notice.
 RUDE: dict[str, tuple[str, int, str | None]] = {
-    "is overloaded for a moment": ("503", 3, None),
-    "asks for patience": ("429", 3, None),
+    "is overloaded briefly": ("503", 3, None),
+    "responds with 429": ("429", 3, None),
     "drops connections": ("drop", 3, None),
     "is slow": ("slow", 3, None),
-    "answers a word": ("word", OFTEN, "llm_judge.*no `Score"),
-    "answers a page": ("page", OFTEN, "llm_judge.*not JSON"),
-    "wants another key": ("401", OFTEN, "llm_judge.*401"),
-    "sends on to another host": ("302", OFTEN, "Redirects are not followed"),
-    "answers without end": ("endless", OFTEN, "more than 4 MiB"),
+    "answers without a score": ("word", OFTEN, "llm_judge.*no `Score"),
+    "answers with an HTML page": ("page", OFTEN, "llm_judge.*not JSON"),
+    "rejects the key": ("401", OFTEN, "llm_judge.*401"),
+    "redirects to another host": ("302", OFTEN, "Redirects are not followed"),
+    "sends an endless response": ("endless", OFTEN, "more than 4 MiB"),
     "never answers": ("silent", OFTEN, "llm_judge.*timed out"),
     "dies": ("die", 1, "llm_judge.*cannot be reached"),
 }

@@ -127,17 +127,21 @@ def of_the_machine() -> Iterator[Fault]:
     yield Fault("disk/no right to write", SENTENCE, not_allowed)
     yield Fault("disk/files of at most 200 kB", SENTENCE, limited("ulimit -f 200"))
     yield Fault("disk/64 open files", SENTENCE, limited("ulimit -n 64"))
-    yield Fault("memory/2 GB of addresses", SENTENCE, limited("ulimit -v 2000000", "no memory, or no thread"))
+    yield Fault("memory/address space of 2 GB", SENTENCE, limited("ulimit -v 2000000", "no memory, or no thread"))
     for moment in ("building the model", "sampling", "training", "writing a checkpoint"):
-        yield Fault(f"memory/no more, {moment}", "an error that names the cause, or the results of an undisturbed run", starved(moment))
+        yield Fault(
+            f"memory/limit at the current size, {moment}",
+            "an error that names the cause, or the results of an undisturbed run",
+            starved(moment),
+        )
     for moment in ("building the model", "training", "writing a checkpoint"):
-        yield Fault(f"memory/none, {moment}", SENTENCE, raised(moment, "MemoryError"))
+        yield Fault(f"memory/allocation fails, {moment}", SENTENCE, raised(moment, "MemoryError"))
         yield Fault(f"disk/input or output error, {moment}", SENTENCE, raised(moment, "OSError"))
 
 
 def of_surroundings() -> Iterator[Fault]:
-    yield Fault("clock/an hour back", UNMOVED, clock(-3600))
-    yield Fault("clock/a day on", UNMOVED, clock(86400))
+    yield Fault("clock/one hour back", UNMOVED, clock(-3600))
+    yield Fault("clock/one day ahead", UNMOVED, clock(86400))
     for name, env in {"no HOME": {"HOME": "/nowhere"}, "locale C": {"LC_ALL": "C"}, "no terminal": {"TERM": "dumb"}}.items():  # fmt: skip
         yield Fault(f"environment/{name}", UNMOVED, environment(env))
     yield Fault("environment/four threads", "ends without error; not bit for bit, because threads add in another order", more_threads)

@@ -18,11 +18,11 @@ MOMENTS = {
     "reading the data set": ("megatron_grpo.data.prompts:open_stream", 1),
     "joining the other ranks": ("megatron_grpo.parallel.state:start", 1),
     "building the model": ("megatron_grpo.run.lifecycle:build_run", 1),
-    "first push": ("megatron_grpo.trainer.weight_sync:sync", 1),
-    "push between steps": ("megatron_grpo.trainer.weight_sync:sync", 3),
+    "first weight sync": ("megatron_grpo.trainer.weight_sync:sync", 1),
+    "weight sync between steps": ("megatron_grpo.trainer.weight_sync:sync", 3),
     "first rollout": ("megatron_grpo.rollout.scripted:ScriptedEngine.generate", 1),
     "sampling": ("megatron_grpo.rollout.scripted:ScriptedEngine.generate", 3),
-    "judging": ("megatron_grpo.trainer.reward_manager:RewardManager.__call__", 3),
+    "scoring rewards": ("megatron_grpo.trainer.reward_manager:RewardManager.__call__", 3),
     "old log-probs": ("megatron_grpo.trainer.sample_buffer:SampleBuffer.with_old_logprobs", 4),
     "training, first step": (TRAIN_STEP, 1),
     "training": (TRAIN_STEP, 5),
@@ -46,7 +46,7 @@ MOMENTS_OF_RANK_0 = {
 ASYNC = ("--async_save", "true")
 
 # Moments from which a stop can be heard.
-POLITE = ["building the model", "first rollout", "sampling", "judging", "old log-probs", "training", "evaluating", "writing a checkpoint"]
+POLITE = ["building the model", "first rollout", "sampling", "scoring rewards", "old log-probs", "training", "evaluating", "writing a checkpoint"]
 
 
 def at(moment: str, do: str, rank: int | None = 0) -> dict:
@@ -150,7 +150,7 @@ def kills_and_signals() -> Iterator[Fault]:
             to = "launcher " if name == "SIGINT" else ""
             yield Fault(f"stop/{name}, {moment}", SAVES, stopped(moment, f"{to}{name}"))
     yield Fault("stop/Ctrl-C twice", RESUMES, twice_stopped)
-    yield Fault("stop/a rank stands still for 5 s", UNMOVED, frozen_for_a_while)
+    yield Fault("stop/a rank is stopped for 5 s", UNMOVED, frozen_for_a_while)
 
 
 def beside_the_steps() -> Iterator[Fault]:

@@ -61,8 +61,8 @@ def resumes() -> Iterator[Fault]:
         ("bfloat16", ["--torch_dtype", "bfloat16"], 2, "torch_dtype", False),
         ("fewer steps", ["--max_steps", "5"], 0, "The run is complete", False),
         ("never", ["--resume", "never"], 2, "contains an earlier run", False),
-        ("a path that is not there", ["--resume", "/nowhere"], 2, "has no checkpoint", False),
-        ("a typing error", ["--micro_batchsize", "2"], 2, "micro_batch_size", False),
+        ("a missing path", ["--resume", "/nowhere"], 2, "has no checkpoint", False),
+        ("a misspelled setting", ["--micro_batchsize", "2"], 2, "micro_batch_size", False),
         ("an impossible size", ["--global_batch_size", "15"], 2, "global_batch_size", False),
         ("saves at each step", ["--save_steps", "1"], 0, "", True),
     ]:  # fmt: skip

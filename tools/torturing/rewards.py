@@ -32,14 +32,14 @@ REWARDS = {
     "raises KeyboardInterrupt": ("raise KeyboardInterrupt", None),
     "kills its process": ("os.kill(os.getpid(), signal.SIGKILL)", "without an error message|Signal"),
     "crashes the interpreter": ("import ctypes; ctypes.string_at(0)", "without an error message|Signal"),
-    "recurses for ever": ("even.__globals__['f'] = lambda: f(); f()", "even"),
+    "recurses endlessly": ("even.__globals__['f'] = lambda: f(); f()", "even"),
 }
 
 HARMLESS = {
     "prints 5 MB": 'print("x" * 5_000_000, file=sys.stderr)',
     "seeds the generators": "random.seed(0); import numpy, torch; numpy.random.seed(0); torch.manual_seed(0)",
-    "empties what it is given": "[ids.clear() if hasattr(ids, 'clear') else None for ids in completion_ids]",
-    "takes the signals": "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]",
+    "clears its arguments": "[ids.clear() if hasattr(ids, 'clear') else None for ids in completion_ids]",
+    "replaces signal handlers": "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]",
     "changes the directory": 'os.chdir("/")',
     "changes the environment": "os.environ.clear()",
     "changes the umask": "os.umask(0o777) and None",
