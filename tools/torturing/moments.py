@@ -46,7 +46,16 @@ MOMENTS_OF_RANK_0 = {
 ASYNC = ("--async_save", "true")
 
 # Moments from which a stop can be heard.
-POLITE = ["building the model", "first rollout", "sampling", "scoring rewards", "old log-probs", "training", "evaluating", "writing a checkpoint"]
+POLITE = [
+    "building the model",
+    "first rollout",
+    "sampling",
+    "scoring rewards",
+    "old log-probs",
+    "training",
+    "evaluating",
+    "writing a checkpoint",
+]
 
 
 def at(moment: str, do: str, rank: int | None = 0) -> dict:
