@@ -138,9 +138,9 @@ class ShardedWriter:
         is_new = bool(collectives.all_reduce_max(written.placed != self._known))
         parts = collectives.gather_object((written.files, written.file, written.placed) if is_new else (written.files, "", ()))
         self._known = written.placed
-        return None if parts is None else partial(self._sync_weights, parts, is_new=is_new)
+        return None if parts is None else partial(self._write_metadata, parts, is_new=is_new)
 
-    def _sync_weights(
+    def _write_metadata(
         self, parts: Sequence[tuple[dict[str, Entry], str, Sequence[PlacedShard]]], directory: Path, *, is_new: bool
     ) -> dict[str, Entry]:
         if is_new:

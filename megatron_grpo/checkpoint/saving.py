@@ -231,13 +231,13 @@ class Checkpoints:
             with errors_on_all_ranks(f"writing {self.folder.being_written(save.step)}"):
                 written = save.task.result()
             publish = self._sharded.told(written)
-            save.task = self._begun(partial(self._sync_weights, save, publish))
+            save.task = self._begun(partial(self._publish, save, publish))
             save.publishes = True
 
     def _begun(self, work: Callable[[], Any]) -> Future[Any]:
         return begun(work, name="checkpoint", in_thread=self.cfg.async_save)
 
-    def _sync_weights(self, save: PendingSave, describe: Callable[[Path], dict[str, Any]] | None) -> None:
+    def _publish(self, save: PendingSave, describe: Callable[[Path], dict[str, Any]] | None) -> None:
         """Publish the checkpoint on rank 0, the only rank with something to describe."""
         if describe is not None:
             files = describe(self.folder.being_written(save.step))

@@ -58,7 +58,7 @@ def sharded_state(
     if optimizer is not None:
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         model_state = models["model"] if len(chunks) == 1 else models
-        _free_memory(optimizer)
+        _allocate_moments(optimizer)
         if is_distributed(optimizer):
             parts = (box for part in chain(optimizer) for box in kept_here(part, model_state, is_loading=is_loading))
             state["optimizer"] = {str(index): box for index, box in enumerate(parts)}
@@ -162,7 +162,7 @@ def _local_unless_sharded(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) else LocalNonpersistentObject(leaf)
 
 
-def _free_memory(optimizer: Any) -> None:
+def _allocate_moments(optimizer: Any) -> None:
     """Allocate Adam's moments, all zero, before the first step.
 
     If no trained parameter belongs to this rank, Megatron still asks for a step count; its key is no parameter. Megatron omits `step` for
@@ -172,7 +172,7 @@ def _free_memory(optimizer: Any) -> None:
         if isinstance(part.optimizer, AdamW):  # allocates them at construction
             continue
         if isinstance(part.optimizer, HybridDeviceOptimizer):
-            _free_memory_on_host(part.optimizer)
+            _allocate_moments_on_host(part.optimizer)
         elif isinstance(part.optimizer, torch.optim.Adam):  # torch's AdamW is a subclass
             if not any(group["params"] for group in part.optimizer.param_groups):
                 part.optimizer.state["nothing trains here"] = {"step": torch.tensor(0.0)}  # type: ignore[index]  # no parameter
@@ -189,7 +189,7 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["step"] = torch.tensor(0.0)
 
 
-def _free_memory_on_host(optimizer: HybridDeviceOptimizer) -> None:
+def _allocate_moments_on_host(optimizer: HybridDeviceOptimizer) -> None:
     """Allocate the moments of an optimizer on the host, under `optimizer_cpu_offload`.
 
     It then maps each parameter to its float32 weight and its moments. These are the tensors that the parts use, so reading into them loads

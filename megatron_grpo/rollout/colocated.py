@@ -118,7 +118,7 @@ class ColocatedEngine:
         device = torch.cuda.current_device() if on_gpu else None
         with (
             vllm_patches.trainer_untouched(), launcher.on_device(device), activity.phase("starting vLLM"),
-            vllm_patches.start_reported(model_path), vllm_requests.grammar_errors(cfg, max_model_len, on_gpu=on_gpu),
+            vllm_patches.start_reported(model_path), vllm_requests.startup_errors(cfg, max_model_len, on_gpu=on_gpu),
         ):  # fmt: skip
             llm = LLM(
                 str(model_path), max_model_len=max_model_len,

@@ -390,7 +390,7 @@ def engine_options(
 
 
 @contextmanager
-def grammar_errors(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -> Iterator[None]:
+def startup_errors(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -> Iterator[None]:
     """Convert vLLM's errors into messages about settings. Wraps the start of an engine.
 
     Args:

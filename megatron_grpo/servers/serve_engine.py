@@ -104,7 +104,7 @@ class ServedEngine:
         lora = _room(serving, on_gpu=on_gpu)
         longest = serving.max_model_len or serving.shape.max_position_embeddings or 0
         # The engine's process logs the full reason of a failure; its first error is translated to a message about the settings.
-        with vllm_requests.grammar_errors(rollout, longest, on_gpu=on_gpu):
+        with vllm_requests.startup_errors(rollout, longest, on_gpu=on_gpu):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, lora, on_gpu=on_gpu)))
         return cls(llm, lora, serving.experts, serving.image_spec, cfg.data.limit_images or DEFAULT_IMAGES)
 
