@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import start
 from megatron_grpo.policy.hf_export import MegatronToHF
-from megatron_grpo.weights.buckets import num_collectives
+from megatron_grpo.weights.buckets import TensorSlice, num_collectives
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import hf_shapes
 from megatron_grpo.weights.shape import ModelShape
@@ -95,12 +95,15 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
     source, target = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
 
     def stream() -> None:
-        for _ in exchange.stream(mine, "weights"):
+        for _ in exchange.stream(mine, "weights", in_slices=True):
             pass
 
     def load() -> None:
-        for name, tensor in exchange.stream(mine, "weights"):
-            held[name].copy_(tensor)
+        for name, tensor in exchange.stream(mine, "weights", in_slices=True):
+            if isinstance(tensor, TensorSlice):
+                held[name][tensor.index].copy_(tensor.part)
+            else:
+                held[name].copy_(tensor)
 
     def gloo_alone() -> None:
         """The same bytes in pieces of the same size, with nothing packed and nothing taken apart."""
@@ -166,7 +169,7 @@ def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool)
             found = {"memcpy": time.process_time() - begin}
             for way, engine._weights in loaders.items():
                 packing[0], begin = 0.0, time.process_time()
-                engine.take(WeightUpdate(kind="weights", version=turn, tensors=exchange.stream(mine, "weights")))
+                engine.take(WeightUpdate(kind="weights", version=turn, tensors=exchange.stream(mine, "weights", in_slices=True)))
                 found[way] = time.process_time() - begin
             found["packing"] = packing[0]
             for way, seconds in found.items() if turn > 1 else ():

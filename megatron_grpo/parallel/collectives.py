@@ -341,22 +341,17 @@ def _require_order(tensor: torch.Tensor) -> None:
         raise ValueError(f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides {tensor.stride()}")
 
 
-def start_gather(rows: torch.Tensor, group: Group, *, at_once: int) -> list[Any]:
-    """Start gathering every rank's row into the rows of the others; return handles. Collective over `group`.
+def start_gather(rows: torch.Tensor, group: Group) -> Any:
+    """Start gathering every rank's row into the rows of the others; return a handle. Collective over `group`.
 
-    The rows are complete once all handles have been waited for.
+    The rows are complete once the handle has been waited for.
 
     Args:
         rows: [ranks, n] in rank order, contiguous. This rank's row holds what it sends.
         group: Process group; None is all ranks.
-        at_once: Elements of a row per collective; there are as many collectives as necessary.
     """
-    own_row = rows[rank_in(group)]
-    if len(own_row) <= at_once:
-        into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed to the first in torch 2.13
-        return [into(rows.view(-1), own_row, group=group, async_op=True)]
-    pieces = zip(own_row.split(at_once), *(row.split(at_once) for row in rows), strict=True)
-    return [dist.all_gather(targets, piece, group=group, async_op=True) for piece, *targets in pieces]
+    into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed to the first in torch 2.13
+    return into(rows.view(-1), rows[rank_in(group)], group=group, async_op=True)
 
 
 def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tensor:

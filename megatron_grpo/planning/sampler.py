@@ -24,7 +24,7 @@ from megatron_grpo.weights.buckets import (
     num_collectives,
 )
 from megatron_grpo.weights.lora import adapter_entries, is_linear, linear_modules
-from megatron_grpo.weights.names import ShardCut, WeightEntry, num_parameters, outer_entries, tower_entries
+from megatron_grpo.weights.names import ShardCut, WeightEntry, num_parameters, num_units, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import DeltaNetShape
 from megatron_grpo.weights.vision_towers import MEGATRON
@@ -134,7 +134,9 @@ def _received(bucket: Bucket, ranks: RankCounts, stage: int, gather: bool) -> in
 
 
 def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> int:
-    """Return the memory of a weight sync in bytes: two buckets (one with the receiver, one in transit), and one joined or merged parameter.
+    """Return the memory of a weight sync in bytes: two buckets (one with the receiver, one in transit), and one parameter.
+
+    A parameter is whole in memory in the first sync, when it is merged with an adapter, and where vLLM's own reload loads it.
 
     It is that of model weights, which are also sent before adapters.
 
@@ -145,7 +147,7 @@ def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Train
         tuning: Trainable parameters of the run.
     """
     ranks, buckets = ranks_of(sizes), buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg)
-    joined = max(slot.num_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is BucketPart.EXPERTS else 1)
+    joined = max(slot.shard_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is BucketPart.EXPERTS else 1)
                  for bucket in buckets for slot in bucket.slots)  # fmt: skip
     link = bucket_bytes(cfg) if cfg.rollout.vllm_mode == "server" else 0  # rank 0 packs what it sends once more
     return most_bytes(buckets, ranks) + joined + link
@@ -195,13 +197,16 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
         if not entry.is_copy and not (stays(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
             is_first = entry.megatron.startswith(("embedding.", MEGATRON))
             stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
-            numel = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
-            yield _owned(entry, (layer, index, 0), stage, (numel if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)) * tuning.size)
+            num_rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp if entry.cut is ShardCut.VOCAB else _num_rows(entry, sizes)
+            numel = num_rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)
+            yield _owned(entry, (layer, index, 0), stage, numel * tuning.size, units=num_units(entry, num_rows, shape, sizes.layout.tp))
     for stage, rows in _layers(shape, sizes, cfg, tuning):
         for number, row in enumerate(rows):
             num_bytes = numel_of(row.entry, sizes) * (FP32 if row.entry.is_float32 else tuning.size)
+            num_ranks = sizes.layout.etp if row.entry.is_expert else sizes.layout.tp
+            units = num_units(row.entry, _num_rows(row.entry, sizes), shape, num_ranks)
             for expert in range(shape.num_experts // sizes.layout.ep) if row.entry.is_expert else (0,):
-                yield _owned(row.entry, (row.layer, number, expert), stage, num_bytes)
+                yield _owned(row.entry, (row.layer, number, expert), stage, num_bytes, units=units)
 
 
 def stays(cfg: Config, tuning: TrainableSpec, shape: ModelShape) -> bool:
@@ -243,5 +248,11 @@ def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
     return ((stage, tuning.layers[layer]) for stage in range(sizes.layout.pp) for layer in layers_of_stage(shape.num_layers, cfg, stage))
 
 
-def _owned(entry: WeightEntry, position: tuple[int, int, int], stage: int, num_bytes: int) -> OwnedParameter:
-    return OwnedParameter(entry.megatron, (), None, num_bytes, BucketPart.of(entry.cut, entry.is_expert), position, stage)
+def _num_rows(entry: WeightEntry, sizes: BatchSizes) -> int:
+    """Return the rows of a rank's shard of a weight."""
+    ranks = sizes.layout.etp if entry.is_expert else sizes.layout.tp
+    return sum(size[0] for _, size in entry.hf) // (1 if entry.cut in (ShardCut.REPLICATED, ShardCut.ROW) else ranks)
+
+
+def _owned(entry: WeightEntry, position: tuple[int, int, int], stage: int, num_bytes: int, *, units: int = 0) -> OwnedParameter:
+    return OwnedParameter(entry.megatron, (), None, num_bytes, BucketPart.of(entry.cut, entry.is_expert), position, stage, units=units)

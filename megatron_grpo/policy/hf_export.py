@@ -7,6 +7,7 @@ the rest of `weights` does the arithmetic.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -27,11 +28,13 @@ from megatron_grpo.weights.buckets import (
     OwnedParameter,
     RankCounts,
     fill,
+    joined,
     most_bytes,
 )
+from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.hf_files import as_stored
 from megatron_grpo.weights.mapping import WeightMap, is_of_adapter, with_global_numbers
-from megatron_grpo.weights.names import ShardCut
+from megatron_grpo.weights.names import Packing, ShardCut, num_units
 
 
 class MegatronToHF:
@@ -116,8 +119,8 @@ class MegatronToHF:
             tensor.allreduce = False
 
     def stream(
-        self, local: dict[str, torch.Tensor], kind: str, *, prepare: Prepare = lambda tensor: tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self, local: dict[str, torch.Tensor], kind: str, *, prepare: Prepare = lambda tensor: tensor, in_slices: bool = False
+    ) -> Iterator[tuple[str, Any]]:
         """Yield (Hugging Face name, full tensor) of every weight, layer by layer. Collective.
 
         Every rank receives the tensors; with `gather` rank 0 alone.
@@ -128,8 +131,13 @@ class MegatronToHF:
             local: This rank's parameters, or tensors that are sharded like them, such as their gradients.
             kind: Name of the kind of stream, the same on every rank. All streams of one kind have the same names, shapes and dtypes.
             prepare: Converts each tensor to what is sent, when its turn comes; shape and dtype stay the same.
+            in_slices: Yield a `TensorSlice` for each slice of a tensor that is in several buckets, so that no more than two buckets are in
+                memory. Otherwise the full tensor is yielded once all its slices have arrived.
         """
-        streamed = self.plan(local, kind).stream(local, prepare)
+        in_slices = in_slices and FAMILIES[self.map.shape.architecture].fused_experts is None
+        streamed = self.plan(local, kind).stream(local, prepare, in_slices=in_slices)
+        if not in_slices:
+            streamed = joined(streamed)
         return streamed if self.of_adapters else as_stored(streamed, self.map.shape)
 
     def plan(self, local: dict[str, torch.Tensor], kind: str) -> PushPlan:
@@ -179,6 +187,7 @@ class MegatronToHF:
         if kind.is_expert:
             expert_rank, on_rank = divmod(expert, self.map.shape.num_experts // p.ep_size)
         position = (layer, row, on_rank)
+        ranks, rows = p.etp_size if kind.is_expert else p.tp_size, len(tensor) if tensor.dim() else 1
         return OwnedParameter(
             name,
             tuple(tensor.shape),
@@ -188,6 +197,7 @@ class MegatronToHF:
             position,
             p.pp_rank,
             expert_rank,
+            units=0 if self.of_adapters else num_units(kind, rows, self.map.shape, ranks),
         )
 
 
@@ -205,7 +215,7 @@ class PushPlan:
     """
 
     def __init__(self, owned: Iterable[OwnedParameter], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
-        self.map, self.parallel = weight_map, parallel
+        self.map, self.parallel, self.bucket_bytes = weight_map, parallel, bucket_bytes
         self._groups = {BucketPart.DENSE: parallel.tp_group, BucketPart.EXPERTS: parallel.expert_group}
         self._place = {part: collectives.rank_in(group) for part, group in self._groups.items()}  # this rank's row of a gather
         positions = collectives.all_gather_object((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
@@ -214,8 +224,10 @@ class PushPlan:
         self.buckets = fill(owned, self.ranks, bucket_bytes)
         self.memory = BucketMemory(parallel.device, most_bytes(self.buckets, self.ranks))
 
-    def stream(self, local: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full tensor) of every tensor, on every rank. Collective.
+    def stream(self, local: Mapping[str, torch.Tensor], prepare: Prepare, *, in_slices: bool = False) -> Iterator[tuple[str, Any]]:
+        """Yield (Hugging Face name, full tensor or `TensorSlice`) of every tensor, on every rank. Collective.
+
+        A tensor arrives in slices if it is in several buckets.
 
         A yielded tensor may be a view of a live parameter or of a bucket. It stays valid until the stream ends. While the receiver uses one
         bucket the next is being gathered; there are never more than two. A receiver that stops early still takes part in the remaining
@@ -224,6 +236,7 @@ class PushPlan:
         Args:
             local: This rank's tensors.
             prepare: Converts each tensor to what is sent; shape and dtype stay the same.
+            in_slices: Yield slices of other large tensors too, instead of joining their shards in new memory.
 
         Raises:
             ValueError: If `local` is not what was planned.
@@ -239,10 +252,10 @@ class PushPlan:
             send_next()
             while in_flight:
                 # The receiver holds a tensor of the previous bucket until it has one of this bucket: only then is there room for the next.
-                for number, named_tensor in enumerate(self._unpack(in_flight.popleft(), tensors)):
-                    yield named_tensor
-                    if number == 0:
-                        send_next()
+                unpacked = self._unpack(in_flight.popleft(), tensors, in_slices)
+                yield from islice(unpacked, 1)
+                send_next()
+                yield from unpacked
         except GeneratorExit:
             for pending in in_flight:
                 pending.wait()
@@ -270,49 +283,60 @@ class PushPlan:
         p = self.parallel
         rows: list[torch.Tensor | None] = [None, None, None]
         handles = []
-        for part in BucketPart:
-            size, sharing = bucket.sizes[part], self.ranks.sharing(part)
-            if not size or not self.ranks.travels(part):
-                continue
-            is_mine, slots = p.pp_rank == bucket.stage, [slot for slot in bucket.slots if slot.part is part]
-            if is_mine and sharing == 1 and len(slots) == 1 and slots[0].num_bytes == size:
-                # A single tensor, as the embedding often is, is sent from its own memory.
-                buffer = tensors.tensor(slots[0].names[0], slots[0]).contiguous().view(1, -1).view(torch.uint8)
+        parts = [part for part in BucketPart if bucket.sizes[part] and self.ranks.travels(part)]
+        alone = {part: slot for part in parts if (slot := self._alone(bucket, part)) is not None}
+        memory = tensors.memory.take_all([self.ranks.sharing(part) * bucket.sizes[part] for part in parts if part not in alone])
+        for part in parts:
+            sharing = self.ranks.sharing(part)
+            if part in alone:
+                buffer = _sliced(tensors.tensor(alone[part].names[0], alone[part]), alone[part]).contiguous().view(1, -1).view(torch.uint8)
             else:
-                buffer = tensors.memory.take(sharing * size).view(sharing, size)
-                if is_mine:
+                buffer = next(memory).view(sharing, -1)
+                if p.pp_rank == bucket.stage:
                     self._pack(bucket, part, buffer[self._place.get(part, 0)], tensors)
             rows[part], own_rows = buffer, buffer[self._place.get(part, 0)]
             # Shards cross the stages, not full tensors: over the slow links a rank receives only its own shard.
             collectives.from_member_(own_rows, bucket.stage, p.pp_group)
             if sharing > 1:
-                handles += collectives.start_gather(buffer, self._groups[part], at_once=bucket.at_once(sharing))
+                handles.append(collectives.start_gather(buffer, self._groups[part]))
         is_on_gpu = p.device.type == "cuda" and any(row is not None for row in rows)
         return PendingBucket(bucket, rows, handles, torch.cuda.current_stream() if is_on_gpu else None)
+
+    def _alone(self, bucket: Bucket, part: BucketPart) -> BucketSlot | None:
+        """Return the slot of a part that is a single tensor on one rank, as the embedding often is: it is sent from its own memory."""
+        slots = [slot for slot in bucket.slots if slot.part is part]
+        is_one = len(slots) == 1 and slots[0].num_bytes == bucket.sizes[part] and self.ranks.sharing(part) == 1
+        return slots[0] if is_one and self.parallel.pp_rank == bucket.stage else None
 
     def _pack(self, bucket: Bucket, part: BucketPart, run: torch.Tensor, tensors: LocalTensors) -> None:
         """Copy this rank's shards of one part of a bucket into `run`, uint8 [bytes]."""
         expert_rank = self.parallel.ep_rank if part is BucketPart.EXPERTS else 0
         for slot in bucket.slots:
             if slot.part is part and expert_rank in slot.names:
-                _view(run, slot).copy_(tensors.tensor(slot.names[expert_rank], slot))
+                _view(run, slot).copy_(_sliced(tensors.tensor(slot.names[expert_rank], slot), slot))
 
-    def _unpack(self, pending: PendingBucket, tensors: LocalTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unpack(self, pending: PendingBucket, tensors: LocalTensors, in_slices: bool) -> Iterator[tuple[str, Any]]:
         pending.wait()
+        large = self.bucket_bytes // 16 if in_slices else sys.maxsize
         for slot in pending.bucket.slots:
             rows = pending.rows[slot.part]
             for expert_rank, name in slot.names.items():
-                shards = [tensors.tensor(name, slot)] if rows is None else self._shards(slot, rows, expert_rank, self.map.entry(name).cut)
-                yield from self.map.export(name, shards)
+                entry = self.map.entry(name)
+                if rows is None:
+                    shards = [_sliced(tensors.tensor(name, slot), slot)]
+                else:
+                    shards = self._shards(slot, rows, expert_rank, entry.cut)
+                needs_copy = len(shards) > 1 or entry.packing not in (Packing.PLAIN, Packing.STACK)
+                if slot.is_slice or (slot.units and needs_copy and slot.num_bytes * len(shards) > large):
+                    yield from self.map.export_rows(name, shards, slot.rows[0], slot.shape[0])
+                else:
+                    yield from self.map.export(name, shards)
 
     def _shards(self, slot: BucketSlot, rows: torch.Tensor, expert_rank: int, cut: ShardCut) -> list[torch.Tensor]:
         """Return the shards of one tensor from a gather, whose rows are uint8 [ranks of the gather, bytes]."""
         if slot.part is BucketPart.EXPERTS:
             copies = 1 if cut is ShardCut.REPLICATED else self.parallel.etp_size
             return [_view(rows[self._row[expert_rank, rank]], slot) for rank in range(copies)]
-        if slot.num_bytes == rows.shape[1] and cut in (ShardCut.COLUMN, ShardCut.VOCAB):
-            # A single tensor in its gather, as the embedding often is: the shards are concatenated, which is the full tensor.
-            return [rows.view(-1).view(slot.dtype).view(-1, *slot.shape[1:])]
         return [_view(row, slot) for row in rows]
 
 
@@ -349,6 +373,10 @@ class BucketMemory:
         self._mine.append(torch.empty(num_bytes, dtype=torch.uint8))
         return self._mine[-1][:num_bytes]
 
+    def take_all(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Return uninitialised memory of several sizes that is reused as one."""
+        return iter(self.take(sum(sizes)).split(sizes) if sizes else ())
+
     def forget(self) -> None:
         """Keep no memory for the next stream."""
         self._mine = []
@@ -374,6 +402,7 @@ class LocalTensors:
 
     def __init__(self, local: Mapping[str, torch.Tensor], prepare: Prepare, memory: BucketMemory):
         self._mine, self._prepare, self.memory = local, prepare, memory
+        self._last: tuple[str, torch.Tensor] | None = None  # a slice of it may be asked for next
 
     def tensor(self, name: str, slot: BucketSlot) -> torch.Tensor:
         """Return the prepared tensor of a name.
@@ -385,10 +414,13 @@ class LocalTensors:
         Raises:
             ValueError: If shape or dtype differ from the plan. A copy into the bucket would broadcast and convert it without an error.
         """
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
         with torch.no_grad():
             tensor = self._prepare(self._mine[name]).detach()
         if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} does not match the planned {slot.dtype} {slot.shape}")
+        self._last = (name, tensor) if slot.is_slice else None
         return tensor
 
 
@@ -422,7 +454,13 @@ class PendingBucket:
 
 
 def _view(run: torch.Tensor, slot: BucketSlot) -> torch.Tensor:
-    return run[slot.start : slot.start + slot.num_bytes].view(slot.dtype).view(slot.shape)
+    shape = (-1, *slot.shape[1:]) if slot.is_slice else slot.shape
+    return run[slot.start : slot.start + slot.num_bytes].view(slot.dtype).view(shape)
+
+
+def _sliced(tensor: torch.Tensor, slot: BucketSlot) -> torch.Tensor:
+    """Return the rows of a shard that are in a slot."""
+    return tensor[slice(*slot.rows)] if slot.is_slice else tensor
 
 
 class Rank0WeightGather(PushPlan):
@@ -458,9 +496,9 @@ class Rank0WeightGather(PushPlan):
             for stage in range(p.pp_size)
         }
 
-    def stream(self, local: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self, local: Mapping[str, torch.Tensor], prepare: Prepare, *, in_slices: bool = False) -> Iterator[tuple[str, Any]]:
         if self.parallel.rank == 0:
-            yield from super().stream(local, prepare)
+            yield from super().stream(local, prepare, in_slices=in_slices)
             return
         self._check(local)
         tensors = self._own(local, prepare)
@@ -472,11 +510,11 @@ class Rank0WeightGather(PushPlan):
         own_rank, stage = self.parallel.rank, bucket.stage
         rows: list[torch.Tensor | None] = [None, None, None]
         handles = []
-        for part in BucketPart:
-            size, senders = bucket.sizes[part], self._senders[part, stage]
-            if not size or senders == [0] or own_rank not in (0, *senders):
-                continue
-            buffer = tensors.memory.take((len(senders) if own_rank == 0 else 1) * size).view(-1, size)
+        senders_of = {part: self._senders[part, stage] for part in BucketPart if bucket.sizes[part]}
+        sent = {part: senders for part, senders in senders_of.items() if senders != [0] and own_rank in (0, *senders)}
+        memory = tensors.memory.take_all([(len(senders) if own_rank == 0 else 1) * bucket.sizes[part] for part, senders in sent.items()])
+        for part, senders in sent.items():
+            buffer = next(memory).view(-1, bucket.sizes[part])
             for row, rank in zip(buffer, senders if own_rank == 0 else [own_rank], strict=True):
                 if rank == own_rank:
                     self._pack(bucket, part, row, tensors)

@@ -346,10 +346,11 @@ class Policy:
         with_tower = self.exchange.map.shape.vision is not None and (self.trains_tower or not has_base)
         if self.adapters is None or self.adapters.push == "merged":
             kind: Literal["weights", "merged"] = "weights" if self.adapters is None else "merged"
-            yield WeightUpdate(kind=kind, version=version, tensors=self._stream(kind, with_tower=with_tower), moves_tower=with_tower)
+            tensors = self._stream(kind, with_tower=with_tower, in_slices=True)
+            yield WeightUpdate(kind=kind, version=version, tensors=tensors, moves_tower=with_tower)
         else:
             if not has_base:
-                base = self.exchange.stream(self.tensors(), "weights")
+                base = self.exchange.stream(self.tensors(), "weights", in_slices=True)
                 yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=base, moves_tower=with_tower)
             yield WeightUpdate(kind="adapter", version=version, tensors=self.named_adapters(), config=self.adapters.config)
 
@@ -376,11 +377,12 @@ class Policy:
         """Yield (Hugging Face name, full tensor) of every weight, on every rank, with adapters merged."""
         return self._stream("weights" if self.adapters is None else "merged", with_tower=True)
 
-    def _stream(self, kind: str, *, with_tower: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stream(self, kind: str, *, with_tower: bool, in_slices: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         local = self.tensors()
         if self.exchange.map.shape.vision and not with_tower:
             local, kind = {name: tensor for name, tensor in local.items() if not name.startswith(TOWER)}, f"{kind} but the tower"
-        return self.exchange.stream(local, kind, **({} if self.adapters is None else {"prepare": self.adapters.merged}))
+        prepare = {} if self.adapters is None else {"prepare": self.adapters.merged}
+        return self.exchange.stream(local, kind, in_slices=in_slices, **prepare)
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full matrix) of every adapter, on every rank, with current values.

@@ -121,9 +121,9 @@ class FrozenPolicy:
 
     def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
         if self.adapters is None:
-            yield WeightUpdate(kind="weights", version=version, tensors=self.exchange.stream(self.tensors(), "weights"))
+            yield WeightUpdate(kind="weights", version=version, tensors=self.exchange.stream(self.tensors(), "weights", in_slices=True))
         else:
-            merged = self.exchange.stream(self.tensors(), "merged", prepare=self.adapters.merged)
+            merged = self.exchange.stream(self.tensors(), "merged", prepare=self.adapters.merged, in_slices=True)
             yield WeightUpdate(kind="merged", version=version, tensors=merged)
 
     def trial(self) -> AbstractContextManager[None]:

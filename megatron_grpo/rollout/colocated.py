@@ -55,6 +55,8 @@ class ColocatedEngine:
         experts: Expert layers of the model, if routing is returned with the completions.
     """
 
+    takes_slices = True
+
     def __init__(self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int,
                  adapter: AdapterSlot | None = None, experts: ExpertLayers | None = None):  # fmt: skip
         self._llm, self._adapter, self._experts = llm, adapter, experts

@@ -262,6 +262,9 @@ class WeightReceiver(Protocol):
         An update of all weights also replaces an earlier adapter; an adapter replaces the previous adapter. Nearly all tensors of a layer
         are held until the layer is complete, so memory stays bounded if tensors arrive layer by layer.
 
+        Its tensors are whole, unless the receiver has an attribute `takes_slices` that is true: then those that are larger than the rest
+        of a bucket are `TensorSlice` objects, and no more than two buckets are in memory.
+
         Args:
             update: Weights or adapter, with their version.
 

@@ -6,6 +6,7 @@ changes. So one layer-wise reload by vLLM is observed (`WeightLayoutRecorder`), 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import WeightSyncError
+from megatron_grpo.weights.buckets import TensorSlice, joined
 
 Named = Iterable[tuple[str, torch.Tensor]]
 Pack = Callable[[torch.nn.Module], None]
@@ -74,6 +76,38 @@ class TensorCopy:
     to: TensorView
     part: TensorView | None  # part of the synced tensor, made contiguous; None: all of it
 
+    def start(self, shape: tuple[int, ...]) -> list[int] | None:
+        """Return the index at which the part begins in the synced tensor; None if its axes are not those of the tensor.
+
+        Args:
+            shape: Shape of the synced tensor.
+        """
+        if self.part is None:
+            return [0] * len(shape) if self.to.shape == shape else None
+        found, offset, steps = [], self.part.offset, [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        for step in steps:
+            first, offset = divmod(offset, step)
+            found.append(first)
+        return found if list(self.part.stride) == steps and self.to.shape == self.part.shape else None
+
+    def copy_slice(self, tensor: TensorSlice, to: torch.Tensor) -> None:
+        """Copy what a slice of the synced tensor has of the part.
+
+        Args:
+            tensor: The slice.
+            to: The whole part in the engine.
+        """
+        starts = self.start(tensor.shape)
+        assert starts is not None
+        there, here = [], []
+        for start, first, size, length in zip(starts, tensor.start, tensor.part.shape, to.shape, strict=True):
+            begin, end = max(start, first), min(start + length, first + size)
+            if begin >= end:
+                return
+            there.append(slice(begin - start, end - start))
+            here.append(slice(begin - first, end - first))
+        to[tuple(there)] = tensor.part[tuple(here)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleWeights:
@@ -126,36 +160,47 @@ class CopyTable:
         """Return whether the engine's weights have the recorded forms. Their addresses may change: they are read at every weight sync."""
         return all(unit.is_as_learnt() for unit in self.units)
 
-    def load(self, tensors: Named, pack: Pack) -> list[str]:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]], pack: Pack) -> list[str]:
         """Copy synced tensors into the engine; return the names that did not arrive.
 
         Holds no tensor, except those of one unit with packed weights if tensors arrive in order.
 
         Args:
-            tensors: (name, tensor) pairs.
+            tensors: (name, tensor or slice) pairs.
             pack: Packs a module; called for a unit with packed weights when they have arrived.
 
         Raises:
             WeightSyncError: A tensor is not in the table, has another shape, or arrives twice.
         """
-        awaited = dict.fromkeys(self.copies)
+        awaited = {name: math.prod(shape) for name, shape in self.shapes.items()}  # elements
         targets, copies_left = dict[int, dict[str, torch.Tensor]](), dict[int, int]()
-        for name, tensor in tensors:
+        for name, tensor in joined(tensors, unless=self._is_sliceable):
             if name not in awaited or tuple(tensor.shape) != self.shapes[name]:
                 raise WeightSyncError(self._stranger(name, tensor))
-            del awaited[name]
+            is_slice = isinstance(tensor, TensorSlice)
+            awaited[name] -= tensor.part.numel() if is_slice else awaited[name]
+            is_complete = not awaited[name]
+            if is_complete:
+                del awaited[name]
             for copy in self.copies[name]:
                 number, unit = copy.unit, self.units[copy.unit]
                 if number not in targets:
                     targets[number], copies_left[number] = unit.targets(), unit.num_copies
-                part = tensor if copy.part is None else copy.part.within(tensor.contiguous())
-                copy.to.within(targets[number][copy.weight]).copy_(part)
-                copies_left[number] -= 1
+                to = copy.to.within(targets[number][copy.weight])
+                if is_slice:
+                    copy.copy_slice(tensor, to)
+                else:
+                    to.copy_(tensor if copy.part is None else copy.part.within(tensor.contiguous()))
+                copies_left[number] -= is_complete
                 if not copies_left[number]:
                     unit.finish(targets.pop(number), pack)
         return sorted(name for name in awaited if self.copies[name])
 
-    def _stranger(self, name: str, tensor: torch.Tensor) -> str:
+    def _is_sliceable(self, name: str) -> bool:
+        """Return whether a slice of a tensor can be copied without the others."""
+        return all(copy.start(self.shapes[name]) is not None for copy in self.copies.get(name, ()))
+
+    def _stranger(self, name: str, tensor: torch.Tensor | TensorSlice) -> str:
         if name not in self.copies:
             return f"{name} was sent to the rollout engine, but is not among the {len(self.copies)} weights of its first update."
         if tuple(tensor.shape) != self.shapes[name]:

@@ -18,7 +18,7 @@ from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.vllm_weight_layout import CopyTable, Named, Pack, WeightLayoutRecorder, is_bitwise_equal
-from megatron_grpo.weights.buckets import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate, joined
 from megatron_grpo.weights.lora import A, B, module_of
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,14 @@ class WeightLoader:
         """Table of weight syncs without a vision tower."""
         return self.tables.get(False)
 
-    def load(self, worker: Any, tensors: Named, *, has_tower: bool = False, is_tower_there: bool = False) -> list[str]:
+    def load(self, worker: Any, tensors: Iterable[tuple[str, Any]], *, has_tower: bool = False, is_tower_there: bool = False) -> list[str]:
         """Replace all weights of a vLLM worker; return the names of those that did not arrive.
 
         After an error the engine holds the weights of no version, and accepts the next weight sync.
 
         Args:
             worker: vLLM's worker.
-            tensors: (Hugging Face name, full tensor) pairs.
+            tensors: (Hugging Face name, full tensor or `TensorSlice`) pairs.
             has_tower: Whether the vision tower is among them.
             is_tower_there: If not, whether the engine has the vision tower already, so that it need not arrive.
 
@@ -64,9 +64,9 @@ class WeightLoader:
                 missing = table.load(tensors, self.pack)
                 vllm_patches.settle_attention(model, worker.vllm_config.model_config.dtype)
             elif self.reason is None:
-                missing = self._learn(worker, model, tensors, has_tower=has_tower, is_tower_there=is_tower_there)
+                missing = self._learn(worker, model, joined(tensors), has_tower=has_tower, is_tower_there=is_tower_there)
             else:
-                missing = self._reload(worker, model, kept_whole(tensors))
+                missing = self._reload(worker, model, kept_whole(joined(tensors)))
                 vllm_patches.pack_experts(model.modules(), self.pack)
             vllm_patches.pack_heads(model, self.pack)
         refuse_changed(worker, buffers, "The weight update", besides=self._loaded_buffers)

@@ -72,6 +72,8 @@ class ServerEngine:
         RunError: Another process of this run has taken over the servers.
     """
 
+    takes_slices = True
+
     def __init__(
         self,
         broadcaster: Callable[[], WeightBroadcaster],

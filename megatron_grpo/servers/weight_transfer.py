@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -20,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.weights.buckets import TensorSlice
+
 ALIGNMENT = 64  # in bytes, of every tensor in a bucket, so that a view of its dtype is legal
 
-Named = tuple[str, torch.Tensor]
+Named = tuple[str, torch.Tensor | TensorSlice]
 
 
 class LinkError(RuntimeError):
@@ -138,18 +141,18 @@ class WeightSender(_Link):
         Iterates over `tensors` once, and holds one bucket at a time.
 
         Args:
-            tensors: (name, tensor) pairs. An exception of this iterable is raised unchanged after the other members were notified; the link
-                stays usable.
+            tensors: (name, tensor or slice) pairs. An exception of this iterable is raised unchanged after the other members were notified;
+                the link stays usable.
             bucket_bytes: Largest size of a bucket in bytes; a larger tensor forms a bucket alone.
 
         Returns:
-            Number of tensors and number of bytes sent.
+            Number of tensors and slices, and number of bytes sent.
 
         Raises:
             LinkError: The link broke; it is closed.
         """
         count = total = number = 0
-        source = _buckets(tensors, bucket_bytes)
+        source = _buckets(tensors, bucket_bytes, self.device)
         while True:
             try:
                 bucket = next(source, None)
@@ -160,23 +163,16 @@ class WeightSender(_Link):
                 self._numbers(_Mark.END, number, count, total)
                 return count, total
             self._send(bucket, number)
-            count, total, number = count + len(bucket), total + sum(tensor.nbytes for _, tensor in bucket), number + 1
+            count, total, number = count + len(bucket.names), total + bucket.num_bytes, number + 1
 
-    def _send(self, bucket: list[Named], number: int) -> None:
+    def _send(self, bucket: _Bucket, number: int) -> None:
         header = json.dumps({
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "slices": bucket.slices,
         }).encode()  # fmt: skip
-        flat = torch.zeros(sum(_room(tensor.nbytes) for _, tensor in bucket), dtype=torch.uint8, device=self.device)
-        start = 0
-        for _, tensor in bucket:
-            _view(flat, start, tensor.dtype, tensor.shape).copy_(tensor)
-            start += _room(tensor.nbytes)
-        self._numbers(_Mark.BUCKET, number, len(header), flat.numel())
+        self._numbers(_Mark.BUCKET, number, len(header), bucket.used)
         self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device))
-        if flat.numel():
-            self._broadcast(flat)
+        if bucket.used:
+            self._broadcast(bucket.flat[: bucket.used])
 
 
 class WeightReceiverWorker(_Link):
@@ -201,7 +197,7 @@ class WeightReceiverWorker(_Link):
         super().__init__(store, name=name, rank=rank, world=world, local_host=local_host, seconds=seconds, device=device)
 
     def receive(self) -> Iterator[Named]:
-        """Yield the (name, tensor) pairs of one weight sync.
+        """Yield the (name, tensor or slice) pairs of one weight sync.
 
         The tensors may be kept, since no memory is reused. Iterate to the end: closing the generator early closes the link.
 
@@ -238,12 +234,13 @@ class WeightReceiverWorker(_Link):
         flat = torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device)
         if bucket_bytes:
             self._broadcast(flat)
-        bucket, start = [], 0
-        for name, word, shape in zip(header["names"], header["dtypes"], header["shapes"], strict=True):
-            dtype = getattr(torch, word)
-            tensor = _view(flat, start, dtype, torch.Size(shape))
-            bucket.append((name, tensor))
+        bucket: list[Named] = []
+        start = 0
+        for number, (name, word, shape) in enumerate(zip(header["names"], header["dtypes"], header["shapes"], strict=True)):
+            tensor = _view(flat, start, getattr(torch, word), torch.Size(shape))
             start += _room(tensor.nbytes)
+            place = header.get("slices", {}).get(str(number))
+            bucket.append((name, TensorSlice(tensor, *map(tuple, place)) if place else tensor))
         return bucket
 
 
@@ -291,15 +288,40 @@ def _view(flat: torch.Tensor, start: int, dtype: torch.dtype, shape: torch.Size)
     return flat[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
 
 
-def _buckets(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+@dataclass(slots=True)
+class _Bucket:
+    """Tensors that are sent together, copied as they arrive, so that their source can reuse its memory."""
+
+    flat: torch.Tensor
+    used: int = 0  # bytes of `flat`
+    num_bytes: int = 0  # of the tensors
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    slices: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # by number: start, and shape of the tensor
+
+    def add(self, name: str, tensor: torch.Tensor | TensorSlice) -> None:
+        """Copy a tensor or slice into the bucket."""
+        if isinstance(tensor, TensorSlice):
+            self.slices[len(self.names)] = tensor.start, tuple(tensor.shape)
+            tensor = tensor.part
+        _view(self.flat, self.used, tensor.dtype, tensor.shape).copy_(tensor)
+        self.names.append(name)
+        self.dtypes.append(str(tensor.dtype).removeprefix("torch."))
+        self.shapes.append(list(tensor.shape))
+        self.used, self.num_bytes = self.used + _room(tensor.nbytes), self.num_bytes + tensor.nbytes
+
+
+def _buckets(tensors: Iterable[Named], bucket_bytes: int, device: torch.device) -> Iterator[_Bucket]:
     """Group tensors into buckets of at most `bucket_bytes`; a larger tensor forms a bucket alone."""
-    bucket: list[Named] = []
-    size = 0
+    bucket: _Bucket | None = None
     for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
+        room = _room(tensor.nbytes)
+        if bucket is not None and bucket.used + room > len(bucket.flat):
             yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
+            bucket = None
+        if bucket is None:
+            bucket = _Bucket(torch.zeros(max(room, bucket_bytes), dtype=torch.uint8, device=device))
+        bucket.add(name, tensor)
+    if bucket is not None:
         yield bucket

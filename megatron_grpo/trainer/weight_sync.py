@@ -20,7 +20,7 @@ from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import ReceiverChangedError, WeightReceiver, WeightSyncError
 from megatron_grpo.types import Sequence
-from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
+from megatron_grpo.weights.buckets import NO_VERSION, TensorSlice, WeightUpdate, joined
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +185,7 @@ def sync(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int,
 def _send_weights(holder: WeightReceiver, update: WeightUpdate) -> _Counted:
     counted = _Counted(update.tensors)
     with CleanUp(counted.finish):
-        holder.take(replace(update, tensors=counted))
+        holder.take(replace(update, tensors=counted if getattr(holder, "takes_slices", False) else joined(counted)))
     return counted
 
 
@@ -326,14 +326,14 @@ def _name(version: int) -> str:
 class _Counted:
     """Iterator that passes tensors on and counts them and their bytes."""
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]):
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]]):
         self._named = iter(tensors)
         self.num_tensors = self.num_bytes = 0
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | TensorSlice]]:
         for name, tensor in self._named:
-            self.num_tensors += 1
-            self.num_bytes += tensor.numel() * tensor.element_size()
+            self.num_tensors += not isinstance(tensor, TensorSlice) or tensor.is_last
+            self.num_bytes += tensor.nbytes
             activity.advance()
             yield name, tensor
 

@@ -7,7 +7,8 @@ more than one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -23,6 +24,7 @@ ALIGNMENT = 16  # bytes: valid start for every dtype, so one buffer can mix dtyp
 MIB = 2**20
 # A collective of 512 MiB takes 40 times its start-up time. On a CPU, 16 MiB stay in the cache.
 DEFAULT_BUCKET_MB = {"cuda": 512, "cpu": 16}
+SMALLEST_SLICE = 1 / 64  # of a bucket: less room than this at its end stays empty
 
 
 class BucketPart(IntEnum):
@@ -80,18 +82,41 @@ class OwnedParameter:
     place: tuple[int, int, int]  # layer, row of the table, expert on its rank
     stage: int
     expert_rank: int = 0
+    units: int = 0  # equal runs of rows between which a shard may be sliced; 0: it has no rows of its own in the full tensors
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSlot:
-    """A position in the buffer of every rank that holds a parameter there, for parameters of equal shape and dtype."""
+    """A position in the buffer of every rank that holds a parameter there, for parameters of equal shape and dtype.
+
+    It has the units from `begin` to `end` of each shard: all of them, or a slice. A shard without units is one.
+    """
 
     part: BucketPart
     start: int  # bytes from the beginning of its part
     num_bytes: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the shard
     dtype: Any
     names: Mapping[int, str]  # by expert rank, in order; a rank may hold nothing here
+    begin: int = 0
+    end: int = 1
+    units: int = 0
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether other slots have the rest of the shard."""
+        return self.end - self.begin < self.units
+
+    @property
+    def shard_bytes(self) -> int:
+        """Size of the whole shard in bytes."""
+        return self.num_bytes * max(1, self.units) // (self.end - self.begin)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """First row of the shard that is here, and the one past the last."""
+        per_unit = self.shape[0] // self.units
+        return self.begin * per_unit, self.end * per_unit
 
 
 @dataclass(slots=True)
@@ -99,32 +124,19 @@ class Bucket:
     """A buffer with consecutive parameters of one stage."""
 
     stage: int
-    full_bytes: int  # of full tensors: limit of the bucket, and of one gather of a larger parameter
     slots: list[BucketSlot] = field(default_factory=list)
     sizes: list[int] = field(default_factory=lambda: [0, 0, 0])  # bytes of a rank's buffer, by part
-    whole: int = 0  # bytes of all shards
-
-    def at_once(self, sharing: int) -> int:
-        """Return the bytes of a rank's buffer per gather.
-
-        On a CPU, gloo takes 1.4 times as long for one gather of 64 MiB as for four of 16 MiB.
-
-        Args:
-            sharing: Number of ranks that share the part.
-        """
-        return max(1, self.full_bytes // sharing)
+    whole: int = 0  # bytes of all shards, without what is read in place
 
     def num_collectives(self, ranks: RankCounts) -> int:
         """Return the number of collectives of this bucket.
 
-        There is one over stages for each part, and one for each shared part, or several for a parameter that is larger than a bucket.
+        For each part that it has there is one over stages, and one over the ranks that share the part.
 
         Args:
             ranks: Parallel sizes.
         """
-        shared = [(self.sizes[part], ranks.sharing(part)) for part in BucketPart if ranks.sharing(part) > 1]
-        over_stages = sum(map(bool, self.sizes)) if ranks.stages > 1 else 0
-        return over_stages + sum(-(-size // self.at_once(sharing)) for size, sharing in shared)
+        return sum((ranks.stages > 1) + (ranks.sharing(part) > 1) for part in BucketPart if self.sizes[part])
 
     def received_bytes(self, ranks: RankCounts, stage: int) -> int:
         """Return the bytes received by a rank of `stage`.
@@ -136,17 +148,18 @@ class Bucket:
         return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in BucketPart)
 
     def memory_bytes(self, ranks: RankCounts) -> int:
-        """Return the bytes a bucket needs in transit: the shards of all ranks, and one piece if it is gathered in pieces.
+        """Return the bytes a bucket needs in transit: the shards of all ranks.
 
         Args:
             ranks: Parallel sizes.
         """
-        gathered = sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.travels(part))
-        return gathered + (self.full_bytes if gathered > self.full_bytes else 0)
+        return sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.travels(part))
 
 
 def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) -> list[Bucket]:
-    """Distribute parameters over buckets of at most `bucket_bytes` of full tensors. A larger parameter has its own bucket.
+    """Distribute parameters over buckets of at most `bucket_bytes` of full tensors.
+
+    What does not fit into the rest of a bucket is sliced. A parameter that cannot be sliced, and is larger, has its own bucket.
 
     Args:
         owned: Parameters of the whole model.
@@ -161,7 +174,7 @@ def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) 
         by_position.setdefault((tensor.stage, tensor.place), []).append(tensor)
     buckets: list[Bucket] = []
     for (stage, _), same_position in sorted(by_position.items(), key=itemgetter(0)):
-        first, length = same_position[0], -(-same_position[0].num_bytes // ALIGNMENT) * ALIGNMENT
+        first = same_position[0]
         names = {tensor.expert_rank: tensor.name for tensor in sorted(same_position, key=lambda tensor: tensor.expert_rank)}
         if len({(tensor.shape, tensor.dtype, tensor.part) for tensor in same_position}) > 1 or len(names) < len(same_position):
             raise ValueError(
@@ -169,13 +182,27 @@ def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) 
                 f"{', '.join(str((tensor.name, tensor.shape, tensor.dtype)) for tensor in same_position)}"
             )
         part = first.part if ranks.sharing(first.part) > 1 else BucketPart.WHOLE  # one run of bytes for all that is on one rank
-        gathered_bytes = length * ranks.sharing(part)
-        if not buckets or buckets[-1].stage != stage or buckets[-1].whole + gathered_bytes > bucket_bytes:
-            buckets.append(Bucket(stage, bucket_bytes))
-        bucket = buckets[-1]
-        bucket.slots.append(BucketSlot(part, bucket.sizes[part], first.num_bytes, first.shape, first.dtype, names))
-        bucket.sizes[part] += length
-        bucket.whole += gathered_bytes
+        sharing, units, begin = ranks.sharing(part), max(1, first.units), 0
+        of_unit = max(1, first.num_bytes // units)
+        while begin < units:
+            if not buckets or buckets[-1].stage != stage:
+                buckets.append(Bucket(stage))
+            bucket, end = buckets[-1], units
+            if ranks.travels(part):
+                end = min(units, begin + (bucket_bytes - bucket.whole) // sharing // ALIGNMENT * ALIGNMENT // of_unit)
+            if end < units and (end - begin) * of_unit * sharing < bucket_bytes * SMALLEST_SLICE:
+                if bucket.whole:
+                    buckets.append(Bucket(stage))
+                    continue
+                end = max(end, begin + 1)
+            num_bytes = first.num_bytes * (end - begin) // units
+            bucket.slots.append(
+                BucketSlot(part, bucket.sizes[part], num_bytes, first.shape, first.dtype, names, begin=begin, end=end, units=first.units)
+            )
+            length = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            bucket.sizes[part] += length
+            bucket.whole += length * sharing if ranks.travels(part) else 0
+            begin = end
     return buckets
 
 
@@ -200,6 +227,57 @@ def most_bytes(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
     return max([sum(pair) for pair in pairwise(bytes_of_buckets)] or bytes_of_buckets, default=0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSlice:
+    """Some rows of a tensor, or some columns of these, where a bucket has no room for all of it. Each element arrives once."""
+
+    part: torch.Tensor
+    start: tuple[int, ...]  # index of its first element in the tensor
+    shape: tuple[int, ...]  # of the tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the slice in bytes."""
+        return self.part.nbytes
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Index of the slice in the tensor."""
+        return tuple(slice(first, first + size) for first, size in zip(self.start, self.part.shape, strict=True))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the tensor's last element, as one of its slices does."""
+        return all(first + size == whole for first, size, whole in zip(self.start, self.part.shape, self.shape, strict=True))
+
+
+def joined(tensors: Iterable[tuple[str, Any]], *, unless: Callable[[str], bool] = lambda name: False) -> Iterator[tuple[str, Any]]:
+    """Yield the same tensors, with those that arrive in slices joined.
+
+    Args:
+        tensors: (name, tensor or `TensorSlice`).
+        unless: Returns whether the slices of a tensor are yielded as they are.
+
+    Raises:
+        ValueError: Slices of a tensor are missing.
+    """
+    waiting: dict[str, tuple[torch.Tensor, int]] = {}
+    for name, tensor in tensors:
+        if not isinstance(tensor, TensorSlice) or unless(name):
+            yield name, tensor
+            continue
+        if name not in waiting:
+            waiting[name] = tensor.part.new_empty(tensor.shape), math.prod(tensor.shape)
+        full, missing = waiting.pop(name)
+        full[tensor.index] = tensor.part
+        if missing > tensor.part.numel():
+            waiting[name] = full, missing - tensor.part.numel()
+        else:
+            yield name, full
+    if waiting:
+        raise ValueError(f"slices are missing of {', '.join(sorted(waiting)[:3])}")
+
+
 NO_VERSION = -1  # of an update that makes no version: a base before its adapter, a trial
 
 
@@ -207,12 +285,12 @@ NO_VERSION = -1  # of an update that makes no version: a base before its adapter
 class WeightUpdate:
     """One set of tensors for a holder of weights.
 
-    `tensors` yields (Hugging Face name, full tensor), is consumed once, and may be collective. A tensor is valid until the stream ends;
-    clone it to keep it longer.
+    `tensors` yields (Hugging Face name, full tensor), is consumed once, and may be collective. For a receiver that takes slices, a tensor
+    may be a `TensorSlice`. A tensor is valid until the stream ends; clone it to keep it longer.
     """
 
     kind: Literal["weights", "merged", "adapter"]  # all weights; all weights with an adapter merged; an adapter alone
     version: int  # version of the weights after this update; or NO_VERSION
-    tensors: Iterable[tuple[str, torch.Tensor]]
+    tensors: Iterable[tuple[str, Any]]
     config: Mapping[str, Any] = field(default_factory=dict)  # of an adapter, as PEFT writes it
     moves_tower: bool = False  # vision weights are included, so cached image embeddings are stale

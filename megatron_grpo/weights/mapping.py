@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
+from megatron_grpo.weights.buckets import TensorSlice
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.hf_files import stored_name
 from megatron_grpo.weights.names import NAMINGS, Packing, ShardCut, WeightEntry, grouped_experts, hf_shapes, layer_entries, outer_entries
@@ -247,6 +248,23 @@ class WeightMap:
                 )
             yield prefix + template.format(e=expert), tensor
 
+    def export_rows(self, name: str, shards: Sequence[torch.Tensor], first: int, rows: int) -> Iterator[tuple[str, TensorSlice]]:
+        """Yield (Hugging Face name, slice of its full tensor) from the same slice of all shards of one Megatron parameter.
+
+        Args:
+            name: Global name of the parameter.
+            shards: The slices in rank order, whole units (`names.num_units`) each.
+            first: First row of the slice in a shard.
+            rows: Rows of a shard.
+        """
+        entry, prefix, expert = self._locate(name)
+        is_grouped = entry.packing in (Packing.QKV, Packing.GATED_QKV)  # one by one, query groups need no copy
+        step = sum(size[0] for _, size in entry.hf) // self.shape.num_query_groups if is_grouped else rows
+        for row, column, full in _slices(entry.cut, shards, first, rows, step):
+            for (template, size), (begin, part) in zip(entry.hf, _unpack_rows(entry, row, full, self.shape), strict=True):
+                if len(part):
+                    yield prefix + template.format(e=expert), TensorSlice(part, (begin, column, *[0] * len(size))[: len(size)], size)
+
     def _locate(self, name: str) -> tuple[WeightEntry, str, int]:
         """Return the entry of a name with global numbers, the prefix of its Hugging Face names, and its expert number."""
         if name in self._located:
@@ -280,8 +298,8 @@ def _pack_qkv(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tenso
 
 
 def _unpack_qkv(full: torch.Tensor, shape: ModelShape, count: int) -> list[torch.Tensor]:
-    by_group = full.reshape(shape.num_query_groups, -1, *full.shape[1:])
     queries = shape.query_size // shape.num_query_groups
+    by_group = full.unflatten(0, (-1, queries + 2 * shape.head_dim))
     return [part.flatten(0, 1) for part in by_group.split([queries, shape.head_dim, shape.head_dim], dim=1)]
 
 
@@ -291,7 +309,8 @@ def _pack_gated_qkv(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch
 
 
 def _unpack_gated_qkv(full: torch.Tensor, shape: ModelShape, count: int) -> list[torch.Tensor]:
-    by_group = full.reshape(shape.num_query_groups, -1, shape.head_dim, *full.shape[1:])
+    heads = 2 * shape.query_size // shape.num_query_groups // shape.head_dim + 2
+    by_group = full.unflatten(0, (-1, heads, shape.head_dim))
     queries, *key_value = by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)
     queries = queries.unflatten(1, (2, -1)).transpose(1, 2)
     return [queries.flatten(0, 3), *(part.flatten(0, 2) for part in key_value)]
@@ -339,6 +358,36 @@ def _check_divides(name: str, cut: ShardCut, full: torch.Tensor, ranks: int) -> 
 
 def _join_gated(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([shard.chunk(2)[half] for half in (0, 1) for shard in shards])
+
+
+def _slices(cut: ShardCut, shards: Sequence[torch.Tensor], first: int, rows: int, step: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield (row, column, part) of the full Megatron parameter from the rows from `first` of all shards, which have `rows` rows.
+
+    A part has at most `step` rows.
+    """
+    halves = 2 if cut is ShardCut.GATED_COLUMN else 1
+    length = rows // halves
+    for rank, shard in enumerate(shards):
+        if cut is ShardCut.ROW:
+            yield first, rank * shard.shape[1], shard
+            continue
+        for half in range(halves):
+            end = min(first + len(shard), (half + 1) * length)
+            for begin in range(max(first, half * length), end, step):
+                yield (half * (len(shards) - 1) + rank) * length + begin, 0, shard[begin - first : min(begin + step, end) - first]
+
+
+def _unpack_rows(entry: WeightEntry, start: int, full: torch.Tensor, shape: ModelShape) -> list[tuple[int, torch.Tensor]]:
+    """Return (first row, rows) of each Hugging Face tensor from the rows from `start` of the Megatron parameter, without padding."""
+    sizes, found = [size[0] for _, size in entry.hf], []
+    if entry.packing not in (Packing.PLAIN, Packing.STACK):
+        unpacked = _UNPACK[entry.packing](full, shape, len(sizes))
+        return [(start * size // sum(sizes), part) for size, part in zip(sizes, unpacked, strict=True)]
+    for size in sizes:
+        begin, end = max(start, 0), min(start + len(full), size)
+        found.append((begin, full[begin - start : max(begin, end) - start]))
+        start -= size  # relative to the next tensor
+    return found
 
 
 _PACK = {

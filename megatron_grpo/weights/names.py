@@ -52,6 +52,21 @@ class WeightEntry:
     is_float32: bool = False  # stored in float32, whatever the model's dtype is
 
 
+def num_units(entry: WeightEntry, rows: int, shape: ModelShape, ranks: int) -> int:
+    """Return into how many equal runs of rows a shard can be sliced, such that each has rows of its own in the full tensors, or 0.
+
+    Args:
+        entry: Row of the table of weights.
+        rows: Rows of the shard.
+        shape: Sizes of the model.
+        ranks: RankCounts that hold the shards.
+    """
+    if entry.packing in (Packing.PLAIN, Packing.STACK):
+        return rows
+    whole_groups = entry.packing is not Packing.DELTA_NET and shape.num_query_groups % ranks == 0
+    return shape.num_query_groups // ranks if whole_groups else 0
+
+
 def outer_entries(shape: ModelShape) -> Iterator[WeightEntry]:
     """Yield the parameters outside the layers, with full names.
 

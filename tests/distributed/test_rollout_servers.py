@@ -144,6 +144,7 @@ def sample_versions(rank, world, paths, named, out, layout):
 
     found = []
     with trainer(rank, world, paths[0], named, out, **layout) as (policy, engine, weight_sync):
+        policy.exchange.bucket_bytes = 8 << 10  # most tensors travel in slices
         for version, path in enumerate(paths):
             policy.exchange.load(policy.chunks, HfReader(path))
             stats = weight_sync.sync_weights(version)

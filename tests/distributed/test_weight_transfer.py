@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.servers.weight_transfer import LinkError, Rendezvous, TransferCancelledError, WeightReceiverWorker, WeightSender
+from megatron_grpo.weights.buckets import TensorSlice, joined
 from tests.ranks import run_ranks
 
 
@@ -54,6 +55,26 @@ def test_what_comes_is_what_was_sent_in_any_size_of_bucket_and_again():
         dist.barrier()
 
     run_ranks(run, 3)
+
+
+def test_slices_come_as_they_were_sent_and_make_the_tensor():
+    whole = torch.arange(30.0).view(5, 6).bfloat16()
+    slices = [TensorSlice(whole[a:b, c:d], (a, c), (5, 6)) for a, b in ((0, 2), (2, 5)) for c, d in ((0, 1), (1, 6))]
+
+    def run(rank, world):
+        meeting, link = _members(rank, world)
+        for bucket_bytes in (1, 100, 10_000):
+            if rank == 0:
+                link.send(iter([("a", torch.ones(3)), *(("sliced", one) for one in slices), ("b", torch.ones(2))]), bucket_bytes)
+                continue
+            (a, _), *got, (b, last) = link.receive()
+            assert (a, b, last.tolist()) == ("a", "b", [1, 1])
+            assert [(one.start, one.shape) for _, one in got] == [(one.start, one.shape) for one in slices]
+            [(name, found)] = joined(got)
+            assert name == "sliced" and torch.equal(found, whole)
+        dist.barrier()
+
+    run_ranks(run, 2)
 
 
 def test_nothing_that_came_is_written_over_by_what_comes_later():

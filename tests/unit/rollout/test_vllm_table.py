@@ -7,6 +7,7 @@ import torch
 
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.vllm_weight_layout import CopyTable, ModuleWeights, TensorCopy, TensorForm, TensorView, _Seen
+from megatron_grpo.weights.buckets import TensorSlice
 
 ROWS = (2, 3)
 
@@ -106,3 +107,38 @@ def test_a_weight_must_be_covered_once_and_wholly():
     assert not covered(rows(0)) and not covered(rows(0), rows(1)) and not covered(rows(0), rows(2), rows(1))
     columns = TensorView((4, 1), (3, 1), 0)
     assert covered(columns, TensorView((4, 2), (3, 1), 1)) and not covered(columns, TensorView((4, 1), (3, 1), 2))
+
+
+def sliced(named):
+    """Each tensor row by row, and each row in two parts."""
+    for name, tensor in named:
+        if tensor.dim() < 2:
+            yield name, tensor
+            continue
+        for row in range(len(tensor)):
+            for begin, end in ((0, 1), (1, tensor.shape[1])):
+                yield name, TensorSlice(tensor[row : row + 1, begin:end], (row, begin), tuple(tensor.shape))
+
+
+def test_slices_land_where_the_whole_tensors_do(layer, table):
+    assert table.load(sliced(tensors().items()), pack) == []
+    right = layer.both.clone(), layer.read.clone()
+    layer.both.data.fill_(float("nan"))
+    assert table.load(tensors().items(), pack) == []
+    assert torch.equal(layer.both, right[0]) and torch.equal(layer.read, right[1])
+
+
+def test_a_tensor_of_which_a_slice_did_not_come_is_named(table):
+    *named, _ = sliced([("gate", tensors()["gate"])])
+    assert "gate" in table.load([*((name, tensor) for name, tensor in tensors().items() if name != "gate"), *named], pack)
+
+
+def test_a_slice_of_what_is_taken_in_another_order_waits_for_the_others(layer, table):
+    turned = TensorView((3, 4), (1, 3), 0)  # the transpose
+    table.copies["halves"] = [
+        TensorCopy(1, "kept_packed", TensorView((3, 4), (1, 3), 0), turned),
+        TensorCopy(1, "kept_packed", rows(0), rows(0)),
+    ]
+    assert table.copies["halves"][0].start((4, 3)) is None and table.copies["halves"][1].start((4, 3)) == [0, 0]
+    assert table.load(sliced(tensors().items()), pack) == []
+    assert torch.equal(layer.read, tensors()["halves"].t())
