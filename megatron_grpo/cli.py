@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
     Args:
         argv: Command-line arguments, the command first. None reads `sys.argv`.
-        parts: Custom components for `train`, such as a sampler, a reference or a guard. See `run.build.RunParts`.
+        parts: Custom components for `train`, such as a sampler, a reference or a gradient check. See `run.build.RunParts`.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 configuration error, 3 interrupted and saved, 130 after a keyboard interrupt.

@@ -97,7 +97,7 @@ class Run:
     logger: MetricsLogger
     stop: StopRequest
     stop_drain_seconds: float  # how long to wait for running generations once the run must stop
-    max_skipped_steps: int  # consecutive steps refused by the guard after which the run ends
+    max_skipped_steps: int  # consecutive steps refused by the gradient check after which the run ends
     step_callback: StepCallback
 
 
@@ -184,7 +184,7 @@ def sync_stop_flags(run: Run) -> tuple[bool, bool]:
 
 
 def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: TrainingRows) -> None:
-    """Log the metrics of a step and, if the guard refused it, the rows that caused its gradient.
+    """Log the metrics of a step and, if the gradient check refused it, the rows that caused its gradient.
 
     Args:
         run: The components of the run.
@@ -208,10 +208,10 @@ def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: Skipped
     Args:
         run: The components of the run.
         progress: The progress after the step.
-        skipped_step: The guard's refusal of the step; None if the step was taken.
+        skipped_step: Refusal of the step by the gradient check; None if the step was taken.
 
     Raises:
-        RunError: `max_skipped_steps` steps in a row were refused by the guard.
+        RunError: `max_skipped_steps` steps in a row were refused by the gradient check.
     """
     if skipped_step is None or skipped_step.skips.in_a_row < run.max_skipped_steps:
         return

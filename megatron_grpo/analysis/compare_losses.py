@@ -78,7 +78,7 @@ class VariantResult:
 
 
 class AcceptAllCheck:
-    """Guard that accepts every gradient, because `compare-losses` shows gradients as they are."""
+    """Gradient check that accepts every gradient, because `compare-losses` shows gradients as they are."""
 
     def allows(self, gradient: Any) -> bool:
         """Return True."""

@@ -383,7 +383,7 @@ def _rounded(policy: Any) -> list[ReplicaMismatch]:
     pairs = [pair for pair in pairs if pair[1].dtype is not pair[2].dtype and pair[1].device == pair[2].device]
     if not pairs:
         return []
-    # NaN is ignored here: the guard checks for it.
+    # NaN is ignored here: the gradient check finds it.
     rounded = [(weight, main.detach().to(weight.dtype).view_as(weight)) for _, weight, main in pairs]
     is_different = torch.stack([((weight != master) & ~(weight.isnan() & master.isnan())).any() for weight, master in rounded]).tolist()
     return [

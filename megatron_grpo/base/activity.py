@@ -141,7 +141,7 @@ def _with_count(entry: Phase) -> str:
 class Timers:
     """Timers of the parts of a step: `with timers("rollout"): ...` adds to `time/rollout`.
 
-    Blocks of one name add up; time in an inner block is subtracted from the outer block. `clock.beside("rollout_overlapped", 2.5)` adds
+    Blocks of one name add up; time in an inner block is subtracted from the outer block. `timers.beside("rollout_overlapped", 2.5)` adds
     seconds that overlap with other blocks: they are not part of the sum.
 
     Time outside all blocks is `time/other`, so the parts of a step sum to `time/step`. Time is this process's wall clock: work that was

@@ -27,7 +27,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 @dataclass(slots=True, eq=False)
 class AgentCall:
-    """One sampled answer, and who waits for it."""
+    """One sampled answer, with the clients that wait for it."""
 
     turn: AgentTurn
     session: AgentSession

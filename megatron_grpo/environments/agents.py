@@ -198,7 +198,7 @@ class AgentPlayer(RequestingPlayer):
         return self.stage.agent.solve(row, episode.endpoint)
 
     def _ended(self, episode: _Episode, outcome: CallResult) -> None:
-        """Process what an agent has returned or raised."""
+        """Process the return value or the exception of an agent."""
         self._running.discard(episode.key)
         episode.seconds, episode.version = outcome.seconds, self._version
         session, error = episode.session, outcome.error

@@ -102,7 +102,7 @@ class RequestingPlayer:
         raise NotImplementedError  # every subclass implements it
 
     def close(self) -> None:
-        """Stop what still runs, and cancel open requests."""
+        """Stop running work, and cancel open requests."""
         with self._changed:
             self._is_closed = True
             open_requests = [*self._waiting, *self._asked.values()]

@@ -185,7 +185,7 @@ class Metrics:
         self._display.table(f"Evaluation at step {progress.step} ({sampling_text})", heads, rows)
 
     def log_skipped(self, progress: Progress, record: Mapping[str, Any]) -> None:
-        """Log an optimizer step that the guard rejected as a line of skipped.jsonl.
+        """Log an optimizer step that the gradient check refused as a line of skipped.jsonl.
 
         Args:
             progress: Position of the run.

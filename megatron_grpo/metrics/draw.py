@@ -91,7 +91,7 @@ class Plot:
     held_out: bool = False  # adds the means of several rewards, and one dotted curve of scores per evaluation set
 
 
-# All phases of the run's clock. They sum to `time/step`.
+# All phases of the run's timers. They sum to `time/step`.
 PARTS_OF_A_STEP = ("rollout", "reward", "old_logprobs", "ref_logprobs", "teacher", "train", "weight_sync", "eval", "checkpoint", "other")
 
 PLOTS = (

@@ -130,7 +130,7 @@ class MetricsLogger:
         return stats | (selection_stats(self._heard, self.reward_weights) if self.tells_selection else {})
 
     def skipped_step(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None:
-        """Record that the guard rejected the step just taken.
+        """Record that the gradient check refused the step just taken.
 
         Args:
             progress: Progress of the run.

@@ -13,10 +13,10 @@ USUAL = {"float32": 1e-3, "bfloat16": 1.0}
 
 
 class LogpDifferenceMonitor:
-    """Warning when `sampling/sampling_logp_difference/max` exceeds `bound` (nats), repeated whenever the value has doubled since."""
+    """Monitor that warns when `sampling/sampling_logp_difference/max` exceeds `bound` (nats), and again whenever the value has doubled."""
 
     def __init__(self, *, bound: float | None, dtype: str, hint: str = ""):
-        """Create a watch.
+        """Create a monitor.
 
         Args:
             bound: Limit in nats. None: the usual limit of the dtype.
@@ -111,7 +111,7 @@ class TimeSummary:
         self._seconds[BEFORE], self.resumed_from = seconds, step
 
     def add(self, times: Mapping[str, float]) -> None:
-        """Add elapsed seconds per phase, as returned by the clock's `take()`.
+        """Add elapsed seconds per phase, as returned by `Timers.take()`.
 
         Args:
             times: Seconds by phase.

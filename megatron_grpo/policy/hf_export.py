@@ -123,7 +123,7 @@ class MegatronToHF:
     ) -> Iterator[tuple[str, Any]]:
         """Yield (Hugging Face name, full tensor) of every weight, layer by layer. Collective.
 
-        Every rank receives the tensors; with `gather` rank 0 alone.
+        Every rank receives the tensors; with `gather` only rank 0 does.
 
         A yielded tensor may be a view, also of a live parameter, and stays valid until the stream ends: clone it to keep it longer.
 

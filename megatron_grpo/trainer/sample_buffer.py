@@ -241,7 +241,7 @@ class SampleBuffer:
         return self._scored(np.flatnonzero(self._trained(step.old_logprob_slices) & ~self.rows.has_old_logprobs), scorer)
 
     def after_skipped_step(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
-        """Compute old log-probs for later passes after the guard has refused the gradient of `step`.
+        """Compute old log-probs for later passes after the gradient check has refused the gradient of `step`.
 
         The log-probs of the refused step's forward pass are discarded. The weights are those that the step started from, so what later
         passes need is scored now, by exactly the required version.

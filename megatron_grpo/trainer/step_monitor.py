@@ -31,7 +31,7 @@ class DumpReason:
         kind: "not_finite", "spike", "logp_gap", "parted" or "time_out".
         words: Description of the problem.
         step: The step from the training schedule.
-        skipped_step: The guard's refusal, if any.
+        skipped_step: Refusal by the gradient check, if any.
         finding: The finding of a replica check, if any.
     """
 
