@@ -115,9 +115,8 @@ class ModelShape:
             f"layer_types is {kinds!r}, but transformers reads the windows of {architecture} from other fields. Leave it out.",
         )
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
-        ropes = [
-            rope_from_hf(rope_config, rotated, family, reader) for rope_config in (family.ropes(config) if family.ropes else (config,))
-        ]
+        rope_configs = family.ropes(config) if family.ropes else (config,)
+        ropes = [rope_from_hf(rope_config, rotated, family, reader) for rope_config in rope_configs]
         reader.stop_if_wrong()
         rope, *other_ropes = (rope_shape for rope_shape in ropes if rope_shape)
         merged["local_rope"] = next((other_rope for other_rope in other_ropes if other_rope != rope), None)
