@@ -4,7 +4,8 @@
     python benchmarks/saving.py real                   the save of a small model on 1, 2 and 4 gloo ranks
     python benchmarks/saving.py grids                  every rank of 64, 1,024 and 16,384 GPUs, by the code that saves
 
-The grids are simulated: shapes of a real model, cut as Megatron-Core cuts them, by the package's own `boxes`, `shares` and `metadata_of`.
+The grids are simulated: shapes of a real model, cut as Megatron-Core cuts them, by the package's own `boxes`, `divide_tensors` and
+`metadata_of`.
 Bytes, pieces, files and descriptions are counted and not guessed; seconds of the first rank are measured; seconds of a copy are bytes by a
 rate that is said.
 """
@@ -28,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.checkpoint.shards import PlacedShard, Shard, metadata_of, shares
+from megatron_grpo.checkpoint.shards import PlacedShard, Shard, divide_tensors, metadata_of
 from megatron_grpo.policy.sharded_state import boxes
 
 TO_HOST = 50e9  # bytes a second from a GPU to pinned memory; `plan` assumes the same
@@ -90,7 +91,7 @@ def expert_weights(m: dict, pp: int, ep: int, p: int, e: int) -> Iterator[Weight
 def of_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[list[PlacedShard]]:
     """What each of `size` data-parallel ranks writes of these weights. replicated: names that another tensor-parallel rank writes."""
     own = [weight for weight in weights if weight[0] not in replicated]
-    given = shares([[(number, 2 * prod(shape), rank == 0) for number, (_, shape, _, _) in enumerate(own)] for rank in range(size)])
+    given = divide_tensors([[(number, 2 * prod(shape), rank == 0) for number, (_, shape, _, _) in enumerate(own)] for rank in range(size)])
     total = sum(prod(shape) for _, shape, _, _ in weights)
     length = -(-total // size)
     found: list[list[PlacedShard]] = []

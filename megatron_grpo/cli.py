@@ -19,7 +19,7 @@ from megatron_grpo import __version__
 from megatron_grpo.base import launcher
 from megatron_grpo.base.cleanup import die_with_parent, without_gc
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
-from megatron_grpo.run.terminal import note_renamed, speak_plainly
+from megatron_grpo.run.terminal import note_renamed, replace_unencodable
 
 if TYPE_CHECKING:
     from megatron_grpo.config import ParsedConfig
@@ -58,13 +58,13 @@ def train(argv: list[str], **parts: Any) -> int:
 
     vLLM samples completions, reward functions score them, and Megatron-Core trains the model on them.
     """
-    from megatron_grpo.run.signals import heard_before_the_run
+    from megatron_grpo.run.signals import signals_before_run
 
-    with heard_before_the_run():
+    with signals_before_run():
         parsed = _parsed_to_train(argv)
-        from megatron_grpo.run.terminal import outlive_terminal
+        from megatron_grpo.run.terminal import ignore_closed_terminal
 
-        outlive_terminal()
+        ignore_closed_terminal()
         with without_gc():
             from megatron_grpo.run.validate import load_inputs
 
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
         from megatron_grpo.run.supervisor import supervised
 
         return supervised(lambda: main(sys.argv[1:], **parts))
-    speak_plainly()
+    replace_unencodable()
     note_renamed.cache_clear()
     if not argv or argv[0] in ("-h", "--help", "help"):
         from megatron_grpo.config.show import print_overview

@@ -326,7 +326,7 @@ def saved_if_sampling_ends(
             save(run, progress, buffer, completely=True)
         if isinstance(end, CancelledError):
             raise make_interrupted(run, progress, f", and {end}") from end
-        raise type(end)(f"{end}; {where_it_is_saved(run, progress)}") from end
+        raise type(end)(f"{end}; {saved_hint(run, progress)}") from end
 
 
 def make_interrupted(run: Run, progress: Progress, detail: str = "") -> RunInterruptedError:
@@ -337,10 +337,10 @@ def make_interrupted(run: Run, progress: Progress, detail: str = "") -> RunInter
         progress: The progress that was saved.
         detail: Text added after the reason for the stop.
     """
-    return RunInterruptedError(f"stopped by {run.stop.why(collectives.all_gather_object)}{detail}; {where_it_is_saved(run, progress)}")
+    return RunInterruptedError(f"stopped by {run.stop.why(collectives.all_gather_object)}{detail}; {saved_hint(run, progress)}")
 
 
-def where_it_is_saved(run: Run, progress: Progress) -> str:
+def saved_hint(run: Run, progress: Progress) -> str:
     """Return where the state of a run is saved, as the end of a message.
 
     Args:

@@ -305,7 +305,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 
     import numpy as np
 
-    from megatron_grpo.analysis.operations import LIMITS, ComparedRow, ModelPair, alone, look_at, sequence_of
+    from megatron_grpo.analysis.operations import LIMITS, ComparedRow, ModelPair, compare_operations, one_per_micro_batch, sequence_of
     from megatron_grpo.parallel import collectives
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.trainer.weight_sync import WeightSyncManager
@@ -345,14 +345,14 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
         for one, trainer in zip(completions, scored, strict=True)
     ]
     worst = max(rows, key=lambda row: float(np.abs(row.differences).max()))
-    by_itself = alone(policy.scorer, bench.temperature)
+    by_itself = one_per_micro_batch(policy.scorer, bench.temperature)
     side = ModelPair(engine=engine, model=bench.ours, score=by_itself, temperature=1.0, limit=LIMITS[dtype])
-    return worst, look_at(side, worst)
+    return worst, compare_operations(side, worst)
 
 
 def found_of(rank: int, world: int, paths: Sequence[str | Path], places: Sequence[int], dtype: str = "float32") -> list[dict[str, Any]]:
     """What is found of each of these of FAULTS + CLEAN, which share model and layout. For `run_ranks`."""
-    from megatron_grpo.analysis.operations import first_over
+    from megatron_grpo.analysis.operations import first_difference
     from tests.parity_cases import join, settings
 
     found, parallel = [], None
@@ -362,7 +362,7 @@ def found_of(rank: int, world: int, paths: Sequence[str | Path], places: Sequenc
         row, operations = look(bench, one, dtype=dtype)
         bench.engine.close()
         over = [operation.name for operation in operations if operation.is_over]
-        first = first_over(operations)
+        first = first_difference(operations)
         found.append({
             "named": over[0] if over else "", "over": over, "difference": first.difference if first else 0.0,
             "ranks": first.ranks if first else (), "cause": first.cause if first else "", "nats": float(abs(row.differences).max()),

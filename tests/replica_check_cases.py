@@ -269,11 +269,11 @@ def _reference(policy: Any) -> None:
 
 def found_by(fault: Fault, path, samples, parallel, world: int) -> tuple[str | None, str | None, str | None]:
     """On this rank: what the check of the first, sound step says, and that of the second; and what the watch over log-probs says of it."""
-    from megatron_grpo.run.build.output import gap_of
+    from megatron_grpo.run.build.output import version_check
 
     cfg = cases.settings(**cases.MODEL_SETTINGS.get(fault.model, {}) | dict(logprob_diff_warn=0.6) | fault.settings)
     policy, rank = cases.build(path, cfg, world, parallel), parallel.rank
-    check, gap = ReplicaCheck(1), gap_of(cfg)
+    check, gap = ReplicaCheck(1), version_check(cfg)
     first = Looks(policy, check)
     policy.train_step(cases.batch_of(policy, fresh(samples[0]), 0), first)
     assert gap(first.metrics) is None, first.metrics

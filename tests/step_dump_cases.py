@@ -39,7 +39,7 @@ def step_of(samples, index: int, rows_per_slice: int) -> ScheduledStep:
 def witness_of(policy, cfg, path, folder: Path, *, check: int = 0, ends_run: bool = True, said: list | None = None):
     from megatron_grpo.analysis.replica_check import ReplicaCheck
     from megatron_grpo.analysis.step_dump import StepDumps
-    from megatron_grpo.run.build.output import gap_of
+    from megatron_grpo.run.build.output import version_check
     from megatron_grpo.trainer.step_monitor import StepMonitor
 
     print_line = (said if said is not None else []).append
@@ -49,7 +49,7 @@ def witness_of(policy, cfg, path, folder: Path, *, check: int = 0, ends_run: boo
         lambda: step_dumps,
         replica_check=ReplicaCheck(check) if check else None,
         ends_run=ends_run,
-        gap=gap_of(cfg),
+        gap=version_check(cfg),
         print_line=print_line,
     )
 

@@ -137,10 +137,10 @@ def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_no
 def encoded_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) -> dict[str, Any]:
     """A row's prompt as tokens, its patches, and the tokens of its right answer and of the mistaken ones."""
     from megatron_grpo.data.chat import PromptEncoder
-    from megatron_grpo.data.image_processing import decoded
+    from megatron_grpo.data.image_processing import decode_image
 
     [picture] = row["images"]
-    image = decoded((data / picture).read_bytes())
+    image = decode_image((data / picture).read_bytes())
     short = PromptEncoder(words, image_spec=image_spec).short(row["messages"])
     grid = image_spec.grid(image.height, image.width)
     place = short.index(image_spec.image_token)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
-from megatron_grpo.checkpoint.manifest import MANIFEST, Folder, Manifest, damage
+from megatron_grpo.checkpoint.manifest import MANIFEST, Folder, Manifest, find_damage
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.grpo import validation
-from megatron_grpo.run.opened import settings_over, whole_checkpoint
+from megatron_grpo.run.opened import settings_over, undamaged_checkpoint
 from megatron_grpo.run.terminal import note_renamed
 from megatron_grpo.types import Sample
 
@@ -127,7 +127,7 @@ def _subject(path: Path, parsed: ParsedConfig, parse: Parse) -> MismatchArgs:
 
 
 def _of_checkpoint(directory: Path, typed_cfg: Config, *, run: Path | None) -> MismatchArgs:
-    manifest = whole_checkpoint(directory)
+    manifest = undamaged_checkpoint(directory)
     cfg = settings_over(typed_cfg, manifest.origin.settings)
     return MismatchArgs(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)
 
@@ -237,7 +237,7 @@ def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]
             f"compare-losses: step {step} has no recorded rows. Checkpoints that have them: {', '.join(map(str, recorded))}.",
         )
     chosen = manifests[recorded[-1] if step is None else int(step)]
-    if faults := damage(chosen.directory, chosen.files):
+    if faults := find_damage(chosen.directory, chosen.files):
         raise _refused(f"compare-losses: {chosen.directory} is damaged: {faults[0]}.")
     return chosen, {number - chosen.step: manifests[number].directory for number in manifests if number > chosen.step}
 

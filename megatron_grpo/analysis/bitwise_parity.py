@@ -69,7 +69,7 @@ def _attended(q, k, v, packed: PackedBatch, scale: float) -> torch.Tensor:
         queries, keys = zip(*runs, strict=True)
         index = torch.cat(queries)
         lengths = [len(run) for run in queries]
-        out[index] = kernels.attended(q[index], [k[run] for run in keys], [v[run] for run in keys], lengths, scale)
+        out[index] = kernels.causal_attention(q[index], [k[run] for run in keys], [v[run] for run in keys], lengths, scale)
     return out
 
 
@@ -78,13 +78,13 @@ def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_ro
     rows = len(weight) if num_valid_rows is None else num_valid_rows
     options = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | kwargs
     original = real(hidden, weight, targets, **options)  # without a slope, which would be that of other log-probs
-    counts = [rows] if group is None else torch.cat(collectives.of_each(torch.tensor([rows]), group)).tolist()
+    counts = [rows] if group is None else torch.cat(collectives.all_gather_tensors(torch.tensor([rows]), group)).tolist()
     value = torch.empty_like(original.logprobs)
     for start in range(0, len(targets), chunk_size):
         part = slice(start, start + chunk_size)
         logits = kernels.linear(hidden[part], weight[:rows]).float() if rows else hidden.new_empty(len(targets[part]), 0).float()
         if group is not None:
-            shards = collectives.of_each(F.pad(logits, (0, len(weight) - rows)), group)
+            shards = collectives.all_gather_tensors(F.pad(logits, (0, len(weight) - rows)), group)
             logits = torch.cat([shard[:, :count] for shard, count in zip(shards, counts, strict=True)], dim=1)
         logprobs = logits.div_(temperature).log_softmax(dim=-1)
         value[part] = logprobs.gather(1, targets[part, None])[:, 0]
@@ -104,7 +104,7 @@ def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
     group, cuts_tokens = module.attn_tp_group, module.config.sequence_parallel
     x = hidden.detach().flatten(0, 1)
     if cuts_tokens:
-        x = torch.cat(collectives.of_each(x, group))
+        x = torch.cat(collectives.all_gather_tensors(x, group))
     inner, down_weights = (
         [getattr(e, name).weight.detach() for e in module.experts.local_experts] for name in ("linear_fc1", "linear_fc2")
     )
@@ -112,8 +112,8 @@ def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
     slices = module.experts.local_experts[0].linear_fc1.tp_group
     outputs = []
     for part, cut in ((gate, 1), (up_weights, 1), (torch.stack(down_weights), 2)):
-        gathered = torch.cat(collectives.of_each(part, slices), dim=cut)
-        gathered = torch.cat(collectives.of_each(gathered, module.ep_group))
+        gathered = torch.cat(collectives.all_gather_tensors(part, slices), dim=cut)
+        gathered = torch.cat(collectives.all_gather_tensors(gathered, module.ep_group))
         outputs.append(gathered.chunk(group.size(), dim=cut)[group.rank()])
     norm_topk = not module.config.moe_router_pre_softmax
     out = kernels.experts(x, module.router.weight, *outputs, k=module.config.moe_router_topk, norm_topk=norm_topk)
@@ -128,7 +128,7 @@ def in_rank_order(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
         x: This rank's summand.
         group: Process group.
     """
-    first, *other_parts = collectives.of_each(x, group)
+    first, *other_parts = collectives.all_gather_tensors(x, group)
     total = first.clone()
     for part in other_parts:
         total += part

@@ -23,9 +23,9 @@ import torch
 from megatron_grpo.analysis.args import CompareLossesArgs, Variant, read_compare_losses_args
 from megatron_grpo.analysis.printing import print_report
 from megatron_grpo.analysis.replay import open_policy
-from megatron_grpo.analysis.report import draw_variants, logged_by
+from megatron_grpo.analysis.report import draw_variants, metrics_records
 from megatron_grpo.base.errors import EXIT_DONE, config_error
-from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.base.files import plot_obstacle
 from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
@@ -99,7 +99,7 @@ def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], Par
         ConfigError: With all problems of the command line and the settings.
     """
     args = read_compare_losses_args(argv, parse)
-    if args.cfg.plan.png and (obstacle := why_not_drawn(Path(args.cfg.plan.png))):
+    if args.cfg.plan.png and (obstacle := plot_obstacle(Path(args.cfg.plan.png))):
         raise config_error("png", f"png: {obstacle}")
     outcomes = compare_losses(args)
     if collectives.rank() == 0:
@@ -283,7 +283,7 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
 
 def _recorded(args: CompareLossesArgs) -> dict[str, float] | None:
     """Return the run's own loss and gradient norm of the step, from metrics.jsonl; None if they were not logged."""
-    logged = next((record for record in reversed(logged_by(args.run)) if record.get("step") == args.step + 1), None)
+    logged = next((record for record in reversed(metrics_records(args.run)) if record.get("step") == args.step + 1), None)
     return {name: logged[name] for name in ("loss", "grad_norm") if name in logged} if logged else None
 
 

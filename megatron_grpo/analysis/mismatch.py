@@ -12,12 +12,20 @@ import numpy as np
 
 from megatron_grpo.analysis import traced, vllm_traced
 from megatron_grpo.analysis.args import MismatchArgs, read_mismatch_args
-from megatron_grpo.analysis.operations import LIMITS, ComparedRow, ModelPair, Operation, alone, look_at, sequence_of
+from megatron_grpo.analysis.operations import (
+    LIMITS,
+    ComparedRow,
+    ModelPair,
+    Operation,
+    compare_operations,
+    one_per_micro_batch,
+    sequence_of,
+)
 from megatron_grpo.analysis.printing import print_report
 from megatron_grpo.analysis.report import MismatchReport, as_json, draw, drift_of, report_lines, worst_row, worst_tokens
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
-from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.base.files import plot_obstacle
 from megatron_grpo.config import ParsedConfig, sampling_mask
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import load_tokenizer
@@ -68,12 +76,12 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
         picture.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
         raise config_error("output_dir", f"{picture.parent} cannot be written. Name another --output_dir.") from None
-    if "output_dir" in cfg.typed and (obstacle := why_not_drawn(picture)):
+    if "output_dir" in cfg.typed and (obstacle := plot_obstacle(picture)):
         raise config_error("output_dir", f"output_dir: {obstacle}")
     with CleanUp() as clean_up:
         parallel = start_parallel(cfg, layout, content={"question": f"{args.name} {args.row} {args.num_rows}"})
         clean_up.add(state.stop)
-        report = look(args, cfg, shape, model_path, parallel, clean_up)
+        report = compare_rows(args, cfg, shape, model_path, parallel, clean_up)
         verdict = report.verdict
         if collectives.rank() == 0:
             is_drawn = draw(picture, report)
@@ -81,7 +89,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
     return EXIT_CRASH if verdict else EXIT_DONE
 
 
-def look(
+def compare_rows(
     args: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp
 ) -> MismatchReport:
     """Score the rows with trainer and sampler, and compare their operations on one row. Collective.
@@ -129,8 +137,10 @@ def look(
     if reason := traced.not_traced(model.chunks[0]) or vllm_traced.not_traced(engine):
         notes.append(f"The operations of this model are not compared: it {reason}.")
     else:
-        side = ModelPair(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
-        operations = look_at(side, compared[chosen])
+        side = ModelPair(
+            engine=engine, model=model.chunks[0], score=one_per_micro_batch(model.scorer), temperature=sampling.temperature, limit=limit
+        )
+        operations = compare_operations(side, compared[chosen])
     return MismatchReport(
         asked=args,
         dtype=dtype,
@@ -170,17 +180,17 @@ def _rows_to_compare(
         the first two is empty.
     """
     notes = list[str]()
-    if sampling_mask.is_cut(cfg.rollout):
+    if sampling_mask.samples_from_part(cfg.rollout):
         notes.append(
             f"The run samples with {sampling_mask.describe(cfg.rollout)}; here all tokens stay, because tables "
             "of completions do not contain the sampling mask."
         )
     if args.cfg.rollout.bitwise_parity:
         notes.append("The run trains with the sampler's arithmetic (bitwise_parity); the trainer's own arithmetic is compared here.")
-    is_as_run = args.dtype is None and not sampling_mask.is_cut(cfg.rollout)
-    if args.run is not None and is_as_run and (rows := recorded(args.run, version=args.step)):
-        return spread(rows, args.num_rows), [], "recorded by the run with these weights", notes
-    if args.run is not None and (rows := recorded(args.run)):
+    is_as_run = args.dtype is None and not sampling_mask.samples_from_part(cfg.rollout)
+    if args.run is not None and is_as_run and (rows := read_sampled_rows(args.run, version=args.step)):
+        return evenly_spaced(rows, args.num_rows), [], "recorded by the run with these weights", notes
+    if args.run is not None and (rows := read_sampled_rows(args.run)):
         of_run = list(dict.fromkeys(row.prompt for row in rows))
         prompts = [of_run[number % len(of_run)] for number in range(args.num_rows)]
         return [], [_prompt(number, prompt) for number, prompt in enumerate(prompts)], "sampled again from prompts of the run", notes
@@ -191,7 +201,7 @@ def _rows_to_compare(
     return [], [_prompt(number, prompt) for number, prompt in enumerate(cut)], source, notes
 
 
-def recorded(run: Path, *, version: int | None = None) -> list[ComparedRow]:
+def read_sampled_rows(run: Path, *, version: int | None = None) -> list[ComparedRow]:
     """Read the rows that weights of one version sampled, from a run's `completions/step_*.parquet`.
 
     Args:
@@ -231,7 +241,7 @@ def _rows(path: Path) -> list[ComparedRow]:
     return [row for row in compared if row.drawn.any() and row.prompt]
 
 
-def spread(rows: list[ComparedRow], max_rows: int) -> list[ComparedRow]:
+def evenly_spaced(rows: list[ComparedRow], max_rows: int) -> list[ComparedRow]:
     """Return at most `max_rows` rows, evenly spaced.
 
     Args:

@@ -161,7 +161,7 @@ class ModelPair:
     limit: float
 
 
-def alone(scorer: ModelScorer, temperature: float | None = None) -> Score:
+def one_per_micro_batch(scorer: ModelScorer, temperature: float | None = None) -> Score:
     """Return a function that scores each sequence in a micro-batch of one.
 
     Args:
@@ -172,7 +172,7 @@ def alone(scorer: ModelScorer, temperature: float | None = None) -> Score:
     return partial(ModelScorer(scorer.model, scorer.parallel, cut, context=scorer.around).score, temperature=temperature)
 
 
-def look_at(side: ModelPair, row: ComparedRow) -> list[Operation]:
+def compare_operations(side: ModelPair, row: ComparedRow) -> list[Operation]:
     """Compare every operation that both sides have, then make the checks that need more than one sequence. Collective.
 
     Operations are in the order of computation.
@@ -217,7 +217,7 @@ def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[lis
     parts = {name: _part(trainer[name], sampler[name], size if name == "log-prob" else None) for name in names}
     parts_of_ranks: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(parts)
     operations = [_joined(name, [part[name] for part in parts_of_ranks], side.limit) for name in names]
-    if (first := first_over(operations)) is not None:
+    if (first := first_difference(operations)) is not None:
         causes = collectives.all_gather_object(cause_of(first.name, side.engine, model))
         cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
         operations = [replace(op, cause=cause) if op is first else op for op in operations]
@@ -235,7 +235,7 @@ def _aside(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -
     return Operation(name=name, difference=middle, largest=float(differences.max()), equal=float((a == b).mean()), ranks=ranks)
 
 
-def first_over(operations: Sequence[Operation]) -> Operation | None:
+def first_difference(operations: Sequence[Operation]) -> Operation | None:
     """Return the first operation at which trainer and sampler diverge; None if they do not.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from megatron_grpo.analysis.diagnosis import Diagnosis, IsolatedRow, diagnose
 from megatron_grpo.analysis.printing import print_report
 from megatron_grpo.analysis.replica_check import tensors_of
-from megatron_grpo.analysis.step_dump import StepDump, marked, rows_of
+from megatron_grpo.analysis.step_dump import StepDump, rows_of, with_fingerprints
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.checkpoint import rng_state
@@ -24,12 +24,12 @@ from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
 from megatron_grpo.config.table import InvalidValueError, Setting, in_current_names, read_value, table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state
-from megatron_grpo.policy.gradient_check import wrong_rows
+from megatron_grpo.policy.gradient_check import non_finite_rows
 from megatron_grpo.policy.policy import Policy, ReducedGradient
 from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_policy
-from megatron_grpo.run.opened import layout_of, load_weights, whole_checkpoint
+from megatron_grpo.run.opened import layout_of, load_weights, undamaged_checkpoint
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey
 from megatron_grpo.weights.shape import ModelShape
@@ -102,7 +102,7 @@ def _settings(step_dump: StepDump, typed_cfg: Config) -> tuple[Config, Path, Pat
             raise config_error("resume", f"the step dump has no weights, and the checkpoint before it, {checkpoint}, does not "
                                "exist. Copy it and name it with --resume, or name a model with --model.")  # fmt: skip
     if checkpoint is not None:
-        whole_checkpoint(Path(checkpoint))
+        undamaged_checkpoint(Path(checkpoint))
     values |= {"offload_model": "false", "offload_optimizer": "false", "micro_batch_size": 1}
     return typed_cfg.with_values(values | {"model": str(model)} | flags), find_model(str(model)), Path(checkpoint) if checkpoint else None
 
@@ -295,7 +295,7 @@ def _weights(step_dump: StepDump, policy: Policy) -> dict[str, Any]:
     faults: dict[str, str] = {}
 
     def check(stream: Any) -> None:
-        for name, tensor in marked(stream, marks):
+        for name, tensor in with_fingerprints(stream, marks):
             finite = torch.isfinite(tensor)
             if not bool(finite.all()):
                 first_index = torch.nonzero(~finite)[0].tolist()
@@ -322,7 +322,7 @@ def _rows(
         [key] = micro.rows
         norms[key] = norm
         if logprobs is not None:
-            _, cause = wrong_rows(micro, logprobs, gradient.references.get(key))
+            _, cause = non_finite_rows(micro, logprobs, gradient.references.get(key))
             run = recorded.get(key)
             gap = np.abs(gradient.logprobs[key] - micro.sampler_logprobs)
             measured[key] = IsolatedRow(

@@ -143,7 +143,7 @@ class ReplicaCheck:
             The differences; None if there are none.
         """
         self._has_looked = True
-        values = list(everything(policy, batch, metrics, logprobs))
+        values = list(replicated_values(policy, batch, metrics, logprobs))
         mismatches = [*_strange_groups(policy), *_unmarked(policy), *_rounded(policy)]
         groups = groups_of(policy.parallel)
         for name, group in groups.items():
@@ -209,7 +209,7 @@ _COLLECTED = {"tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP", "expt_tp": "ETP"} 
 _ABSENT = torch.zeros(0)  # this rank has no such tensor
 
 
-def everything(
+def replicated_values(
     policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]
 ) -> Iterator[Held]:  # fmt: skip
     """Yield all values of this rank that other ranks hold too, in the same order on all ranks of a group.

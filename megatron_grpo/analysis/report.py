@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.analysis.args import MismatchArgs
-from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, first_over
+from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
 from megatron_grpo.config.evaluation import in_current_metrics
-from megatron_grpo.metrics.draw import can_draw, new_figure, tidy, write_png
+from megatron_grpo.metrics.draw import apply_style, can_draw, new_figure, write_png
 
 BINS = 40
 DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl
@@ -64,7 +64,7 @@ class MismatchReport:
     def verdict(self) -> str:
         """Describe what differs by more than rounding; empty if nothing does."""
         sentences = []
-        if (first := first_over([op for op in self.operations if op.name not in ASIDE])) is not None:
+        if (first := first_difference([op for op in self.operations if op.name not in ASIDE])) is not None:
             shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
             sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
         sentences += [ASIDE[op.name] for op in self.operations if op.name in ASIDE and op.is_over]
@@ -80,7 +80,7 @@ class MismatchReport:
         return quantiles(self.rows, self.bound)
 
 
-def logged_by(run: Path) -> list[dict[str, Any]]:
+def metrics_records(run: Path) -> list[dict[str, Any]]:
     """Return the records of a run's metrics.jsonl, with current names. A line that is only partly written is skipped.
 
     Args:
@@ -240,7 +240,7 @@ def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
     """
     return [
         (record["step"], *(float(record[name]) for name in DRIFT))
-        for record in (logged_by(run) if run is not None else [])
+        for record in (metrics_records(run) if run is not None else [])
         if all(isinstance(record.get(name), (int, float)) for name in ("step", *DRIFT))
     ]
 
@@ -265,7 +265,7 @@ def draw(path: Path, report: MismatchReport) -> bool:
     for number, panel in enumerate(panels):
         axes = figure.add_subplot((len(panels) + 1) // 2, 2, number + 1)
         panel(axes, report)
-        tidy(axes)
+        apply_style(axes)
     write_png(figure, path)
     return True
 

@@ -64,7 +64,7 @@ class RunFiles:
             ]
         return cls(
             folder=folder, name=name or folder.absolute().name, steps=steps, evaluations=evaluations, events=events,
-            plan=read_object(folder / "plan.json"), settings=settings_in(folder / "config.yaml"),
+            plan=read_object(folder / "plan.json"), settings=read_settings(folder / "config.yaml"),
         )  # fmt: skip
 
     @property
@@ -181,7 +181,7 @@ def runs_in(folders: Sequence[Path]) -> list[RunFiles]:
     return runs
 
 
-def settings_in(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings in a config.yaml in sections, by name; empty if there is none.
 
     Args:
@@ -217,7 +217,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def thinned(points: Points, max_points: int) -> Points:
+def downsample(points: Points, max_points: int) -> Points:
     """Return at most `max_points` points: means of neighbours, at the last step of each.
 
     Args:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo import __version__
-from megatron_grpo.analysis.run_files import Points, Row, RunFiles, is_number, runs_in, text_of, thinned
+from megatron_grpo.analysis.run_files import Points, Row, RunFiles, downsample, is_number, runs_in, text_of
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
-from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.config.table import table
 from megatron_grpo.metrics.display import describe_duration
 
@@ -99,7 +99,7 @@ def run_report(argv: list[str]) -> int:
     try:
         if target.exists() and GENERATOR not in target.read_text(encoding="utf-8", errors="replace"):
             raise ConfigError(f"{target} exists and was not written by this command. Name another file with -o.")
-        write_whole(target, page_of(runs))
+        atomic_write_text(target, page_of(runs))
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}. Name another file with -o.") from error
     print(f"Report: {target.resolve()} ({target.stat().st_size / 1000:,.0f} kB)")
@@ -137,7 +137,7 @@ def page_of(runs: Sequence[RunFiles]) -> str:
     """
     import jinja2
 
-    figures = [curve for figure in FIGURES if (curve := drawn(figure, runs))]
+    figures = [curve for figure in FIGURES if (curve := figure_data(figure, runs))]
     blob = json.dumps([figure["data"] for figure in figures], separators=(",", ":")).replace("<", "\\u003c")
     styles = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "page.css")]
     scripts = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "page.js")]
@@ -150,8 +150,8 @@ def page_of(runs: Sequence[RunFiles]) -> str:
         generator=GENERATOR, version=__version__, licence=(PAGE / "uPlot.LICENSE").read_text(encoding="utf-8"),
         policy=f"default-src 'none'; style-src {hashes(styles)}; script-src {hashes(scripts)}; base-uri 'none'; form-action 'none'",
         styles=styles, scripts=scripts, blob=blob, figures=figures,
-        runs=[described(run) for run in runs], settings=settings_rows(runs),
-        versions=compared([{str(k): v for k, v in run.plan.get("versions", {}).items()} for run in runs]),
+        runs=[describe_run(run) for run in runs], settings=settings_rows(runs),
+        versions=compare_values([{str(k): v for k, v in run.plan.get("versions", {}).items()} for run in runs]),
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def hashes(texts: Sequence[str]) -> str:
 # ---- figures ---------------------------------------------------------------------------------------------------------------------------
 
 
-def drawn(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
+def figure_data(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
     """Return what the template and the script need of a figure; None if no run has data that differs from 0.
 
     Args:
@@ -180,13 +180,13 @@ def drawn(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | No
             if any(value for _, value in points):
                 names[metric] = None
                 label = label if len(runs) == 1 else f"{run.name}: {label}"
-                thin = thinned(points, MOST_POINTS)
+                thin = downsample(points, MOST_POINTS)
                 curves.append(ReportCurve(label=label, run=number_of_run, place=number, points=thin, is_dotted=metric == HELD_OUT))
     if not curves:
         return None
     values = [dict(curve.points) for curve in curves]
     steps = sorted({step for col in values for step in col})
-    columns = [[significant(col.get(step)) for step in steps] for col in values]
+    columns = [[format_significant(col.get(step)) for step in steps] for col in values]
     is_log = figure.is_log and all(value > 0 for curve in curves for _, value in curve.points)
     listed = {*steps[:: -(-len(steps) // MOST_ROWS)], steps[-1], *(s for col in values if len(col) <= MOST_ROWS for s in col)}
     series = [{"label": c.label, "run": c.run, "place": c.place, "dots": c.is_dotted} for c in curves]
@@ -220,7 +220,7 @@ def curves_of(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Point
     return curves
 
 
-def significant(value: float | None) -> float | None:
+def format_significant(value: float | None) -> float | None:
     """Return a value with the digits that a figure can show.
 
     Args:
@@ -232,7 +232,7 @@ def significant(value: float | None) -> float | None:
 # ---- the rest of the page --------------------------------------------------------------------------------------------------------------
 
 
-def described(run: RunFiles) -> dict[str, Any]:
+def describe_run(run: RunFiles) -> dict[str, Any]:
     """Return the template's data of one run besides figures and settings.
 
     Args:
@@ -328,7 +328,7 @@ def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]
         for name, value in run.settings.items()
         if name in known_settings and value != as_yaml(known_settings[name].default)
     }
-    return compared([{name: value for name, value in run.settings.items() if name in changed_names} for run in runs])
+    return compare_values([{name: value for name, value in run.settings.items() if name in changed_names} for run in runs])
 
 
 def as_yaml(value: Any) -> Any:
@@ -340,7 +340,7 @@ def as_yaml(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def compared(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
+def compare_values(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
     """Return (name, values, whether they differ) for each name, in the order of the first column that has it.
 
     Args:

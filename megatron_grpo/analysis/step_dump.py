@@ -28,7 +28,7 @@ import torch
 
 from megatron_grpo import __version__
 from megatron_grpo.analysis.fingerprint import fingerprint
-from megatron_grpo.base.files import write_whole, written_whole
+from megatron_grpo.base.files import atomic_write, atomic_write_text
 from megatron_grpo.batching.schedule import MicroStep, ScheduledStep
 from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.distributed import CheckpointError, errors_on_all_ranks
@@ -37,7 +37,7 @@ from megatron_grpo.checkpoint.samples import file_of, read_samples
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.policy import Policy, ReducedGradient
-from megatron_grpo.run.export import drained
+from megatron_grpo.run.export import drain_rest
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.trainer.step_monitor import DumpReason
 from megatron_grpo.types import RowKey, Sample
@@ -87,7 +87,7 @@ class StepDumps:
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         try:
             with self._whole(path) as partial:
-                random = rng_state.collect()
+                random = rng_state.gather_states()
                 with errors_on_all_ranks(f"writing {partial}"):
                     _write_own(partial, moment, buffer, policy, gradient)
                     if random is not None:
@@ -118,11 +118,11 @@ class StepDumps:
         keys = rows_of(moment.step)
         samples = [sample for key, sample in buffer.samples.items() if key in keys]
         if samples:
-            with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
+            with atomic_write(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(samples))
         facts = self._facts(moment, buffer) | {"weights": self._elsewhere(0)}
         own_file = path / f".{FACTS}.{collectives.rank():05d}"  # several ranks may write at the same time: the last complete file stays
-        write_whole(own_file, json.dumps(facts, indent=1) + "\n")
+        atomic_write_text(own_file, json.dumps(facts, indent=1) + "\n")
         own_file.replace(path / FACTS)
 
     @contextmanager
@@ -169,10 +169,10 @@ class StepDumps:
         tensors, exchange, first = policy.tensors(), policy.exchange, collectives.rank() == 0
         size, bound = exchange.whole_bytes(tensors), int(self.cfg.run.debug_dump_weights_gb * GB)
         marks: dict[str, str] = {}
-        stream = marked(exchange.stream(tensors, "weights"), marks)
+        stream = with_fingerprints(exchange.stream(tensors, "weights"), marks)
         facts = self._elsewhere(size)
         if policy.adapters is None and size <= bound:
-            with errors_on_all_ranks(f"writing {partial / 'weights'}"), drained(stream) as remaining:
+            with errors_on_all_ranks(f"writing {partial / 'weights'}"), drain_rest(stream) as remaining:
                 if first:
                     with HfWriter(partial / "weights", self.model_path, expected=exchange.map.expected_hf_names()) as writer:
                         for name, tensor in remaining:
@@ -184,7 +184,7 @@ class StepDumps:
             adapter_marks: dict[str, str] = {}
             with (
                 errors_on_all_ranks(f"writing {partial / 'adapter'}"),
-                drained(marked(policy.named_adapters(), adapter_marks)) as remaining,
+                drain_rest(with_fingerprints(policy.named_adapters(), adapter_marks)) as remaining,
             ):
                 if first:
                     peft_tensors = ((peft_name(name, exchange.map.shape), tensor) for name, tensor in remaining)
@@ -290,7 +290,7 @@ def rows_of(step: Any) -> set[RowKey]:
     return {(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)}
 
 
-def marked(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def with_fingerprints(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass a stream of (name, tensor) through, and store the fingerprint of each tensor.
 
     Args:

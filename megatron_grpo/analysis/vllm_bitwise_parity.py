@@ -48,7 +48,7 @@ def prepare() -> None:
         # Rank r sums r, r + 1, ...: with three or more ranks, the sums differ between ranks.
         if self.world_size <= 2:
             return reduce(self, x)
-        first, *others = collectives.of_each(x, self.device_group)
+        first, *others = collectives.all_gather_tensors(x, self.device_group)
         for other in others:
             first += other
         return x.copy_(first)
@@ -126,7 +126,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return flat.view(t, heads, channels)
 
 
-def attended(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], lengths: Sequence[int], scale: float):
+def causal_attention(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], lengths: Sequence[int], scale: float):
     """Compute causal attention for queries at the ends of their sequences, with one call of the paged kernel over a temporary cache.
 
     Args:

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_grpo.analysis.run_files import Points, RunFiles, text_of, thinned
+from megatron_grpo.analysis.run_files import Points, RunFiles, downsample, text_of
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.base.files import read_object
 from megatron_grpo.metrics.display import NOW, RECENT_STEPS, describe_duration
@@ -52,18 +52,18 @@ def run_watch(argv: list[str]) -> int:
         raise ConfigError(f"{folder} has no config.yaml. Name the output_dir of a run that has started.")
     console = Console(highlight=False)
     if "--once" in argv or not sys.stdout.isatty():
-        console.print(view(folder))
+        console.print(run_view(folder))
         return EXIT_DONE
-    with Live(view(folder), console=console, screen=True, auto_refresh=False) as live:
+    with Live(run_view(folder), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(SECONDS)
-                live.update(view(folder), refresh=True)
+                live.update(run_view(folder), refresh=True)
         except KeyboardInterrupt:
             return EXIT_DONE
 
 
-def view(folder: Path) -> Group:
+def run_view(folder: Path) -> Group:
     """Return the view of a run: its step and phase, the newest metrics, held-out scores, events and completions.
 
     Args:
@@ -74,9 +74,9 @@ def view(folder: Path) -> Group:
     for name, label in SHOWN.items():
         points = run.series(name)
         if any(value for _, value in points):
-            metrics.add_row(Text(label, style="dim"), f"{points[-1][1]:.4g}", Text(spark(points), style="cyan"))
+            metrics.add_row(Text(label, style="dim"), f"{points[-1][1]:.4g}", Text(sparkline(points), style="cyan"))
     for name, points in run.held_out().items():
-        scores.add_row(Text(name), f"step {points[-1][0]}", f"{points[-1][1]:.3f}", Text(spark(points), style="cyan"))
+        scores.add_row(Text(name), f"step {points[-1][0]}", f"{points[-1][1]:.3f}", Text(sparkline(points), style="cyan"))
     panels = [Panel(metrics, title="metrics")] * bool(metrics.rows) + [Panel(scores, title="held out")] * bool(scores.rows)
     events = [Text(f"step {event['step']}: {event['text']}", style="yellow") for event in run.events[-3:]]
     return Group(*head(run), Columns(panels), *events, *completions(run))
@@ -120,13 +120,13 @@ def phase(run: RunFiles) -> str:
     )
 
 
-def spark(points: Points) -> str:
+def sparkline(points: Points) -> str:
     """Return a line of at most WIDTH characters whose heights are means of neighbouring values.
 
     Args:
         points: (step, value) pairs in the order of the steps.
     """
-    means = [mean for _, mean in thinned(points, WIDTH)]
+    means = [mean for _, mean in downsample(points, WIDTH)]
     low, high = min(means), max(means)
     return "".join(SPARKS[int((mean - low) / ((high - low) or 1.0) * (len(SPARKS) - 1))] for mean in means)
 

@@ -25,7 +25,7 @@ import psutil
 
 from megatron_grpo.api.rank import LAUNCH, METRICS, OBJECTS
 from megatron_grpo.base import given, launcher
-from megatron_grpo.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, printable
+from megatron_grpo.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, one_line
 
 RANK_MODULE = "megatron_grpo.api.rank"  # the program of each rank
 STARTED = ".started"  # in output_dir: one folder for each program that is running ranks
@@ -81,7 +81,7 @@ def write_launch(folder: Path, command: str, words: Sequence[str], objects: Mapp
         pickled = cloudpickle.dumps(dict(objects))
     except Exception as error:
         name = next((name for name, value in objects.items() if not _is_picklable(value)), "an object")
-        reason = f"{type(error).__name__}: {printable(error)}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"{name} cannot be sent to the ranks ({reason}). Create what it holds inside the function.") from error
     launch = {
         "command": command, "words": list(words), "path": sys.path, "argv": sys.argv, "listens": listens,

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.cleanup import die_with_parent
-from megatron_grpo.base.files import written_whole
+from megatron_grpo.base.files import atomic_write
 
 LAUNCH, OBJECTS, METRICS = "launch.pkl", "objects.pkl", "metrics.jsonl"
 
@@ -29,9 +29,9 @@ def run_command(folder: Path) -> int:
     """
     from megatron_grpo import cli
     from megatron_grpo.base import given
-    from megatron_grpo.run.terminal import speak_plainly
+    from megatron_grpo.run.terminal import replace_unencodable
 
-    speak_plainly()
+    replace_unencodable()
     launch = pickle.loads((folder / LAUNCH).read_bytes())
     sys.path[:], sys.argv = launch["path"], launch["argv"]
     parts = {"listener": _writer(folder / METRICS)} if launch["listens"] else {}
@@ -70,7 +70,7 @@ def _write_error(folder: Path, error: BaseException) -> None:
         for note in getattr(error, "__notes__", ()):
             plain.add_note(note)
         pickled = pickle.dumps(plain)
-    with written_whole(folder / f"error.{rank}.pkl") as stream:
+    with atomic_write(folder / f"error.{rank}.pkl") as stream:
         stream.write(pickled)
 
 

@@ -96,7 +96,7 @@ def advance(count: int = 1) -> None:
         phases[-1].done += count
 
 
-def reached(number: int) -> None:
+def report_step(number: int) -> None:
     """Report the number of optimizer steps done.
 
     Args:
@@ -107,7 +107,7 @@ def reached(number: int) -> None:
     advance(0)
 
 
-def saved() -> None:
+def report_saved() -> None:
     """Report that a checkpoint is on disk."""
     global num_saved
     num_saved += 1

@@ -73,7 +73,7 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def begun(work: Callable[[], T], *, name: str, in_thread: bool = True) -> Future[T]:
+def run_in_thread(work: Callable[[], T], *, name: str, in_thread: bool = True) -> Future[T]:
     """Run `work` on a daemon thread and return its future.
 
     The thread does not keep this process alive.

@@ -124,7 +124,7 @@ _SHORTEST = 8  # characters of a secret; a shorter one would match parts of ordi
 
 
 def keep_secret(text: str | None) -> None:
-    """Register a secret that `printable` replaces from now on. A secret shorter than 8 characters is ignored.
+    """Register a secret that `one_line` replaces from now on. A secret shorter than 8 characters is ignored.
 
     Args:
         text: The secret, such as a token or an API key; None is ignored.
@@ -133,7 +133,7 @@ def keep_secret(text: str | None) -> None:
         _secrets.add(text)
 
 
-def printable(value: Any, words: Callable[[Any], str] = str, max_characters: int = 500) -> str:
+def one_line(value: Any, words: Callable[[Any], str] = str, max_characters: int = 500) -> str:
     """Return the text of an exception, a server's answer or any foreign object as one printable line.
 
     Control characters, which move a cursor or change the text direction, are escaped, and known secrets are replaced.
@@ -162,13 +162,13 @@ def printable(value: Any, words: Callable[[Any], str] = str, max_characters: int
     return "".join(plain).strip()
 
 
-def raised(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Return the class and text of an exception, as the end of a sentence whose subject raised it.
 
     Args:
         error: The exception.
     """
-    text = printable(error)
+    text = one_line(error)
     return f"raised {type(error).__name__}{': ' * bool(text)}{text}"
 
 
@@ -178,11 +178,11 @@ def describe_value(value: Any) -> str:
     Args:
         value: Any object.
     """
-    return f"the {type(value).__name__} {printable(value, repr, 80)}".strip()
+    return f"the {type(value).__name__} {one_line(value, repr, 80)}".strip()
 
 
 def first_line(value: Any) -> str:
-    """Return the first line of a value's text, for `printable`.
+    """Return the first line of a value's text, for `one_line`.
 
     Args:
         value: Any object.

@@ -49,7 +49,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def written_whole(path: str | Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+def atomic_write(path: str | Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Open a stream that becomes `path` when the block ends, by one rename. If the block raises, `path` is unchanged.
 
     Args:
@@ -72,19 +72,19 @@ def written_whole(path: str | Path, *, durable: bool = False) -> Iterator[Binary
         sync(path.parent)
 
 
-def write_whole(path: str | Path, text: str, *, durable: bool = False) -> None:
-    """Write a UTF-8 text file as `written_whole` does.
+def atomic_write_text(path: str | Path, text: str, *, durable: bool = False) -> None:
+    """Write a UTF-8 text file as `atomic_write` does.
 
     Args:
         path: The file to write.
         text: Its contents.
         durable: Sync contents and name to disk, so that they survive a power cut.
     """
-    with written_whole(path, durable=durable) as stream:
+    with atomic_write(path, durable=durable) as stream:
         stream.write(text.encode())
 
 
-def mark(folder: Path, command: str, **facts: Any) -> None:
+def write_mark(folder: Path, command: str, **facts: Any) -> None:
     """Write into `folder` which command created it.
 
     Args:
@@ -92,11 +92,11 @@ def mark(folder: Path, command: str, **facts: Any) -> None:
         command: The command.
         facts: Further facts; `files` names the files that the command wrote, if others may be beside them.
     """
-    write_whole(folder / MARK, json.dumps({"command": command, **facts}) + "\n")
+    atomic_write_text(folder / MARK, json.dumps({"command": command, **facts}) + "\n")
 
 
-def mark_of(folder: Path) -> dict[str, Any]:
-    """Return the content that `mark` wrote; {} if it is missing or cannot be read.
+def read_mark(folder: Path) -> dict[str, Any]:
+    """Return the content that `write_mark` wrote; {} if it is missing or cannot be read.
 
     Args:
         folder: The directory.
@@ -104,21 +104,21 @@ def mark_of(folder: Path) -> dict[str, Any]:
     return read_object(folder / MARK)
 
 
-def why_not_replaced(folder: Path) -> str | None:
+def export_obstacle(folder: Path) -> str | None:
     """Return the reason not to replace `folder` by a new directory, or None.
 
-    Only an empty directory, or one that `directory_whole` wrote, is replaced.
+    Only an empty directory, or one that `atomic_directory` wrote, is replaced.
 
     Args:
         folder: The directory; it may not exist.
     """
-    if not folder.exists() or (folder.is_dir() and ("files" in mark_of(folder) or not any(folder.iterdir()))):
+    if not folder.exists() or (folder.is_dir() and ("files" in read_mark(folder) or not any(folder.iterdir()))):
         return None
     obstacle = f"holds {min(os.listdir(folder))}, which is not from an export of this program" if folder.is_dir() else "is a file"
     return f"output_dir: {folder} {obstacle}; it is not overwritten. Use another directory."
 
 
-def why_not_drawn(path: Path) -> str | None:
+def plot_obstacle(path: Path) -> str | None:
     """Return the reason not to write a plot to this file, or None. Only a plot that this program wrote is replaced.
 
     Args:
@@ -129,7 +129,7 @@ def why_not_drawn(path: Path) -> str | None:
 
 
 @contextmanager
-def directory_whole(path: str | Path) -> Iterator[Path]:
+def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Create a directory to fill that becomes `path`, on disk, when the block ends. If the block raises, `path` is unchanged.
 
     Files that the user has put beside ours are kept.
@@ -141,14 +141,14 @@ def directory_whole(path: str | Path) -> Iterator[Path]:
         FileExistsError: `path` is a file or holds files that this program did not write.
     """
     out = Path(path).resolve()  # a link to another disk is kept
-    if obstacle := why_not_replaced(Path(path)):
+    if obstacle := export_obstacle(Path(path)):
         raise FileExistsError(obstacle)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        mark(partial, "export", files=sorted(file.name for file in partial.iterdir()))
+        write_mark(partial, "export", files=sorted(file.name for file in partial.iterdir()))
         for file in partial.iterdir():
             file.chmod(partial.stat().st_mode & 0o666)  # by the user's umask: safetensors writes files that only their owner can read
             sync(file)
@@ -157,7 +157,7 @@ def directory_whole(path: str | Path) -> Iterator[Path]:
         if out.exists():
             os.replace(out, old)  # a directory can only be renamed onto an empty one
         os.replace(partial, out)
-        for foreign in set(os.listdir(old)) - {MARK, *mark_of(old).get("files", ())} if old.exists() else ():
+        for foreign in set(os.listdir(old)) - {MARK, *read_mark(old).get("files", ())} if old.exists() else ():
             if not (out / foreign).exists():
                 os.replace(old / foreign, out / foreign)
         sync(out.parent)
@@ -180,7 +180,7 @@ def sync(path: str | Path) -> None:
 
 
 @contextmanager
-def only_one(lock: Path, *, patience: float) -> Iterator[bool]:
+def process_lock(lock: Path, *, patience: float) -> Iterator[bool]:
     """Hold a lock between the processes of this machine.
 
     Yields True if this process holds the lock, and False if waiting for it took too long or the file system has no locks.

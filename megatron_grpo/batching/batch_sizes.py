@@ -20,7 +20,7 @@ SCORED_TOKENS = 2048
 MOST_CANDIDATES = 5_000
 
 
-def quotient(top: int, bottom: int) -> int | float:
+def exact_quotient(top: int, bottom: int) -> int | float:
     """Return top / bottom, as an int if it is an integer.
 
     Args:
@@ -115,7 +115,7 @@ class BatchSizes:
     @property
     def steps_per_generation(self) -> int | float:
         """Global batches in one rollout; a fraction only with allow_unaligned_generation."""
-        return quotient(self.generation_batch_size, self.global_batch_size)
+        return exact_quotient(self.generation_batch_size, self.global_batch_size)
 
     @property
     def num_rollout_prompts(self) -> int:
@@ -125,12 +125,12 @@ class BatchSizes:
     @property
     def num_train_prompts(self) -> int | float:
         """Prompts in one optimizer step; may be a fraction, since a group may straddle optimizer steps."""
-        return quotient(self.global_batch_size, self.num_generations)
+        return exact_quotient(self.global_batch_size, self.num_generations)
 
     @property
     def num_prompts_per_dp_group(self) -> int | float:
         """Prompts in one optimizer step per DP rank; may be a fraction."""
-        return quotient(self.global_batch_size, self.num_generations * self.dp_size)
+        return exact_quotient(self.global_batch_size, self.num_generations * self.dp_size)
 
     @property
     def stream_sizes(self) -> dict[str, int | str]:

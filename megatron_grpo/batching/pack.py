@@ -86,7 +86,7 @@ def pack(
     return PackedRows(order[ragged(starts, counts, bins_of_ranks.ravel())], counts[bins_of_ranks])
 
 
-def sums(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def segment_sums(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the sum of each stretch of `values`, rounded as `values[start : start + count].sum()` is.
 
     Args:
@@ -234,7 +234,7 @@ def _split_until(
         Rows; of each bin the index of its first row among them, the number of its rows, and its cost.
     """
     starts = np.cumsum(counts) - counts
-    cost, missing = sums(cost_of_row[order], starts, counts), num_bins - len(counts)
+    cost, missing = segment_sums(cost_of_row[order], starts, counts), num_bins - len(counts)
     if not missing:
         return order, starts, counts, cost
     # Each split takes the costliest bin, so it is one of the `missing` costliest, or a part of one.

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_grpo.batching.pack import PackedRows, pack, sums
+from megatron_grpo.batching.pack import PackedRows, pack, segment_sums
 from megatron_grpo.types import Completion, RowLengths, Sequence, SequenceLengths, ragged
 
 Tokens = TypeVar("Tokens", int, np.ndarray)
@@ -312,7 +312,7 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
         piece = _no_dearer_than(total / (dp_size * multiple * parts), rows, group_pieces)
         piece, packed = _pack_pieces(rows, piece, **sizes)
         cost = rows.sizes(piece)[1]
-        of_rounds = sums(cost[packed.rows], packed.starts, packed.counts)
+        of_rounds = segment_sums(cost[packed.rows], packed.starts, packed.counts)
         time = of_rounds.max(axis=0).sum()  # ranks wait for each other at every micro-batch
         if time < fastest:
             best, fastest = _rows_of(piece, packed), time

@@ -38,7 +38,7 @@ def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
     """
     pp, chunks = max(1, parallel.pipeline_model_parallel_size), max(1, parallel.virtual_pipeline_model_parallel_size or 1)
     if parallel.pipeline_model_parallel_layout:
-        stages = [piece.count("t") for piece in written_out(parallel.pipeline_model_parallel_layout)]
+        stages = [piece.count("t") for piece in expand_layout(parallel.pipeline_model_parallel_layout)]
         return [stages[first : first + pp] for first in range(0, len(stages), pp)]
     first, last = (getattr(parallel, name) for name in _ENDS)
     middle = pp - (first is not None) - (last is not None)
@@ -54,7 +54,7 @@ def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
     return counts
 
 
-def written_out(layout: str) -> list[str]:
+def expand_layout(layout: str) -> list[str]:
     """Expand a layout in Megatron-Core's notation (`E`, `t`, `L`) into its stages: `Et*2|(t|)*2L` is Ett, t, t, L.
 
     Args:
@@ -100,7 +100,7 @@ def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
 def _layout_fault(parallel: ParallelConfig, layout: str, num_layers: int | None) -> str | None:
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     try:
-        stages = written_out(layout)
+        stages = expand_layout(layout)
     except ValueError as error:
         return f"{error}."
     symbols = "".join(stages)

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import LoadItemType  # noqa: TID251 - 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.checkpoint.safe_unpickle import refuse_extra_state, without_code_execution
-from megatron_grpo.checkpoint.shards import Contents, PlacedShard, Shard, assigned, metadata_of, pieces_of
+from megatron_grpo.checkpoint.shards import Contents, PlacedShard, Shard, assigned_tensors, metadata_of, pieces_of
 from megatron_grpo.parallel import collectives
 
 CHUNK = 256 << 20  # bytes of host memory allocated at once; torch rounds pinned allocations up to a power of two
@@ -114,7 +114,7 @@ class ShardedWriter:
         with errors_on_all_ranks("describing the model and optimizer"):
             sharded, common = save_preprocess(state, validate_access_integrity=False)  # `metadata_of` checks integrity, on one rank
         if self._mine is None:
-            self._mine = assigned(sharded, self._group)
+            self._mine = assigned_tensors(sharded, self._group)
         with errors_on_all_ranks("copying the model and optimizer"):
             pieces = pieces_of(sharded, self._mine)
             if self._staging is not None:

@@ -1,7 +1,7 @@
 """Identify a run: its settings, and fingerprints of model, vocabulary, chat template, data set and reward files.
 
-Weights are sampled, so that a fingerprint takes a second for any model; all other files are read completely. `facts_of` adds values that
-must be equal on all ranks of a job. No torch.
+Weights are sampled, so that a fingerprint takes a second for any model; all other files are read completely. `values_equal_on_ranks` adds
+values that must be equal on all ranks of a job. No torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def settings_of(cfg: Config) -> dict[str, Any]:
     return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
 
 
-def facts_of(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def values_equal_on_ranks(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return values that must be equal on all ranks, by name. No setting contains a secret (`config.write`).
 
     Args:

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_grpo import __version__
 from megatron_grpo.base import activity
-from megatron_grpo.base.files import sync, write_whole
+from megatron_grpo.base.files import atomic_write_text, sync
 from megatron_grpo.config.table import in_current_names
 from megatron_grpo.types import Progress
 
@@ -95,7 +95,7 @@ _OWN = (
 )
 
 
-def facts(origin: RunOrigin, progress: Progress, **extra: Any) -> dict[str, Any]:
+def manifest_content(origin: RunOrigin, progress: Progress, **extra: Any) -> dict[str, Any]:
     """Return the contents of a new manifest besides step, number and files.
 
     Args:
@@ -115,7 +115,7 @@ def facts(origin: RunOrigin, progress: Progress, **extra: Any) -> dict[str, Any]
     }
 
 
-def signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def with_digest(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest with a SHA-256 of its contents, which protects the progress and settings in it.
 
     Args:
@@ -298,20 +298,20 @@ class Folder:
 
         Args:
             step: Step of the checkpoint.
-            facts: Contents of the manifest, from the function `facts`.
+            facts: Contents of the manifest, from the function `manifest_content`.
             files: {"bytes": size, "sha256": digest} of every file written, by name.
         """
         writing, target = self.being_written(step), self.directory(step)
         save_numbers = [manifest.save_number for manifest in self.whole()]
         manifest = {**facts, "step": step, "save_number": max(save_numbers, default=0) + 1, "files": dict(sorted(files.items()))}
-        write_whole(writing / MANIFEST, json.dumps(signed(manifest), indent=1) + "\n", durable=True)
+        atomic_write_text(writing / MANIFEST, json.dumps(with_digest(manifest), indent=1) + "\n", durable=True)
         for directory in {(writing / name).parent for name in files} | {writing}:
             sync(directory)
         if target.exists():  # a damaged checkpoint, or one that was abandoned by resuming from an earlier step
             target.rename(self.path / f"{TRASH}{target.name}")
         writing.rename(target)
         sync(self.path)
-        write_whole(self.path / POINTER, f"{step}\n", durable=True)
+        atomic_write_text(self.path / POINTER, f"{step}\n", durable=True)
 
     def mark_good(self, step: int, *, trained: int) -> bool:
         """Record that the weights of a checkpoint have trained.
@@ -326,7 +326,7 @@ class Folder:
         directory = self.directory(step)
         if not (directory / MANIFEST).exists():
             return False
-        write_whole(directory / GOOD, json.dumps({"trained": trained}) + "\n", durable=True)
+        atomic_write_text(directory / GOOD, json.dumps({"trained": trained}) + "\n", durable=True)
         return True
 
     def last_good(self, step: int) -> Path | None:
@@ -369,7 +369,7 @@ class Folder:
         return self.path / f"{WRITING}{self.directory(step).name}"
 
 
-def damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read_bytes: bool = True) -> list[str]:
+def find_damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read_bytes: bool = True) -> list[str]:
     """Compare files of a checkpoint with their recorded sizes and digests.
 
     Args:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
-from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, RunOrigin, damage, read_manifest
+from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
 from megatron_grpo.checkpoint.resume_compatibility import FREEZING, ResumeDifference, changes_since, problems_of
-from megatron_grpo.checkpoint.samples import files_of_partial_completions, files_of_samples, unreadable
+from megatron_grpo.checkpoint.samples import files_of_partial_completions, files_of_samples, unreadable_reason
 from megatron_grpo.checkpoint.written import holds_run, overwrite_obstacle, restart_obstacle
 from megatron_grpo.types import PartialCompletion
 
@@ -260,7 +260,7 @@ def _sorted_out(manifests: list[Manifest | str]) -> tuple[list[Manifest], list[s
     for manifest in manifests:
         if isinstance(manifest, str):
             refusals.append(manifest)
-        elif faults := damage(manifest.directory, manifest.files, read_bytes=False):
+        elif faults := find_damage(manifest.directory, manifest.files, read_bytes=False):
             refusals.append(join_faults(faults))
         else:
             complete.append(manifest)
@@ -272,9 +272,9 @@ def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named_fla
     problems = []
     own_files = manifest.directory / OURS
     try:
-        sample_faults = [unreadable(path) for path in files_of_samples(own_files)]
+        sample_faults = [unreadable_reason(path) for path in files_of_samples(own_files)]
         for text in filter(
-            None, [*sample_faults, *(unreadable(path, PartialCompletion) for path in files_of_partial_completions(own_files))]
+            None, [*sample_faults, *(unreadable_reason(path, PartialCompletion) for path in files_of_partial_completions(own_files))]
         ):
             problems.append(Problem(flags=("resume",), message=f"{text}. Resume with the version that wrote it."))
         if prompts is not None:
@@ -367,7 +367,7 @@ def initial_weights_of(path: str | Path) -> Manifest:
     )
 
 
-def resolved(path: str) -> str:
+def checkpoint_path(path: str) -> str:
     """Return the absolute directory of the checkpoint at `path`.
 
     Without one, return `path` itself, made absolute; `initial_weights_of` reports the problem.

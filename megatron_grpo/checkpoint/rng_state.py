@@ -26,7 +26,7 @@ FILE = "rng.npz"
 MEGATRON = "megatron."  # prefix of the states that Megatron-Core keeps for its parallel roles
 
 
-def collect() -> bytes | None:
+def gather_states() -> bytes | None:
     """Return the contents of the file on rank 0, and None elsewhere. Collective.
 
     Ranks exchange a 64-bit hash per generator, and rank 0 receives each distinct state once.

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import filesystem  # noqa: TID251 - the file format
 
-from megatron_grpo.base.errors import printable
+from megatron_grpo.base.errors import one_line
 
 # Classes and functions in `.metadata`: checkpoints of torch 2.6 to 2.13 and Megatron-Core 0.16 to 0.19 contain no others.
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -48,7 +48,7 @@ class _Data(pickle._Unpickler):
     def _build(self: Any) -> None:
         instance, state = self.stack[-2:]
         if not is_dataclass(type(instance)) or not (hasattr(instance, "__setstate__") or isinstance(state, dict)):
-            raise UnsafePickleError(f".metadata sets the state of an unexpected object: {printable(instance, repr, 80)}")
+            raise UnsafePickleError(f".metadata sets the state of an unexpected object: {one_line(instance, repr, 80)}")
         self.load_build()
 
     dispatch[pickle.BUILD[0]] = _build
@@ -99,7 +99,7 @@ def without_code_execution(directory: Path) -> Iterator[None]:
         metadata = _Data(stream).load()
         for part in metadata.storage_data.values():
             if part.relative_path not in files:
-                raise UnsafePickleError(f".metadata refers to a file outside the checkpoint: {printable(part.relative_path)}")
+                raise UnsafePickleError(f".metadata refers to a file outside the checkpoint: {one_line(part.relative_path)}")
         return metadata
 
     torch.load = data_alone

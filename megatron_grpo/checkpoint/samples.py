@@ -82,7 +82,7 @@ def read_samples(path: Path, kind: type = Sample) -> list[Any]:
     return [next(iterators[str(name)]) for name in arrays["kinds"]]
 
 
-def unreadable(path: Path, kind: type = Sample) -> str | None:
+def unreadable_reason(path: Path, kind: type = Sample) -> str | None:
     """Return the reason why this version cannot read a file of samples, from its header alone; None if it can.
 
     Args:

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.cleanup import begun
+from megatron_grpo.base.cleanup import run_in_thread
 from megatron_grpo.base.errors import ConfigError, config_error
-from megatron_grpo.base.files import mark, written_whole
+from megatron_grpo.base.files import atomic_write, write_mark
 from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
-from megatron_grpo.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, damage, facts
+from megatron_grpo.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, find_damage, manifest_content
 from megatron_grpo.checkpoint.resume import OURS, Resume, ResumeCandidate, join_faults, unusable
 from megatron_grpo.checkpoint.resume_compatibility import ResumeDifference, sampling_settings
 from megatron_grpo.checkpoint.samples import file_of, files_of_partial_completions, files_of_samples, read_samples
@@ -137,7 +137,7 @@ class Checkpoints:
             return
         for directory in (self.folder.directory(step.index), self.folder.being_written(step.index), self.folder.directory(step.index)):
             try:
-                with written_whole(directory / RECORDED) as stream:
+                with atomic_write(directory / RECORDED) as stream:
                     stream.write(file_of(rows))
                 return
             except FileNotFoundError:  # the directory has another name while it is written, or has just been renamed
@@ -176,7 +176,7 @@ class Checkpoints:
             return False
         self.finish()
         with self._removed_if_it_fails(step):
-            random = rng_state.collect()
+            random = rng_state.gather_states()
             with errors_on_all_ranks(f"creating {self.folder.being_written(step)}"):
                 if first:
                     self.folder.begin(step)
@@ -223,7 +223,7 @@ class Checkpoints:
                 with errors_on_all_ranks(f"publishing {self.folder.directory(save.step)}"):
                     save.task.result()
                 self._saved_step, self._underway = save.step, None
-                activity.saved()
+                activity.report_saved()
                 self._unproven.add(save.step)
                 if collectives.rank() == 0:
                     self._unproven &= {save.step, *self.folder.steps()}
@@ -235,14 +235,14 @@ class Checkpoints:
             save.publishes = True
 
     def _begun(self, work: Callable[[], Any]) -> Future[Any]:
-        return begun(work, name="checkpoint", in_thread=self.cfg.async_save)
+        return run_in_thread(work, name="checkpoint", in_thread=self.cfg.async_save)
 
     def _publish(self, save: PendingSave, describe: Callable[[Path], dict[str, Any]] | None) -> None:
         """Publish the checkpoint on rank 0, the only rank with something to describe."""
         if describe is not None:
             files = describe(self.folder.being_written(save.step))
             self.folder.commit(save.step, save.facts, files)
-            mark(self.resume.output_dir, RUN, saved=save.step)
+            write_mark(self.resume.output_dir, RUN, saved=save.step)
             if self.best is not None:
                 self.best.record_saved(save.step)
             self.folder.retain(self.cfg.save_total_limit, newest=save.step, best=self.best.step if self.best else None)
@@ -281,7 +281,8 @@ class Checkpoints:
     def _facts(self, progress: Progress, buffer: SampleBuffer) -> dict[str, Any]:
         """Return the contents of the manifest. `versions` maps each pending rollout to the version of the weights that sampled it."""
         versions = dict(zip(map(str, buffer.rows.rollout.tolist()), buffer.rows.version.tolist(), strict=True))
-        return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(buffer),
+        return manifest_content(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__,
+        num_pending=len(buffer),
                      versions=versions)  # fmt: skip
 
     # -- restoring ---------------------------------------------------------------------------------------------------------------------
@@ -424,5 +425,5 @@ def damage_of(manifest: Manifest) -> list[str]:
     files = manifest.files
     own_files = sorted(files)[collectives.rank() :: collectives.num_ranks()]
     with activity.phase("restoring", total=sum(-(-files[name]["bytes"] // MIB) for name in own_files), unit="MiB"):
-        sentences_of_ranks = collectives.all_gather_object(damage(manifest.directory, {name: files[name] for name in own_files}))
+        sentences_of_ranks = collectives.all_gather_object(find_damage(manifest.directory, {name: files[name] for name in own_files}))
     return [sentence for sentences in sentences_of_ranks for sentence in sentences]

@@ -52,7 +52,7 @@ def pieces_of(state: dict[str, Any], assigned_names: frozenset[int]) -> list[tup
 
     Args:
         state: Sharded state dict.
-        assigned_names: Names of the shared tensors that this rank writes, from `assigned`.
+        assigned_names: Names of the shared tensors that this rank writes, from `assigned_tensors`.
     """
     pieces: list[tuple[Shard, Contents]] = []
     for leaf in nested_values(state):
@@ -71,7 +71,7 @@ def pieces_of(state: dict[str, Any], assigned_names: frozenset[int]) -> list[tup
 # ---- dividing shared tensors -------------------------------------------------------------------------------------------------------------
 
 
-def assigned(state: dict[str, Any], group: Any) -> frozenset[int]:
+def assigned_tensors(state: dict[str, Any], group: Any) -> frozenset[int]:
     """Return the names of the shared tensors that this rank writes. Collective over the group.
 
     Tensors are assigned to the rank with the least to write: those with the fewest holders first, then the largest. If the main replica
@@ -82,10 +82,10 @@ def assigned(state: dict[str, Any], group: Any) -> frozenset[int]:
         group: Process group of the ranks that may hold the same tensors; None for all ranks.
     """
     tensors = [(name_of(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id)) for leaf in nested_values(state) if _may_be_shared(leaf)]
-    return shares(collectives.all_gather_object(tensors, group))[collectives.rank_in(group)]
+    return divide_tensors(collectives.all_gather_object(tensors, group))[collectives.rank_in(group)]
 
 
-def shares(tensors_of_ranks: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[int]]:
+def divide_tensors(tensors_of_ranks: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[int]]:
     """Divide tensors among the ranks that hold them.
 
     Args:

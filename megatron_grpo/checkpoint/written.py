@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.base.files import MARK, mark, mark_of, why_not_replaced, write_whole
+from megatron_grpo.base.files import MARK, atomic_write_text, export_obstacle, read_mark, write_mark
 from megatron_grpo.checkpoint.manifest import POINTER, Folder
 from megatron_grpo.config.evaluation import FORMER_METRICS
 
@@ -76,7 +76,7 @@ def _written(out: Path, names: Collection[str] = _NAMES) -> Iterator[Path]:
         path, patterns = out / name, WRITTEN_BY_A_RUN[name]
         if not patterns and path.is_file() and path.stat().st_size:
             yield path
-        listed = mark_of(path).get("files") if name in _EXPORTS else None
+        listed = read_mark(path).get("files") if name in _EXPORTS else None
         for entry in [entry for pattern in patterns for entry in path.glob(pattern)]:
             if listed is None or entry.name in listed:
                 yield entry
@@ -99,9 +99,9 @@ def overwrite_obstacle(out: Path, command: str = RUN, names: Collection[str] = _
         if path.exists() and path.is_dir() != is_folder:
             kind, expected = ("a file", "a folder") if is_folder else ("a folder", "a file")
             return f"{path} is {kind}, expected {expected}. Move it, or use another output_dir."
-    writer = mark_of(out).get("command")
+    writer = read_mark(out).get("command")
     if writer == command:
-        return next(filter(None, (why_not_replaced(out / name) for name in _EXPORTS if name in names)), None)
+        return next(filter(None, (export_obstacle(out / name) for name in _EXPORTS if name in names)), None)
     if writer is None and ((out / LOCK).is_file() or any(out.glob("checkpoints/iter_*/manifest.json"))):
         return None  # of a version that wrote no mark
     if foreign := next(_written(out, names), None):
@@ -118,10 +118,10 @@ def claim(out: Path) -> None:
         out: `output_dir` of the run.
     """
     out.mkdir(parents=True, exist_ok=True)
-    if not mark_of(out):
+    if not read_mark(out):
         for export in (out / name for name in _EXPORTS if (out / name).is_dir()):  # of a version that wrote no mark
-            mark(export, "export", files=os.listdir(export))
-    mark(out, RUN, saved=max(Folder(out / "checkpoints").steps(), default=None))
+            write_mark(export, "export", files=os.listdir(export))
+    write_mark(out, RUN, saved=max(Folder(out / "checkpoints").steps(), default=None))
 
 
 def restart_obstacle(out: Path) -> str | None:
@@ -132,7 +132,7 @@ def restart_obstacle(out: Path) -> str | None:
     Args:
         out: `output_dir` of the run.
     """
-    saved = mark_of(out).get("saved")
+    saved = read_mark(out).get("saved")
     if not saved or Folder(out / "checkpoints").steps():
         return None
     return (
@@ -254,7 +254,7 @@ class BestCheckpoint:
             "values": dict(sorted(self.values.items())),
         }
         try:
-            write_whole(self.folder.path / FILE, json.dumps(content, indent=1) + "\n", durable=True)
+            atomic_write_text(self.folder.path / FILE, json.dumps(content, indent=1) + "\n", durable=True)
         except OSError as error:  # the run itself is unaffected
             self.print_line(
                 f"WARNING: the record of the best checkpoint cannot be written ({error.strerror}); the next evaluation tries again"

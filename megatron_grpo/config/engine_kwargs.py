@@ -57,7 +57,7 @@ class Options:
             return f"refused: {self.refused[name]}."
         if self.may is not None and name not in self.may:
             return f"refused: {self.otherwise}. Supported: {', '.join(sorted(self.may))}."
-        expected = misfit(self.fields.get(name, ""), value)
+        expected = expected_type(self.fields.get(name, ""), value)
         return f"{expected} in {self.what}, not {value!r}." if expected else None
 
 
@@ -104,7 +104,7 @@ def fields_of(package: str, file: str, name: str) -> Mapping[str, str]:
 _PLAIN: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "None": (type(None),)}
 
 
-def misfit(annotation: str, value: Any) -> str | None:
+def expected_type(annotation: str, value: Any) -> str | None:
     """Return the annotation if it consists of plain types and the value has none of them, else None.
 
     Args:

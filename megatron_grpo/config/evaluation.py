@@ -102,7 +102,7 @@ def ks(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
-def how_evaluated(cfg: Config) -> EvalSampling:
+def eval_sampling(cfg: Config) -> EvalSampling:
     """Return how evaluations sample.
 
     With `eval_dataset` alone and one completion per prompt they are greedy. Everything else, episodes included, is sampled at the training
@@ -206,7 +206,7 @@ def metric_of(cfg: Config) -> str | None:
         cfg: Settings of the run.
     """
     metric = cfg.run.metric_for_best_model
-    return f"{metric}/mean@{how_evaluated(cfg).n}" if metric in [curve_of(name) for name in sets_of(cfg)] else metric
+    return f"{metric}/mean@{eval_sampling(cfg).n}" if metric in [curve_of(name) for name in sets_of(cfg)] else metric
 
 
 def in_current_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _rewards(cfg: Config) -> list[str]:
 
 
 def _held_out(cfg: Config) -> Iterator[str]:
-    n, rewards = how_evaluated(cfg).n, _rewards(cfg)
+    n, rewards = eval_sampling(cfg).n, _rewards(cfg)
     passes = [f"pass@1/{name}" for name in rewards if len(rewards) > 1]
     episodes = ["mean_turns", "failed"] if cfg.turns.plays else []
     for curve in map(curve_of, sets_of(cfg)):

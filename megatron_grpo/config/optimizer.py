@@ -75,7 +75,7 @@ def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem
     return [Problem(flags=("lr_wsd_decay_iters",), message=message, nearest={"lr_wsd_decay_iters": [max_decay_steps]})]
 
 
-def lost(opt: OptimizerConfig) -> Iterator[str]:
+def lost_update_warnings(opt: OptimizerConfig) -> Iterator[str]:
     """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes.
 
     Args:

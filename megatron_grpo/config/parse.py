@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import FORMER_METRICS
-from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, format_value, read_file, read_words, spread
+from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, format_value, read_file, read_words, split_entry
 from megatron_grpo.config.table import InvalidValueError, Setting, names, read_value, table
 
 
@@ -143,7 +143,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
         entries += file_entries
         problems += file_problems
     entries += [entry for entry in typed_entries if entry.name not in program_flags]
-    entries = [part for entry in entries for part in spread(entry)]
+    entries = [part for entry in entries for part in split_entry(entry)]
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
     translation = dialects.translation(entries) if dialects else None

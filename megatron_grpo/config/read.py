@@ -149,7 +149,7 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
     return entries, problems
 
 
-def spread(entry: TypedSetting) -> list[TypedSetting]:
+def split_entry(entry: TypedSetting) -> list[TypedSetting]:
     """Split an entry that names settings through a map (`loss_kwargs real_tau=1`, `loss_kwargs.real_tau 1`) into these settings.
 
     Args:

@@ -1,7 +1,7 @@
 """Rules about settings that do not go together, as rows: which settings, when, the message, and what works instead. No torch.
 
 The rows of a package are in its `validation.py`; those about groups of settings are beside their meaning here (`tuner`, `servers` ...).
-`broken` evaluates them.
+`broken_rules` evaluates them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
     return [{"name": name, "value": getattr(c, name), "off": getattr(_defaults(), name)} for name in changed_names]
 
 
-def given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
+def typed_fields(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
     """Return the message fields of a problem for each of these settings that was typed on the command line: `name` and `value`.
 
     Configuration files do not count, because a file that a run has written contains every setting.
@@ -98,7 +98,7 @@ def in_typed_names(cfg: Config, problem: Problem) -> Problem:
     )
 
 
-def broken(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
+def broken_rules(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
     """Yield a problem for each rule that applies, with the settings' own names.
 
     Args:
@@ -107,7 +107,7 @@ def broken(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
     """
     for rule in rules:
         if isinstance(rule, tuple):
-            yield from next(filter(None, (list(broken([alternative], c)) for alternative in rule)), ())
+            yield from next(filter(None, (list(broken_rules([alternative], c)) for alternative in rule)), ())
             continue
         broken_by = rule.when(c)
         for values in broken_by if isinstance(broken_by, list) else [broken_by] if broken_by else []:

@@ -4,7 +4,7 @@ The trainer's softmax runs over the tokens that remain, so that its log-probs ar
 tokens travel with every token, from the sampler to the training step. Structured outputs are combined with `top_k`, or with the largest
 one.
 
-`unreadable` parses regular expressions, schemas and grammars with vLLM's parsers before any model loads.
+`unreadable_reason` parses regular expressions, schemas and grammars with vLLM's parsers before any model loads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST = 256
 USUAL = 64  # suggested instead of a top_k of 1
 
 
-def of_training(rollout: RolloutConfig) -> Mapping[str, Any] | None:
+def training_structured_outputs(rollout: RolloutConfig) -> Mapping[str, Any] | None:
     """Return the structured outputs of training in the form of vLLM's `structured_outputs`; None if completions are not restricted.
 
     Args:
@@ -62,19 +62,19 @@ def sampling_fields_of(rollout: RolloutConfig) -> Mapping[str, Any]:
     return rollout.generation_kwargs if regex is None else {**rollout.generation_kwargs, FIELD: {"regex": regex}}
 
 
-def asked(cfg: Config) -> Iterator[tuple[str, Any]]:
+def structured_outputs_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
     """Yield (setting, structured outputs) for training and for evaluation.
 
     Args:
         cfg: Settings of the run.
     """
-    if (bound := of_training(cfg.rollout)) is not None:
+    if (bound := training_structured_outputs(cfg.rollout)) is not None:
         yield flag_of(cfg.rollout), bound
     if (bound := cfg.eval.eval_generation_kwargs.get(FIELD)) is not None:
         yield "eval_generation_kwargs", bound
 
 
-def fault(bound: Any) -> str | None:
+def structured_outputs_fault(bound: Any) -> str | None:
     """Return what is wrong with the form of structured outputs, as the end of a sentence; None if it is valid.
 
     Args:
@@ -96,13 +96,13 @@ def fault(bound: Any) -> str | None:
     return None if is_right else f"has {value!r} as {kinds[0]}. Use {' or '.join(_FORMS[form] for form in KINDS[kinds[0]])}, not empty"
 
 
-def is_cut(rollout: RolloutConfig) -> bool:
+def samples_from_part(rollout: RolloutConfig) -> bool:
     """Return whether training samples from less than the whole vocabulary.
 
     Args:
         rollout: Rollout settings.
     """
-    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or of_training(rollout) is not None
+    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or training_structured_outputs(rollout) is not None
 
 
 def max_mask_tokens(rollout: RolloutConfig) -> int:
@@ -111,7 +111,7 @@ def max_mask_tokens(rollout: RolloutConfig) -> int:
     Args:
         rollout: Rollout settings.
     """
-    return rollout.top_k or (MOST if is_cut(rollout) else 0)
+    return rollout.top_k or (MOST if samples_from_part(rollout) else 0)
 
 
 def describe(rollout: RolloutConfig) -> str:
@@ -122,21 +122,25 @@ def describe(rollout: RolloutConfig) -> str:
     """
     cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
     parts = [f"{name} {value:g}" for name, (value, disabled_value) in cuts.items() if value != disabled_value]
-    return " and ".join([*parts, *(["structured outputs"] if of_training(rollout) is not None else [])])
+    return " and ".join([*parts, *(["structured outputs"] if training_structured_outputs(rollout) is not None else [])])
 
 
 # ---- rules
 
 
 def _faults(c: SimpleNamespace) -> list[dict[str, Any]]:
-    return [{"flag": flag, "wrong": fault_text} for flag, bound in asked(c.cfg) if (fault_text := fault(bound))]
+    return [
+        {"flag": flag, "wrong": fault_text}
+        for flag, bound in structured_outputs_settings(c.cfg)
+        if (fault_text := structured_outputs_fault(bound))
+    ]
 
 
 def _cut(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem if less than the whole vocabulary is sampled from."""
-    if not is_cut(c.cfg.rollout):
+    if not samples_from_part(c.cfg.rollout):
         return None
-    is_bounded = of_training(c.cfg.rollout) is not None
+    is_bounded = training_structured_outputs(c.cfg.rollout) is not None
     flag = "top_k" if c.top_k else "top_p" if c.top_p < 1 else "min_p" if c.min_p else flag_of(c.cfg.rollout)
     return {"flag": flag, "cuts": describe(c.cfg.rollout), "them": "them" if is_bounded else "top_k, top_p and min_p"}
 
@@ -171,7 +175,7 @@ NOTE = Rule("", lambda c: not c.top_k and _cut(c),
 # fmt: on
 
 
-def unreadable(cfg: Config) -> list[Problem]:
+def structured_outputs_problems(cfg: Config) -> list[Problem]:
     """Return problems with structured outputs of training and evaluation that vLLM's parsers reject.
 
     Empty where the parsers are not installed: servers may have them.
@@ -180,15 +184,15 @@ def unreadable(cfg: Config) -> list[Problem]:
         cfg: The configuration.
     """
     problems = []
-    for flag, bound in asked(cfg):
-        if fault(bound) is None and (reason := why_unreadable(bound)) is not None:
+    for flag, bound in structured_outputs_settings(cfg):
+        if structured_outputs_fault(bound) is None and (reason := parser_error(bound)) is not None:
             name = next(name for name in ("regex", "json", "grammar", "structural_tag") if bound.get(name) is not None)
             flag_text = REGEX if flag == REGEX else f"{flag}: {FIELD} {name}"
             problems.append(Problem(flags=(flag,), message=f"{flag_text} ({bound[name]}) cannot be used for sampling: {reason}."))
     return problems
 
 
-def why_unreadable(bound: Mapping[str, Any]) -> str | None:
+def parser_error(bound: Mapping[str, Any]) -> str | None:
     """Return the first parser's error in one line if no parser accepts the structured output; None if one does.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.config.config import Config, TunerConfig
 from megatron_grpo.config.read import format_value
-from megatron_grpo.config.rules import Rule, broken, changed, given, settings_of
+from megatron_grpo.config.rules import Rule, broken_rules, changed, settings_of, typed_fields
 
 # Modules that have adapters in other systems, by their names there and in Megatron.
 NO_ADAPTER: Mapping[str, str] = {
@@ -30,7 +30,7 @@ def are_names_readable(cfg: Config) -> bool:
     Args:
         cfg: Settings of the run.
     """
-    return not any(broken((*PATTERNS, *TARGETS), settings_of(cfg)))
+    return not any(broken_rules((*PATTERNS, *TARGETS), settings_of(cfg)))
 
 
 def _unreadable(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
@@ -58,7 +58,7 @@ def _changed(c: SimpleNamespace, *names: str) -> list[str]:
 def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem for settings of LoRA that are changed, or typed with a value other than off."""
     names = [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_TOWER, *_OF_FULL)]
-    by_hand = names if c.dialect else [setting["name"] for setting in given(c, *names)]
+    by_hand = names if c.dialect else [setting["name"] for setting in typed_fields(c, *names)]
     typed_names = [name for name in by_hand if name in c.cfg.typed and getattr(c, name)]
     return _listed(c, dict.fromkeys([*_changed(c, *names), *typed_names]))
 

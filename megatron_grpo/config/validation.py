@@ -11,17 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.base.files import plot_obstacle
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.engine_kwargs import PASSED_ON
 from megatron_grpo.config.evaluation import BEST, EVALUATION, longest_completion, longest_context
 from megatron_grpo.config.optimizer import DTYPES
-from megatron_grpo.config.rules import Rule, Rules, broken, changed, given, in_typed_names, settings_of
-from megatron_grpo.config.sampling_mask import GRAMMAR, flag_of, of_training
+from megatron_grpo.config.rules import Rule, Rules, broken_rules, changed, in_typed_names, settings_of, typed_fields
+from megatron_grpo.config.sampling_mask import GRAMMAR, flag_of, training_structured_outputs
 from megatron_grpo.config.servers import SERVERS
 from megatron_grpo.config.table import bytes_of, table
 from megatron_grpo.config.tuner import tuner_rules
-from megatron_grpo.config.write import secrets_in
+from megatron_grpo.config.write import find_secrets
 
 REWARD = "environment"  # the built-in reward that an environment gives
 AGENTS = ("agent_verdict", "agent_columns", "agent_env", "agent_memory_mb", "agent_timeout", "max_agents", "max_agent_contexts")
@@ -38,7 +38,7 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
     of_sampling = (*SERVERS, *SAMPLING, *PASSED_ON, *GRAMMAR)
     of_a_run = (*LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
     rules: Rules = (RANGE, SECRET, *TRAINING, *tuner_rules(cfg), *of_sampling, *of_a_run)
-    problems = broken(rules, settings_of(cfg, among=table(), longest=_longest(cfg)))
+    problems = broken_rules(rules, settings_of(cfg, among=table(), longest=_longest(cfg)))
     return [in_typed_names(cfg, problem) for problem in problems if not set(problem.flags) & set(unreadable)]
 
 
@@ -118,19 +118,19 @@ def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
         return None
     if not Path(c.png).parent.is_dir():
         return {"wrong": f"the directory of {c.png} does not exist."}
-    obstacle = why_not_drawn(Path(c.png))
+    obstacle = plot_obstacle(Path(c.png))
     return {"wrong": obstacle} if obstacle else None
 
 
 def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
     """Return the message fields of a problem for server settings on the command line. A file may describe a run and its servers."""
-    return [{**s, "typed": c.cfg.typed[s["name"]]} for s in given(c, *vars(c.cfg.serve)) if s["name"] in c.cfg.typed]
+    return [{**s, "typed": c.cfg.typed[s["name"]]} for s in typed_fields(c, *vars(c.cfg.serve)) if s["name"] in c.cfg.typed]
 
 
 # fmt: off
 RANGE = Rule("{name}", lambda c: list(_out_of_range(c)), "{typed} ({value}) must be {must}.{use}", lambda c: c.near)
 
-SECRET = Rule("{name}", lambda c: [{**_typed(c, name), "held": held} for name, held in secrets_in(c.cfg)],
+SECRET = Rule("{name}", lambda c: [{**_typed(c, name), "held": held} for name, held in find_secrets(c.cfg)],
               "{typed} seems to hold {held}. Settings are written to config.yaml and to tracking services. Put secrets into an environment "
               "variable.")
 
@@ -213,7 +213,7 @@ SAMPLING = (
     Rule("async_rollout_depth stop", lambda c: c.cfg.rollout.partial_rollouts and c.stop,
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and stop strings are not recognised over an "
          "interruption. Use stop_token_ids, or async_rollout_depth 0.", {"async_rollout_depth": [0]}),
-    Rule("async_rollout_depth {flag}", lambda c: c.cfg.rollout.partial_rollouts and of_training(c.cfg.rollout) is not None
+    Rule("async_rollout_depth {flag}", lambda c: c.cfg.rollout.partial_rollouts and training_structured_outputs(c.cfg.rollout) is not None
          and {"flag": flag_of(c.cfg.rollout)},
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and structured outputs begin anew after an "
          "interruption. Omit them, or use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
@@ -312,7 +312,7 @@ DATA_AND_FILES = (
          "further_datasets requires dataset, which is not set."),
     Rule("columns", lambda c: len(set(c.columns.values())) < len(c.columns), "columns: two columns cannot have the same new name."),
     # streamed data sets
-    Rule("shuffle_buffer_size streaming", lambda c: not c.streaming and given(c, "shuffle_buffer_size"),
+    Rule("shuffle_buffer_size streaming", lambda c: not c.streaming and typed_fields(c, "shuffle_buffer_size"),
          "shuffle_buffer_size ({value}) has no effect without streaming true. Set it, or omit shuffle_buffer_size.", {"streaming": [True]}),
     Rule("max_steps streaming", _uncounted,
          "streaming reads rows during the run, so the number of optimizer steps in {epochs} is unknown. Set max_steps{told}.",
@@ -334,9 +334,9 @@ DATA_AND_FILES = (
     Rule("push_to_hub export_hf", lambda c: c.push_to_hub and not c.export_hf,
          "push_to_hub true requires export_hf true, whose export it uploads; export_hf is false. Use export_hf true.",
          {"export_hf": [True], "push_to_hub": [False]}),
-    Rule("{name} check_replicas", lambda c: not c.check_replicas and given(c, "check_replicas_interval", "check_replicas_action"),
+    Rule("{name} check_replicas", lambda c: not c.check_replicas and typed_fields(c, "check_replicas_interval", "check_replicas_action"),
          "{name} ({value}) has no effect without check_replicas true. Set it, or omit {name}.", {"check_replicas": [True]}),
-    Rule("debug_dump_weights_gb debug_dump_steps", lambda c: c.debug_dump_steps == 0 and given(c, "debug_dump_weights_gb"),
+    Rule("debug_dump_weights_gb debug_dump_steps", lambda c: c.debug_dump_steps == 0 and typed_fields(c, "debug_dump_weights_gb"),
          "debug_dump_weights_gb ({value:g}) has no effect with debug_dump_steps 0. Use debug_dump_steps 1, or omit it.",
          {"debug_dump_steps": [1]}),
     Rule("lengths", lambda c: c.lengths and not Path(c.lengths).is_file(),

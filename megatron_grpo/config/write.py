@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.config.config import Config
 
 # Sources whose values another launch may derive differently.
@@ -65,13 +65,13 @@ def write_config(cfg: Config, path: str | Path) -> None:
         cfg: The configuration.
         path: The YAML file.
     """
-    write_whole(path, as_yaml(cfg))
+    atomic_write_text(path, as_yaml(cfg))
 
 
 # ---- secrets
 
 
-def secrets_in(cfg: Config, environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
+def find_secrets(cfg: Config, environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
     """Yield (setting, what it seems to contain) for each setting that would disclose a secret.
 
     Args:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import ConfigError, Problem, config_error, first_line, printable
-from megatron_grpo.base.files import only_one
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, first_line, one_line
+from megatron_grpo.base.files import process_lock
 from megatron_grpo.config import remote_code
-from megatron_grpo.data.image_dataset import TAG, expanded, with_parts
+from megatron_grpo.data.image_dataset import TAG, expand_image_tokens, with_parts
 
 if TYPE_CHECKING:
     from megatron_grpo.config.config import DataConfig
@@ -57,9 +57,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
         with _copied_alone() if trust_remote_code else nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = printable(error, first_line)
+        reason = one_line(error, first_line)
         if type(error).__name__.startswith("StrictDataclass"):  # transformers also reads config.json, whose fields are inconsistent
-            reason = printable(error).strip().splitlines()[-1].strip()
+            reason = one_line(error).strip().splitlines()[-1].strip()
             raise config_error(flag, f"{flag} {path!r}: transformers cannot load its config.json: {reason}") from error
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise config_error(flag, f"{flag} {path!r} has no tokenizer that can be loaded: {reason}") from error
@@ -87,7 +87,7 @@ def _copied_alone() -> Iterator[None]:
 
     folder = Path(HF_MODULES_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
-    with only_one(folder / ".megatron_grpo.lock", patience=PATIENCE):
+    with process_lock(folder / ".megatron_grpo.lock", patience=PATIENCE):
         yield
 
 
@@ -119,7 +119,7 @@ def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def opening_of(
+def template_messages(
     raw: Sequence[Mapping[str, Any]], *, system: str | None = None, image_spec: ImageProcessorSpec | None = None
 ) -> list[Mapping[str, Any]]:
     """Return chat messages in the form that the chat template expects.
@@ -153,7 +153,7 @@ class PromptEncoder:
 
     Args:
         tokenizer: Tokenizer of the model.
-        system: System message, see `opening_of`; has no effect on string prompts.
+        system: System message, see `template_messages`; has no effect on string prompts.
         options: Extra arguments of the chat template.
         keep_last: Left truncation to this many tokens, or None.
         tools: JSON schemas that the chat template shows.
@@ -185,7 +185,7 @@ class PromptEncoder:
     def __call__(self, raw: Raw, images: Sequence[Image] = ()) -> tuple[int, ...]:
         token_ids = self.short(raw)
         if self.image_spec is not None:
-            token_ids = tuple(expanded(token_ids, images, self.image_spec.image_token))
+            token_ids = tuple(expand_image_tokens(token_ids, images, self.image_spec.image_token))
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]
 
     def short(self, raw: Raw) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ class PromptEncoder:
             begin, end = self.image_spec.around
             tokens = self.tokenizer.convert_ids_to_tokens([begin, self.image_spec.image_token, end])
             return tuple(self.tokenizer(raw.replace(TAG, "".join(tokens)))["input_ids"])
-        messages = opening_of(raw, system=self.system, image_spec=self.image_spec)
+        messages = template_messages(raw, system=self.system, image_spec=self.image_spec)
         prefill = messages[-1]["role"] == "assistant"
         encoded = self.tokenizer.apply_chat_template(
             messages,

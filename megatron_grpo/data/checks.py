@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.cleanup import begun
-from megatron_grpo.base.errors import ConfigError, Problem, printable
+from megatron_grpo.base.cleanup import run_in_thread
+from megatron_grpo.base.errors import ConfigError, Problem, one_line
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.chat import Raw
 from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
-from megatron_grpo.data.image_dataset import COLUMNS, ImageStore, num_places, shown_by
+from megatron_grpo.data.image_dataset import COLUMNS, ImageStore, images_of_row, num_places
 from megatron_grpo.data.image_processing import ImageProcessorSpec, require_pillow
 from megatron_grpo.data.tokens import TokenTable
 from megatron_grpo.types import Image
@@ -179,7 +179,7 @@ def check_rows(
         fault = _fault(row, is_blind=is_blind) or (None if is_blind else _fault_of_places(row, cfg.limit_images))
         if fault is not None:
             faults.setdefault(fault, []).append(index)
-        num_showing += bool(shown_by(row))
+        num_showing += bool(images_of_row(row))
     problems = [_problem(flag, rows, indices, fault) for fault, indices in faults.items()]
     image_store = None
     if image_spec is not None and num_showing:
@@ -316,10 +316,10 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
             try:
                 token_ids.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
             except Exception as error:  # noqa: BLE001 - any exception of a template is reported for its row
-                reason = f"raise an error in the model's tokenizer or chat template ({type(error).__name__}: {printable(error)})"
+                reason = f"raise an error in the model's tokenizer or chat template ({type(error).__name__}: {one_line(error)})"
                 refusals.setdefault(reason, []).append(index)
 
-    worker = begun(work, name="chat-template")
+    worker = run_in_thread(work, name="chat-template")
     while not worker.done() and last_seen != current[0]:
         last_seen = current[0]
         wait([worker], seconds)
@@ -383,7 +383,7 @@ def _is_filled(value: Any) -> bool:
 
 def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
     """Check, for a vision-language model, that the row has one placeholder per image. Expects a row whose prompt is valid."""
-    num_images, num_placeholders = len(shown_by(row)), num_places(raw_prompt(row))
+    num_images, num_placeholders = len(images_of_row(row)), num_places(raw_prompt(row))
     if num_images != num_placeholders:
         return (
             f"have {num_images} image(s) in `images` and {num_placeholders} placeholder(s) (<image> in a text, or a part of type image); "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_grpo.base import given
-from megatron_grpo.base.errors import config_error, first_line, printable
+from megatron_grpo.base.errors import config_error, first_line, one_line
 from megatron_grpo.data.hub import SUFFIXES, from_hub, is_path, saved_by_datasets
 
 if TYPE_CHECKING:
@@ -158,10 +158,10 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
         return _hub(dataset, lambda: from_hub(dataset, split, flag, streaming=True), flag)
     if kind == "saved":
         return _mapped(Path(dataset).name, saved_by_datasets(dataset, flag))
-    return behind_each_other([_open_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
+    return concatenated([_open_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
 
 
-def behind_each_other(sources: Sequence[Source]) -> Source:
+def concatenated(sources: Sequence[Source]) -> Source:
     """Concatenate sources. A position is [number of the source, position in it].
 
     Args:
@@ -335,7 +335,7 @@ def _read_as_parquet(name: str, flag: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise config_error(flag, f"{name} cannot be read as parquet: {printable(error, first_line)}") from error
+        raise config_error(flag, f"{name} cannot be read as parquet: {one_line(error, first_line)}") from error
 
 
 def _table(parquet: Any, file: Path, name: str, flag: str, limit: int) -> Any:
@@ -405,7 +405,7 @@ def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
             for number, values in enumerate(rows, start=row):
                 yield SourceRow([number + 1, rows.state_dict()], f"{name} row {number}", values)
         except Exception as error:
-            reason = printable(error, first_line)
+            reason = one_line(error, first_line)
             raise config_error(flag, f"Reading {name} from the Hub failed ({type(error).__name__}: {reason}).") from error
 
     return begin

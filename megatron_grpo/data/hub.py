@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base import given
-from megatron_grpo.base.errors import config_error, first_line, printable
+from megatron_grpo.base.errors import config_error, first_line, one_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
 _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -53,7 +53,7 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
         return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if with_code else [])]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         message = (
-            f"{flag} ({name}) is neither a local directory nor a model that can be downloaded from the Hub: {printable(error, first_line)}"
+            f"{flag} ({name}) is neither a local directory nor a model that can be downloaded from the Hub: {one_line(error, first_line)}"
         )
         raise config_error(flag, message) from error
 
@@ -97,5 +97,5 @@ def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) ->
         return datasets.load_dataset(name, subset or None, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
         raise config_error(
-            flag, f"{flag} {dataset!r} is not a local path, and loading it from the Hub failed: {printable(error, first_line)}"
+            flag, f"{flag} {dataset!r} is not a local path, and loading it from the Hub failed: {one_line(error, first_line)}"
         ) from error

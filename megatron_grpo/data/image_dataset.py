@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.data.files import NAMED_ROWS, Rows
-from megatron_grpo.data.image_processing import Grid, ImageError, ImageProcessorSpec, ImageSource, PatchCache, decoded, source_of
+from megatron_grpo.data.image_processing import Grid, ImageError, ImageProcessorSpec, ImageSource, PatchCache, decode_image, source_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,7 +91,7 @@ class ImageFile:
         patches = self.image_store.cache.get(self.key)
         if patches is None:
             with self.image_store.as_config_error(self.row, self.source):
-                patches = self.image_store.image_spec.patches(decoded(self.data()))
+                patches = self.image_store.image_spec.patches(decode_image(self.data()))
                 if len(patches) != prod(self.grid):
                     raise ImageError(f"has {len(patches)} patches, but its header declares {prod(self.grid)}")
             self.image_store.cache.put(self.key, patches)
@@ -143,7 +143,7 @@ class ImageStore:
         """Number of images of each row, int64 [rows]."""
         import numpy as np  # `plan` without a data set does not import NumPy
 
-        return np.array([len(shown_by(row)) for row in self.rows], dtype=np.int64)
+        return np.array([len(images_of_row(row)) for row in self.rows], dtype=np.int64)
 
     def images(self, row: int) -> tuple[ImageFile, ...]:
         """Return the images of a row in the order of their placeholders. Reads their headers.
@@ -154,7 +154,7 @@ class ImageStore:
         Raises:
             ConfigError: If an image cannot be used.
         """
-        sources = shown_by(self.rows[row])
+        sources = images_of_row(self.rows[row])
         return tuple(self._image(row, index, source) for index, source in enumerate(sources))
 
     def _image(self, row: int, index: int, value: Any) -> ImageFile:
@@ -194,7 +194,7 @@ class ImageStore:
         """Return a digest of path, size and modification time of all image files; it changes when a file is rewritten."""
         digest = hashlib.sha256(self.image_spec.digest.encode())
         for row in self.counts.nonzero()[0]:
-            for value in shown_by(self.rows[int(row)]):
+            for value in images_of_row(self.rows[int(row)]):
                 with suppress(ImageError, OSError):
                     path = source_of(value, self.root).path
                     if path is not None:
@@ -208,7 +208,7 @@ class ImageStore:
         Args:
             row: Index of the row, from 0.
         """
-        sources = [source_of(value, self.root) for value in shown_by(self.rows[row])]
+        sources = [source_of(value, self.root) for value in images_of_row(self.rows[row])]
         return [str(source.path) if source.held is None else hashlib.sha256(source.held).hexdigest() for source in sources]
 
     def num_bytes(self, row: int) -> list[int]:
@@ -218,7 +218,7 @@ class ImageStore:
             row: Index of the row, from 0.
         """
         sizes = []
-        for value in shown_by(self.rows[row]):
+        for value in images_of_row(self.rows[row]):
             with suppress(ImageError, OSError):
                 source = source_of(value, self.root)
                 sizes.append(len(source.held) if source.held is not None else source.path.stat().st_size if source.path else 0)
@@ -241,7 +241,7 @@ class ImageStore:
         to_decode: list[tuple[int, ImageSource]] = []
         num_pixels = 0
         for row in rows:
-            for value in shown_by(self.rows[row]):
+            for value in images_of_row(self.rows[row]):
                 source = ImageSource(value if isinstance(value, str) else "in the row")
                 try:
                     source = source_of(value, self.root)
@@ -262,7 +262,7 @@ class ImageStore:
         def fault(item: tuple[int, ImageSource]) -> str | None:
             row, source = item
             try:
-                decoded(source.read())
+                decode_image(source.read())
             except ImageError as fault:
                 return self.sentence(row, source, fault)
             return None
@@ -274,7 +274,7 @@ class ImageStore:
 # ---- rows
 
 
-def shown_by(row: Mapping[str, Any]) -> list[Any]:
+def images_of_row(row: Mapping[str, Any]) -> list[Any]:
     """Return the contents of a row's image column; an empty list if it has no images.
 
     Args:
@@ -334,7 +334,7 @@ def with_parts(content: Any) -> Any:
 # ---- tokens
 
 
-def expanded(short: Sequence[int], images: Sequence[Image], image_token: int) -> list[int]:
+def expand_image_tokens(short: Sequence[int], images: Sequence[Image], image_token: int) -> list[int]:
     """Repeat each image token as often as its image has tokens.
 
     Args:
@@ -357,7 +357,7 @@ def places(token_ids: Sequence[int], images: Sequence[Image], image_token: int) 
     """Return ((index of its first token, image), ...) in the expanded token IDs.
 
     Args:
-        token_ids: Token IDs after `expanded`.
+        token_ids: Token IDs after `expand_image_tokens`.
         images: Images, in order.
         image_token: The image token.
     """
@@ -369,11 +369,11 @@ def places(token_ids: Sequence[int], images: Sequence[Image], image_token: int) 
     return tuple(result)
 
 
-def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Invert `expanded`: keep one token per image.
+def collapse_image_tokens(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Invert `expand_image_tokens`: keep one token per image.
 
     Args:
-        token_ids: Token IDs after `expanded`.
+        token_ids: Token IDs after `expand_image_tokens`.
         spans: (first token, number of tokens) of each image. Image tokens outside of these spans are kept.
     """
     result, end = list[int](), 0

@@ -3,8 +3,8 @@
 The number of tokens of an image follows from its size alone, so the lengths of a data set are known without decoding a pixel. Patches are
 always made by transformers' image processor with its Pillow backend: its torchvision backend resizes to different pixel values.
 
-The trainer and the sampler must see the same pixels, so both decode a file's bytes with `decoded`. Image files are untrusted input: only
-formats whose decoders are plain arithmetic are opened, and no image that would fill the memory. Needs Pillow (the extra `images`); no
+The trainer and the sampler must see the same pixels, so both decode a file's bytes with `decode_image`. Image files are untrusted input:
+only formats whose decoders are plain arithmetic are opened, and no image that would fill the memory. Needs Pillow (the extra `images`); no
 torch.
 """
 
@@ -115,7 +115,7 @@ def _file(name: str, root: Path) -> ImageSource:
     return ImageSource(name, path=resolved)
 
 
-def decoded(data: bytes) -> Image:
+def decode_image(data: bytes) -> Image:
     """Decode an image as the model receives it: upright and RGB, on white where it is transparent. Raises ImageError.
 
     Args:
@@ -128,7 +128,7 @@ def decoded(data: bytes) -> Image:
 
 
 def as_png(image: Image) -> bytes:
-    """Encode an image as PNG bytes from which `decoded` restores the same pixels. Raises ImageError.
+    """Encode an image as PNG bytes from which `decode_image` restores the same pixels. Raises ImageError.
 
     Args:
         image: RGB image.
@@ -334,7 +334,7 @@ class ImageProcessorSpec:
         Raises:
             ImageError: If one side is too long relative to the other.
         """
-        rows, columns = resized(height, width, factor=self.side, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        rows, columns = resized_size(height, width, factor=self.side, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
         return 1, rows // self.patch, columns // self.patch
 
     def tokens(self, grid: Grid) -> int:
@@ -349,7 +349,7 @@ class ImageProcessorSpec:
         """Return the patches of an upright RGB image, float32 [patches, channels].
 
         Args:
-            image: Image as `decoded` returns it.
+            image: Image as `decode_image` returns it.
         """
         return self._processor(images=[image], return_tensors="np")["pixel_values"]
 
@@ -371,7 +371,7 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
     return "vision_config" in config and "image_token_id" in config
 
 
-def resized(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def resized_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Return the size to which Qwen's image processor resizes an image.
 
     Height and width become multiples of `factor`, with about the same aspect ratio and a number of pixels within the bounds. Reimplements

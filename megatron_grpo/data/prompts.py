@@ -24,10 +24,10 @@ from megatron_grpo.config.evaluation import SPLIT
 from megatron_grpo.data import checks
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import Encode, PromptRows
-from megatron_grpo.data.files import Rows, Source, SourceRow, behind_each_other, open_source, plain_name, read_rows
+from megatron_grpo.data.files import Rows, Source, SourceRow, concatenated, open_source, plain_name, read_rows
 from megatron_grpo.data.image_dataset import places
 from megatron_grpo.data.image_processing import ImageProcessorSpec
-from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
+from megatron_grpo.data.tokens import FEW, TokenTable, cached_table, key_of
 from megatron_grpo.types import Image, Prompt
 
 Part = Literal["all", "trained", "held out"]
@@ -73,7 +73,7 @@ def open_sets(cfg: DataConfig, names: Sequence[str], flag: str) -> Source:
     sources = [_open_set(name, cfg, flag) for name in names]
     if len(sources) > 1 and cfg.interleave_prob:
         return _mixed(sources, cfg.interleave_prob, ends_with_first=cfg.stopping_strategy == "first_exhausted")
-    return behind_each_other(sources)
+    return concatenated(sources)
 
 
 # ---- one data set
@@ -99,7 +99,7 @@ def _read_set(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
         repeats, remainder = divmod(count, len(rows))
         order = permutation(len(rows), seed, _DRAW_EPOCH) if cfg.dataset_shuffle else np.arange(len(rows))
         rows = Rows([(rows, rows.place)], np.concatenate([*([np.arange(len(rows))] * repeats), np.sort(order[:remainder])]))
-    return Rows([(rows, rows.place)], columns=names_here(rows[0], cfg.columns, flag)) if cfg.columns else rows
+    return Rows([(rows, rows.place)], columns=column_renames(rows[0], cfg.columns, flag)) if cfg.columns else rows
 
 
 def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
@@ -117,11 +117,11 @@ def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
     if isinstance(first.row, str):
         raise config_error(flag, f"{first.stands} is not a JSON object: {first.row}.")
     if cfg.columns:
-        source = _renamed(source, names_here(first.row, cfg.columns, flag))
+        source = _renamed(source, column_renames(first.row, cfg.columns, flag))
     return source if count is None else _limited(source, count)
 
 
-def names_here(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) -> dict[str, str]:
+def column_renames(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) -> dict[str, str]:
     """Return the column renames that apply to a data set, new names by old names.
 
     Args:
@@ -357,7 +357,7 @@ def open_stream(
     if cfg.load_from_cache_file and len(rows) > FEW:
         rows = replace(rows, digest=rows.fingerprint())
         stamp = f" {rows.image_store.stamp()}" if rows.image_store is not None else ""
-        tokens = shared(key_of(rows.fingerprint() + stamp, encode), looked_at)
+        tokens = cached_table(key_of(rows.fingerprint() + stamp, encode), looked_at)
     else:
         tokens = looked_at()
     rows = checks.check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.base import launcher
-from megatron_grpo.base.files import only_one
+from megatron_grpo.base.files import process_lock
 from megatron_grpo.data.chat import PromptEncoder
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class TokenTable(Sequence[tuple[int, ...]]):
         return np.diff(self.ends, prepend=0)
 
 
-def shared(key: str, make: Callable[[], TokenTable]) -> TokenTable:
+def cached_table(key: str, make: Callable[[], TokenTable]) -> TokenTable:
     """Return a table from the cache, or create it and store it there.
 
     One process of a machine creates the table while the others wait. If the cache cannot be used, a warning is logged; that only costs
@@ -87,7 +87,7 @@ def shared(key: str, make: Callable[[], TokenTable]) -> TokenTable:
     table = read(path)
     if table is not None:
         return table
-    with only_one(path.with_suffix(".lock"), patience=PATIENCE) as may_write:
+    with process_lock(path.with_suffix(".lock"), patience=PATIENCE) as may_write:
         table = read(path)
         if table is not None:
             return table

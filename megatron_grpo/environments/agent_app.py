@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_grpo.base.errors import printable
+from megatron_grpo.base.errors import one_line
 from megatron_grpo.environments import agent_forms
-from megatron_grpo.environments.agent_session import AgentRefusalError, AgentSession, AgentTurn, over
+from megatron_grpo.environments.agent_session import AgentRefusalError, AgentSession, AgentTurn, episode_over
 from megatron_grpo.rollout.engine import SamplingSettings
 
 MOST_BYTES, MOST_OPEN = 16 << 20, 32  # of one request; open requests of one session
@@ -137,16 +137,16 @@ class AgentServer:
             try:
                 body = json.loads(raw)
             except (ValueError, RecursionError) as error:
-                raise agent_forms.invalid(f"the body is not JSON: {error}") from error
+                raise agent_forms.invalid_request(f"the body is not JSON: {error}") from error
             if not isinstance(body, dict):
-                raise agent_forms.invalid("the body must be a JSON object.")
+                raise agent_forms.invalid_request("the body must be a JSON object.")
             if form is None:
                 return await _send_json(send, 200, _verdict(entry.episode, body))
             try:
                 request = form.read(body)
                 count = entry.episode.session.count_tokens(request) if path.endswith("/count_tokens") else 0
             except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field of another type than the protocol's
-                raise agent_forms.invalid(f"the request cannot be read: {type(error).__name__} {printable(error)}") from error
+                raise agent_forms.invalid_request(f"the request cannot be read: {type(error).__name__} {one_line(error)}") from error
             if path.endswith("/count_tokens"):
                 return await _send_json(send, 200, {"input_tokens": count})
             if (refusal := agent_forms.unsupported(body, self._sampling, request.stop)) is not None:
@@ -172,7 +172,7 @@ class AgentServer:
             session.counts["retries"] += 1
             return existing
         turn = session.prepare(request)
-        for words in agent_forms.overruled(body, self._sampling):
+        for words in agent_forms.overridden_parameters(body, self._sampling):
             session.counts["overruled"] += 1
             self._overruled(words)
         call = entry.calls[digest] = AgentCall(turn, session, asyncio.get_running_loop().create_future())
@@ -261,14 +261,14 @@ def _entry(entries: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
     if entry is None:
         raise AgentRefusalError(401, "episode_over", "no open episode has this key.")
     if entry.episode.session.ended == "done":
-        raise over("done")
+        raise episode_over("done")
     return entry
 
 
 def _verdict(episode: OpenEpisode, body: dict[str, Any]) -> dict[str, Any]:
     value = body.get("reward")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
-        raise agent_forms.invalid("reward must be a finite number.")
+        raise agent_forms.invalid_request("reward must be a finite number.")
     episode.reward = float(value)
     return {}
 
@@ -278,7 +278,7 @@ async def _body(receive: Receive) -> bytes:
     while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise agent_forms.invalid("the body is incomplete.")
+            raise agent_forms.invalid_request("the body is incomplete.")
         parts.append(message.get("body", b""))
         size, has_more = size + len(parts[-1]), message.get("more_body", False)
         if size > MOST_BYTES:

@@ -28,7 +28,7 @@ class ApiProtocol(NamedTuple):
     events: Callable[[AgentTurn], Iterator[str]]  # of a stream, as server-sent events
 
 
-def invalid(message: str, code: str = "invalid_request") -> AgentRefusalError:
+def invalid_request(message: str, code: str = "invalid_request") -> AgentRefusalError:
     """Return the refusal of a request that the endpoint does not support.
 
     Args:
@@ -47,23 +47,27 @@ def unsupported(body: Body, run: SamplingSettings, stop: Sequence[str]) -> Agent
         stop: Stop strings of the request.
     """
     if body.get("n") not in (None, 1):
-        return invalid("n: one answer for each request. Send the request again for another answer.", "unsupported_parameter")
+        return invalid_request("n: one answer for each request. Send the request again for another answer.", "unsupported_parameter")
     for name in _REFUSED:
         if body.get(name) not in (None, False, {}, [], ""):
-            return invalid(f"{name} is not supported by this endpoint. Omit it.", "unsupported_parameter")
+            return invalid_request(f"{name} is not supported by this endpoint. Omit it.", "unsupported_parameter")
     form = body.get("response_format") or (body.get("text") or {}).get("format") or {}
     if form.get("type", "text") != "text":
-        return invalid("response_format: only text. Set a grammar for the run (vllm_structured_outputs_regex).", "unsupported_parameter")
+        return invalid_request(
+            "response_format: only text. Set a grammar for the run (vllm_structured_outputs_regex).", "unsupported_parameter"
+        )
     choice = body.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
     if choice not in (None, "auto", "none"):
-        return invalid(f"tool_choice {choice}: a forced call has another distribution. Use auto or none.", "unsupported_parameter")
+        return invalid_request(f"tool_choice {choice}: a forced call has another distribution. Use auto or none.", "unsupported_parameter")
     if stop and tuple(stop) != run.stop:
-        return invalid(f"stop {list(stop)}: the run samples with stop {list(run.stop)}. Set --stop for the run.", "unsupported_parameter")
+        return invalid_request(
+            f"stop {list(stop)}: the run samples with stop {list(run.stop)}. Set --stop for the run.", "unsupported_parameter"
+        )
     return None
 
 
-def overruled(body: Body, run: SamplingSettings) -> Iterator[str]:
+def overridden_parameters(body: Body, run: SamplingSettings) -> Iterator[str]:
     """Yield a description of each sampling parameter of a request that differs from the run's, which is used instead.
 
     Args:
@@ -87,19 +91,19 @@ def _text(content: Any) -> str:
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in _list(content, "content")]
     for part in parts:
         if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise invalid(f"content of type {part.get('type')!r:.40}: this endpoint supports text only.", "unsupported_content")
+            raise invalid_request(f"content of type {part.get('type')!r:.40}: this endpoint supports text only.", "unsupported_content")
     return "".join(part["text"] for part in parts)
 
 
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(item, (str, dict)) for item in value):
-        raise invalid(f"{name} must be a list of objects.")
+        raise invalid_request(f"{name} must be a list of objects.")
     return value
 
 
 def _limit(value: Any, name: str) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise invalid(f"{name} ({value!r:.40}) must be an integer of at least 1.")
+        raise invalid_request(f"{name} ({value!r:.40}) must be an integer of at least 1.")
     return value
 
 
@@ -109,13 +113,13 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 def _call(key: Any, name: Any, arguments: Any) -> dict[str, Any]:
     if not isinstance(name, str):
-        raise invalid("a tool call needs the name of its function.")
+        raise invalid_request("a tool call needs the name of its function.")
     return {"id": str(key), "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
 def _tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     if not isinstance(name, str):
-        raise invalid("a tool needs a name; this endpoint supports functions only.", "unsupported_content")
+        raise invalid_request("a tool needs a name; this endpoint supports functions only.", "unsupported_content")
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters or {}}}
 
 
@@ -123,7 +127,7 @@ def _request(body: Body, messages: list[dict[str, Any]], tools: Sequence[Mapping
     choice = body.get("tool_choice")
     is_without = (choice.get("type") if isinstance(choice, dict) else choice) == "none"
     if not messages:
-        raise invalid("the request has no messages.")
+        raise invalid_request("the request has no messages.")
     return AgentRequest(
         messages=messages, tools=() if is_without else tools, is_streamed=bool(body.get("stream")),
         model=str(body.get("model", "policy")), **extra,
@@ -156,7 +160,7 @@ def _read_chat(body: Body) -> AgentRequest:
     for message in _list(body.get("messages"), "messages"):
         role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
         if role is None:
-            raise invalid(f"a message needs a role of {', '.join(_ROLES)}.")
+            raise invalid_request(f"a message needs a role of {', '.join(_ROLES)}.")
         chat_message = {"role": role, "content": _text(message.get("content"))} | {
             name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)
         }
@@ -227,7 +231,7 @@ def _read_anthropic(body: Body) -> AgentRequest:
         if texts or calls or message.get("role") == "assistant":
             role = _ROLES.get(message.get("role"))
             if role is None:
-                raise invalid("a message needs the role user or assistant.")
+                raise invalid_request("a message needs the role user or assistant.")
             messages.append({"role": role, "content": _text(texts)} | ({"tool_calls": calls} if calls else {}))
     tools = [_tool(tool.get("name"), tool.get("description"), tool.get("input_schema")) for tool in _list(body.get("tools") or [], "tools")]
     max_tokens = _limit(body.get("max_tokens"), "max_tokens")
@@ -288,7 +292,7 @@ def _read_responses(body: Body) -> AgentRequest:
         elif kind == "message" and item.get("role") in _ROLES:
             messages.append({"role": _ROLES[item["role"]], "content": _text(item.get("content"))})
         elif kind != "reasoning":
-            raise invalid(f"an input item of type {kind!r:.40} is not supported by this endpoint.", "unsupported_content")
+            raise invalid_request(f"an input item of type {kind!r:.40} is not supported by this endpoint.", "unsupported_content")
     tools = [_tool(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in _list(body.get("tools") or [], "tools")]
     return _request(body, messages, tools, max_tokens=_limit(body.get("max_output_tokens"), "max_output_tokens"))
 

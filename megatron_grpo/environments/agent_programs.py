@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from megatron_grpo.base.errors import ConfigError, Problem, config_error, describe_value, printable, problem_with
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, describe_value, one_line, problem_with
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError
 from megatron_grpo.rewards.loading import user_object
@@ -117,7 +117,7 @@ def _function(spec: str, flag: str, arguments: str) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind(*arguments.split(", "))
     except (TypeError, ValueError) as error:
-        raise config_error(flag, f"{flag}: {spec} must be a function that accepts ({arguments}): {printable(error)}.") from error
+        raise config_error(flag, f"{flag}: {spec} must be a function that accepts ({arguments}): {one_line(error)}.") from error
     if inspect.isclass(function) or inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         raise config_error(flag, f"{flag}: {spec} is not a plain function.")
     return cast(Callable[..., Any], function)
@@ -198,7 +198,7 @@ class AgentProgram:
                 try:
                     value = self.verdict(row, folder, text, endpoint.messages())
                 except Exception as error:
-                    raise InvalidReplyError(f"agent_verdict raised {type(error).__name__}: {printable(error)}") from error
+                    raise InvalidReplyError(f"agent_verdict raised {type(error).__name__}: {one_line(error)}") from error
                 result = as_result(value, "agent_verdict")
                 if result.reward is None:
                     raise InvalidReplyError("agent_verdict returned no reward; expected a finite number, or a dict with reward")

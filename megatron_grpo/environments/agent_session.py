@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.errors import printable
+from megatron_grpo.base.errors import one_line
 from megatron_grpo.environments.players import LARGE
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.tools import MARKS, ReadCalls
-from megatron_grpo.environments.trajectory import ChatTemplate, ContextTokens, SampledSpan, TokenizedTrajectory, joined
+from megatron_grpo.environments.trajectory import ChatTemplate, ContextTokens, SampledSpan, TokenizedTrajectory, join_contexts
 from megatron_grpo.rollout.turns import Key, SampledTurn
 
 _THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -150,7 +150,7 @@ class AgentSession:
         """
         with self._lock:
             if self.ended:
-                raise over(self.ended)
+                raise episode_over(self.ended)
             if self._num_turns >= self.limits.max_turns:
                 raise self._ended_by("max_turns", f"max_turns {self.limits.max_turns}")
             full, known_turns = self._rendered(request)
@@ -189,7 +189,7 @@ class AgentSession:
             if self._prefill is None:
                 self._prefill = template.prefill(messages, full)
         except Exception as error:  # a template may raise anything
-            raise AgentRefusalError(400, "invalid_request", f"the chat template rejects the messages: {printable(error)}") from error
+            raise AgentRefusalError(400, "invalid_request", f"the chat template rejects the messages: {one_line(error)}") from error
         return full, known_turns
 
     def _ended_by(self, reason: str, limit: str) -> AgentRefusalError:
@@ -333,7 +333,7 @@ class AgentSession:
     def finished(self) -> TokenizedTrajectory | None:
         """Return all contexts with their read turns, or None if no turn was read."""
         trained = {id(turn) for turn in self.read_turns}
-        return joined([
+        return join_contexts([
             (context.ids, [turn.span for turn in turns if id(turn) in trained and turn.span is not None])
             for context, turns in self._contexts
         ])  # fmt: skip
@@ -348,7 +348,7 @@ class AgentSession:
         ]
 
 
-def over(reason: str) -> AgentRefusalError:
+def episode_over(reason: str) -> AgentRefusalError:
     """Return the refusal of a request after the end of its episode.
 
     Args:

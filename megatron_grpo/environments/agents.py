@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_grpo.base.errors import raised
+from megatron_grpo.base.errors import describe_exception
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.validation import REWARD
 from megatron_grpo.environments.agent_app import AgentCall, AgentServer
@@ -214,7 +214,7 @@ class AgentPlayer(RequestingPlayer):
             episode.reward = episode.result.reward
         lacks_reward = self.stage.needs_reward and episode.reward is None
         is_late = isinstance(error, CallTimeoutError) or episode.result.is_late
-        error_text = str(error) if error is None or isinstance(error, AgentError) else raised(error)
+        error_text = str(error) if error is None or isinstance(error, AgentError) else describe_exception(error)
         seconds = f"within {self.stage.timeout:g} s"
         ends = [  # (whether, reason, fault); the first that applies
             (isinstance(error, InvalidReplyError), "nonsense", str(error)),

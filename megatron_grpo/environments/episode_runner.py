@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_grpo.base.errors import printable
+from megatron_grpo.base.errors import one_line
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.loading import template_of
 from megatron_grpo.environments.players import LARGE, Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
@@ -163,7 +163,7 @@ class EpisodeRunner(RequestingPlayer):
         except ExitRequestedError as exit_request:
             self._finish(episode, "error", f"{kind} tried to end the process with {exit_request}")
         except BaseException as raised:  # noqa: BLE001 - user code, or a template that rejects its messages
-            text = printable(raised)
+            text = one_line(raised)
             self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(text)}{text}")
 
     def _started(self, episode: _Episode, value: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, config_error, printable, problem_with
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, one_line, problem_with
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.agent_programs import AgentEnvironment, load_agent
 from megatron_grpo.environments.foreign_environments import adapted
@@ -89,7 +89,7 @@ def _environment(spec: str) -> type[Environment]:
     try:
         json.dumps(list(environment_class.tools))
     except (TypeError, ValueError) as error:
-        raise config_error("environment", f"environment {spec}: `tools` must be a list of JSON schemas: {printable(error)}") from error
+        raise config_error("environment", f"environment {spec}: `tools` must be a list of JSON schemas: {one_line(error)}") from error
     return environment_class
 
 
@@ -175,7 +175,7 @@ def roles_of(environment: type[Environment]) -> list[str]:
     return ["tool", *(roles_of(inner) if isinstance(inner, type) and issubclass(inner, Environment) else [])]
 
 
-def look_at(template: ChatTemplate, environment: type[Environment], *, history: History, flag: str) -> list[str]:
+def check_template(template: ChatTemplate, environment: type[Environment], *, history: History, flag: str) -> list[str]:
     """Check that a chat template renders the messages of an environment.
 
     Args:
@@ -215,7 +215,7 @@ def _rewrites(template: ChatTemplate, role: str, text: str, flag: str) -> bool:
     try:
         full = template.render([_QUESTION, {"role": "assistant", "content": prefill + text}, answer])
     except Exception as error:  # a template may raise anything
-        rejected = f"{flag}: the chat template rejects messages of role {role}, which the environment returns: {printable(error)}"
+        rejected = f"{flag}: the chat template rejects messages of role {role}, which the environment returns: {one_line(error)}"
         raise config_error(flag, rejected) from error
     if _ANSWER not in full:
         raise config_error(

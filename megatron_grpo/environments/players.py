@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from megatron_grpo.base import activity
-from megatron_grpo.data.chat import opening_of
+from megatron_grpo.data.chat import template_messages
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.trajectory import ChatTemplate, TokenizedTrajectory
 from megatron_grpo.environments.workers import LINGER, MOST_LINGERED
@@ -160,7 +160,7 @@ class PlayerFactory:
             prompt: The row.
         """
         assert not isinstance(prompt.raw, str)  # a string prompt is refused when the data are read
-        return opening_of(prompt.raw, system=self.system)
+        return template_messages(prompt.raw, system=self.system)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_grpo.base.errors import RunError, raised
+from megatron_grpo.base.errors import RunError, describe_exception
 from megatron_grpo.environments.players import PlayedSampler, RequestingPlayer, TurnRequest
 from megatron_grpo.environments.rollout_func_output import (
     CompletionRequest,
     InvalidRolloutOutputError,
     TokenLimits,
-    asked_of,
+    completion_requests,
     completions_of,
 )
 from megatron_grpo.parallel import collectives
@@ -211,7 +211,7 @@ class RolloutFuncRunner(RequestingPlayer):
             self._changed.notify_all()
 
     def _called(self) -> tuple[list[Completion], str | None]:
-        requests = asked_of(self.prompts, self.n)
+        requests = completion_requests(self.prompts, self.n)
         try:
             returned = self.own.function(requests, self._sampler) if requests else {"completion_ids": [], "logprobs": []}
             decode = partial(self.own.tokenizer.decode, skip_special_tokens=True)
@@ -223,7 +223,7 @@ class RolloutFuncRunner(RequestingPlayer):
         except InvalidRolloutOutputError as invalid:
             return [], str(invalid)
         except BaseException as error:  # noqa: BLE001 - any exception of user code ends the run with a message
-            return [], raised(error) + _place(error, self.own.function)
+            return [], describe_exception(error) + _place(error, self.own.function)
 
 
 def _place(error: BaseException, function: Any) -> str:

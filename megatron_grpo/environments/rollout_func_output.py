@@ -54,7 +54,7 @@ class TokenLimits:
     end_ids: frozenset[int] = field(default_factory=frozenset)  # token IDs that end a completion
 
 
-def asked_of(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
+def completion_requests(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
     """Return the requests for the completions of some prompts, group by group.
 
     Args:

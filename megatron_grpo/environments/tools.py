@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from megatron_grpo.base.errors import config_error, first_line, printable
+from megatron_grpo.base.errors import config_error, first_line, one_line
 from megatron_grpo.environments.protocol import Environment, Message, StepOutput, Turn
 
 Function = Callable[..., Any]
@@ -45,7 +45,7 @@ def schema_of(function: Function) -> dict[str, Any]:
     try:
         return get_json_schema(function)
     except Exception as error:
-        raise InvalidToolError(f"has no schema: {printable(error)}") from error
+        raise InvalidToolError(f"has no schema: {one_line(error)}") from error
 
 
 # ---- calls in the text of a turn
@@ -136,7 +136,7 @@ def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Rea
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except Exception as error:
         raise config_error(
-            "tool_call_parser", f"tool_call_parser ({name}) does not support this model's tokenizer: {printable(error)}"
+            "tool_call_parser", f"tool_call_parser ({name}) does not support this model's tokenizer: {one_line(error)}"
         ) from error
     return _Parser(parser, tools)
 
@@ -281,7 +281,7 @@ def _error_text(error: BaseException) -> str:
     if isinstance(error, ValidationError):
         errors = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors(include_url=False, include_context=False)]
         return "Error: " + "; ".join(f"{location}: {text}" if location else text for location, text in errors)
-    first = printable(error, first_line)
+    first = one_line(error, first_line)
     return f"Error: {type(error).__name__}{': ' * bool(first)}{first}"
 
 
@@ -319,6 +319,6 @@ def tool_set(
     try:
         checked = {name: validate_call(function) for name, function in functions.items()}
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
-        raise InvalidToolError(f"has arguments that cannot be checked: {printable(error)}") from error
+        raise InvalidToolError(f"has arguments that cannot be checked: {one_line(error)}") from error
     values = {"functions": checked, "tools": [*(inner.tools if inner else ()), *schemas], "inner": inner, "read": staticmethod(read_calls)}
     return type("Tools" if inner is None else f"{inner.__name__}WithTools", (ToolEnvironment,), values)

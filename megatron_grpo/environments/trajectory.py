@@ -325,10 +325,10 @@ class Trajectory:
 
     def finished(self) -> TokenizedTrajectory:
         """Return the concatenated contexts that have sampled tokens, or the opening if there are none."""
-        return joined([(context.ids, context.spans) for context in self._contexts]) or without_turns(self.opening)
+        return join_contexts([(context.ids, context.spans) for context in self._contexts]) or without_turns(self.opening)
 
 
-def joined(contexts: Sequence[tuple[Sequence[int], Sequence[SampledSpan]]]) -> TokenizedTrajectory | None:
+def join_contexts(contexts: Sequence[tuple[Sequence[int], Sequence[SampledSpan]]]) -> TokenizedTrajectory | None:
     """Concatenate contexts. Each ends with its last sampled token, since what follows was never answered.
 
     Args:

@@ -27,7 +27,7 @@ from megatron_grpo.grpo.objectives import (
     Sequences,
     SumOverContext,
     Tokens,
-    whole_sequences,
+    no_sum_over_context,
 )
 from megatron_grpo.grpo.zero_gradient import RowKind
 
@@ -38,7 +38,7 @@ CISPO_EPSILON_HIGH = 5.0
 def _clipped(cfg: GrpoConfig) -> Objective:
     epsilon_high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     if cfg.delta is None:
-        return objectives.clipped(cfg.epsilon, epsilon_high)
+        return objectives.clipped_surrogate(cfg.epsilon, epsilon_high)
     return objectives.two_sided(cfg.epsilon, epsilon_high, cfg.delta)
 
 
@@ -170,7 +170,7 @@ class _Terms(NamedTuple):
     of_teacher: torch.Tensor | None  # float64 [C]: log p_teacher - log p_old, 0 where no teacher scored the row
 
 
-def gives_bonus(cfg: GrpoConfig) -> bool:
+def has_entropy_term(cfg: GrpoConfig) -> bool:
     """Return whether entropy is part of the loss in at least some steps.
 
     Args:
@@ -251,7 +251,7 @@ class GrpoLoss:
             correction=_correction(cfg),
             off_policy_delta=cfg.off_policy_sequence_mask_delta,
             top_entropy_quantile=cfg.top_entropy_quantile,
-            needs_entropy=cfg.log_entropy or gives_bonus(cfg) or cfg.top_entropy_quantile < 1.0,
+            needs_entropy=cfg.log_entropy or has_entropy_term(cfg) or cfg.top_entropy_quantile < 1.0,
             needs_entropy_threshold=cfg.top_entropy_quantile < 1.0,
             needs_reference=cfg.beta != 0.0 and not cfg.kl_in_reward,
             needs_classification=cfg.real_tau if cfg.loss_type == "real" else None,
@@ -259,7 +259,7 @@ class GrpoLoss:
             and cfg.loss_type not in _OF_A_SEQUENCE
             and not cfg.rollout_importance_sampling_mode.startswith("sequence")
             and cfg.off_policy_sequence_mask_delta is None
-            and not gives_bonus(cfg)
+            and not has_entropy_term(cfg)
             and cfg.top_entropy_quantile == 1.0,
             zero_gradient=zero_gradient,
         )
@@ -277,7 +277,7 @@ class GrpoLoss:
         assert self.is_per_token, "a token's gradient depends on others"
         with torch.enable_grad():
             logprobs = logprobs.detach().requires_grad_()
-            terms = self._terms(tensors, Sequences(tensors.sequence, tensors.num_sequences, whole_sequences), logprobs, ref_logprobs)
+            terms = self._terms(tensors, Sequences(tensors.sequence, tensors.num_sequences, no_sum_over_context), logprobs, ref_logprobs)
             return torch.autograd.grad(terms.loss, logprobs)[0]
 
     def __call__(
@@ -289,7 +289,7 @@ class GrpoLoss:
         ref_logprobs: torch.Tensor | None = None,
         entropy_threshold: float | None = None,
         entropy_coef: float | None = None,
-        sum_over_context: SumOverContext = whole_sequences,
+        sum_over_context: SumOverContext = no_sum_over_context,
     ) -> tuple[torch.Tensor, LossLogs]:
         """Compute the loss of one micro-batch.
 

@@ -22,7 +22,7 @@ import torch
 SumOverContext = Callable[[torch.Tensor], torch.Tensor]
 
 
-def whole_sequences(per_sequence: torch.Tensor) -> torch.Tensor:
+def no_sum_over_context(per_sequence: torch.Tensor) -> torch.Tensor:
     """Return the input: the SumOverContext of a rank that holds every sequence whole.
 
     Args:
@@ -335,7 +335,7 @@ class PerToken(NamedTuple):
 Objective = Callable[[Tokens], PerToken]
 
 
-def clipped(epsilon: float, epsilon_high: float) -> Objective:
+def clipped_surrogate(epsilon: float, epsilon_high: float) -> Objective:
     """Return PPO's surrogate -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) (arXiv 1707.06347, equation 7).
 
     Args:
@@ -346,7 +346,7 @@ def clipped(epsilon: float, epsilon_high: float) -> Objective:
 
 
 def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
-    """Return the surrogate of `clipped`, with min(r, delta) for r in the unclipped term.
+    """Return the surrogate of `clipped_surrogate`, with min(r, delta) for r in the unclipped term.
 
     It bounds the contribution of A < 0 (INTELLECT-2, arXiv 2505.07291).
 

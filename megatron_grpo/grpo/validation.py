@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.config.rules import Rule, broken, changed, settings_of
-from megatron_grpo.config.sampling_mask import NOTE, SAMPLING_MASK, flag_of, of_training
+from megatron_grpo.config.rules import Rule, broken_rules, changed, settings_of
+from megatron_grpo.config.sampling_mask import NOTE, SAMPLING_MASK, flag_of, training_structured_outputs
 
 # Allowed scale_rewards of each estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
@@ -39,7 +39,7 @@ def problems(config: Config) -> list[Problem]:
     Args:
         config: All settings.
     """
-    return list(broken((*RULES, *SAMPLING_MASK), _settings(config)))
+    return list(broken_rules((*RULES, *SAMPLING_MASK), _settings(config)))
 
 
 def group_problems(cfg: GrpoConfig, *, generation: int, global_batch: int, group: int, passes: int) -> list[Problem]:
@@ -53,7 +53,7 @@ def group_problems(cfg: GrpoConfig, *, generation: int, global_batch: int, group
         passes: Passes over a rollout.
     """
     c = SimpleNamespace(loss_type=cfg.loss_type, generation=generation, global_batch=global_batch, group=group, passes=passes)
-    return list(broken([GROUP_RULES], c))
+    return list(broken_rules([GROUP_RULES], c))
 
 
 def warnings(config: Config) -> list[str]:
@@ -62,13 +62,13 @@ def warnings(config: Config) -> list[str]:
     Args:
         config: All settings.
     """
-    return [problem.message for problem in broken((NOTE, *WARNINGS), _settings(config))]
+    return [problem.message for problem in broken_rules((NOTE, *WARNINGS), _settings(config))]
 
 
 def _settings(config: Config) -> SimpleNamespace:
     cfg = config.grpo
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
-    bound = flag_of(config.rollout) if of_training(config.rollout) is not None else None
+    bound = flag_of(config.rollout) if training_structured_outputs(config.rollout) is not None else None
     return settings_of(config, bounding=bound, high=high)
 
 

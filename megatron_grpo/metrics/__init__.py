@@ -17,8 +17,8 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.evaluation import curve_of
 from megatron_grpo.metrics import draw, registry
 from megatron_grpo.metrics.display import Display
-from megatron_grpo.metrics.evaluations import EvaluationResult, Evaluations, compared, curves_in, describe, score_in
-from megatron_grpo.metrics.records import EVENTS, BestEffort, Events, Records, plain
+from megatron_grpo.metrics.evaluations import EvaluationResult, Evaluations, compare_evaluations, curves_in, describe, score_of_record
+from megatron_grpo.metrics.records import EVENTS, BestEffort, Events, Records, to_python_number
 from megatron_grpo.metrics.reporters import REPORTERS, BackgroundReporter, ReporterInit, Table, report_to_problems, services
 from megatron_grpo.metrics.summary import LearningSignal, TimeSummary
 from megatron_grpo.types import Progress
@@ -135,8 +135,8 @@ class Metrics:
         self._heard(progress.step, record)
         if progress.step % self.config.get("logging_steps", 1) == 0 or progress.step == self.total_steps:
             self._tell_services()
-        if plain(record.get("reward")) is not None:  # not every optimizer step has a new rollout
-            self._display.show(reward=plain(record["reward"]))
+        if to_python_number(record.get("reward")) is not None:  # not every optimizer step has a new rollout
+            self._display.show(reward=to_python_number(record["reward"]))
         self._display.step(progress.step, seconds=seconds)
         if progress.step == 2 and (reason := self.learnt.alike()):
             self.print_line(f"WARNING: {reason}: the rewards give no gradient.")
@@ -264,7 +264,7 @@ class Metrics:
     def _compare(self) -> None:
         for first, last in self.evaluations.first_and_last():
             heads = (f"step {first['step']}", f"step {last['step']}")
-            self._display.compare(f"Held-out prompts: {score_in(last)[0]}", heads, compared(first, last))
+            self._display.compare(f"Held-out prompts: {score_of_record(last)[0]}", heads, compare_evaluations(first, last))
         rows = []
         for name, label in TRAINING_ROWS.items():
             values = [value for _, value in self._history.get(name, [])]
@@ -275,7 +275,7 @@ class Metrics:
             self._display.compare("Training", ("first rollouts", "last rollouts"), rows)
 
     def _report(self, step: int, record: Mapping[str, Any]) -> None:
-        values = {name: plain(value) for name, value in record.items() if name != "step"}
+        values = {name: to_python_number(value) for name, value in record.items() if name != "step"}
         finite = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         for reporter in self._reporters.values():
             reporter.log(step, finite)
@@ -297,5 +297,5 @@ class Metrics:
 
 def _mean(values: Sequence[Any]) -> Any:
     """Return the mean of the numbers; the last value if there are none."""
-    numbers = [number for number in map(plain, values) if number is not None]
+    numbers = [number for number in map(to_python_number, values) if number is not None]
     return sum(numbers) / len(numbers) if numbers else values[-1]

@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from megatron_grpo import __version__, installed_version
-from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.remote_code import problem_of
-from megatron_grpo.config.write import secrets_in
+from megatron_grpo.config.write import find_secrets
 from megatron_grpo.data.hub import is_path
 from megatron_grpo.metrics import draw
 from megatron_grpo.metrics.evaluations import curves_in
@@ -64,7 +64,7 @@ def write_card(folder: Path, card: ModelCard) -> None:
     """
     records = list(_records(card, "metrics.jsonl"))
     has_curves = _draw(folder, records, list(_records(card, "evaluations.jsonl")))
-    write_whole(folder / CARD, text_of(card, records, name=folder.absolute().name, has_curves=has_curves))
+    atomic_write_text(folder / CARD, text_of(card, records, name=folder.absolute().name, has_curves=has_curves))
 
 
 def text_of(card: ModelCard, records: list[dict[str, Any]], *, name: str, has_curves: bool) -> str:
@@ -76,7 +76,7 @@ def text_of(card: ModelCard, records: list[dict[str, Any]], *, name: str, has_cu
         name: Name of the folder, for the commands that load it.
         has_curves: Whether the image of the curves was drawn.
     """
-    cfg, base, data = card.cfg, base_name(card.cfg.model.model, card.source), public(card.cfg.data.dataset)
+    cfg, base, data = card.cfg, base_name(card.cfg.model.model, card.source), without_local_paths(card.cfg.data.dataset)
     front: dict[str, Any] = {"library_name": "peft" if card.kind == "adapter" else "transformers", "pipeline_tag": "text-generation"}
     if "/" in base:
         front["base_model"] = base
@@ -90,7 +90,7 @@ def text_of(card: ModelCard, records: list[dict[str, Any]], *, name: str, has_cu
     facts = {
         "base model": base,
         "data set": data,
-        "rewards": ", ".join(map(public, cfg.rewards.reward_funcs)),
+        "rewards": ", ".join(map(without_local_paths, cfg.rewards.reward_funcs)),
         "optimizer steps": last.get("step"),
         "tokens trained": last.get("num_tokens"),
         "reward, first and last": _ends(records, "reward"),
@@ -121,16 +121,16 @@ def settings(cfg: Config) -> dict[str, Any]:
     Args:
         cfg: Settings of the run.
     """
-    defaults, held_back = Config().groups(), {name for name, _ in secrets_in(cfg)}
+    defaults, held_back = Config().groups(), {name for name, _ in find_secrets(cfg)}
     result = {}
     for group, section in cfg.groups().items():
         for name, value in vars(section).items():
             if group != "serve" and value != getattr(defaults[group], name) and name not in held_back and not _PRIVATE.fullmatch(name):
-                result[name] = public(value)
+                result[name] = without_local_paths(value)
     return result
 
 
-def public(value: Any) -> Any:
+def without_local_paths(value: Any) -> Any:
     """Return a value without local directories: a path is reduced to its last component.
 
     Args:
@@ -143,9 +143,9 @@ def public(value: Any) -> Any:
         is_local = is_path(value) or value.startswith(os.sep) or ("/" in value and Path(value).exists())
         return Path(value).name if is_local and "/" in value and "://" not in value else value
     if isinstance(value, (list, tuple)):
-        return [public(item) for item in value]
+        return [without_local_paths(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: public(item) for key, item in value.items()}
+        return {key: without_local_paths(item) for key, item in value.items()}
     return value
 
 
@@ -157,7 +157,7 @@ def base_name(model: str, source: Path) -> str:
         source: Directory of the model.
     """
     cached = _CACHED.search(f"{source.absolute()}/") or _CACHED.search(f"{model}/")
-    return "/".join(cached.groups()) if cached else public(model).rstrip("/")
+    return "/".join(cached.groups()) if cached else without_local_paths(model).rstrip("/")
 
 
 def licence_of(source: Path) -> str | None:

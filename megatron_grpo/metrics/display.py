@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.metrics.records import BestEffort
 
 SECONDS_BETWEEN_LINES = 10.0  # between step lines, if the output is no terminal
@@ -125,7 +125,7 @@ class Display:
         if self._now is not None and not self._closed.is_set() and time.monotonic() - self._wrote_now >= 1.0:
             self._wrote_now = time.monotonic()
             with self._best_effort(NOW), suppress(FileNotFoundError):  # the folder was removed: what needs it reports that
-                write_whole(self._now, json.dumps({"time": time.time(), "step": self._step, "phase": describe_phase()}) + "\n")
+                atomic_write_text(self._now, json.dumps({"time": time.time(), "step": self._step, "phase": describe_phase()}) + "\n")
 
     def _draw(self) -> None:
         with self._lock:

@@ -14,8 +14,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.base.files import PAINTER, written_whole
-from megatron_grpo.metrics.records import plain
+from megatron_grpo.base.files import PAINTER, atomic_write
+from megatron_grpo.metrics.records import to_python_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def new_figure(width: float, height: float, *, dpi: int = 120, layout: Any = "co
     return figure
 
 
-def tidy(axes: Any) -> None:
+def apply_style(axes: Any) -> None:
     """Apply the common style: a pale grid behind the curves, and no frame at the top and right.
 
     Args:
@@ -68,7 +68,7 @@ def write_png(figure: Any, path: Path) -> Path:
         path: File to write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as stream:
+    with atomic_write(path) as stream:
         figure.canvas.print_png(stream, metadata={"Software": PAINTER})  # savefig would draw twice, the first time for the layout
     return path
 
@@ -127,7 +127,7 @@ def refresh(output_dir: Path, history: History) -> list[Path]:
     return [_draw(output_dir / "plots" / f"{plot.file}.png", [plot], history, width=7.0) for plot in PLOTS if _curves(plot, history)]
 
 
-def plotted(record: Mapping[str, Any]) -> list[str]:
+def plotted_metrics(record: Mapping[str, Any]) -> list[str]:
     """Return the names of an optimizer step's metrics that plots show.
 
     Args:
@@ -143,8 +143,8 @@ def remember(history: dict[str, list[tuple[int, float]]], record: Mapping[str, A
         history: (step, value) pairs by metric; changed in place.
         record: Line of metrics.jsonl.
     """
-    for name in plotted(record):
-        value = plain(record[name])
+    for name in plotted_metrics(record):
+        value = to_python_number(record[name])
         if value is not None:
             history.setdefault(name, []).append((record["step"], value))
 
@@ -199,7 +199,7 @@ def _fill(axes, plot: Plot, history: History) -> None:
         for (name, label, points), colour in zip(curves, cycle(COLOURS)):
             _line(axes, points, label, colour, dotted=is_held_out(name))
     axes.set(title=plot.title, xlabel="optimizer step", ylabel=plot.unit)
-    tidy(axes)
+    apply_style(axes)
     if plot.stacked:
         axes.figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     elif len(plot.curves) > 1 or plot.held_out:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.config.evaluation import ALONE, curve_of, ks
-from megatron_grpo.metrics.records import BestEffort, Records, plain, write_table
+from megatron_grpo.metrics.records import BestEffort, Records, to_python_number, write_table
 
 logger = logging.getLogger(__name__)
 Numbers = Mapping[str, Any]
@@ -42,7 +42,7 @@ def prompt_means(scores: np.ndarray) -> np.ndarray:
     return np.where(count > 0, np.nansum(scores, axis=1) / np.maximum(count, 1), np.nan)
 
 
-def over_prompts(values: np.ndarray) -> tuple[float, float]:
+def mean_over_prompts(values: np.ndarray) -> tuple[float, float]:
     """Return the mean and its standard error, treating the prompts as a sample of all possible prompts.
 
     There is one value per prompt. Completions of one prompt are not independent, so their number does not enter.
@@ -59,7 +59,7 @@ def over_prompts(values: np.ndarray) -> tuple[float, float]:
     return float(known.mean()), float(known.std(ddof=1) / math.sqrt(len(known))) if len(known) > 1 else math.nan
 
 
-def of_sampling(scores: np.ndarray) -> float:
+def sampling_error(scores: np.ndarray) -> float:
     """Return the standard error of the mean of `prompt_means` for these very prompts: the variation due to the seed alone.
 
     A prompt with one score has no variance estimate and gets the mean of the others'. NaN if all prompts have one score.
@@ -119,7 +119,7 @@ class EvaluationResult:
         is_scored = ~np.isnan(self.scores)
         num_scored = is_scored.sum(axis=1)
         num_right = (np.where(is_scored, self.scores, -math.inf) >= self.pass_threshold).sum(axis=1)
-        mean, error = over_prompts(self.means)
+        mean, error = mean_over_prompts(self.means)
         key = f"mean@{self.n}"
         numbers: dict[str, Any] = {
             "name": self.name,
@@ -129,16 +129,16 @@ class EvaluationResult:
             "temperature": self.temperature,
             key: mean,
             f"{key}/stderr": error,
-            f"{key}/stderr_seed": 0.0 if not self.temperature else of_sampling(self.scores),
+            f"{key}/stderr_seed": 0.0 if not self.temperature else sampling_error(self.scores),
         }
         for k in ks(self.n):
             chances = pass_at_k(num_right, num_scored, k)
-            numbers[f"pass@{k}"] = over_prompts(chances)[0]
+            numbers[f"pass@{k}"] = mean_over_prompts(chances)[0]
         numbers["unscored"] = int((~is_scored).sum())
         return numbers | {name: value for name, value in self.others.items() if name not in numbers}
 
 
-def score_in(record: Numbers) -> tuple[str, float | None]:
+def score_of_record(record: Numbers) -> tuple[str, float | None]:
     """Return (name of the set, score) of a line of evaluations.jsonl.
 
     An older version wrote only rewards, with the score first.
@@ -159,13 +159,13 @@ def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
     """
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        name, score = score_in(record)
+        name, score = score_of_record(record)
         if score is not None:
             curves.setdefault(curve_of(name), []).append((record["step"], score))
     return curves
 
 
-def compared(first: Numbers, last: Numbers) -> list[tuple[str, float, float]]:
+def compare_evaluations(first: Numbers, last: Numbers) -> list[tuple[str, float, float]]:
     """Return (name, before, after) for each number worth comparing: means, but no counts and no errors.
 
     Args:
@@ -203,7 +203,7 @@ class Evaluations:
         """
         self._keep_until(step)
         for directory in self._directories():
-            recorded_steps = {record["step"] for record in self.records if score_in(record)[0] == directory.name}
+            recorded_steps = {record["step"] for record in self.records if score_of_record(record)[0] == directory.name}
             missing = {line["step"] for line in Records(directory / "prompts.jsonl").all()} - recorded_steps
             if missing:
                 logger.warning("%s has no line of %s at step %s: it was cut or removed", self._file.path, directory.name, sorted(missing))
@@ -229,16 +229,16 @@ class Evaluations:
         Returns:
             The record, as written to the file.
         """
-        if self.replaces and any(old["step"] == step and score_in(old)[0] == evaluation.name for old in self.records):
+        if self.replaces and any(old["step"] == step and score_of_record(old)[0] == evaluation.name for old in self.records):
             self._keep_until(step - 1)
         prompts = Records(self.folder / "evaluations" / evaluation.name / "prompts.jsonl")
         prompts.cut(step - 1 if self.replaces else sys.maxsize)  # a run killed during this evaluation may have left its line
         numbers = evaluation.numbers()
         record = {"step": step, **numbers, **self._change(prompts, evaluation), **extra}
-        record = {name: plain(value) for name, value in record.items()}
+        record = {name: to_python_number(value) for name, value in record.items()}
         self._file.append(record)  # write this first: later evaluations are compared with it
         self.records.append(record)
-        means = [plain(mean) for mean in evaluation.means]
+        means = [to_python_number(mean) for mean in evaluation.means]
         prompts.append({"step": step, "question": evaluation.question, **extra, "rows": list(evaluation.rows), "means": means})
         if self.writes_completions and evaluation.table:
             with self._best_effort(f"the completions of evaluations in {self.folder}"):
@@ -247,8 +247,8 @@ class Evaluations:
 
     def first_and_last(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield the first and last record of every set that was evaluated at least twice. Sets are compared by name."""
-        for name in dict.fromkeys(score_in(record)[0] for record in self.records):
-            records = [record for record in self.records if score_in(record)[0] == name]
+        for name in dict.fromkeys(score_of_record(record)[0] for record in self.records):
+            records = [record for record in self.records if score_of_record(record)[0] == name]
             if len(records) > 1:
                 yield records[0], records[-1]
 
@@ -264,7 +264,7 @@ class Evaluations:
         if previous is None:
             return {}
         means = np.array([math.nan if mean is None else mean for mean in previous["means"]], dtype=np.float64)
-        mean, error = over_prompts(evaluation.means - means)
+        mean, error = mean_over_prompts(evaluation.means - means)
         return {"change": mean, "change/stderr": error, "change/since": previous.get("model", previous["step"])}
 
     def _write(self, directory: Path, step: int, table: Mapping[str, Sequence[Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.activity import Timers
-from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.config.evaluation import in_current_metrics
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import EvaluationResult
@@ -61,7 +61,7 @@ class MetricsLogger:
         Args:
             progress: Position of the run.
         """
-        activity.reached(progress.step)
+        activity.report_step(progress.step)
         self.metrics.start(progress)
         self.completions.start(progress)
         if self.metrics.tells:
@@ -89,7 +89,7 @@ class MetricsLogger:
         if self.metrics.tells:
             record = {"step": progress.step, "optimizer_step": progress.step - 1}
             self._schedule.append(record | {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()})
-        activity.reached(progress.step)
+        activity.report_step(progress.step)
         for watch in self._watches:
             warning = watch(progress, metrics)
             if warning:
@@ -113,7 +113,7 @@ class MetricsLogger:
             progress: Position of the run.
         """
         if self._heard and self.metrics.tells:
-            write_whole(self._untold, json.dumps({"step": progress.step, "stats": self._rollout_stats()}, default=float) + "\n")
+            atomic_write_text(self._untold, json.dumps({"step": progress.step, "stats": self._rollout_stats()}, default=float) + "\n")
 
     def _kept(self, *, before: int) -> dict[str, float]:
         """Return the metrics that `keep` saved just before this optimizer step; empty if there are none."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import printable
-from megatron_grpo.base.files import written_whole
+from megatron_grpo.base.errors import one_line
+from megatron_grpo.base.files import atomic_write
 from megatron_grpo.config.evaluation import in_current_metrics
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Records:
             if kept_until < num_bytes:
                 os.truncate(self.path, kept_until)
             return steps
-        with self.path.open("rb") as lines, written_whole(self.path) as stream:
+        with self.path.open("rb") as lines, atomic_write(self.path) as stream:
             stream.writelines(line for line in lines if (step_of_line := _step_of(line)) is not None and step_of_line <= step)
         return steps
 
@@ -118,7 +118,7 @@ class Records:
             OSError: The file cannot be written; its path is included.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
+        line = json.dumps({name: to_python_number(value) for name, value in record.items()}, allow_nan=False) + "\n"
         try:
             with self.path.open("a") as stream:
                 stream.write(line)
@@ -138,11 +138,11 @@ def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 
     table = pyarrow.table(dict(columns))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as stream:
+    with atomic_write(path) as stream:
         pyarrow.parquet.write_table(table, stream)
 
 
-def plain(value: Any) -> Any:
+def to_python_number(value: Any) -> Any:
     """Convert a numpy or torch scalar to a Python number; NaN and infinity become None.
 
     Args:
@@ -228,7 +228,7 @@ class BestEffort:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - drawing libraries and services raise anything; rich exits on a closed pipe
             self.missed[action] = self.missed.get(action, 0) + 1
             if self.missed[action] == 1:
-                self._print_line(f"{action} failed, and the run continues without it: {type(error).__name__}: {printable(error)}")
+                self._print_line(f"{action} failed, and the run continues without it: {type(error).__name__}: {one_line(error)}")
 
     def summary(self) -> None:
         """Log how often each kind of work failed, if more than once. Called at the end of a run."""

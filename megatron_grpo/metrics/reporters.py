@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import Problem, printable, problem_with
+from megatron_grpo.base.errors import Problem, one_line, problem_with
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ class BackgroundReporter:
                     word(reporter)
             reporter.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - services raise anything
-            self._give_up(f"{type(error).__name__}: {printable(error)}")
+            self._give_up(f"{type(error).__name__}: {one_line(error)}")
 
     def _give_up(self, reason: str) -> None:
         if not self._is_off.is_set():

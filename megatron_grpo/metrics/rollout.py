@@ -201,7 +201,7 @@ class Completions:
         if not groups:
             return None
         groups.sort(key=lambda columns: columns["prompt_number"][0])
-        table = joined(groups)
+        table = join_columns(groups)
         if self.rank == 0 and self._tell is not None:
             self._tell(version, {name: column for name, column in table.items() if name not in TOKENS})
         if not writes:
@@ -224,12 +224,12 @@ class Completions:
             "version": [completion.version for completion in completions],
             "prompt_number": [group.prompt.number] * len(completions),
             **({"versions": [list(map(list, completion.versions)) for completion in completions]} if rollout.arrived else {}),
-            **said_in(group),
+            **text_columns(group),
             "reward": _nullable(advantages.rewards[index]),
         }
         for k, name in enumerate(self.reward_names):
             columns[f"rewards/{name}"] = _nullable(advantages.rewards_per_func[index, :, k])
-        return columns | {"advantage": _nullable(advantages.advantages[index]), **counted_in(group), **drawn_in(group)}
+        return columns | {"advantage": _nullable(advantages.advantages[index]), **count_columns(group), **token_columns(group)}
 
 
 def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
@@ -255,7 +255,7 @@ def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": f"{text[:MOST_CHARACTERS]} ... ({len(text):,} characters)"}
 
 
-def joined(groups: Sequence[Table]) -> Table:
+def join_columns(groups: Sequence[Table]) -> Table:
     """Concatenate the columns of all groups. The column `images` is dropped if no prompt has an image.
 
     Args:
@@ -265,7 +265,7 @@ def joined(groups: Sequence[Table]) -> Table:
     return {name: values for name, values in table.items() if name != "pictures" or any(values)}
 
 
-def said_in(group: Group) -> dict[str, list[Any]]:
+def text_columns(group: Group) -> dict[str, list[Any]]:
     """Return the columns with a group's prompt and completions.
 
     Args:
@@ -281,7 +281,7 @@ def said_in(group: Group) -> dict[str, list[Any]]:
     }
 
 
-def counted_in(group: Group) -> dict[str, list[Any]]:
+def count_columns(group: Group) -> dict[str, list[Any]]:
     """Return the columns with lengths, finish reasons and episodes of a group.
 
     Args:
@@ -299,7 +299,7 @@ def counted_in(group: Group) -> dict[str, list[Any]]:
 TOKENS = ("token_ids", "sampler_logprobs")  # columns not meant for people
 
 
-def drawn_in(group: Group) -> dict[str, list[Any]]:
+def token_columns(group: Group) -> dict[str, list[Any]]:
     """Return the columns that `megatron-grpo mismatch` compares with the trainer: token IDs and the sampler's log-probs.
 
     Log-probs are NaN at tokens that were not sampled. Both are None for a completion with several contexts or with images.

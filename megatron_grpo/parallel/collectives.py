@@ -145,7 +145,7 @@ def all_gather_object(value: Any, group: Group = None) -> list[Any]:
     if num_ranks(group) == 1:
         return [value]
     data, device = pickle.dumps(value, protocol=5), device_of_messages(group)
-    sizes = torch.cat(of_each(torch.tensor([len(data)], device=device), group)).tolist()
+    sizes = torch.cat(all_gather_tensors(torch.tensor([len(data)], device=device), group)).tolist()
     ends, own_rank = list(accumulate(sizes)), rank_in(group)
     # A gather pads every object to the largest. Each rank's bytes are added to zeros instead.
     flat = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
@@ -322,7 +322,7 @@ def max_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor
 
 
-def of_each(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
+def all_gather_tensors(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """Gather the tensors of all members of the group, in rank order. Collective over `group`.
 
     Args:

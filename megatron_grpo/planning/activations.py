@@ -56,7 +56,7 @@ class StoredActivations:
         return max((self.inputs.get(linear, 0.0) for linear in linears), default=0.0)
 
 
-def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: TrainableSpec, layers: Sequence[int]) -> StoredActivations:
+def stored_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: TrainableSpec, layers: Sequence[int]) -> StoredActivations:
     """Average what linear layers store over the given layers, over the experts of all ranks together.
 
     Args:
@@ -188,7 +188,7 @@ def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tr
         stage: Pipeline stage.
     """
     numbers, model, layout = layers_of_stage(shape.num_layers, cfg, stage), cfg.model, sizes.layout
-    stored_inputs, layers = kept_by_linears(shape, sizes, tuning, numbers), len(numbers)
+    stored_inputs, layers = stored_by_linears(shape, sizes, tuning, numbers), len(numbers)
     dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
     in_flight = _in_flight(sizes, cfg, stage)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.base.html import table
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.servers import CALLS, FROM_FILE, addresses_of, chunk_size
 from megatron_grpo.planning.check import CheckedConfig, check_parsed
 from megatron_grpo.planning.sharing import PrefixSharing, decide, suggest_budget
-from megatron_grpo.planning.summary import as_long_as_there, bubble_fraction, epoch_problems, native_flags, plan_object
+from megatron_grpo.planning.summary import bubble_fraction, epoch_problems, native_flags, plan_object, with_dialect_length
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Plan:
         micro_steps = MOST_SAVED if steps is None else min(self.schedule.first_of(steps), MOST_SAVED)
         num_rollouts = max(1, -(-micro_steps // per_rollout))
         content = plan_object(self.schedule, num_rollouts) | self.rest() | {"num_steps": steps, "versions": dict(versions)}
-        write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
+        atomic_write_text(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 
 def make_plan(checked: CheckedConfig, *, num_prompts: int | None = None, images: ImageStats | None = None) -> Plan:
@@ -146,7 +146,7 @@ def make_plan(checked: CheckedConfig, *, num_prompts: int | None = None, images:
     """
     if num_prompts is None:
         num_prompts = checked.config.plan.num_prompts
-    checked, notes = as_long_as_there(checked, num_prompts)
+    checked, notes = with_dialect_length(checked, num_prompts)
     cfg = checked.config
     schedule = TrainingSchedule.of_length(
         checked.sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,

@@ -11,13 +11,13 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.sampling_mask import is_cut, max_mask_tokens
+from megatron_grpo.config.sampling_mask import max_mask_tokens, samples_from_part
 from megatron_grpo.grpo.zero_gradient import zero_gradient_kinds
 from megatron_grpo.planning.check import CheckedConfig
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import FP32, TrainableSpec, WeightRow, elements, padded_vocab, rows_and_channels
 from megatron_grpo.planning.partial_rollouts import forecast
-from megatron_grpo.planning.sampler import push_of, stays
+from megatron_grpo.planning.sampler import keeps_tower, push_of
 from megatron_grpo.planning.sharing import PrefixSharing
 from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
 from megatron_grpo.planning.token_counts import ComputeCounts, Lengths, StepTokens, packing, sequence_tokens
@@ -52,7 +52,7 @@ def estimate_cost(
         prompt, completion = sequence_tokens(cfg, lengths, longest=False)
         if shape.moe and cfg.grpo.router_replay_mode != "disabled":  # int16 expert IDs of every token and MoE layer
             cost["experts"] = _beside_rows(sizes, 2 * sum(shape.moe.layers) * shape.moe.topk, prompt + completion)
-        if is_cut(cfg.rollout):  # upper bound of the sampling mask: token IDs and row offsets. top_p and min_p leave fewer
+        if samples_from_part(cfg.rollout):  # upper bound of the sampling mask: token IDs and row offsets. top_p and min_p leave fewer
             cost["kept"] = _beside_rows(sizes, 8 + 4 * max_mask_tokens(cfg.rollout), completion)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
@@ -297,7 +297,7 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableS
     `base_push_bytes` is sent once, before the first adapter.
     """
     model_bytes = num_parameters(shape) * tuning.size
-    pushed = model_bytes - (sum(map(elements, tower_entries(shape))) * tuning.size if stays(cfg, tuning, shape) else 0)
+    pushed = model_bytes - (sum(map(elements, tower_entries(shape))) * tuning.size if keeps_tower(cfg, tuning, shape) else 0)
     adapter = tuning.num_adapter_parameters * tuning.adapter_size if tuning.pushes_adapters else 0
     resends_base = cfg.rollout.sleep_level == 2  # the sampler drops its weights
     return {

@@ -142,7 +142,7 @@ def _characters(raw: Any) -> int:
     )
 
 
-def learns_nothing(cfg: Config, shape: ModelShape) -> Iterator[str]:
+def tower_without_images(cfg: Config, shape: ModelShape) -> Iterator[str]:
     """Yield a warning if the vision tower trains on a data set without images.
 
     Args:

@@ -18,7 +18,7 @@ from megatron_grpo.planning.activations import Activations, TowerCost, activatio
 from megatron_grpo.planning.check import CheckedConfig
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.models import config_of_teacher
-from megatron_grpo.planning.parameters import StaticMemory, TrainableSpec, held_by, layers_of_stage, static_memory
+from megatron_grpo.planning.parameters import StaticMemory, TrainableSpec, count_parameters, layers_of_stage, static_memory
 from megatron_grpo.planning.sampler import bucket_bytes, push_memory, sampler_memory
 from megatron_grpo.planning.token_counts import Lengths, sequence_tokens
 from megatron_grpo.weights.buckets import MIB
@@ -111,7 +111,7 @@ class TeacherStageMemory:
     scoring: Callable[[int], int] = lambda tokens: 0
 
 
-def held_stages(
+def teacher_stages(
     teacher: ModelShape | None, student: ModelShape, sizes: BatchSizes, cfg: Config, completion: int
 ) -> list[TeacherStageMemory]:
     """Return the teacher's memory of each pipeline stage; zeros without a teacher.
@@ -130,7 +130,7 @@ def held_stages(
     tuning = TrainableSpec.of(teacher_cfg, teacher)
 
     def held_stage(stage: int) -> TeacherStageMemory:
-        weights = held_by(teacher, sizes, teacher_cfg, tuning, stage).weights_bytes(tuning.size)
+        weights = count_parameters(teacher, sizes, teacher_cfg, tuning, stage).weights_bytes(tuning.size)
         activations = activations_of(teacher, sizes, teacher_cfg, tuning, stage)
         logits = logits_bytes(teacher, sizes, teacher_cfg, completion) // 2 if stage == sizes.layout.pp - 1 else 0
         return TeacherStageMemory(weights_bytes=weights, scoring=lambda tokens: activations(tokens).forward + logits)
@@ -201,10 +201,10 @@ def estimate_memory(checked: CheckedConfig, tuning: TrainableSpec, lengths: Leng
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages, rows, pushed = list[StageMemory](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
     tower = tower_of(shape, sizes, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
-    teacher_stages = held_stages(checked.teacher, shape, sizes, cfg, completion)
+    of_teacher = teacher_stages(checked.teacher, shape, sizes, cfg, completion)
     for number in range(sizes.layout.pp):
         stage = StageMemory(
-            teacher=teacher_stages[number],
+            teacher=of_teacher[number],
             static=static_memory(shape, sizes, cfg, tuning, number),
             logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
             activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None),

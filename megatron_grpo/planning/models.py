@@ -122,7 +122,7 @@ def read_teacher(cfg: Config) -> tuple[ModelShape | None, list[Problem]]:
         cfg: Configuration of the run.
     """
     shape, problems = read_shape(cfg.grpo.teacher_model or "")
-    return shape, [of_teacher(problem) for problem in problems]
+    return shape, [as_teacher_problem(problem) for problem in problems]
 
 
 def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | None) -> Config:
@@ -170,14 +170,14 @@ def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShap
     reported = {problem.message for problem in _against(cfg, student)} if student is not None else set()
     for problem in [*length_problems(teacher, longest), *_against(teacher_cfg, teacher)]:
         if problem.message not in reported:
-            yield of_teacher(problem)
+            yield as_teacher_problem(problem)
 
 
 def _against(cfg: Config, shape: ModelShape) -> list[Problem]:
     return [*validation.problems(cfg, shape), *bitwise_parity_validation.problems(cfg, shape)]
 
 
-def of_teacher(problem: Problem) -> Problem:
+def as_teacher_problem(problem: Problem) -> Problem:
     """Rewrite a problem of a model as a problem of the teacher.
 
     Args:

@@ -280,7 +280,9 @@ def _pair(linear: WeightEntry, rank: int, sizes: BatchSizes) -> int:
     return sum(numel_of(entry, sizes) for entry in adapter_entries(linear, rank))
 
 
-def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int, ep_rank: int = 0) -> ParameterCounts:
+def count_parameters(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int, ep_rank: int = 0
+) -> ParameterCounts:
     """Count the elements on a rank of a pipeline stage.
 
     Args:
@@ -348,7 +350,7 @@ class StaticMemory:
 
 
 def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int, ep_rank: int = 0) -> StaticMemory:
-    """Return the bytes of weights, gradients and optimizer state of a rank, for the elements that `held_by` counts.
+    """Return the bytes of weights, gradients and optimizer state of a rank, for the elements that `count_parameters` counts.
 
     Args:
         shape: Shape of the model.
@@ -358,7 +360,7 @@ def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tra
         stage: Pipeline stage.
         ep_rank: Expert-parallel rank.
     """
-    held, size, layout = held_by(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
+    held, size, layout = count_parameters(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
     trained = owned = held.trained + held.trained_experts
     owned_float32 = held.trained_float32
     if cfg.optimizer.use_distributed_optimizer:

@@ -368,10 +368,10 @@ def trainable(cost: dict[str, Any]) -> str:
         cost: `cost` object of the plan.
     """
     num_trainable, all_ = cost["trainable_parameters"], cost["parameters"]
-    return f"trainable parameters: {counted(num_trainable)} of {counted(all_)} ({100 * num_trainable / all_:.3g} %)"
+    return f"trainable parameters: {format_count(num_trainable)} of {format_count(all_)} ({100 * num_trainable / all_:.3g} %)"
 
 
-def counted(value: int) -> str:
+def format_count(value: int) -> str:
     """Format a count with a unit, for example `3.1 M` or `7.6 B`.
 
     Args:

@@ -20,8 +20,8 @@ from megatron_grpo.weights.buckets import (
     OwnedParameter,
     RankCounts,
     fill,
-    most_bytes,
     num_collectives,
+    peak_bytes,
 )
 from megatron_grpo.weights.lora import adapter_entries, is_linear, linear_modules
 from megatron_grpo.weights.names import ShardCut, WeightEntry, num_parameters, num_units, outer_entries, tower_entries
@@ -150,7 +150,7 @@ def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Train
     joined = max(slot.shard_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is BucketPart.EXPERTS else 1)
                  for bucket in buckets for slot in bucket.slots)  # fmt: skip
     link = bucket_bytes(cfg) if cfg.rollout.vllm_mode == "server" else 0  # rank 0 packs what it sends once more
-    return most_bytes(buckets, ranks) + joined + link
+    return peak_bytes(buckets, ranks) + joined + link
 
 
 def bucket_bytes(cfg: Config) -> int:
@@ -194,7 +194,7 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
         tuning: Trainable parameters of the run.
     """
     for index, entry in enumerate(outer_entries(shape)):
-        if not entry.is_copy and not (stays(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
+        if not entry.is_copy and not (keeps_tower(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
             is_first = entry.megatron.startswith(("embedding.", MEGATRON))
             stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
             num_rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp if entry.cut is ShardCut.VOCAB else _num_rows(entry, sizes)
@@ -209,7 +209,7 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
                 yield _owned(row.entry, (row.layer, number, expert), stage, num_bytes, units=units)
 
 
-def stays(cfg: Config, tuning: TrainableSpec, shape: ModelShape) -> bool:
+def keeps_tower(cfg: Config, tuning: TrainableSpec, shape: ModelShape) -> bool:
     """Return whether the sampler keeps the vision tower that it loaded, so that no sync sends it.
 
     That holds if the tower is frozen, no adapters train, and the sampler never drops its weights.

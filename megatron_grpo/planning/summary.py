@@ -191,7 +191,7 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
 # ---- epochs -----------------------------------------------------------------------------------------------------------------------------
 
 
-def as_long_as_there(checked: CheckedConfig, rows: int | None) -> tuple[CheckedConfig, list[str]]:
+def with_dialect_length(checked: CheckedConfig, rows: int | None) -> tuple[CheckedConfig, list[str]]:
     """Set `max_steps` to the length that the system of the run's dialect derives from the number of rows.
 
     Args:

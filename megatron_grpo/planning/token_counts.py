@@ -118,7 +118,7 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: 
         sequence parallelism need. `padded_efficiency` is the same if each micro-batch were padded to its longest sequence. `balance` is the
         mean of (mean tokens / maximum tokens) over the DP ranks of a micro-step.
     """
-    cut = cut_of(sizes, cfg, min_saving_ratio)
+    cut = token_partitioner(sizes, cfg, min_saving_ratio)
     full: list[list[int]] = []  # [micro-step][DP rank] tokens, including the last one of each sequence
     padded = streams = sequences = 0  # tokens if padded, tokens in the streams, rows
     unit = cut.rows_per_slice * cut.multiple
@@ -151,8 +151,8 @@ def _computed(micro_spec: MicroBatchSpec, rows: Sequence[SequenceLengths]) -> in
     return sum(computed) - sum((len(prefix_group.members) - 1) * prefix_group.prefix for prefix_group in micro_spec.prefix_groups)
 
 
-def cut_of(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> BatchPartitioner:
-    """Return the partitioner that `policy.policy.cut_for` makes, except that costs are token counts.
+def token_partitioner(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> BatchPartitioner:
+    """Return the partitioner that `policy.policy.batch_partitioner` makes, except that costs are token counts.
 
     Args:
         sizes: Batch sizes and layout.
@@ -231,14 +231,14 @@ class StepTokens:
             cfg: Configuration of the run.
             lengths: (prompt, completion) lengths in tokens; None to give all sequences the maximum length.
         """
-        cut = cut_of(sizes, cfg, min_saving_ratio)
+        cut = token_partitioner(sizes, cfg, min_saving_ratio)
         unit = cut.rows_per_slice * cut.multiple
         num_rows = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
         known_lengths = lengths if lengths else [sequence_tokens(cfg, None, longest=True)]
         pairs = [known_lengths[i % len(known_lengths)] for i in range(num_rows)]
         rows = lengths_of(pairs, sizes.num_generations)
-        packed_apart = packed(pairs, rows, replace(cut, min_saving_ratio=None))
-        shared = packed(pairs, rows, cut) if min_saving_ratio is not None else packed_apart
+        packed_apart = pack_and_count(pairs, rows, replace(cut, min_saving_ratio=None))
+        shared = pack_and_count(pairs, rows, cut) if min_saving_ratio is not None else packed_apart
         return cls(sizes=sizes, cut=cut, pairs=pairs, lengths=rows, apart=packed_apart, shared=shared)
 
     def with_budget(self, max_tokens: int, min_saving_ratio: float) -> ComputeCounts:
@@ -250,7 +250,7 @@ class StepTokens:
         """
         # A budget above all rows together has no effect, and packing allocates memory for every length up to it.
         max_tokens = min(max_tokens, self.cut.alignment.of_stream(self.apart.tokens))
-        return packed(self.pairs, self.lengths, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
+        return pack_and_count(self.pairs, self.lengths, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
 
     def micro_batches_of_rank(self, computed: ComputeCounts) -> int:
         """Return the micro-batches per rank of the whole step, extrapolated if only its first rows were packed.
@@ -269,7 +269,7 @@ class StepTokens:
         return bubble_fraction(self.sizes, self.micro_batches_of_rank(computed))
 
 
-def packed(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> ComputeCounts:
+def pack_and_count(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> ComputeCounts:
     """Pack rows into micro-batches and count what they compute.
 
     If there are fewer rows than ranks and pipeline stages need, copies of the first one are added, as in forward-only passes.

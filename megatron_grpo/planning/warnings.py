@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.batching.schedule import TrainingSchedule
-from megatron_grpo.config.optimizer import course_of, lost
-from megatron_grpo.config.rules import Rule, Rules, broken, settings_of
+from megatron_grpo.config.optimizer import course_of, lost_update_warnings
+from megatron_grpo.config.rules import Rule, Rules, broken_rules, settings_of
 from megatron_grpo.config.servers import addresses_of
 from megatron_grpo.data.image_processing import bound_notes
 from megatron_grpo.grpo import validation as grpo_validation
@@ -46,12 +46,12 @@ def warnings_of(
     )  # fmt: skip
 
     def sentences(rules: Rules) -> Iterator[str]:
-        return (problem.message for problem in broken(rules, c))
+        return (problem.message for problem in broken_rules(rules, c))
 
     is_multimodal = shape is not None and shape.vision is not None
     return [
         *_dialect(checked), *checked.parsed.repeated, *sentences(OF_SIZES), *sentences(OF_A_RUN), *grpo_validation.warnings(cfg),
-        *lost(cfg.optimizer),
+        *lost_update_warnings(cfg.optimizer),
         *sentences(OF_ADAPTERS), *sentences(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (bound_notes(cfg.data) if is_multimodal
         else ())),
     ]  # fmt: skip

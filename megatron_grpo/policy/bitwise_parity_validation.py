@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.rules import Rule, broken, settings_of
-from megatron_grpo.config.sampling_mask import flag_of, is_cut, of_training
+from megatron_grpo.config.rules import Rule, broken_rules, settings_of
+from megatron_grpo.config.sampling_mask import flag_of, samples_from_part, training_structured_outputs
 from megatron_grpo.weights.shape import ModelShape
 
 # tools/bitwise_parity.py compares these bit by bit.
@@ -32,12 +32,12 @@ def problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
         cfg: The settings of the run.
         shape: The model's dimensions; None if unknown.
     """
-    return list(broken(RULES, settings_of(cfg, shape=shape))) if cfg.rollout.bitwise_parity else []
+    return list(broken_rules(RULES, settings_of(cfg, shape=shape))) if cfg.rollout.bitwise_parity else []
 
 
 def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the setting that restricts sampling to a part of the vocabulary, and its value that does not."""
-    if not is_cut(c.cfg.rollout):
+    if not samples_from_part(c.cfg.rollout):
         return None
     flag, disabled_value = ("top_p", 1.0) if c.top_p < 1 else ("min_p", 0.0) if c.min_p else ("top_k", 0)
     return {"flag": flag, "off": disabled_value}
@@ -68,7 +68,7 @@ RULES = (
     Rule("bitwise_parity vllm_dtype", lambda c: c.vllm_dtype not in (None, c.torch_dtype),
          "bitwise_parity true: the trainer computes in {torch_dtype} (torch_dtype). Leave vllm_dtype out."),
     (
-        Rule("bitwise_parity {flag}", lambda c: of_training(c.cfg.rollout) is not None and {"flag": flag_of(c.cfg.rollout)},
+        Rule("bitwise_parity {flag}", lambda c: training_structured_outputs(c.cfg.rollout) is not None and {"flag": flag_of(c.cfg.rollout)},
              "bitwise_parity true: a softmax over the tokens that a grammar allows is not supported; see docs/proof.md. Leave it out."),
         Rule("bitwise_parity {flag}", _cut_words,
              "bitwise_parity true: a softmax over a filtered vocabulary is not supported; see docs/proof.md. Use {off:g}.",

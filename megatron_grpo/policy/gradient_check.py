@@ -240,7 +240,7 @@ def weights_not_finite(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, st
     return tuple((rank, name) for rank, name in enumerate(collectives.all_gather_object(local_name)) if name is not None)
 
 
-def search(
+def find_bad_micro_batches(
     wrapped: Sequence[Any],
     micro_batches: Sequence[TrainingMicroBatch],
     run_alone: RunAlone,
@@ -269,7 +269,7 @@ def search(
     rows: dict[int, Rows] = {}  # by micro-batch of this data-parallel rank, on ranks of the last stage
     for micro, logprobs in each_alone(wrapped, micro_batches, run_alone):
         if logprobs is not None:
-            rows[micro.number] = wrong_rows(micro, logprobs, references[micro.number] if references else None)
+            rows[micro.number] = non_finite_rows(micro, logprobs, references[micro.number] if references else None)
         is_wrong = bool(rows.get(micro.number, ((), ""))[1])
         norm, dense = float(own_norm(wrapped)), float(own_norm(wrapped, with_experts=False))
         if finite or is_wrong or not math.isfinite(norm):
@@ -345,7 +345,7 @@ def _culprit(entries: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], wha
     return BadMicroBatch(micro_batch=entries[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=what)
 
 
-def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:
+def non_finite_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:
     """Return the rows with a value that is not finite, and the name of that value; all rows and "" if all values are finite.
 
     NaN is allowed where it means that there is no value, as in old, teacher and sampler log-probs.

@@ -29,7 +29,7 @@ from megatron_grpo.weights.buckets import (
     RankCounts,
     fill,
     joined,
-    most_bytes,
+    peak_bytes,
 )
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.hf_files import as_stored
@@ -222,7 +222,7 @@ class PushPlan:
         self._row = {position: row for row, position in enumerate(positions)}  # row of each rank in a gather of experts
         self.ranks = RankCounts(parallel.pp_size, parallel.tp_size, len(positions))
         self.buckets = fill(owned, self.ranks, bucket_bytes)
-        self.memory = BucketMemory(parallel.device, most_bytes(self.buckets, self.ranks))
+        self.memory = BucketMemory(parallel.device, peak_bytes(self.buckets, self.ranks))
 
     def stream(self, local: Mapping[str, torch.Tensor], prepare: Prepare, *, in_slices: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield (Hugging Face name, full tensor or `TensorSlice`) of every tensor, on every rank. Collective.

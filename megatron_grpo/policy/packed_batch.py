@@ -226,7 +226,7 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         moe_layers: MoE layers of this stage, by their index among those of the model.
     """
     cp, rank, device = parallel.cp_size, parallel.cp_rank, parallel.device
-    local_positions = held_tokens(batch.segments, cp, rank)
+    local_positions = tokens_of_cp_rank(batch.segments, cp, rank)
     local_index = np.full(batch.num_tokens, -1)
     local_index[local_positions] = np.arange(len(local_positions))
     trained = np.flatnonzero(local_index[batch.logit_positions] >= 0)
@@ -323,7 +323,7 @@ def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], l
             positions = np.arange(segment.start, segment.end)
             causal.append((positions, positions))
             continue
-        keys, chunk = gathered_places(segment, total, cp), (segment.end - segment.start) // (2 * cp)
+        keys, chunk = gathered_positions(segment, total, cp), (segment.end - segment.start) // (2 * cp)
         for slot, number in enumerate((rank, 2 * cp - 1 - rank)):  # the chunks that this rank holds, in the order it holds them
             queries = segment.start // cp + slot * chunk + np.arange(chunk)
             causal.append((queries, keys[number * chunk : (number + 1) * chunk]))
@@ -393,7 +393,7 @@ def _inherited(segments: Sequence[Segment], cp: int) -> list[Pair]:
     return [
         (
             np.arange(siblings[0].start // cp, siblings[-1].end // cp),
-            gathered_places(segments[number], segments[-1].end, cp)[: segments[number].length],
+            gathered_positions(segments[number], segments[-1].end, cp)[: segments[number].length],
         )
         for number, siblings in children.items()
     ]
@@ -401,7 +401,7 @@ def _inherited(segments: Sequence[Segment], cp: int) -> list[Pair]:
 
 def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: int, chunk: int) -> RecurrenceOrder:
     total = segments[-1].end
-    to_stream = np.concatenate([gathered_places(segment, total, cp) for segment in segments])
+    to_stream = np.concatenate([gathered_positions(segment, total, cp) for segment in segments])
     waves, token_chunks = _waves(segments, chunk)
     chunks = np.full((len(token_chunks), chunk), total)
     for row, tokens in zip(chunks, token_chunks, strict=True):
@@ -504,7 +504,7 @@ def held_positions(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
     return np.concatenate([np.arange(cp_rank * chunk, (cp_rank + 1) * chunk), np.arange(mirror * chunk, (mirror + 1) * chunk)])
 
 
-def held_tokens(segments: Sequence[Segment], cp_size: int, cp_rank: int) -> np.ndarray:
+def tokens_of_cp_rank(segments: Sequence[Segment], cp_size: int, cp_rank: int) -> np.ndarray:
     """Return the indices in the whole stream that `cp_rank` holds, in the order it holds them; int64 [T / cp_size].
 
     Args:
@@ -515,7 +515,7 @@ def held_tokens(segments: Sequence[Segment], cp_size: int, cp_rank: int) -> np.n
     return np.concatenate([s.start + held_positions(s.end - s.start, cp_size, cp_rank) for s in segments])
 
 
-def gathered_places(segment: Segment, total: int, cp_size: int) -> np.ndarray:
+def gathered_positions(segment: Segment, total: int, cp_size: int) -> np.ndarray:
     """Return where the tokens of a segment, in order, are in the concatenation of all ranks' parts of a stream; int64 [length].
 
     Args:

@@ -24,7 +24,7 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy.memory_offload import require_on_device
 from megatron_grpo.policy.packed_batch import LocalBatch, to_local
-from megatron_grpo.policy.router import RouterPass, routed, routers
+from megatron_grpo.policy.router import RouterPass, routers, routers_replay
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, SequenceLengths, TrainingMicroBatch
 
 # (micro-batch, this rank's part of it) -> derivative of the loss that the head may use before the loss is computed; None if there is none.
@@ -128,7 +128,7 @@ def _run(
     iterators = [iter(list(zip(micro_batches, local, strict=True))) for _ in model]
     name = "training" if trains else "scoring"
     with (
-        routed(model, local, routing),
+        routers_replay(model, local, routing),
         _group_at_most(model[0], len(micro_batches)),
         activity.phase(name, total=len(micro_batches) * len(model), unit="micro-batches"),
     ):

@@ -96,7 +96,7 @@ class GradientHooks(Protocol):
         """
 
 
-def cut_for(
+def batch_partitioner(
     parallel: ParallelState,
     megatron: Any,
     *,
@@ -262,7 +262,7 @@ class Policy:
         finite = math.isfinite(norm)
         ranks = () if finite else checks.ranks_not_finite(local_sum)
         weights = () if finite else checks.weights_not_finite(self.chunks)
-        culprits, num_more = ((), 0) if weights else checks.search(
+        culprits, num_more = ((), 0) if weights else checks.find_bad_micro_batches(
             self.wrapped, loss.batch.micro_batches, self._run_alone(loss), self.parallel, references=loss.reference, finite=finite
         )  # fmt: skip
         return SkippedStep(why=reason, skips=self.skips, ranks=ranks, weights=weights, culprits=culprits, more=num_more)

@@ -224,7 +224,7 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[PolicyRouter]:
 
 
 @contextmanager
-def routed(model: Sequence[torch.nn.Module], batches: Sequence[LocalBatch], running: RouterPass) -> Iterator[None]:
+def routers_replay(model: Sequence[torch.nn.Module], batches: Sequence[LocalBatch], running: RouterPass) -> Iterator[None]:
     """Give the routers of a model the micro-batches of a pass, inside the block.
 
     Args:

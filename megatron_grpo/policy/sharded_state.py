@@ -60,7 +60,7 @@ def sharded_state(
         model_state = models["model"] if len(chunks) == 1 else models
         _allocate_moments(optimizer)
         if is_distributed(optimizer):
-            parts = (box for part in chain(optimizer) for box in kept_here(part, model_state, is_loading=is_loading))
+            parts = (box for part in chain(optimizer) for box in local_optimizer_state(part, model_state, is_loading=is_loading))
             state["optimizer"] = {str(index): box for index, box in enumerate(parts)}
         else:
             described = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=dict(options))
@@ -307,7 +307,7 @@ def _named(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # its offset, and its shape
 
 
-def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any], *, is_loading: bool) -> Iterator[ShardedTensor]:
+def local_optimizer_state(optimizer: DistributedOptimizer, described: Mapping[str, Any], *, is_loading: bool) -> Iterator[ShardedTensor]:
     """Yield this rank's main weights and moments in float32, box by box, as views: loading into them loads the optimizer.
 
     State that an `AdamW` stores in another dtype is yielded as a copy on the host; after loading, `AdamW.take_back` stores it.

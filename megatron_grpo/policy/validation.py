@@ -14,7 +14,7 @@ from megatron_grpo.batching.stages import layer_counts
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import FP8_NEEDS
 from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.config.rules import Rule, broken, settings_of
+from megatron_grpo.config.rules import Rule, broken_rules, settings_of
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.lora import linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
@@ -33,7 +33,7 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
         cfg: The settings of the run.
         shape: The model's dimensions.
     """
-    return [*broken(RULES, _settings(cfg, shape)), *sharing_problems(cfg, shape)]
+    return [*broken_rules(RULES, _settings(cfg, shape)), *sharing_problems(cfg, shape)]
 
 
 def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
@@ -43,7 +43,7 @@ def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
         cfg: The settings of the run.
         shape: The model's dimensions.
     """
-    return list(broken([SHARING], settings_of(cfg, shape=shape)))
+    return list(broken_rules([SHARING], settings_of(cfg, shape=shape)))
 
 
 def machine_problems(
@@ -60,7 +60,7 @@ def machine_problems(
         capability: Compute capability of the GPU; None if unknown.
     """
     machine = {"has_gpu": has_gpu, "has_te": has_transformer_engine, "capability": capability}
-    return list(broken(MACHINE_RULES, settings_of(cfg, **machine, fused=" and ".join(_fused_recompute(cfg)))))
+    return list(broken_rules(MACHINE_RULES, settings_of(cfg, **machine, fused=" and ".join(_fused_recompute(cfg)))))
 
 
 def sampler_problems(shape: ModelShape) -> list[Problem]:
@@ -69,7 +69,7 @@ def sampler_problems(shape: ModelShape) -> list[Problem]:
     Args:
         shape: The model's dimensions.
     """
-    return list(broken(SAMPLER_RULES, SimpleNamespace(shape=shape)))
+    return list(broken_rules(SAMPLER_RULES, SimpleNamespace(shape=shape)))
 
 
 def _settings(cfg: Config, shape: ModelShape | None) -> SimpleNamespace:

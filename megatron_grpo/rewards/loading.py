@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.base import given
-from megatron_grpo.base.errors import ConfigError, Problem, describe_value, printable
+from megatron_grpo.base.errors import ConfigError, Problem, describe_value, one_line
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.process_isolation import ExitRequestedError, isolated
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names, text_of
@@ -82,7 +82,7 @@ def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[Rewa
     return [loaded[spec] for spec in specs if spec in loaded]
 
 
-def may_be_here(spec: str) -> bool:
+def may_exist(spec: str) -> bool:
     """Return False for a file or package that does not exist on this machine. Loads nothing.
 
     Args:
@@ -170,7 +170,7 @@ def _load(spec: str, name: str, config: Config, directory: Path) -> RewardFuncti
     try:
         inspect.signature(function)
     except ValueError as error:  # some functions written in C
-        raise _fail(f"{spec} has no inspectable signature: {printable(error)}. Wrap it in a function.") from error
+        raise _fail(f"{spec} has no inspectable signature: {one_line(error)}. Wrap it in a function.") from error
     if unusable := positional_names(function):
         raise _fail(f"{spec} takes {', '.join(unusable)} by position only; rewards are called with arguments by name. Remove the `/`.")
     if accepted_names(function) == frozenset():
@@ -216,7 +216,7 @@ def _instance(cls: type, spec: str) -> Callable[..., Any]:
     """Return an instance of a class with `__call__`, as Megatron-SWIFT's plugins are."""
     if not any("__call__" in vars(base) for base in cls.__mro__):  # every class is callable itself: that makes an instance
         raise _fail(f"{spec} is a class without `__call__`.")
-    return _users(shown_text(cls), f"{spec} is a class that cannot be instantiated without arguments")
+    return _users(adapt_swift_reward(cls), f"{spec} is a class that cannot be instantiated without arguments")
 
 
 def _users(call: Callable[[], Any], action: str) -> Any:
@@ -230,11 +230,11 @@ def _users(call: Callable[[], Any], action: str) -> Any:
         with isolated(side_effects):
             return call()
     except ExitRequestedError as error:
-        raise _fail(f"{action}: it tried to end the process with {printable(error)}.") from error
+        raise _fail(f"{action}: it tried to end the process with {one_line(error)}.") from error
     except KeyboardInterrupt:  # Ctrl-C: the code's own is an ExitRequestedError
         raise
     except BaseException as error:
-        raise _fail(f"{action}: {type(error).__name__}: {printable(error)}.") from error
+        raise _fail(f"{action}: {type(error).__name__}: {one_line(error)}.") from error
     finally:
         for effect in side_effects:
             _LOG.warning("%s %s when it was loaded; it was reopened.", action.partition(" ")[0], effect)
@@ -358,7 +358,7 @@ def with_swift(program: ast.Module) -> Iterator[None]:
             del sys.modules[name]
 
 
-def shown_text(cls: type) -> type:
+def adapt_swift_reward(cls: type) -> type:
     """Adapt a reward class of ms-swift to chat completions; return other classes unchanged.
 
     Reward classes of ms-swift expect text, but completions of a chat are messages here. The adapted class converts each completion to

@@ -23,8 +23,8 @@ from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron_grpo.base.cleanup import begun
-from megatron_grpo.base.errors import CancelledError, printable, raised
+from megatron_grpo.base.cleanup import run_in_thread
+from megatron_grpo.base.errors import CancelledError, describe_exception, one_line
 
 _OUTPUTS = {1: "stdout", 2: "stderr"}
 
@@ -78,7 +78,7 @@ class isolated:  # lower case because it is used as `with contained(...)`
                 change_to(initial)
                 self.side_effects.append(f"changed torch's {name} to {current}; it was reset to {initial}")
         if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
-            text = printable(error)
+            text = one_line(error)
             raise ExitRequestedError(f"{type(error).__name__}{': ' * bool(text)}{text}") from error
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -123,7 +123,7 @@ def _open_again(fd: int, copy: int) -> bool:
 def _end_child(error: BaseException | None) -> None:
     if isinstance(error, SystemExit):
         os._exit(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
-    end = "returned" if error is None else raised(error)
+    end = "returned" if error is None else describe_exception(error)
     message = (
         f"megatron-grpo: process {os.getpid()}, which a reward function forked, {end} instead of leaving with os._exit. It ends here.\n"
     )
@@ -148,12 +148,12 @@ class _Stop(BaseException):
     """Raised inside a function that has timed out. Not an Exception, so that `except Exception` in a loop does not swallow it."""
 
 
-def never() -> bool:
+def never_cancel() -> bool:
     """Return False: the default for `should_cancel`."""
     return False
 
 
-def call_before(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool] = never) -> Any:
+def call_before(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool] = never_cancel) -> Any:
     """Call `function()` with a deadline and return its result. Exceptions of the function propagate.
 
     Args:
@@ -212,7 +212,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
 
 def _call_in_own_thread(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool]) -> Any:
     """Call the function in a new thread. It cannot be interrupted: after a timeout its thread is left behind and ends with the process."""
-    return _result_before(time.monotonic() + seconds, begun(function, name="reward"), should_cancel)
+    return _result_before(time.monotonic() + seconds, run_in_thread(function, name="reward"), should_cancel)
 
 
 def _result_before(end: float, future: Future[Any], should_cancel: Callable[[], bool]) -> Any:
@@ -244,7 +244,9 @@ class EventLoop:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, coroutine: Coroutine[Any, Any, Any], seconds: float, should_cancel: Callable[[], bool] = never) -> Callable[[], Any]:
+    def start(
+        self, coroutine: Coroutine[Any, Any, Any], seconds: float, should_cancel: Callable[[], bool] = never_cancel
+    ) -> Callable[[], Any]:
         """Start a coroutine immediately. The returned callable waits for its result.
 
         Args:

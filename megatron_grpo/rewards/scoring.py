@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import RewardError, RunInterruptedError, printable, raised
-from megatron_grpo.rewards.process_isolation import EventLoop, ExitRequestedError, RewardTimeoutError, call_before, isolated, never
+from megatron_grpo.base.errors import RewardError, RunInterruptedError, describe_exception, one_line
+from megatron_grpo.rewards.process_isolation import EventLoop, ExitRequestedError, RewardTimeoutError, call_before, isolated, never_cancel
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
 
 _LOOP = EventLoop()
@@ -46,7 +46,7 @@ class RewardScores:
     notices: tuple[RewardNotice, ...]
 
 
-def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel: Callable[[], bool] = never) -> RewardScores:
+def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel: Callable[[], bool] = never_cancel) -> RewardScores:
     """Score every completion with every function.
 
     The asynchronous functions run concurrently, while the synchronous ones run one after another.
@@ -144,9 +144,9 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
     except (RunInterruptedError, RewardError, KeyboardInterrupt):
         raise
     except ExitRequestedError as error:
-        return RowFailure(kind="end", reason=f"tried to end the process with {printable(error)}{_where(error.__cause__ or error)}")
+        return RowFailure(kind="end", reason=f"tried to end the process with {one_line(error)}{_where(error.__cause__ or error)}")
     except BaseException as error:  # noqa: BLE001 - the sandbox: any exception of the user's function is reported with its name
-        return RowFailure(kind=type(error).__name__, reason=raised(error) + _where(error))
+        return RowFailure(kind=type(error).__name__, reason=describe_exception(error) + _where(error))
 
 
 def _where(error: BaseException) -> str:

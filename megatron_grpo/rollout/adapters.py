@@ -55,7 +55,7 @@ def lora_sync(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
     if settings is None:
         return None
     modules = frozenset(module.name for module in linear_modules(shape) if settings.rank_of(module.name))
-    setting, obstacle = cfg.tuner.vllm_enable_lora, obstacle_to_adapter(settings, shape, on_gpu=on_gpu) or sampler_obstacle
+    setting, obstacle = cfg.tuner.vllm_enable_lora, adapter_obstacle(settings, shape, on_gpu=on_gpu) or sampler_obstacle
     if setting and obstacle:
         raise ConfigError([Problem(flags=("vllm_enable_lora",), nearest={"vllm_enable_lora": [False]}, message=(
             f"vllm_enable_lora true: the adapter cannot be synced separately: {obstacle}. Leave vllm_enable_lora out to sync merged "
@@ -85,7 +85,7 @@ def _named_rank(settings: LoraSettings) -> int:
     return max([settings.rank, *settings.rank_pattern.values()])
 
 
-def obstacle_to_adapter(settings: LoraSettings, shape: ModelShape, *, on_gpu: bool | None) -> str | None:
+def adapter_obstacle(settings: LoraSettings, shape: ModelShape, *, on_gpu: bool | None) -> str | None:
     """Return why vLLM cannot sample with these adapters, as the end of a sentence; None if it can.
 
     Args:

@@ -31,7 +31,7 @@ from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prom
 from megatron_grpo.rollout.experts import ExpertLayers, completion_routes, of_group
 from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration
 from megatron_grpo.rollout.probes import probe_sequences
-from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
+from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow_engine, lead_engine
 from megatron_grpo.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
 from megatron_grpo.types import Completion, Group, PartialCompletion, Prompt, make_completion
@@ -119,8 +119,8 @@ class ColocatedEngine:
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         device = torch.cuda.current_device() if on_gpu else None
         with (
-            vllm_patches.trainer_untouched(), launcher.on_device(device), activity.phase("starting vLLM"),
-            vllm_patches.start_reported(model_path), vllm_requests.startup_errors(cfg, max_model_len, on_gpu=on_gpu),
+            vllm_patches.restore_process(), launcher.on_device(device), activity.phase("starting vLLM"),
+            vllm_patches.report_start(model_path), vllm_requests.startup_errors(cfg, max_model_len, on_gpu=on_gpu),
         ):  # fmt: skip
             llm = LLM(
                 str(model_path), max_model_len=max_model_len,
@@ -155,7 +155,7 @@ class ColocatedEngine:
         fault = None
         try:
             phase = activity.phase("sampling", total=len(local) * sampling.n, unit="completions")
-            with phase, vllm_patches.cancelled_where(self._llm.llm_engine, self._all_cancelled()):
+            with phase, vllm_patches.cancellable_steps(self._llm.llm_engine, self._all_cancelled()):
                 outputs = self._run(requests)
             fault = _fault(local, outputs)
             answers = [self._completions(prompt, answer.outputs, sampling) for prompt, answer in zip(local, outputs, strict=True)]
@@ -184,13 +184,13 @@ class ColocatedEngine:
         adapter = self._adapter.request if self._adapter is not None else None
         player = begin(local) if self._rank_in_engine == 0 else None
         turns, digest = self._turns(sampling, adapter), b""
-        with CleanUp(turns.abort), activity.phase("running episodes"), vllm_patches.trainer_untouched():
+        with CleanUp(turns.abort), activity.phase("running episodes"), vllm_patches.restore_process():
             while True:
                 if player is not None:
-                    state = lead(player, turns, self.should_cancel, version=self.version)
+                    state = lead_engine(player, turns, self.should_cancel, version=self.version)
                     turns.rest(state)
                 else:
-                    state, digest = follow(turns, lambda: self._broadcast(None), digest)
+                    state, digest = follow_engine(turns, lambda: self._broadcast(None), digest)
                 collectives.barrier_with_timeout()
                 if (worst := collectives.all_reduce_max(state)) == GIVES_UP:
                     raise CancelledError
@@ -218,7 +218,7 @@ class ColocatedEngine:
                 self._llm.get_tokenizer(), prompt.token_ids, completion.token_ids.tolist(), sampling, is_stopped=completion.finish_reason
                 == "stop"
             ),
-            should_cancel=lambda: self.should_cancel(), context=vllm_patches.trainer_untouched,
+            should_cancel=lambda: self.should_cancel(), context=vllm_patches.restore_process,
         )  # fmt: skip
         return generation.begin(prompts, partial)
 
@@ -259,7 +259,7 @@ class ColocatedEngine:
     def _take_weights(self, update: WeightUpdate) -> None:
         has_tower, self.has_base = self._has_tower, False
         self._has_tower = self._has_tower and not update.moves_tower
-        with vllm_patches.trainer_untouched():
+        with vllm_patches.restore_process():
             kwargs = {"has_tower": update.moves_tower, "is_tower_there": has_tower}
             (missing,) = self._llm.collective_rpc(self._weights.load, args=(update.tensors,), kwargs=kwargs)
         if missing:
@@ -315,7 +315,7 @@ class ColocatedEngine:
 
     def close(self) -> None:
         if self._llm is not None:
-            with vllm_patches.trainer_untouched():
+            with vllm_patches.restore_process():
                 self._llm.llm_engine.engine_core.shutdown()
                 self._llm = None
                 if torch.cuda.is_available():  # the next engine of this process may need the GPU's memory
@@ -349,7 +349,7 @@ class ColocatedEngine:
     def _run(self, requests: Sequence[tuple[Sequence[int], vllm_requests.PlacedImages, Any]]) -> list[Any]:
         if not requests:
             return []
-        with vllm_patches.trainer_untouched():
+        with vllm_patches.restore_process():
             return self._llm.generate(
                 [vllm_requests.prompt_of(ids, images) for ids, images, _ in requests], [params for _, _, params in requests],
                 lora_request=self._adapter.request if self._adapter is not None else None, use_tqdm=False,
@@ -459,6 +459,6 @@ def _digest(*parts: bytes) -> str:
 def _fault(prompts: Sequence[Prompt], outputs: Sequence[Any]) -> str | None:
     """Return a sentence about the first prompt whose tokens in vLLM are not those of the trainer; None if there is no such prompt."""
     for prompt, output in zip(prompts, outputs, strict=True):
-        if prompt.images and (difference := vllm_requests.difference(output, prompt.token_ids)):
+        if prompt.images and (difference := vllm_requests.prompt_difference(output, prompt.token_ids)):
             return f"prompt {prompt.number} (data-set row {prompt.row}): {difference}."
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.config.sampling_mask import is_cut, max_mask_tokens, sampling_fields_of
+from megatron_grpo.config.sampling_mask import max_mask_tokens, samples_from_part, sampling_fields_of
 from megatron_grpo.types import Group, PartialCompletion, Prompt
 from megatron_grpo.types import Sequence as TokenSequence
 from megatron_grpo.weights.buckets import WeightUpdate
@@ -69,7 +69,7 @@ class SamplingSettings:
             num_generations: Completions per prompt.
         """
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
-                   top_k=max_mask_tokens(cfg), min_p=cfg.min_p, returns_sampling_mask=is_cut(cfg),
+                   top_k=max_mask_tokens(cfg), min_p=cfg.min_p, returns_sampling_mask=samples_from_part(cfg),
                    more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
                    stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 

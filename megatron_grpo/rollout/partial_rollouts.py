@@ -105,7 +105,7 @@ def part_seed(run_seed: int, prompt_number: int, generation: int, num_sampled: i
     return hash_seed(run_seed, prompt_number, generation, "part", num_sampled)
 
 
-def with_part(partial: PartialCompletion | None, key: Key, part: SampledTurn, limit: int) -> PartialCompletion:
+def append_part(partial: PartialCompletion | None, key: Key, part: SampledTurn, limit: int) -> PartialCompletion:
     """Return a completion with a further part.
 
     Args:
@@ -134,7 +134,7 @@ def with_part(partial: PartialCompletion | None, key: Key, part: SampledTurn, li
     return completion if mask is None else replace(completion, mask_offsets=mask.at, mask_ids=mask.ids)
 
 
-def stretches(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def join_versions(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Join consecutive parts of one version.
 
     Args:
@@ -208,7 +208,7 @@ class PartialGeneration:
 
     def _take(self, parts: Iterable[tuple[Key, SampledTurn]]) -> None:
         for key, part in parts:
-            self._found[key] = with_part(self._found.get(key), key, part, self._sampling.max_completion_length)
+            self._found[key] = append_part(self._found.get(key), key, part, self._sampling.max_completion_length)
 
     def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         n = self._sampling.n
@@ -234,7 +234,7 @@ class PartialGeneration:
         partial = self._found[prompt.number, generation]
         return make_completion(
             prompt.token_ids, partial.token_ids.tolist(), partial.logprobs.tolist(), text=self._text_of(prompt, partial),
-            finish_reason=partial.finish_reason, version=partial.versions[0], spans=stretches(partial.parts),
+            finish_reason=partial.finish_reason, version=partial.versions[0], spans=join_versions(partial.parts),
             sampling_mask=partial.sampling_mask,
         )  # fmt: skip
 

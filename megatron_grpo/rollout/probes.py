@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.data.image_dataset import key_of
-from megatron_grpo.data.image_processing import decoded
+from megatron_grpo.data.image_processing import decode_image
 from megatron_grpo.types import Sequence, make_sequence
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ProbeImage:
 
     @cached_property
     def _patches(self) -> np.ndarray:
-        return self.image_spec.patches(decoded(self.data()))
+        return self.image_spec.patches(decode_image(self.data()))
 
     def patches(self) -> np.ndarray:
         return self._patches

@@ -240,7 +240,7 @@ class LeadingTurns(EngineTurns):
         self._broadcast(state)
 
 
-def follow(turns: EngineTurns, receive: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:
+def follow_engine(turns: EngineTurns, receive: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:
     """Repeat the steps of the first rank of a shared engine on another of its ranks, until the first rank rests.
 
     Args:
@@ -270,7 +270,7 @@ def _digest(turns: Sequence[tuple[Key, SampledTurn]]) -> bytes:
     return hashlib.blake2b(repr([(key, sampled.token_ids) for key, sampled in turns]).encode(), digest_size=8).digest()
 
 
-def lead(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], *, version: int) -> float:
+def lead_engine(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], *, version: int) -> float:
     """Run episodes until all have ended, the run cancels them, or it is time to synchronize with the other ranks.
 
     The limit is SECONDS_BETWEEN_AGREEMENTS: ranks that have nothing left to run must learn that this one is alive.

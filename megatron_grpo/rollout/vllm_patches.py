@@ -41,7 +41,7 @@ _HARMLESS = {
     ),  # hints about speed
     "vllm.triton_utils.dispatcher": ("Kernel %s is already registered",),  # by an earlier engine of this process
     "vllm.platforms.interface": ("Unknown vLLM environment variable detected",),  # which an earlier engine has set
-    # trainer_untouched restores the seed; vLLM itself runs without chunks on some CPUs.
+    # restore_process restores the seed; vLLM itself runs without chunks on some CPUs.
     "vllm.engine.arg_utils": ("The global random seed is set to", "This model does not officially support disabling chunked prefill"),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as configured
     # No adapter has a tokenizer; and prompts are token IDs only.
@@ -256,7 +256,7 @@ class _Harmless(logging.Filter):
 
 
 @contextlib.contextmanager
-def start_reported(model_path: str | Path) -> Iterator[None]:
+def report_start(model_path: str | Path) -> Iterator[None]:
     """Open a phase for each long part of the start of an engine in this process, and count the weights that it reads.
 
     Args:
@@ -306,7 +306,7 @@ def report_steps(llm: Any) -> None:
 
 
 @contextlib.contextmanager
-def trainer_untouched() -> Iterator[None]:
+def restore_process() -> Iterator[None]:
     """Restore what vLLM changes of the process. Wraps every call of vLLM.
 
     Building an engine reseeds the global generators of Python, NumPy and torch. Sampling uses torch's even when every request has a seed;
@@ -350,7 +350,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def cancelled_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[None]:
+def cancellable_steps(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[None]:
     """Check for cancellation before every engine step inside the context; on cancellation abort all requests and raise CancelledError.
 
     `LLM.generate` steps until every request is finished, and cannot be interrupted otherwise.

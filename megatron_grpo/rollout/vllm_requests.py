@@ -18,14 +18,14 @@ import numpy as np
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.config.sampling_mask import FIELD, MOST
-from megatron_grpo.data.image_dataset import num_tokens, shortened
-from megatron_grpo.data.image_processing import ImageProcessorSpec, decoded
+from megatron_grpo.data.image_dataset import collapse_image_tokens, num_tokens
+from megatron_grpo.data.image_processing import ImageProcessorSpec, decode_image
 from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.types import Image, SamplingMask
 
 # vLLM keeps every token that is as likely as the last of the top_k. This many of them are returned besides; of more (logits rounded to
-# bfloat16 may be equal) the first ones are, and the sampled token counts as sampled among them: `whole_or_cut`.
+# bfloat16 may be equal) the first ones are, and the sampled token counts as sampled among them: `logprobs_and_mask`.
 TIES = 8
 
 
@@ -110,7 +110,7 @@ def num_asked(top_k: int, vocab_size: int) -> int:
     return min(top_k + TIES, vocab_size)
 
 
-def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, SamplingMask]:
+def logprobs_and_mask(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, SamplingMask]:
     """Convert vLLM's log-probs of n tokens to each sampled token's log-prob, float32 [n], and the sampling mask.
 
     A set of tokens that may be larger than what vLLM returned is replaced by the returned tokens, and the log-prob is conditioned on them:
@@ -172,7 +172,7 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
     ids, top_logprobs = np.zeros(form, dtype=np.int32), np.full(form, -np.inf, dtype=np.float32)
     for index, (kept_ids, values) in enumerate(output.logprobs):
         ids[index, : len(kept_ids)], top_logprobs[index, : len(kept_ids)] = kept_ids, values
-    normalized, sampling_mask = whole_or_cut(ids, top_logprobs, vocab_size)
+    normalized, sampling_mask = logprobs_and_mask(ids, top_logprobs, vocab_size)
     return normalized.tolist(), sampling_mask
 
 
@@ -223,19 +223,19 @@ def scores(ids: Sequence[int], fresh: Any, cached: Any) -> list[float]:
     return [*logprobs, cached.outputs[0].logprobs[0][ids[-1]].logprob]
 
 
-def whole_request() -> Any:
+def scoring_params() -> Any:
     """Return parameters that score a whole sequence in one request, which never reads the prefix cache."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 
 
-def whole_scores(ids: Sequence[int], output: Any) -> list[float]:
+def sequence_logprobs(ids: Sequence[int], output: Any) -> list[float]:
     """Return log p of each token after the first, in nats.
 
     Args:
         ids: Token IDs of the sequence.
-        output: vLLM's answer to `whole_request`.
+        output: vLLM's answer to `scoring_params`.
 
     Raises:
         RuntimeError: vLLM scored other tokens.
@@ -318,7 +318,7 @@ def prompt_of(token_ids: Sequence[int], images: PlacedImages) -> dict[str, Any]:
     if not images:
         return {"prompt_token_ids": [int(token) for token in token_ids]}
     spans = [(start, num_tokens(image)) for start, image in images]
-    return prompt_with(token_ids, spans, [decoded(image.data()) for _, image in images])
+    return prompt_with(token_ids, spans, [decode_image(image.data()) for _, image in images])
 
 
 def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], images: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
@@ -331,10 +331,10 @@ def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], imag
         **kwargs: Further keys of vLLM's input.
     """
     # vLLM would silently expand IDs a second time, if they were passed expanded with raw images.
-    return {"prompt_token_ids": shortened(token_ids, spans), "multi_modal_data": {"image": list(images)}, **kwargs}
+    return {"prompt_token_ids": collapse_image_tokens(token_ids, spans), "multi_modal_data": {"image": list(images)}, **kwargs}
 
 
-def difference(output: Any, token_ids: Sequence[int]) -> str | None:
+def prompt_difference(output: Any, token_ids: Sequence[int]) -> str | None:
     """Return a sentence if a completion was sampled from other prompt tokens than these; None if not.
 
     Args:

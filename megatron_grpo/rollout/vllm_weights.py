@@ -66,7 +66,7 @@ class WeightLoader:
             elif self.reason is None:
                 missing = self._learn(worker, model, joined(tensors), has_tower=has_tower, is_tower_there=is_tower_there)
             else:
-                missing = self._reload(worker, model, kept_whole(joined(tensors)))
+                missing = self._reload(worker, model, copy_changed_tensors(joined(tensors)))
                 vllm_patches.pack_experts(model.modules(), self.pack)
             vllm_patches.pack_heads(model, self.pack)
         refuse_changed(worker, buffers, "The weight update", besides=self._loaded_buffers)
@@ -204,7 +204,7 @@ class _Copy:
         self.shell.weight_loader(self.shell, part)
 
 
-def kept_whole(tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+def copy_changed_tensors(tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the same tensors, with copies of those that vLLM changes as it loads them.
 
     Args:
@@ -271,7 +271,7 @@ class AdapterSlot:
         """
         self.request = None
         self._number += 1
-        with vllm_patches.trainer_untouched():
+        with vllm_patches.restore_process():
             (fault,) = self._llm.collective_rpc(take_adapter, args=(self._number, update.config, update.tensors, self._modules))
         if fault:
             raise WeightSyncError(f"The adapter of version {update.version} is incomplete: {fault}.")

@@ -111,7 +111,7 @@ def check_all() -> Iterator[DoctorCheck]:
         yield check
     yield from look_at_machine()
     with tempfile.TemporaryDirectory(prefix="megatron_grpo_doctor_") as folder:
-        yield try_a_run(Path(folder), broken)
+        yield run_tiny_training(Path(folder), broken)
 
 
 def _tell(check: DoctorCheck) -> None:
@@ -267,7 +267,7 @@ def _not_writable(folder: Path, size: int) -> str | None:
 # ---- a tiny run ------------------------------------------------------------------------------------------------------------------------
 
 
-def try_a_run(folder: Path, broken: Collection[str]) -> DoctorCheck:
+def run_tiny_training(folder: Path, broken: Collection[str]) -> DoctorCheck:
     """Train a tiny model for one step with torchrun.
 
     Args:

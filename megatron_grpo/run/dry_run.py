@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, printable
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, one_line
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
@@ -122,7 +122,7 @@ def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
     return int(text), [*words[:index], *words[index + 2 :]]
 
 
-def rows_alone(cfg: Config, inputs: ValidatedInputs) -> None:
+def untokenized_rows(cfg: Config, inputs: ValidatedInputs) -> None:
     """Read rows without tokenizing them. They are tokenized one by one later, so that each failure can be reported.
 
     Args:
@@ -137,7 +137,7 @@ PARTS = (
     InputStep("model", inputs.model),
     InputStep("tokenizer", inputs.tokenizer, needs="model_path"),
     InputStep("image processor", inputs.image_spec, needs="tokenizer"),
-    InputStep("dataset", rows_alone),
+    InputStep("dataset", untokenized_rows),
     InputStep("environment", inputs.environment, "environment tools agent agent_command"),
     InputStep("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
 )
@@ -185,7 +185,7 @@ def _look_at_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: Prom
             images = rows.images(index)
             token_ids = encode(rows.raw(index), images)
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything, and such errors are what this looks for
-            rejections[f"{type(error).__name__}: {printable(error)}"] += 1
+            rejections[f"{type(error).__name__}: {one_line(error)}"] += 1
             continue
         lengths.append(len(token_ids))
         tokens += [num_tokens(image) for image in images]

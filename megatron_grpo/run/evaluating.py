@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
-from megatron_grpo.base.files import mark
+from megatron_grpo.base.files import write_mark
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.written import overwrite_obstacle
 from megatron_grpo.config import ParsedConfig
@@ -24,7 +24,7 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check import tuner_problems, with_adapter
 from megatron_grpo.policy.reference import FrozenPolicy
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.build.engines import ENGINES, answering
+from megatron_grpo.run.build.engines import ENGINES, sampler_of_run
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.build.run import build_evaluator, generator_of
@@ -51,7 +51,7 @@ def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
     Raises:
         ConfigError: With all problems, before a model loads.
     """
-    cfg = asked_for(parsed)
+    cfg = evaluation_settings(parsed)
     inputs = read_inputs(cfg, OF_A_RUN)
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
         layout, problems = layout_of(cfg, inputs.shape)
@@ -64,7 +64,7 @@ def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
         take_output_dir(cfg, parallel, clean_up)
         display = Display() if parallel.is_rank_zero else None
         if display is not None:
-            mark(Path(cfg.run.output_dir), _EVAL)
+            write_mark(Path(cfg.run.output_dir), _EVAL)
             display.open()
             for note in inputs.notes:
                 display.print_line(note)
@@ -76,7 +76,7 @@ def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
     return EXIT_DONE
 
 
-def asked_for(parsed: ParsedConfig) -> Config:
+def evaluation_settings(parsed: ParsedConfig) -> Config:
     """Return the settings of the evaluation; for a checkpoint those of its run, with typed values on top.
 
     Args:
@@ -121,10 +121,10 @@ def evaluate(
     Returns:
         (optimizer steps of the weights, result of each set).
     """
-    step, model = loaded(cfg, inputs, parallel)
+    step, model = load_model(cfg, inputs, parallel)
     engine = ENGINES[cfg.rollout.vllm_mode](cfg, inputs, parallel, bitwise_parity=bitwise_parity)
     clean_up.add(engine.close)
-    sampler, reward_manager = answering(cfg, inputs, engine), RewardManager(inputs.rewards, cfg.rewards.reward_weights)
+    sampler, reward_manager = sampler_of_run(cfg, inputs, engine), RewardManager(inputs.rewards, cfg.rewards.reward_weights)
     if model is not None:
         is_coarse = cfg.model.torch_dtype != "float32"
         weight_sync = WeightSyncManager(
@@ -135,7 +135,7 @@ def evaluate(
     return step, build_evaluator(cfg, inputs, sampler, reward_manager, last_step=0).run()
 
 
-def loaded(cfg: Config, inputs: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:
+def load_model(cfg: Config, inputs: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:
     """Load the model that the sampler must receive. Collective.
 
     Args:

@@ -26,10 +26,10 @@ from megatron_grpo.base.errors import (
     config_error,
     first_line,
     keep_secret,
-    printable,
+    one_line,
     problem_with,
 )
-from megatron_grpo.base.files import MARK, mark, mark_of, why_not_replaced
+from megatron_grpo.base.files import MARK, export_obstacle, read_mark, write_mark
 from megatron_grpo.checkpoint.fingerprints import base_problems, model_fingerprint
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.config import ParsedConfig
@@ -68,7 +68,7 @@ def export_hf(
         expected: Names of all tensors that must be written.
         max_shard_size: Maximum size of one file, such as "5GB".
     """
-    with drained(tensors) as remaining:
+    with drain_rest(tensors) as remaining:
         if collectives.rank() == 0:
             write = HfWriter(out, source, dtype=dtype, expected=expected, max_shard_bytes=bytes_of(max_shard_size) or 1)
             with write, activity.phase("exporting", total=len(expected), unit="tensors"):
@@ -87,7 +87,7 @@ def export_adapter(tensors: Stream, out: str | Path, *, source: str | Path, conf
         source: The base model; its fingerprint is written beside the adapter.
         config: Content of adapter_config.json.
     """
-    with drained(tensors) as remaining:
+    with drain_rest(tensors) as remaining:
         if collectives.rank() == 0:
             shape = ModelShape.from_pretrained(source)
             tensors = ((peft_name(name, shape), tensor) for name, tensor in remaining)
@@ -123,12 +123,12 @@ def export_model(
         if unread and collectives.rank() == 0:
             logger.warning("%s: %s", out, unread)
     if cfg.tuner.merge_lora:
-        weights, merged = exchange.stream(tensors, "merged", prepare=adapters.merged), merged or merged_folder(out)
+        weights, merged = exchange.stream(tensors, "merged", prepare=adapters.merged), merged or merged_directory(out)
         export_hf(weights, merged, source=source, dtype=dtype, expected=expected, max_shard_size=cfg.run.max_shard_size)
         describe(merged, replace(card, kind="merged"))
 
 
-def merged_folder(out: Path) -> Path:
+def merged_directory(out: Path) -> Path:
     """Return the default directory of the merged model, for an adapter in `out`.
 
     Args:
@@ -146,7 +146,7 @@ def describe(out: Path, card: ModelCard) -> None:
     """
     if collectives.rank() == 0:
         with BestEffort()(f"the model card in {out}"):
-            mark(out, "export", files=[*mark_of(out)["files"], CARD, CURVES])
+            write_mark(out, "export", files=[*read_mark(out)["files"], CARD, CURVES])
             write_card(out, card)
 
 
@@ -178,7 +178,7 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
 
 
 @contextmanager
-def drained(tensors: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+def drain_rest(tensors: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Consume what the block leaves of a stream, because the other ranks send it too and would wait for this one.
 
     Args:
@@ -236,7 +236,7 @@ def push_to_hub(repositories: dict[Path, str]) -> None:
             upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=MARK, commit_message="Trained with megatron_grpo")
         except Exception as error:  # noqa: BLE001 - errors of HTTP, of files or of the client: the export is complete anyway
             upload_command = shlex.join(["hf", "upload", repository, str(folder.absolute()), "."])
-            reason = printable(error, first_line) or type(error).__name__
+            reason = one_line(error, first_line) or type(error).__name__
             failures.append(
                 f"{folder} was not uploaded to {repository} ({reason}). It is complete on this disk; upload it with: {upload_command}"
             )
@@ -258,7 +258,7 @@ def _repository(cfg: Config, suffix: str) -> str:
     try:
         return create_repo(name, private=cfg.run.hub_private_repo, exist_ok=True).repo_id
     except Exception as error:  # HTTP errors, an invalid name, no network
-        reason = printable(error, first_line) or type(error).__name__
+        reason = one_line(error, first_line) or type(error).__name__
         raise config_error(_OF_THE_HUB, f"push_to_hub: the repository {name} can neither be created nor used: {reason}") from error
 
 
@@ -279,7 +279,7 @@ def run_export(parsed: ParsedConfig) -> int:
     """
     cfg = parsed.config
     out = Path(cfg.run.output_dir)
-    obstacle = why_not_replaced(out) if "output_dir" in cfg.typed else "export needs --output_dir."
+    obstacle = export_obstacle(out) if "output_dir" in cfg.typed else "export needs --output_dir."
     if problems := [*parsed.problems, *([problem_with("output_dir", obstacle)] if obstacle else [])]:
         raise ConfigError(problems)
     if cfg.run.resume not in ("auto", "never"):

@@ -29,7 +29,7 @@ from megatron_grpo.base.errors import (
     RewardError,
     RunError,
     RunInterruptedError,
-    printable,
+    one_line,
 )
 
 PREFIX = "megatron-grpo: "
@@ -51,8 +51,8 @@ def report(error: BaseException) -> int:
         return code
     trace = traceback.format_exc()
     rank = launcher.read().rank
-    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {printable(error, max_characters=4000)}"
-    note(f"{line}\n{trace}")
+    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {one_line(error, max_characters=4000)}"
+    write_error_file(f"{line}\n{trace}")
     print(f"{trace}{line}", file=sys.stderr, flush=True)
     return code
 
@@ -65,10 +65,10 @@ def print_error(text: str) -> None:
     """
     with _turn(text) as is_first:
         if is_first:
-            note(text)
+            write_error_file(text)
             print(text, file=sys.stderr, flush=True)
         else:
-            note("This rank ends for the same reason as the first failed rank.", seconds_later=1)
+            write_error_file("This rank ends for the same reason as the first failed rank.", seconds_later=1)
 
 
 def describe_error(error: BaseException) -> tuple[str | None, int]:
@@ -135,7 +135,7 @@ def _turn(text: str) -> Iterator[bool]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
-def note(text: str, *, seconds_later: int = 0) -> None:
+def write_error_file(text: str, *, seconds_later: int = 0) -> None:
     """Write torchrun's error file, in the form that `torch.distributed.elastic` reads. Its report shows the earliest one as Root Cause.
 
     Args:

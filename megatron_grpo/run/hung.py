@@ -103,7 +103,7 @@ def _of_other(report: RankReport) -> str:
     return f"{report.words}, in {report.waits}" if report.waits else report.words
 
 
-def where_to_look(output_dir: Path) -> str:
+def stacks_hint(output_dir: Path) -> str:
     """Return the message that names the stack files and the newest checkpoint.
 
     Args:
@@ -131,7 +131,7 @@ def keep(output_dir: Path, name: str, text: str) -> str:
     return text
 
 
-def look_from_outside(pid: int, rank: int, output_dir: Path, *, age: float, death: str | None = None) -> RankReport:
+def inspect_process(pid: int, rank: int, output_dir: Path, *, age: float, death: str | None = None) -> RankReport:
     """Report on a silent process of this machine and write its stacks to the rank's file.
 
     Args:
@@ -142,7 +142,7 @@ def look_from_outside(pid: int, rank: int, output_dir: Path, *, age: float, deat
         death: How the process died, if it did.
     """
     state = f"it {death}" if death else state_of(pid)
-    note, text = note_of(pid), "" if death else collect(pid)
+    note, text = note_of(pid), "" if death else stacks_of_process(pid)
     keep(output_dir, f"rank_{rank:05d}.txt", text or f"{state}; it did not report its position\n")
     return RankReport(words=note.get("words", ""), step=note.get("step", 0), age=age, is_silent=True, state=state, where=innermost(text))
 
@@ -213,7 +213,7 @@ def _place(pid: int, name: str) -> Path | None:
     return None
 
 
-def mine() -> str:
+def own_stacks() -> str:
     """Return the stacks of all threads of this process."""
     with tempfile.TemporaryFile("w+") as stream:
         faulthandler.dump_traceback(file=stream, all_threads=True)
@@ -234,7 +234,7 @@ def state_of(pid: int) -> str:
     return STATES.get(letter, f"its state is {letter}")
 
 
-def collect(pid: int) -> str:
+def stacks_of_process(pid: int) -> str:
     """Return the stacks of another process that has called `register`; "" if it cannot write them.
 
     A stopped process is continued for this and stopped again; otherwise it would keep running.

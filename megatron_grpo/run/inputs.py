@@ -17,7 +17,7 @@ from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.config import remote_code
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, longest_completion, sets_of
-from megatron_grpo.config.sampling_mask import unreadable
+from megatron_grpo.config.sampling_mask import structured_outputs_problems
 from megatron_grpo.data.chat import load_tokenizer, unread_options, vocabulary_of
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
@@ -151,7 +151,7 @@ def architecture(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
     inputs.shape = ModelShape.from_pretrained(inputs.model_path)
 
 
-def weights_to_begin_with(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
+def initial_weights(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     """Return problems with the checkpoint that `mcore_model` names.
 
     Args:
@@ -180,10 +180,10 @@ def grammar(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    return unreadable(cfg)
+    return structured_outputs_problems(cfg)
 
 
-def bases_of_adapters(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
+def adapter_bases(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
     """Yield a problem for each adapter that was trained on another base model.
 
     Args:
@@ -275,7 +275,7 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
     Raises:
         ConfigError: If it cannot be found or read, or if the vocabularies differ.
     """
-    from megatron_grpo.planning.models import of_teacher
+    from megatron_grpo.planning.models import as_teacher_problem
 
     name, flag, trusts = cfg.grpo.teacher_model or "", "teacher_model", cfg.model.trust_remote_code
     _refuse_word(name, (flag,))
@@ -284,7 +284,7 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
         ModelShape.from_pretrained(path)
         stored_names(path)
     except ConfigError as error:
-        raise ConfigError([of_teacher(problem) for problem in error.problems]) from error
+        raise ConfigError([as_teacher_problem(problem) for problem in error.problems]) from error
     tokenizer = inputs.tokenizer
     if tokenizer is not None and vocabulary_of(load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)) != vocabulary_of(tokenizer):
         message = (
@@ -569,10 +569,10 @@ PARTS = (
     InputStep("report_to", services, "report_to"),
     InputStep("model", model),
     InputStep("the architecture", architecture, needs="model_path"),
-    InputStep("mcore_model", weights_to_begin_with, "mcore_model"),
+    InputStep("mcore_model", initial_weights, "mcore_model"),
     InputStep("weights", weights, needs="shape"),
     InputStep("the grammar", grammar),
-    InputStep("the bases of adapters", bases_of_adapters, "adapters ref_adapters", "shape"),
+    InputStep("the bases of adapters", adapter_bases, "adapters ref_adapters", "shape"),
     InputStep("tokenizer", tokenizer, needs="shape"),
     InputStep("the options of the template", template_options, needs="tokenizer"),
     InputStep("ref_model", reference, "ref_model"),

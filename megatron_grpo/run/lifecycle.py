@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_grpo import train
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunError, RunInterruptedError, printable
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunError, RunInterruptedError, one_line
 from megatron_grpo.base.files import MARK
 from megatron_grpo.checkpoint.written import check_output_dir
 from megatron_grpo.config.config import Config
@@ -26,7 +26,7 @@ from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.build import RunParts
 from megatron_grpo.run.build.output import OutputLock, start_parallel
 from megatron_grpo.run.build.run import build_run
-from megatron_grpo.run.export import export_model, merged_folder, open_repositories, push_to_hub
+from megatron_grpo.run.export import export_model, merged_directory, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
@@ -55,7 +55,7 @@ def run_training(plan: Plan, inputs: ValidatedInputs, parts: RunParts) -> int:
         RunError: If the run failed for a reason that a user can act on.
     """
     cfg = plan.checked.config
-    limits = limits_of(cfg, launched_at())
+    limits = limits_of(cfg, launch_time())
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
         # Settings as typed: derived sizes would be reported as further differences. Paths are those of this machine.
         typed_cfg = plan.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
@@ -68,13 +68,13 @@ def run_training(plan: Plan, inputs: ValidatedInputs, parts: RunParts) -> int:
         clean_up.add(signal.restore)
         watchdog = watched(cfg, parallel, peers, clean_up)
         try:
-            with CleanUp() as exit_stack, recorded(cfg, parallel), reported(peers, watchdog):
+            with CleanUp() as exit_stack, record_end(cfg, parallel), report_end(peers, watchdog):
                 take_output_dir(cfg, parallel, exit_stack)
                 repositories = open_repositories(cfg, exports(cfg))
                 train_and_export(plan, inputs, parallel, signal, exit_stack, parts, watchdog)
         except RunInterruptedError as stopped:
             stopped.is_final = signal.is_final
-            leave_together(cfg, parallel, peers, signal)
+            wait_for_ranks(cfg, parallel, peers, signal)
             raise
     if parallel.is_rank_zero:
         print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_where(cfg)), flush=True)
@@ -85,7 +85,7 @@ def run_training(plan: Plan, inputs: ValidatedInputs, parts: RunParts) -> int:
 
 
 @contextmanager
-def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
+def report_end(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
     """Report to the other ranks how the run ended here, before anything is cleaned up.
 
     The others may be waiting in a collective that this rank never joins.
@@ -115,7 +115,7 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
 
 
 @contextmanager
-def recorded(cfg: Config, parallel: ParallelState) -> Iterator[None]:
+def record_end(cfg: Config, parallel: ParallelState) -> Iterator[None]:
     """Record in events.jsonl that the run was stopped or failed.
 
     Args:
@@ -128,12 +128,12 @@ def recorded(cfg: Config, parallel: ParallelState) -> Iterator[None]:
         out = Path(cfg.run.output_dir)
         if parallel.is_rank_zero and not isinstance(error, ConfigError) and (out / MARK).exists():
             kind = "stopped" if isinstance(error, RunInterruptedError) else "failed"
-            text = f"The run was {error}." if kind == "stopped" else f"The run failed: {type(error).__name__}: {printable(error)}"
+            text = f"The run was {error}." if kind == "stopped" else f"The run failed: {type(error).__name__}: {one_line(error)}"
             Events(out / EVENTS).add(kind, text)
         raise
 
 
-def leave_together(cfg: Config, parallel: ParallelState, peers: Peers, signal: StopSignal) -> None:
+def wait_for_ranks(cfg: Config, parallel: ParallelState, peers: Peers, signal: StopSignal) -> None:
     """Wait until all ranks have saved and closed their files. Requeue the Slurm job if `requeue` is set and its time is up.
 
     A launcher kills the remaining ranks as soon as one exits, and the main rank may have more to do than the others.
@@ -151,7 +151,7 @@ def leave_together(cfg: Config, parallel: ParallelState, peers: Peers, signal: S
         collectives.wait_for_all()
 
 
-def launched_at() -> float:
+def launch_time() -> float:
     """Return when the job was launched, in seconds of time.monotonic.
 
     Under torchrun this is the start of torchrun, which its restarts do not change; otherwise the start of this process.
@@ -256,7 +256,7 @@ def exports(cfg: Config) -> list[Path]:
         cfg: Settings of the run.
     """
     out = Path(cfg.run.output_dir) / "hf"
-    return [out, merged_folder(out)] if cfg.tuner.tuner_type == "lora" and cfg.tuner.merge_lora else [out]
+    return [out, merged_directory(out)] if cfg.tuner.tuner_type == "lora" and cfg.tuner.merge_lora else [out]
 
 
 def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> None:

@@ -12,7 +12,7 @@ import torch
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import Problem, config_error, problem_with
 from megatron_grpo.checkpoint.distributed import CheckpointError, read_sharded
-from megatron_grpo.checkpoint.manifest import Manifest, damage, read_manifest
+from megatron_grpo.checkpoint.manifest import Manifest, find_damage, read_manifest
 from megatron_grpo.checkpoint.resume import initial_weights_of, join_faults
 from megatron_grpo.checkpoint.saving import damage_of
 from megatron_grpo.config.config import Config, ParallelConfig
@@ -42,10 +42,10 @@ def settings_of_checkpoint(cfg: Config, directory: Path) -> Config:
     Raises:
         ConfigError: If the checkpoint is damaged, or if there is none.
     """
-    return settings_over(cfg, whole_checkpoint(directory).origin.settings)
+    return settings_over(cfg, undamaged_checkpoint(directory).origin.settings)
 
 
-def whole_checkpoint(directory: Path) -> Manifest:
+def undamaged_checkpoint(directory: Path) -> Manifest:
     """Return the manifest of an undamaged checkpoint.
 
     Args:
@@ -57,7 +57,7 @@ def whole_checkpoint(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         raise config_error("resume", f"resume: {manifest}. Use a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")
-    if faults := damage(directory, manifest.files):
+    if faults := find_damage(directory, manifest.files):
         raise config_error("resume", f"resume: {directory} is damaged: {join_faults(faults)}.")
     return manifest
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunInterruptedError
-from megatron_grpo.run.failures import note, report
+from megatron_grpo.run.failures import report, write_error_file
 from megatron_grpo.run.limits import StopReason, TimeLimit
 from megatron_grpo.run.peers import Peers
 
@@ -34,7 +34,7 @@ _NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job,
 
 
 @contextmanager
-def heard_before_the_run() -> Iterator[None]:
+def signals_before_run() -> Iterator[None]:
     """Handle signals that arrive while no `StopSignal` is active: print one sentence and exit at once (exit code 3)."""
     pid, old_handlers = os.getpid(), {number: signal.getsignal(number) for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}
 
@@ -46,7 +46,9 @@ def heard_before_the_run() -> Iterator[None]:
         when = "the run had ended" if activity.step else "no step had been trained"
         stopped = RunInterruptedError(f"stopped by {signal.Signals(number).name}; {when}")
         stopped.is_final = number != signal.SIGTERM
-        note(f"{stopped}", seconds_later=1)  # torchrun may send it because another rank has failed: that rank's reason must come first
+        write_error_file(
+            f"{stopped}", seconds_later=1
+        )  # torchrun may send it because another rank has failed: that rank's reason must come first
         os._exit(report(stopped))
 
     for number in old_handlers:

@@ -131,9 +131,9 @@ def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
     from megatron_grpo.run import hung
 
     rank = launcher.read().rank
-    account = hung.look_from_outside(child, rank, output_dir, age=seconds)
+    account = hung.inspect_process(child, rank, output_dir, age=seconds)
     verdict = hung.verdict({rank: account}, {rank: os.uname().nodename}, seconds)
-    _print_error(f"{hung.keep(output_dir, 'report.txt', verdict)}\n{hung.where_to_look(output_dir)}")
+    _print_error(f"{hung.keep(output_dir, 'report.txt', verdict)}\n{hung.stacks_hint(output_dir)}")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 

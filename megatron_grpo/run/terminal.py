@@ -18,7 +18,7 @@ from typing import Any
 from megatron_grpo.base import launcher
 
 
-def outlive_terminal() -> None:
+def ignore_closed_terminal() -> None:
     """Make writes to a closed terminal succeed silently. Streams that are not a terminal stay as they are."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -33,7 +33,7 @@ def outlive_terminal() -> None:
             setattr(sys, name, io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=True))
 
 
-def speak_plainly() -> None:
+def replace_unencodable() -> None:
     """Print characters that standard output cannot encode (in ASCII, say) as `?` instead of raising."""
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="replace")

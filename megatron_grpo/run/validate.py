@@ -21,8 +21,8 @@ from megatron_grpo.data.files import plain_name
 from megatron_grpo.data.hub import is_path
 from megatron_grpo.planning.check import CheckedConfig, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.images import ImageStats, learns_nothing
-from megatron_grpo.rewards.loading import close_rewards, may_be_here
+from megatron_grpo.planning.images import ImageStats, tower_without_images
+from megatron_grpo.rewards.loading import close_rewards, may_exist
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
 
 Absent = Iterator[tuple[str, str]]  # (name of one of `inputs.PARTS`, or a reward; text). Of two about one part the later one holds.
@@ -135,7 +135,7 @@ def _not_loaded(cfg: Config, flag: str, spec: str) -> str:
         return ""
     if Path(spec.rpartition(":")[0]).name == cfg.sources[flag]:
         return f"{cfg.sources[flag]} is read, not run"
-    return "" if may_be_here(spec) else "not on this machine"
+    return "" if may_exist(spec) else "not on this machine"
 
 
 def _is_guest(cfg: Config, name: str) -> bool:
@@ -230,7 +230,7 @@ def _plan_of(
     if problems := length_problems(cfg.optimizer, plan.schedule.num_steps):
         raise ConfigError(problems)
     if rows is not None and inputs.image_spec is not None and not rows.max_images and plan.checked.shape is not None:
-        plan = replace(plan, warnings=[*plan.warnings, *learns_nothing(cfg, plan.checked.shape)])
+        plan = replace(plan, warnings=[*plan.warnings, *tower_without_images(cfg, plan.checked.shape)])
     if not is_asked_to_train and inputs.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
         plan = replace(plan, warnings=[*plan.warnings, *filter(None, [remote_code.warning_of(inputs.model_path)])])
     if not is_asked_to_train and _begins_anew(cfg):
@@ -260,7 +260,7 @@ def _absolute_paths(cfg: Config) -> dict[str, str]:
     paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
     paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
     if cfg.run.mcore_model:
-        from megatron_grpo.checkpoint.resume import resolved
+        from megatron_grpo.checkpoint.resume import checkpoint_path
 
-        paths["mcore_model"] = resolved(cfg.run.mcore_model)
+        paths["mcore_model"] = checkpoint_path(cfg.run.mcore_model)
     return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}

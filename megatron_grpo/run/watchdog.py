@@ -142,7 +142,7 @@ class HangDetector:
         return None
 
 
-def waits_in(thread: int) -> str:
+def waiting_collective(thread: int) -> str:
     """Return the collective in which a thread of this process waits for other ranks; "" if in none.
 
     Args:
@@ -363,10 +363,10 @@ class Watchdog:
     def _my_account(self) -> RankReport:
         phases = activity.current()
         stuck = any(phase.is_alone for phase in phases) and self._alarms.mine.seconds > self.timeout + sum(phase.pause for phase in phases)
-        text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
+        text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.own_stacks())
         return RankReport(
             words=activity.describe(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
-            waits=waits_in(self._main), where=hung.innermost(text),
+            waits=waiting_collective(self._main), where=hung.innermost(text),
         )  # fmt: skip
 
     def _without_account(self, expected: Collection[int]) -> list[int]:
@@ -407,7 +407,7 @@ class Watchdog:
     def _look_at(self, rank: int, *, age: float) -> RankReport:
         """Report on a silent rank of this machine."""
         process = self.processes[rank]
-        return hung.look_from_outside(process.pid, rank, self.output_dir, age=age, death=process.death())
+        return hung.inspect_process(process.pid, rank, self.output_dir, age=age, death=process.death())
 
     def _verdict(self, silent: Collection[int]) -> str:
         """Return the verdict, from the reports of live ranks and from what was found of silent ones.
@@ -430,7 +430,7 @@ class Watchdog:
 
     def _told(self, accounts: Mapping[int, RankReport]) -> str:
         hosts = {rank: process.host for rank, process in enumerate(self.processes)}
-        text = f"{PREFIX}{hung.verdict(accounts, hosts, self.timeout)}\n{hung.where_to_look(self.output_dir)}"
+        text = f"{PREFIX}{hung.verdict(accounts, hosts, self.timeout)}\n{hung.stacks_hint(self.output_dir)}"
         return keep(self.output_dir, "report.txt", text)
 
     def _kill(self, ranks: Sequence[int]) -> None:
@@ -441,12 +441,15 @@ class Watchdog:
     def _end_without_store(self) -> None:
         """End the run because the store, which rank 0 or its launcher holds, does not answer. A rank on its machine reports on rank 0."""
         self._alarm.set()
-        keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
+        keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.own_stacks())
         host, own_ranks = self.processes[0].host, []
         text = f"{PREFIX}the job's store on {host} has not answered for {self.timeout:g} s (rank_heartbeat_timeout), so the run ends."
         if self.rank != 0 and 0 in self._here() and self._is_first_here([0]) and not launcher.read().launcher_holds_store:
             own_ranks, first = [0], self._look_at(0, age=self.timeout)
             text = self._told(
-                {0: first, self.rank: RankReport(words=self._pulse.words, step=activity.step, age=0.0, waits=waits_in(self._main))}
+                {
+                    0: first,
+                    self.rank: RankReport(words=self._pulse.words, step=activity.step, age=0.0, waits=waiting_collective(self._main)),
+                }
             )
         self._leave(text, [0], own_ranks)

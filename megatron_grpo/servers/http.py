@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from megatron_grpo.base.errors import config_error, keep_secret, printable
-from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.errors import config_error, keep_secret, one_line
+from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import wire
 
@@ -42,7 +42,7 @@ class ServerGoneError(Exception):
     """
 
     def __init__(self, reason: str, *, is_silent: bool = False):
-        super().__init__(printable(reason))
+        super().__init__(one_line(reason))
         self.is_silent = is_silent
 
 
@@ -219,7 +219,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 os.register_at_fork(after_in_child=_loop.cache_clear)  # a forked child does not inherit the thread
 
 
-def begun(work: Coroutine[Any, Any, Answered]) -> Future[Answered]:
+def start_coroutine(work: Coroutine[Any, Any, Answered]) -> Future[Answered]:
     """Start a coroutine on the event loop of calls to servers.
 
     Args:
@@ -231,7 +231,7 @@ def begun(work: Coroutine[Any, Any, Answered]) -> Future[Answered]:
     return asyncio.run_coroutine_threadsafe(work, _loop())
 
 
-def together(coroutines: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
+def gather_results(coroutines: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
     """Execute coroutines concurrently on the event loop, and wait for all results.
 
     Args:
@@ -244,10 +244,10 @@ def together(coroutines: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answer
     async def all_of_them() -> list[Answered]:
         return await asyncio.gather(*coroutines)
 
-    return begun(all_of_them()).result()
+    return start_coroutine(all_of_them()).result()
 
 
-async def within(seconds: float, work: Awaitable[Answered]) -> Answered:
+async def with_timeout(seconds: float, work: Awaitable[Answered]) -> Answered:
     """Await `work` with a timeout.
 
     Args:
@@ -264,7 +264,7 @@ async def within(seconds: float, work: Awaitable[Answered]) -> Answered:
 
 
 def answer_of(call: Future[Answered], seconds: float) -> Answered:
-    """Wait for a call that `begun` started, and cancel it after a timeout.
+    """Wait for a call that `run_in_thread` started, and cancel it after a timeout.
 
     Args:
         call: The call.
@@ -321,7 +321,7 @@ def run_name(output_dir: Path) -> str | None:
         return None
 
 
-def named_run(output_dir: Path) -> str:
+def run_name_of(output_dir: Path) -> str:
     """Return the name of a run, and create one if it has none.
 
     The name begins with that of the directory, and stays the same when the run is resumed.
@@ -332,5 +332,5 @@ def named_run(output_dir: Path) -> str:
     name = run_name(output_dir)
     if name is None:
         name = f"{output_dir.resolve().name}-{secrets.token_hex(4)}"
-        write_whole(output_dir / RUN_FILE, name + "\n")
+        atomic_write_text(output_dir / RUN_FILE, name + "\n")
     return name

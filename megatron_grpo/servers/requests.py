@@ -21,7 +21,7 @@ from megatron_grpo.config.servers import CALLS, chunk_size
 from megatron_grpo.data.image_dataset import num_tokens
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import ServerGoneError, begun
+from megatron_grpo.servers.http import ServerGoneError, start_coroutine
 from megatron_grpo.servers.server_group import ServerGroup, ServerHandle, TrainingServerGroup
 from megatron_grpo.types import Image
 
@@ -146,7 +146,7 @@ class Calls(ABC, Generic[Answered]):
             assert member.state is not None  # known since the claim
             size = chunk_size(len(self._router.left), n=n, num_servers=len(servers.used), max_num_seqs=member.state.max_num_seqs)
             calls += [self._serve(servers, member, size, member.times_claimed) for _ in range(CALLS)]
-        self._asking = begun(self._ask(calls))
+        self._asking = start_coroutine(self._ask(calls))
 
     def rests(self, seconds: float) -> bool:
         """Wait until all is answered or no call can continue.
@@ -276,7 +276,7 @@ class ImagesToSend:
 NOTHING = ImagesToSend()
 
 
-def on_the_wire(images: PlacedImages) -> tuple[wire.PlacedImage, ...]:
+def placed_images(images: PlacedImages) -> tuple[wire.PlacedImage, ...]:
     """Convert the images of a prompt to their HTTP form.
 
     Args:

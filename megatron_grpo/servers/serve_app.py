@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_grpo.base.errors import keep_secret, printable
+from megatron_grpo.base.errors import keep_secret, one_line
 from megatron_grpo.config.sampling_mask import MOST
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.serve_engine import ServedEngine, WeightUpdateError
@@ -72,7 +72,7 @@ class App:
     Args:
         engine: The engine.
         model: Path of the model.
-        shape: `weights.shape.flat` of the model.
+        shape: `weights.shape.flat_values` of the model.
         metrics: Prometheus metrics.
         tells_metrics: Whether GET /metrics is answered.
         print_line: Prints a line for the operator.
@@ -146,7 +146,7 @@ class App:
         """
         claim = await body_of(request, wire.ClaimRequest)
         if self.ownership.claim(claim):
-            self._print_line(f"claimed by run {printable(claim.run, repr)}")
+            self._print_line(f"claimed by run {one_line(claim.run, repr)}")
             self._has_orphans = True
             await self._end_weight_epoch()
         if self._has_orphans:
@@ -241,7 +241,7 @@ class App:
                 self.ownership.end_update(weight_epoch, version, is_base=is_base)
             except Exception as error:
                 self._metrics.pushes.labels(kind=kind, outcome="failed").inc()
-                self._print_line(f"{kind} update failed: {printable(error, max_characters=wire.LONGEST_REFUSAL)}")
+                self._print_line(f"{kind} update failed: {one_line(error, max_characters=wire.LONGEST_REFUSAL)}")
                 raise
         seconds = time.monotonic() - started
         self._metrics.pushes.labels(kind=kind, outcome="came").inc()

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from megatron_grpo.base.errors import ConfigError, config_error
-from megatron_grpo.data.image_processing import ImageProcessorSpec, decoded
+from megatron_grpo.data.image_processing import ImageProcessorSpec, decode_image
 from megatron_grpo.rollout import vllm_patches, vllm_requests
 from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.rollout.engine import SamplingSettings
@@ -144,7 +144,7 @@ class ServedEngine:
             )
             prompt = await self._prompt(request.ids, request.images, image_data or {}, bounds)
             output = await self._ask(prompt, params, index)
-            if request.images and (difference := vllm_requests.difference(output, request.ids)):
+            if request.images and (difference := vllm_requests.prompt_difference(output, request.ids)):
                 return wire.GenerateLine(key=request.key, error=f"{difference}.")
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.GenerateLine(key=request.key, error=str(error))
@@ -187,7 +187,7 @@ class ServedEngine:
                 (await self._prompt(part, images, image_data, body.bounds), params) for part, params in vllm_requests.scoring_requests(ids)
             ]
             fresh, cached = [await self._ask(prompt, params, index) for prompt, params in prompts]
-            if images and (difference := vllm_requests.difference(fresh, ids)):
+            if images and (difference := vllm_requests.prompt_difference(fresh, ids)):
                 raise ValueError(difference)
             return tuple(vllm_requests.scores(ids, fresh, cached))
 
@@ -209,7 +209,7 @@ class ServedEngine:
             ids: Token IDs of the sequence.
             index: Index of the sequence in its body, as in `answer`.
         """
-        return vllm_requests.whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.whole_request(), index))
+        return vllm_requests.sequence_logprobs(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.scoring_params(), index))
 
     async def _prompt(
         self, ids: Sequence[int], images: Sequence[wire.PlacedImage], image_data: Mapping[str, bytes], bounds: wire.PixelBounds | None
@@ -219,7 +219,7 @@ class ServedEngine:
             return {"prompt_token_ids": list(ids)}
         if bounds is None or not self.limit_images:
             raise ValueError("the model does not support images" if bounds else "images were sent without size bounds")
-        files = [await asyncio.to_thread(decoded, image_data[image.key]) for image in images]
+        files = [await asyncio.to_thread(decode_image, image_data[image.key]) for image in images]
         size = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
         return vllm_requests.prompt_with(ids, [(image.place, image.tokens) for image in images], files, mm_processor_kwargs={"size": size})
 

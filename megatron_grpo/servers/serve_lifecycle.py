@@ -23,14 +23,14 @@ from typing import Any
 
 from megatron_grpo.base.cleanup import CleanUp, die_with_parent
 from megatron_grpo.base.errors import EXIT_DONE, RunError, config_error
-from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.checkpoint.fingerprints import model_fingerprint
 from megatron_grpo.config import ParsedConfig, remote_code
 from megatron_grpo.config.config import ServeConfig
 from megatron_grpo.config.servers import TOKEN_VARIABLE
 from megatron_grpo.data.chat import load_tokenizer, vocabulary_of
 from megatron_grpo.servers.serve_settings import ServeSettings, check_serving
-from megatron_grpo.weights.shape import flat
+from megatron_grpo.weights.shape import flat_values
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 SAY_EVERY = 10.0  # seconds between two progress lines while the model loads
@@ -62,7 +62,7 @@ def serve(parsed: ParsedConfig) -> int:
     os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes do not need it
     listener = take_port(serving.cfg.serve)
     with CleanUp(listener.close) as clean_up:
-        address = f"{serving.scheme}://{reachable(serving.cfg.serve.host)}:{listener.getsockname()[1]}"
+        address = f"{serving.scheme}://{reachable_host(serving.cfg.serve.host)}:{listener.getsockname()[1]}"
         if warning := _in_the_clear(serving, address):
             _print_line(warning)
         if serving.cfg.model.trust_remote_code and (code := remote_code.warning_of(serving.model_path)):
@@ -71,7 +71,7 @@ def serve(parsed: ParsedConfig) -> int:
             with _stopped_by_signals(), _progress(serving):
                 from megatron_grpo.servers.serve_engine import ServedEngine
 
-                let_no_child_outlive()
+                bind_children_to_parent()
                 engine = ServedEngine.build(serving)
         except _Stopped:
             _print_line("stopped while the model was loading")
@@ -87,7 +87,7 @@ async def _answer(serving: ServeSettings, engine: Any, listener: Listener, addre
     cfg = serving.cfg.serve
     app = _app(serving, engine)
     server = _http(app.asgi(serving.token, listener.has_shown_the_token), cfg)
-    asyncio.get_running_loop().set_exception_handler(now_and_then())
+    asyncio.get_running_loop().set_exception_handler(rate_limited_handler())
     was_asked = asyncio.Event()
     for number in STOPPING:
         asyncio.get_running_loop().add_signal_handler(number, was_asked.set)
@@ -98,7 +98,7 @@ async def _answer(serving: ServeSettings, engine: Any, listener: Listener, addre
             raise RunError(f"The server cannot listen: {answering.exception() or 'see the error of uvicorn above'}.")
         await asyncio.sleep(0.01)
     if cfg.address_file is not None:
-        write_whole(cfg.address_file, address + "\n")
+        atomic_write_text(cfg.address_file, address + "\n")
         clean_up.add(lambda: _remove(Path(str(cfg.address_file)), address))
     kind = "ready, frozen," if cfg.frozen else "ready"
     adapters_text = f", adapters up to rank {engine.adapter_rank}" if engine.adapter_rank else ""
@@ -123,7 +123,7 @@ def _app(serving: ServeSettings, engine: Any) -> Any:
 
     common: dict[str, Any] = dict(
         model=str(serving.model_path),
-        shape=flat(serving.shape),
+        shape=flat_values(serving.shape),
         metrics=ServerMetrics(),
         tells_metrics=serving.cfg.serve.metrics,
         print_line=_print_line,
@@ -200,7 +200,7 @@ class Listener(socket.socket):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def now_and_then() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+def rate_limited_handler() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
     """Return an asyncio exception handler that logs the same error at most once in `SILENCE` seconds.
 
     Without file descriptors, accepting connections alone would log thousands of errors per second.
@@ -257,7 +257,7 @@ def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
     return listener
 
 
-def reachable(host: str) -> str:
+def reachable_host(host: str) -> str:
     """Return the host name, in URL form, by which other machines reach a server.
 
     Args:
@@ -349,7 +349,7 @@ class ParentBoundProcess(context.SpawnProcess):
         return _begin, (os.getpid(),), self.__dict__
 
 
-def let_no_child_outlive() -> None:
+def bind_children_to_parent() -> None:
     """Make every process that `multiprocessing` spawns from now on an `ParentBoundProcess`.
 
     The thread that starts such a process must live as long as the process.
@@ -359,7 +359,7 @@ def let_no_child_outlive() -> None:
 
 def _begin(parent: int) -> ParentBoundProcess:
     die_with_parent(parent)
-    let_no_child_outlive()
+    bind_children_to_parent()
     from megatron_grpo.rollout import vllm_patches
 
     vllm_patches.quiet()

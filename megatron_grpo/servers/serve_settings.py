@@ -17,7 +17,7 @@ from megatron_grpo.config import ParsedConfig, remote_code
 from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.config.engine_kwargs import PASSED_ON
 from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.config.rules import Rule, broken, changed, given, in_typed_names, settings_of
+from megatron_grpo.config.rules import Rule, broken_rules, changed, in_typed_names, settings_of, typed_fields
 from megatron_grpo.config.servers import TOKEN_VARIABLE, default_token_file, read_private
 from megatron_grpo.config.table import table
 from megatron_grpo.config.validation import RANGE
@@ -80,8 +80,11 @@ def check_serving(parsed: ParsedConfig) -> ServeSettings:
     """
     cfg = parsed.config
     c = settings_of(cfg, among=[name for name in table() if name in READ and name != "seed"])
-    broken_rules = [*broken(RULES, c), *(problem for problem in broken(PASSED_ON, c) if set(problem.flags) & READ)]
-    problems = [*parsed.problems, *(in_typed_names(cfg, problem) for problem in broken_rules if not set(problem.flags) & parsed.unreadable)]
+    rule_problems = [*broken_rules(RULES, c), *(problem for problem in broken_rules(PASSED_ON, c) if set(problem.flags) & READ)]
+    problems = [
+        *parsed.problems,
+        *(in_typed_names(cfg, problem) for problem in rule_problems if not set(problem.flags) & parsed.unreadable),
+    ]
     if find_spec("vllm") is None:
         problems.append(problem_with("serve", "serve needs vLLM, which is not installed: install the extra `vllm`, or `cpu`."))
     model = token = None
@@ -174,7 +177,8 @@ RULES = (
     Rule("ssl_certfile", _bad_certificate,
          "ssl_certfile ({ssl_certfile}){key} cannot be used: {reason}. Use PEM files, and a key without a password."),
     Rule("address_file", _bad_address_file, "address_file ({path}){wrong}."),
-    Rule("frozen {name}", lambda c: c.frozen and [one for one in changed(c, "tuner_type", "router_replay_mode") if given(c, one["name"])],
+    Rule("frozen {name}", lambda c: c.frozen and [one for one in changed(c, "tuner_type", "router_replay_mode") if typed_fields(c,
+    one["name"])],
          "{name} ({value}) has no effect with frozen true: a frozen server accepts no weight updates and does not sample. Leave it out.",
          lambda c: {c.name: [c.off]}),
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, printable, problem_with
+from megatron_grpo.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, one_line, problem_with
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_context
 from megatron_grpo.config.sampling_mask import max_mask_tokens
@@ -26,8 +26,18 @@ from megatron_grpo.config.servers import Address, addresses_of, read_token
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import CONNECT, Server, ServerGoneError, ServerRefusedError, begun, run_name, together, trust_of, within
-from megatron_grpo.weights.shape import ModelShape, flat
+from megatron_grpo.servers.http import (
+    CONNECT,
+    Server,
+    ServerGoneError,
+    ServerRefusedError,
+    gather_results,
+    run_name,
+    start_coroutine,
+    trust_of,
+    with_timeout,
+)
+from megatron_grpo.weights.shape import ModelShape, flat_values
 
 SECONDS_BETWEEN_SIGNS = 10.0  # between heartbeats to servers, and between two log lines while waiting
 SECONDS_BETWEEN_TRIES = 0.25
@@ -71,7 +81,7 @@ class ServerRequirements:
     """Requirements that a rollout server must meet for this run."""
 
     max_model_len: int  # prompt plus completion, in tokens
-    shape: Mapping[str, Any] = field(default_factory=dict)  # `flat` of the model that is synced; {}: not compared
+    shape: Mapping[str, Any] = field(default_factory=dict)  # `flat_values` of the model that is synced; {}: not compared
     adapter_rank: int = 0  # LoRA rank that it must support; 0: no adapters are synced
     returns_experts: bool = False  # completions must include the experts that their tokens were routed to
     limit_images: int = 0  # images per prompt
@@ -149,7 +159,7 @@ def needs_of(
     """
     return ServerRequirements(
         max_model_len=longest_context(cfg, longest_prompt),
-        shape=flat(shape),
+        shape=flat_values(shape),
         adapter_rank=lora.slot_rank if lora else 0,
         returns_experts=cfg.grpo.router_replay_mode == "R3",
         limit_images=max(1, max_images) if image_spec else 0,  # at least 1, for the probe sequence with an image
@@ -171,14 +181,14 @@ def problems_with_servers(cfg: Config, requirements: ServerRequirements) -> list
     token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
     servers = [Server(address, token=token, incarnation="", trust=trust) for address in addresses_of(cfg.rollout)]
     run, problems = run_name(Path(cfg.run.output_dir)), []
-    for server, call in [(server, begun(within(2 * CONNECT, look_at(server)))) for server in servers]:
+    for server, call in [(server, start_coroutine(with_timeout(2 * CONNECT, request_state(server)))) for server in servers]:
         with suppress(ServerGoneError):  # not started yet: the run waits for it
             state, sentence = call.result()
             if state is not None:
                 sentence = requirements.problem(state)
                 if state.owner not in (None, run):
                     sentence = (
-                        f"belongs to another run, {printable(state.owner, repr)}. Wait until that run ends, or use other servers; a server "
+                        f"belongs to another run, {one_line(state.owner, repr)}. Wait until that run ends, or use other servers; a server "
                         f"is released {wire.LEASE_SECONDS:.0f} s after its run was killed"
                     )
             if sentence:
@@ -186,7 +196,7 @@ def problems_with_servers(cfg: Config, requirements: ServerRequirements) -> list
     return problems
 
 
-async def look_at(server: Server) -> tuple[wire.ServerState | None, str | None]:
+async def request_state(server: Server) -> tuple[wire.ServerState | None, str | None]:
     """Request the state of a server without claiming it.
 
     Args:
@@ -215,7 +225,7 @@ class ServerGroup(ABC):
         server_at: Makes the client of an address.
         timeout: Longest wait for servers in seconds.
         waits_for_all: Whether the first `gather` waits for all servers.
-        print_line: Prints a line for the user; default: `print_now`.
+        print_line: Prints a line for the user; default: `print_stderr`.
     """
 
     WHOM = ""  # name of the servers in log lines
@@ -233,7 +243,7 @@ class ServerGroup(ABC):
         print_line: Callable[[str], None] | None = None,
     ):
         self._addresses, self._server_at = addresses, server_at
-        self.timeout, self.print_line = timeout, print_line or print_now
+        self.timeout, self.print_line = timeout, print_line or print_stderr
         self.members: dict[Address, ServerHandle] = {}
         self._has_begun, self._waits_for_all = False, waits_for_all
         self.should_cancel: Callable[[], bool] = lambda: False  # True if the run is to stop: then waits end
@@ -258,16 +268,18 @@ class ServerGroup(ABC):
                 waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
                 if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
                     if missing and not self._has_begun and self.SAYS_WHO_IS_MISSING:
-                        self.print_line(f"starting without {named(missing)}; they are used as soon as they respond")
+                        self.print_line(f"starting without {names_with_reasons(missing)}; they are used as soon as they respond")
                     self._has_begun = True
                     return self.used
                 if self.should_cancel():
                     raise CancelledError(f"cancelled while waiting for {self.WHOM}")
                 if waited > self.timeout:
-                    raise NoRolloutServerError(f"{self.NONE} responded within {self.timeout:g} s (vllm_server_timeout): {named(missing)}")
+                    raise NoRolloutServerError(
+                        f"{self.NONE} responded within {self.timeout:g} s (vllm_server_timeout): {names_with_reasons(missing)}"
+                    )
                 if time.monotonic() >= next_token + SECONDS_BETWEEN_SIGNS:
                     next_token = time.monotonic()
-                    self.print_line(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
+                    self.print_line(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {names_with_reasons(missing)}")
                 time.sleep(SECONDS_BETWEEN_TRIES)  # polling, since servers do not announce themselves
 
     def lose(self, member: ServerHandle, error: Exception, *, claim: int | None = None) -> bool:
@@ -344,7 +356,7 @@ class TrainingServerGroup(ServerGroup):
     def __init__(self, *args: Any, run: str, incarnation: str, requirements: ServerRequirements, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._claim, self.needs = wire.ClaimRequest(run=run, incarnation=incarnation), requirements
-        self._staying = begun(self._stay_owner())
+        self._staying = start_coroutine(self._stay_owner())
 
     # ---- claims
 
@@ -356,11 +368,11 @@ class TrainingServerGroup(ServerGroup):
             if not self._has_begun:
                 raise config_error("vllm_server_host", f"servers: {error}.") from error
             self.print_line(f"servers: {error}")  # the known servers remain
-        together(self._take_up(member) for member in self.members.values() if not member.is_silent)
+        gather_results(self._take_up(member) for member in self.members.values() if not member.is_silent)
 
     async def _take_up(self, member: ServerHandle) -> None:
         try:
-            state = await within(3 * CONNECT, self._claimed(member))
+            state = await with_timeout(3 * CONNECT, self._claimed(member))
         except LOST as error:
             member.give_up(error)
             return
@@ -399,7 +411,7 @@ class TrainingServerGroup(ServerGroup):
 
     async def _sign(self, member: ServerHandle) -> None:
         try:
-            await within(2 * CONNECT, member.server.state(as_owner=member.state is not None))
+            await with_timeout(2 * CONNECT, member.server.state(as_owner=member.state is not None))
             member.is_silent = False
         except ServerRefusedError:
             member.is_silent = False
@@ -409,14 +421,14 @@ class TrainingServerGroup(ServerGroup):
     def close(self) -> None:
         """Release all servers, so that another run can claim them at once."""
         self._staying.cancel()
-        together(self._release(member) for member in self.members.values() if member.state is not None and not member.is_silent)
+        gather_results(self._release(member) for member in self.members.values() if member.state is not None and not member.is_silent)
 
     async def _release(self, member: ServerHandle) -> None:
         with suppress(*LOST):  # it has stopped, or another run owns it
-            await within(CONNECT, member.server.call("POST", "/release", wire.EmptyBody(), timeout=CONNECT))
+            await with_timeout(CONNECT, member.server.call("POST", "/release", wire.EmptyBody(), timeout=CONNECT))
 
 
-def named(members: Sequence[ServerHandle]) -> str:
+def names_with_reasons(members: Sequence[ServerHandle]) -> str:
     """Return the names of servers for a log line, each with the reason why it is not used.
 
     Args:
@@ -425,7 +437,7 @@ def named(members: Sequence[ServerHandle]) -> str:
     return "; ".join(f"{member} ({member.trouble})" for member in members) or "no server has written its address yet"
 
 
-def print_now(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print a line for the user on stderr.
 
     Args:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.rollout.turns import Key, SampledTurn
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import begun
+from megatron_grpo.servers.http import start_coroutine
 from megatron_grpo.servers.requests import MOST_DEATHS, generate
 from megatron_grpo.servers.server_group import ServerHandle, TrainingServerGroup
 
@@ -70,11 +70,11 @@ class ServerTurns:
             NoServerError: Turns are open and no server is left.
             RunError: A turn cannot be sampled by any server.
         """
-        return begun(self._polled()).result()
+        return start_coroutine(self._polled()).result()
 
     def abandon(self) -> None:
         """Cancel all open turns."""
-        begun(self._end()).result()
+        start_coroutine(self._end()).result()
 
     # ---- on the event loop
 

@@ -31,8 +31,8 @@ from megatron_grpo.rollout.experts import InvalidRoutingError, of_group
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import SECONDS_BETWEEN_LOOKS, Key, Player, wait_together
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import Server, named_run, new_incarnation, run_name, trust_of
-from megatron_grpo.servers.requests import GenerationRequest, ImagesToSend, on_the_wire
+from megatron_grpo.servers.http import Server, new_incarnation, run_name, run_name_of, trust_of
+from megatron_grpo.servers.requests import GenerationRequest, ImagesToSend, placed_images
 from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
 from megatron_grpo.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.servers.weight_broadcast import WeightBroadcaster
@@ -123,7 +123,7 @@ class ServerEngine:
             incarnation, token, trust = new_incarnation(), read_token(cfg), trust_of(cfg.vllm_server_ca)
             is_new = run_name(output_dir) is None
             server_group = TrainingServerGroup(
-                partial(addresses_of, cfg), partial(Server, token=token, incarnation=incarnation, trust=trust), run=named_run(output_dir),
+                partial(addresses_of, cfg), partial(Server, token=token, incarnation=incarnation, trust=trust), run=run_name_of(output_dir),
                 incarnation=incarnation, requirements=requirements, timeout=cfg.vllm_server_timeout, waits_for_all=is_new,
             )  # fmt: skip
             bucket_bytes = (cfg.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[device.type]) * MIB
@@ -236,7 +236,7 @@ class ServerEngine:
                 turns.abandon()
                 raise
             self._deaths.clear()
-            parts.update(dealt(player.groups()))
+            parts.update(round_robin(player.groups()))
             return 0
 
         self._require_all(play, "{} turns are not sampled", "{} turns are not sampled")
@@ -343,7 +343,7 @@ class ServerGenerationFuture:
         is_anew, self._was_heard = self._was_heard, True
         self._engine.resume_request(self._question, is_anew=is_anew)
         answers = [] if self._question is None else [self._question.answers[prompt.number] for prompt in self._prompts]
-        local = [sampled for part in collectives.exchange(dealt(answers)) for sampled in part]
+        local = [sampled for part in collectives.exchange(round_robin(answers)) for sampled in part]
         prompts = self._prompts[collectives.rank() :: collectives.num_ranks()]
         return [
             _group(prompt, sampled, returns_experts=self._engine.returns_experts) for prompt, sampled in zip(prompts, local, strict=True)
@@ -358,7 +358,7 @@ class ServerGenerationFuture:
         return 0.0 if self._question is None else self._question.seconds
 
 
-def dealt(values: Sequence[Value]) -> dict[int, Sequence[Value]]:
+def round_robin(values: Sequence[Value]) -> dict[int, Sequence[Value]]:
     """Deal things to the ranks that score them, round-robin.
 
     Args:
@@ -373,7 +373,7 @@ def dealt(values: Sequence[Value]) -> dict[int, Sequence[Value]]:
 def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Request:
     return wire.Request(
         key=str(prompt.number), ids=tuple(prompt.token_ids), seed=prompt_seed(seed, prompt.number, sampling.n), n=sampling.n,
-        max_tokens=sampling.max_completion_length, images=on_the_wire(prompt.images),
+        max_tokens=sampling.max_completion_length, images=placed_images(prompt.images),
     )  # fmt: skip
 
 

@@ -21,9 +21,9 @@ from megatron_grpo.config.evaluation import longest_context
 from megatron_grpo.config.servers import read_token, teacher_addresses
 from megatron_grpo.data.chat import vocabulary_of
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import CONNECT, Server, ServerGoneError, together, trust_of, within
+from megatron_grpo.servers.http import CONNECT, Server, ServerGoneError, gather_results, trust_of, with_timeout
 from megatron_grpo.servers.requests import Calls, Chunk
-from megatron_grpo.servers.server_group import ServerGroup, ServerHandle, look_at, named
+from megatron_grpo.servers.server_group import ServerGroup, ServerHandle, names_with_reasons, request_state
 from megatron_grpo.types import TokensToScore
 from megatron_grpo.weights.shape import ModelShape
 
@@ -143,7 +143,7 @@ class TeacherServerGroup(ServerGroup):
             self._read_addresses()
         except ValueError as error:
             raise config_error(FLAG, f"{FLAG}: {error}.") from error
-        members = together(map(self._look_at, self.members.values()))
+        members = gather_results(map(self._look_at, self.members.values()))
         troubled = [member for member in members if member is not None and member.trouble is not None]
         return [problem_with(FLAG, f"Teacher server {member} {member.trouble}.") for member in troubled]
 
@@ -162,7 +162,7 @@ class TeacherServerGroup(ServerGroup):
     async def _look_at(self, member: ServerHandle) -> ServerHandle | None:
         """Update the state of a server. Returns it if it answered, else None."""
         try:
-            state, member.trouble = await within(2 * CONNECT, look_at(member.server))
+            state, member.trouble = await with_timeout(2 * CONNECT, request_state(member.server))
         except ServerGoneError as error:
             member.trouble = str(error)
             return None
@@ -200,7 +200,7 @@ class TeacherServerGroup(ServerGroup):
             if request.hangs and request.num_answered == num_before:
                 raise NoRolloutServerError(
                     f"No teacher server has scored a sequence for {self.timeout:g} s (vllm_server_timeout): "
-                    f"{named(list(self.members.values()))}"
+                    f"{names_with_reasons(list(self.members.values()))}"
                 )
         return request.answers()
 

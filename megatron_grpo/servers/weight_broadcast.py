@@ -14,8 +14,8 @@ import torch
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.rollout.engine import ReceiverChangedError, WeightSyncError
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import ServerRefusedError, answer_of, begun, within
-from megatron_grpo.servers.requests import ImagesToSend, on_the_wire
+from megatron_grpo.servers.http import ServerRefusedError, answer_of, start_coroutine, with_timeout
+from megatron_grpo.servers.requests import ImagesToSend, placed_images
 from megatron_grpo.servers.server_group import LOST, ServerHandle, TrainingServerGroup
 from megatron_grpo.servers.weight_transfer import LinkError, Rendezvous, WeightSender, local_address
 from megatron_grpo.types import Sequence as TokenSequence
@@ -65,7 +65,7 @@ class WeightBroadcaster:
         """
         members = self._members()
         link = self._link_of(members)
-        calls = [(member, begun(self._order(member, update, link.name))) for member in members]
+        calls = [(member, start_coroutine(self._order(member, update, link.name))) for member in members]
         try:
             link.send(update.tensors, self.bucket_bytes)
         except LinkError as error:
@@ -100,11 +100,11 @@ class WeightBroadcaster:
         images = [sequence.images for sequence in sequences]
         to_send = ImagesToSend.of(images, image_spec)
         body = wire.ScoreRequest(
-            sequences=tuple(tuple(sequence.token_ids.tolist()) for sequence in sequences), images=tuple(map(on_the_wire, images)),
+            sequences=tuple(tuple(sequence.token_ids.tolist()) for sequence in sequences), images=tuple(map(placed_images, images)),
             image_data=to_send.but((), to_send.image_data), bounds=to_send.bounds,
         )  # fmt: skip
         scores_by_server: dict[str, list[list[float]]] = {}
-        calls = [(member, begun(within(SCORE_SECONDS, self._scores_of(member, body)))) for member in self._members()]
+        calls = [(member, start_coroutine(with_timeout(SCORE_SECONDS, self._scores_of(member, body)))) for member in self._members()]
         is_any_lost = False
         for member, call in calls:
             try:
@@ -144,7 +144,7 @@ class WeightBroadcaster:
             body = wire.JoinRequest(
                 address=address, port=self._rendezvous.port, first_rank=first, world=world, name=name, seconds=self.link_seconds
             )
-            calls.append((member, begun(member.server.call("POST", "/join", body, timeout=self.link_seconds + 5))))
+            calls.append((member, start_coroutine(member.server.call("POST", "/join", body, timeout=self.link_seconds + 5))))
             first += member.state.world_size
         link, broke = None, None
         try:

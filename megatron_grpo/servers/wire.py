@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from megatron_grpo.base.errors import printable
+from megatron_grpo.base.errors import one_line
 from megatron_grpo.types import SamplingMask
 
 INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server; the response is 409 if another one owns it now
@@ -36,7 +36,7 @@ class MalformedMessageError(ValueError):
     """
 
     def __init__(self, sentence: str):
-        super().__init__(printable(sentence))
+        super().__init__(one_line(sentence))
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,7 +169,7 @@ class ServerState(Message, frozen=True):
     max_model_len: int  # limit for prompt plus completion in tokens
     max_num_seqs: int  # sequences decoded concurrently, by all engines of the server
     adapter_rank: int  # largest supported LoRA rank; 0: no adapters
-    shape: dict[str, Any] = {}  # `weights.shape.flat` of its model; {}: unknown
+    shape: dict[str, Any] = {}  # `weights.shape.flat_values` of its model; {}: unknown
     returns_experts: bool = False  # completions include the experts that their tokens were routed to
     limit_images: int = 0  # images per prompt; 0: text only
     max_pixels: int = 0  # per image
@@ -214,7 +214,7 @@ class GenerateLine(Message, frozen=True, omit_defaults=True, eq=False):
 
     def __post_init__(self) -> None:
         if self.error is not None:
-            msgspec.structs.force_setattr(self, "error", printable(self.error, max_characters=LONGEST_REFUSAL))
+            msgspec.structs.force_setattr(self, "error", one_line(self.error, max_characters=LONGEST_REFUSAL))
 
 
 class PromptLogprobsRequest(Message, frozen=True):
@@ -399,6 +399,6 @@ def decode_error(body: bytes) -> str:
         body: Body of a response whose status is not 200. If it does not come from a rollout server, its beginning is returned.
     """
     try:
-        return printable(decode(_Error, body).error, max_characters=LONGEST_REFUSAL)
+        return one_line(decode(_Error, body).error, max_characters=LONGEST_REFUSAL)
     except MalformedMessageError:
-        return printable(body.decode(errors="replace"), max_characters=200) or "no reason was given"
+        return one_line(body.decode(errors="replace"), max_characters=200) or "no reason was given"

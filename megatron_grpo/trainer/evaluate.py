@@ -17,7 +17,7 @@ import numpy as np
 from megatron_grpo.config.evaluation import SUM, EvalSampling
 from megatron_grpo.grpo.advantages import total_rewards
 from megatron_grpo.metrics.evaluations import EACH, EvaluationResult
-from megatron_grpo.metrics.rollout import counted_in, joined, said_in
+from megatron_grpo.metrics.rollout import count_columns, join_columns, text_columns
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.trainer.reward_manager import RewardManager, gather_metadata
@@ -138,14 +138,14 @@ class Evaluator:
         """Return all completions by column, in the order of the prompts, on rank 0. Collective."""
         parts = collectives.gather_object({position: self._columns(scored) for position, scored in local.items()})
         groups = {position: columns for part in parts or [] for position, columns in part.items()}
-        return joined([groups[position] for position in sorted(groups)])
+        return join_columns([groups[position] for position in sorted(groups)])
 
     def _columns(self, scored: ScoredGroup) -> dict[str, list[Any]]:
         rewards = {
             f"rewards/{name}": [None if value is None else float(value) for value in rewards]
             for name, rewards in zip(self.reward_manager.names, zip(*scored.rewards, strict=True), strict=True)
         }
-        return {**said_in(scored.group), **rewards, **counted_in(scored.group)}
+        return {**text_columns(scored.group), **rewards, **count_columns(scored.group)}
 
 
 def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[GroupMetadata]) -> dict[str, float]:

@@ -122,8 +122,8 @@ class CompletionIds(Sequence[list[int]]):
 def as_batch(groups: Sequence[Group], *, positions: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
     """Return the completions of all groups in TRL's shape.
 
-    A column that a row lacks is None there. A failed episode is left out: it is not scored. For other episodes the columns of `of_episodes`
-    are added.
+    A column that a row lacks is None there. A failed episode is left out: it is not scored. For other episodes the columns of
+    `episode_columns` are added.
 
     Args:
         groups: The groups.
@@ -145,7 +145,7 @@ def as_batch(groups: Sequence[Group], *, positions: Sequence[int] | None = None,
         completions=[_completion_argument(prompt, completion) for prompt, _, _, completion in rows],
         completion_ids=CompletionIds([completion for *_, completion in rows]),
         columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names}
-        | (of_episodes(records) if records else {})
+        | (episode_columns(records) if records else {})
         | {name: [(completion.columns or {}).get(name) for *_, completion in rows] for name in own_columns},
         labels=[f"row {row} of the rollout (data-set row {prompt.row}, completion number {number})" for prompt, row, number, _ in rows],
         trainer_state=trainer_state,
@@ -163,7 +163,7 @@ def _completion_argument(prompt: Prompt, completion: Completion) -> Any:
     return [dict(message) for message in record.messages[record.num_opening :]]
 
 
-def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
+def episode_columns(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
     """Return the columns that reward functions get for episodes, besides their completions.
 
     Args:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def result(
+def dynamic_sampling(
     take: Callable[[int], list[Prompt]],
     give_back: Callable[[int], None],
     generate: Callable[[Sequence[Prompt]], Iterable[GroupMetadata]],
@@ -294,7 +294,7 @@ class Rollouts:
 
     def _dynamic_sampling(self) -> tuple[DynamicSamplingResult, dict[int, ScoredGroup]]:
         cfg = self.cfg
-        reaped = result(
+        reaped = dynamic_sampling(
             self.prompts.take,
             self.prompts.give_back,
             self.generator,

@@ -63,7 +63,7 @@ class ScoredRows:
     experts: dict[RowKey, np.ndarray] | None
 
 
-def emptied(sample: Sample) -> Sample:
+def without_training(sample: Sample) -> Sample:
     """Return the sample without anything that trains. It still counts in N.
 
     Args:
@@ -265,7 +265,7 @@ class SampleBuffer:
             samples = {key: replace(sample, experts=scored.experts[key]) for key, sample in samples.items()}
         invalid = self._rows_with_invalid_logprobs(scored.logprobs)
         scored_samples = {
-            key: emptied(sample) if key in invalid else sample.with_old_logprobs(scored.logprobs[key], "recompute")
+            key: without_training(sample) if key in invalid else sample.with_old_logprobs(scored.logprobs[key], "recompute")
             for key, sample in samples.items()
         }
         moved = self._with_dp_ranks(due, scored.rows.rows.dp_rank, scored_samples)
@@ -323,7 +323,7 @@ class SampleBuffer:
         for number, micro_spec in enumerate(micro_specs[self.parallel.dp_rank]):
             of_micro = list(micro_spec.rows)
             samples = [
-                local[rollout, row] if i < num_trained else emptied(local[rollout, row])
+                local[rollout, row] if i < num_trained else without_training(local[rollout, row])
                 for i, (rollout, row) in zip(of_micro, keys[of_micro].tolist(), strict=True)
             ]
             micro_batches.append(collate_samples(

@@ -216,7 +216,7 @@ def num_collectives(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
     return sum(bucket.num_collectives(ranks) for bucket in buckets)
 
 
-def most_bytes(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
+def peak_bytes(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
     """Return the peak bytes of two buckets on a rank: one being received by the sampler, and the next in transit.
 
     Args:

@@ -205,7 +205,7 @@ def fields_of(architecture: str) -> dict[str, tuple[str, Any]]:
     return {**_TABLE["every family"], **_TABLE["families"].get(architecture, {}).get("fields", {})}
 
 
-def as_the_class_reads(config: Config, architecture: str, require: Callable[[bool, str], None]) -> dict[str, Any]:
+def with_class_defaults(config: Config, architecture: str, require: Callable[[bool, str], None]) -> dict[str, Any]:
     """Return config.json under the field names of its config class, with the class's defaults filled in.
 
     Args:

@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_grpo.base.errors import ConfigError, Problem
-from megatron_grpo.base.files import directory_whole
+from megatron_grpo.base.files import atomic_directory
 from megatron_grpo.config.remote_code import files_named
 from megatron_grpo.weights.families import FAMILIES, family_of
 from megatron_grpo.weights.shape import ModelShape, read_config
-from megatron_grpo.weights.stored import INDEX, SINGLE, stored_names, wrong
+from megatron_grpo.weights.stored import INDEX, SINGLE, file_error, stored_names
 
 # Names of experts in transformers 5, which keeps all experts in one tensor and may write them so.
 _FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")
@@ -65,7 +65,7 @@ class HfReader:
             stored, cut = self._parts[name]
             return cut(self._open(stored).get_slice(stored))
         if name not in self._stored:
-            raise wrong(f"{self.directory} has no tensor {name}.")
+            raise file_error(f"{self.directory} has no tensor {name}.")
         return self._open(self._stored[name]).get_tensor(self._stored[name])
 
     def _open(self, name: str) -> safe_open:
@@ -120,7 +120,7 @@ def check_tied_head(reader: HfReader) -> None:
         )
     else:
         difference_text = f"their shapes are {tuple(head_weight.shape)} and {tuple(embedding_weight.shape)}"
-    raise wrong(
+    raise file_error(
         f"config.json sets tie_word_embeddings (explicitly or by the family's default), but {head} differs from {embedding}: "
         f"{difference_text}. "
         f"vLLM and transformers use the stored head. Set tie_word_embeddings to false in {reader.directory / 'config.json'} to train "
@@ -132,7 +132,7 @@ def _open_safetensors(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise wrong(f"{path} cannot be read as safetensors ({error}); it is damaged or was not downloaded completely.") from error
+        raise file_error(f"{path} cannot be read as safetensors ({error}); it is damaged or was not downloaded completely.") from error
 
 
 _STORED = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj(_bias|)")
@@ -236,7 +236,7 @@ _AS_IN_SOURCE = (".linear_attn.A_log", ".linear_attn.dt_bias", ".linear_attn.nor
 
 @contextmanager
 def checkpoint_directory(out: Path) -> Iterator[Path]:
-    """Write a directory with `files.directory_whole`, as a context manager.
+    """Write a directory with `files.atomic_directory`, as a context manager.
 
     Args:
         out: Final directory.
@@ -245,7 +245,7 @@ def checkpoint_directory(out: Path) -> Iterator[Path]:
         ConfigError: `out` exists and is something else.
     """
     try:
-        with directory_whole(out) as partial:
+        with atomic_directory(out) as partial:
             yield partial
     except FileExistsError as error:
         raise ConfigError([Problem(flags=("output_dir",), message=str(error))]) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
-from megatron_grpo.weights.families import FAMILIES, ModelFamily, as_the_class_reads, family_of, text_config
+from megatron_grpo.weights.families import FAMILIES, ModelFamily, family_of, text_config, with_class_defaults
 from megatron_grpo.weights.sizes import Activation, DeltaNetShape, LayerKind, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
 from megatron_grpo.weights.traits import KINDS
 from megatron_grpo.weights.vision_towers import vision_of, with_axes, without_axes
@@ -70,7 +70,7 @@ class ModelShape:
         if family.tower:
             config = without_axes(text_config(outer_config))
         reader, architecture = _Config(), config["architectures"][0]
-        config = as_the_class_reads(config, architecture, reader.require)
+        config = with_class_defaults(config, architecture, reader.require)
         reader.rope_numbers(config)
         reader.require(
             not config.get("quantization_config"),
@@ -229,7 +229,7 @@ _POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "ori
 _ROPE_FLOATS = (*_POSITIVE, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 
-def flat(shape: ModelShape) -> dict[str, Any]:
+def flat_values(shape: ModelShape) -> dict[str, Any]:
     """Return everything that decides what a model computes as JSON values by dotted name (`rope.theta`).
 
     `max_position_embeddings` is set to 0 so that it does not matter in comparisons.

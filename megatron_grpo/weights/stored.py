@@ -36,7 +36,7 @@ def stored_names(directory: str | Path) -> dict[str, str]:
         file_of_name = _index(index)
         files = sorted(set(file_of_name.values()))
         if absent := [file for file in files if not (directory / file).is_file()]:
-            raise wrong(f"{index} names {len(files)} files, of which {len(absent)} are missing: {', '.join(absent[:5])}.")
+            raise file_error(f"{index} names {len(files)} files, of which {len(absent)} are missing: {', '.join(absent[:5])}.")
         for file in files:
             stored_shapes(directory / file)
         return file_of_name
@@ -44,7 +44,7 @@ def stored_names(directory: str | Path) -> dict[str, str]:
     if not single.is_file():
         other_formats = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         hint = f" It has {other_formats[0]}: convert it to safetensors first (transformers' save_pretrained does)." if other_formats else ""
-        raise wrong(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
+        raise file_error(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
     return dict.fromkeys(stored_shapes(single), SINGLE)
 
 
@@ -52,9 +52,9 @@ def _index(path: Path) -> dict[str, str]:
     try:
         weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise wrong(f"{path} is not a checkpoint index: {type(error).__name__}: {error}.") from error
+        raise file_error(f"{path} is not a checkpoint index: {type(error).__name__}: {error}.") from error
     if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
-        raise wrong(
+        raise file_error(
             f"{path} is not a checkpoint index: its weight_map {'has a file name that is not a string' if weight_map else 'is empty'}."
         )
     return weight_map
@@ -83,14 +83,16 @@ def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ..
             end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
-            raise wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.", flag) from None
+            raise file_error(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.", flag) from None
     expected_size = 8 + length + end
     if size != expected_size:
-        raise wrong(f"{path} has {size} bytes where its header says {expected_size}; it is damaged or was not downloaded completely.", flag)
+        raise file_error(
+            f"{path} has {size} bytes where its header says {expected_size}; it is damaged or was not downloaded completely.", flag
+        )
     return shapes
 
 
-def wrong(message: str, flag: str = "model") -> ConfigError:
+def file_error(message: str, flag: str = "model") -> ConfigError:
     """Return a ConfigError about one file.
 
     Args:

@@ -633,7 +633,7 @@ def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
 
 def test_a_checkpoint_whose_description_runs_code_is_refused_and_runs_none(copy, tmp_path):
     """Whoever can write a checkpoint can write its checksums too."""
-    from megatron_grpo.checkpoint.manifest import signed
+    from megatron_grpo.checkpoint.manifest import with_digest
     from tests.checkpoint_files import fingerprints
 
     class Runs:
@@ -646,7 +646,7 @@ def test_a_checkpoint_whose_description_runs_code_is_refused_and_runs_none(copy,
     (directory / ".metadata").write_bytes(pickle.dumps(Runs()))
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["files"] |= fingerprints(directory, [".metadata"])
-    (directory / "manifest.json").write_text(json.dumps(signed(manifest)))
+    (directory / "manifest.json").write_text(json.dumps(with_digest(manifest)))
     said = [said for said, _ in run_ranks(restore_only, 2, copy)]
     assert all("it would execute code when read" in str(text) for text in said)
     assert not (tmp_path / "it ran").exists()

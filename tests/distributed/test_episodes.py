@@ -297,7 +297,7 @@ def test_one_rank_two_engines_and_one_engine_of_two_ranks_play_the_same_episodes
 
 
 def test_a_rank_of_an_engine_that_draws_other_tokens_is_caught():
-    from megatron_grpo.rollout.turns import follow
+    from megatron_grpo.rollout.turns import follow_engine
 
     class Turns:
         def submit(self, *args, **kwargs):
@@ -308,4 +308,4 @@ def test_a_rank_of_an_engine_that_draws_other_tokens_is_caught():
 
     told = iter([([], b""), ([], b"another"), 0.0])
     with pytest.raises(RuntimeError, match="ranks share a vLLM engine but sampled different tokens"):
-        follow(Turns(), lambda: next(told), b"")
+        follow_engine(Turns(), lambda: next(told), b"")

@@ -75,7 +75,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
 
     from megatron_grpo.base.activity import Timers
     from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.planning.memory import held_stages
+    from megatron_grpo.planning.memory import teacher_stages
     from megatron_grpo.planning.models import rules_of
     from megatron_grpo.run.build.engines import build_held_teacher
     from megatron_grpo.trainer.sample_buffer import SampleBuffer
@@ -94,7 +94,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
             weights = [parameter for chunk in teacher._scorer.model for parameter in chunk.parameters()]
             own = ModelShape.from_pretrained(models[name])
             sizes = BatchSizes.from_config(cfg.with_values({"world_size": world}), model=replace(rules_of(shape), teacher=rules_of(own)))
-            planned = held_stages(own, shape, sizes, cfg, 16)[parallel.pp_rank].weights_bytes
+            planned = teacher_stages(own, shape, sizes, cfg, 16)[parallel.pp_rank].weights_bytes
             assert planned == sum(4 * parameter.numel() for parameter in weights)
             away = others.get("offload_teacher_model", False)
             assert all(bool(parameter.untyped_storage().nbytes()) != away for parameter in weights)

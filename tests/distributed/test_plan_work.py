@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.planning.activations import kept_by_linears, layer_bytes
+from megatron_grpo.planning.activations import layer_bytes, stored_by_linears
 from megatron_grpo.planning.cost import work_of
 from megatron_grpo.planning.parameters import TrainableSpec
 from megatron_grpo.planning.token_counts import StepTokens
@@ -115,7 +115,7 @@ def test_activations_differ_from_full_training_as_they_are_said_to(model, found,
     def layers_of(which):
         cfg, shape, tuning, sizes = told(model, RUNS[which])
         tokens = found[which][3]
-        return LAYERS * layer_bytes(shape, sizes, cfg, kept_by_linears(shape, sizes, tuning, range(LAYERS)), tokens, adapter_size=4)
+        return LAYERS * layer_bytes(shape, sizes, cfg, stored_by_linears(shape, sizes, tuning, range(LAYERS)), tokens, adapter_size=4)
 
     more = found["full"][0] - found[run][0]
     assert abs(more - (layers_of("full") - layers_of(run))) <= 400, (more, layers_of("full") - layers_of(run))

@@ -36,7 +36,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     from megatron_grpo.parallel.state import start
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.servers import requests, wire
-    from megatron_grpo.servers.http import begun
+    from megatron_grpo.servers.http import start_coroutine
     from megatron_grpo.servers.server_group import ServerRequirements
     from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.buckets import WeightUpdate
@@ -103,7 +103,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
                       wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, images=(strange,))),
         )  # fmt: skip
         lines = []
-        begun(member.server.stream("/generate", asked, lines.append)).result(60)
+        start_coroutine(member.server.stream("/generate", asked, lines.append)).result(60)
         answers = [wire.decode_line(wire.GenerateLine, line) for line in lines]
         by_key = {answer.key: answer for answer in answers if answer is not None}
         told["damaged"] = by_key["1"].error

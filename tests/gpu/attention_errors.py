@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron_grpo.policy import attention
-from megatron_grpo.policy.packed_batch import held_tokens, packed_stream
+from megatron_grpo.policy.packed_batch import packed_stream, tokens_of_cp_rank
 from megatron_grpo.types import Segment
 
 SIZES = ((512, -1), (64, -1), (24, 0), (200, 0), (1000, 0), (8, 1), (8, 1), (2048, -1), (16, -1))  # tokens, parent
@@ -37,7 +37,7 @@ def errors(kernel, segments, cp: int, dtype: torch.dtype, sizes: tuple[int, int,
     draw, total = torch.Generator().manual_seed(0), segments[-1].end
     q, k, v, grad = (torch.randn(total, n, channels, generator=draw).to(device, dtype) for n in (heads, groups, groups, heads))
     rank = cp - 1
-    held = torch.from_numpy(held_tokens(segments, cp, rank)).to(device)
+    held = torch.from_numpy(tokens_of_cp_rank(segments, cp, rank)).to(device)
     packed = packed_stream(segments, cp, rank, lambda array: torch.from_numpy(array).to(device))
 
     def outcome(one, kind):

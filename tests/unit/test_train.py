@@ -33,7 +33,7 @@ from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.train import Run, sync_stop_flags, train
 from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator
 from megatron_grpo.trainer.generation import RolloutGenerator
-from megatron_grpo.trainer.rollouts import Rollouts, result
+from megatron_grpo.trainer.rollouts import Rollouts, dynamic_sampling
 from megatron_grpo.types import GroupMetadata, Progress, ScoredGroup, make_completion
 from megatron_grpo.weights.buckets import WeightUpdate
 from tests.unit.batching.test_schedule import Walk, table_of
@@ -328,7 +328,7 @@ def slowly(case: Case) -> dict:
         version, before = before if case.depth and not is_sampled_anew(case, before, step) else step, step
         engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
         for number in numbers:
-            found = result(stream.take, stream.give_back, ask, are_zero_std, num_groups=w, oversample_ratio=case.ratio,
+            found = dynamic_sampling(stream.take, stream.give_back, ask, are_zero_std, num_groups=w, oversample_ratio=case.ratio,
                             dynamic_sample=case.dynamic)  # fmt: skip
             worth = advantages([verdict.rewards for verdict in found.kept], case.grpo, [1.0]).advantages
             rows |= {(number, 2 * place + i): worth[place, i] for place in range(w) for i in range(2)}

@@ -14,7 +14,7 @@ from megatron_grpo.analysis.printing import print_report
 from megatron_grpo.analysis.referee.dump import Dump
 from megatron_grpo.analysis.referee.findings import Finding, findings, incomplete_groups
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
-from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.base.files import plot_obstacle
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import InvalidValueError, read_value, table
@@ -40,7 +40,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     path, system, step, rest = _read(argv)
     parsed = parse([*(["--dialect", DIALECTS[system]] if DIALECTS[system] else []), *rest])
     png = parsed.config.plan.png
-    problems = [*parsed.problems, *([problem_with("png", f"png: {wrong}")] if png and (wrong := why_not_drawn(Path(png))) else [])]
+    problems = [*parsed.problems, *([problem_with("png", f"png: {wrong}")] if png and (wrong := plot_obstacle(Path(png))) else [])]
     if problems:
         raise ConfigError(problems)
     s = settings_of(parsed.config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_grpo.analysis.referee.dump import Dump
 from megatron_grpo.analysis.referee.findings import Finding
-from megatron_grpo.metrics.draw import can_draw, new_figure, tidy, write_png
+from megatron_grpo.metrics.draw import apply_style, can_draw, new_figure, write_png
 
 
 def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:
@@ -33,7 +33,7 @@ def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:
     axes.set_yticks(range(len(found)), [one.quantity for one in found])
     axes.invert_yaxis()
     axes.margins(x=0.25)
-    tidy(axes)
+    apply_style(axes)
     first = next((one for one in found if one.has_parted), None)
     verdict = "nothing differs by more than rounding" if first is None else f"first: {first.quantity}, {first.cause}"
     axes.set_title(f"{dump.source}: {verdict}", fontsize=10)

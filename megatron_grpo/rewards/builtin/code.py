@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, printable
+from megatron_grpo.base.errors import ConfigError, Problem, one_line
 from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.answers import right_answers
 from megatron_grpo.rewards.builtin.hidden_tests import fault_of
@@ -51,7 +51,7 @@ class CodeReward:
             snippets, pairs = read_tests(tests)
             snippets = [_called(snippet, entry_point) for snippet in snippets]
         except ValueError as error:
-            return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({printable(error)})")
+            return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({one_line(error)})")
         if not snippets and not pairs:
             return None
         if fault := next(filter(None, map(fault_of, snippets)), None):
@@ -84,7 +84,7 @@ class CodeReward:
 
 
 def _unusable(fault: str) -> RowFailure:
-    return RowFailure(kind="tests", reason=f"cannot use a test of this row, which {printable(fault)},")
+    return RowFailure(kind="tests", reason=f"cannot use a test of this row, which {one_line(fault)},")
 
 
 def _called(test: str, entry_point: Any) -> str:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_grpo.base.errors import keep_secret, printable
+from megatron_grpo.base.errors import keep_secret, one_line
 from megatron_grpo.rewards.protocol import RowFailure
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class UnansweredError(Exception):
     """
 
     def __init__(self, reason: str):
-        super().__init__(printable(reason))
+        super().__init__(one_line(reason))
 
 
 def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, concurrency: int, seconds: float) -> list[Answer | RowFailure]:
@@ -124,7 +124,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: ApiKey | None = N
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = f"cannot be reached ({getattr(error, 'reason', None) or error})"
         except (ValueError, RecursionError):
-            reason = f"returned a response that is not JSON: {printable(content[:_READ].decode(errors='replace'), max_characters=_SHOWN)}"
+            reason = f"returned a response that is not JSON: {one_line(content[:_READ].decode(errors='replace'), max_characters=_SHOWN)}"
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -133,10 +133,10 @@ def post_json(url: str, payload: Any, deadline: float, *, key: ApiKey | None = N
 
 def _refusal(error: urllib.error.HTTPError) -> str:
     if 300 <= error.code < 400:
-        location = printable(error.headers.get("Location", "nowhere"))
+        location = one_line(error.headers.get("Location", "nowhere"))
         return f"answered {error.code}: it redirects to {location}. Redirects are not followed; use the final address"
     try:
-        text = printable(error.read(_READ).decode(errors="replace"), max_characters=_SHOWN)
+        text = one_line(error.read(_READ).decode(errors="replace"), max_characters=_SHOWN)
     except (OSError, http.client.HTTPException, AnswerTooLongError):
         text = ""
     return f"answered {error.code} {error.reason}{': ' + text if text else ''}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, printable, problem_with
+from megatron_grpo.base.errors import ConfigError, one_line, problem_with
 from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.endpoint import ApiKey, UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -83,11 +83,11 @@ class LlmJudge:
             verdict = answer
         if not isinstance(verdict, str | None):
             raise UnansweredError(
-                f"got a response without choices[0].message.content from {self.url}: {printable(answer, max_characters=200)}"
+                f"got a response without choices[0].message.content from {self.url}: {one_line(answer, max_characters=200)}"
             )
         score = read_score(verdict or "")
         if score is None:
-            end = printable(verdict or "", max_characters=1 << 20)[-200:]
+            end = one_line(verdict or "", max_characters=1 << 20)[-200:]
             raise UnansweredError(f"found no `Score: <number>` in the response {end!r}")
         return min(1.0, max(0.0, score / self.settings.llm_judge_max_score))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, first_line, printable, problem_with
+from megatron_grpo.base.errors import ConfigError, Problem, first_line, one_line, problem_with
 from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.endpoint import UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -143,7 +143,7 @@ class RemoteClassifier:
         try:
             scores = self.shape.scores(answer)
         except (KeyError, TypeError, ValueError, IndexError):
-            raise UnansweredError(f"got a response without scores from {self.url}: {printable(answer, max_characters=200)}") from None
+            raise UnansweredError(f"got a response without scores from {self.url}: {one_line(answer, max_characters=200)}") from None
         if len(scores) != len(rows):
             raise UnansweredError(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
         return scores
@@ -187,7 +187,7 @@ def _unusable(path: str) -> list[Problem]:
     try:
         outputs = _num_outputs(path)
     except (OSError, ValueError) as error:
-        reason = printable(error, first_line)
+        reason = one_line(error, first_line)
         return [problem_with("reward_model", f"reward_model {path!r} cannot be loaded: {reason}")]
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
         message = (

@@ -19,7 +19,7 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.passes import ModelScorer
-from megatron_grpo.policy.policy import Policy, cut_for
+from megatron_grpo.policy.policy import Policy, batch_partitioner
 from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.rollout.engine import Engine, InterruptibleSampler, Sampler
 from megatron_grpo.rollout.experts import ExpertLayers
@@ -110,7 +110,7 @@ def start_engine(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, paralle
     """
     policy.free_memory()
     sampler = make(cfg, inputs, parallel)
-    refuse_if_it_cannot_run_ahead(cfg, sampler)
+    check_async_sampler(cfg, sampler)
     if policy.offloader.movable:
         with sampler.wake_up():
             pass
@@ -132,7 +132,7 @@ def with_cancellation(sampler: Engine, stop: train.StopRequest) -> Engine:
     return sampler
 
 
-def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
+def check_async_sampler(cfg: Config, sampler: Sampler) -> None:
     """Raise ConfigError if `async_rollout_depth` is set and the sampler has not the methods for it.
 
     They are `begin` (`rollout.engine.BackgroundSampler`); with partial rollouts `resume` (`rollout.engine.InterruptibleSampler`).
@@ -172,7 +172,7 @@ def partial_rollouts_of(cfg: Config, policy: Policy, sampler: Engine) -> Partial
     return PartialRollouts(cast(InterruptibleSampler, sampler), check=check if check.count else None)
 
 
-def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
+def sampler_of_run(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
     """Return the sampler of the run: the engine itself, or the episodes or rollout function that use it.
 
     Args:
@@ -195,7 +195,7 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
     if inputs.rollout_func is not None:
         from megatron_grpo.environments.rollout_func import RolloutFuncSampler
 
-        return RolloutFuncSampler(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
+        return RolloutFuncSampler(engine, wrap_rollout_func(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
     assert inputs.environment is not None
     if cfg.turns.has_agent:
         from megatron_grpo.environments.agent_programs import AgentEnvironment
@@ -211,7 +211,9 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
     )
 
 
-def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> RolloutFunc:
+def wrap_rollout_func(
+    cfg: Config, inputs: ValidatedInputs, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int
+) -> RolloutFunc:
     """Wrap the user's rollout function with its limits, tokenizer and timeout.
 
     Args:
@@ -235,7 +237,7 @@ def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., An
     return RolloutFunc(name=name, function=function, tokenizer=tokenizer, limits=limits, timeout=timeout)
 
 
-def how_adapters_travel(
+def adapter_sync_mode(
     cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, logger: MetricsLogger, *, sampler_is_known: bool
 ) -> LoraSync | None:
     """Decide whether adapters are pushed alone or merged into the weights.
@@ -329,7 +331,7 @@ def build_held_teacher(
     teacher_cfg = config_of_teacher(cfg, shape, student)
     _, loaded_chunks = model_of(teacher_cfg, shape, parallel, model_path=teacher_path)
     chunks = frozen(loaded_chunks())
-    cut = cut_for(
+    cut = batch_partitioner(
         parallel,
         chunks[0].config,
         micro_batch_size=cfg.batch.micro_batch_size,

@@ -24,7 +24,7 @@ import torch
 
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError, Problem
-from megatron_grpo.checkpoint.fingerprints import facts_of
+from megatron_grpo.checkpoint.fingerprints import values_equal_on_ranks
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.checkpoint.written import LOCK as NAME
 from megatron_grpo.checkpoint.written import BestCheckpoint, check_output_dir, claim, remove_run
@@ -175,7 +175,7 @@ def start_parallel(
     Raises:
         ConfigError: On all ranks, if settings, versions or files differ between ranks.
     """
-    facts, p = facts_of(typed_cfg or cfg, content or {}), cfg.parallel
+    facts, p = values_equal_on_ranks(typed_cfg or cfg, content or {}), cfg.parallel
     minutes = p.distributed_timeout_minutes
     return state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed, timeout_minutes=minutes, facts=facts)
 
@@ -215,11 +215,11 @@ def versions_on(device: torch.device) -> dict[str, str]:
     if device.type != "cuda":
         return {**card.versions(), "device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
     versions = {**card.versions(), "device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
-    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", read_if_there(Path("/proc/driver/nvidia/version")))
+    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", read_if_exists(Path("/proc/driver/nvidia/version")))
     return {**versions, "driver": driver[1]} if driver else versions
 
 
-def read_if_there(path: Path) -> str:
+def read_if_exists(path: Path) -> str:
     """Return the text of a file; empty if it cannot be read.
 
     Args:
@@ -257,7 +257,7 @@ def build_metrics_logger(
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
         on_metrics=on_metrics,
     )
-    gap = gap_of(cfg)
+    gap = version_check(cfg)
     return MetricsLogger(
         metrics,
         Completions(
@@ -276,7 +276,7 @@ def build_metrics_logger(
     )
 
 
-def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
+def version_check(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
     """Return the check of the difference between the log-probs of trainer and sampler.
 
     With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled. No default bound applies
@@ -291,10 +291,10 @@ def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
     if cfg.rollout.logprob_diff_warn is None and cfg.rollout.async_rollout_depth:
         return lambda metrics: None
     bound = 0.0 if cfg.rollout.bitwise_parity else cfg.rollout.logprob_diff_warn
-    return LogpDifferenceMonitor(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg)).warning
+    return LogpDifferenceMonitor(bound=bound, dtype=cfg.model.torch_dtype, hint=mismatch_hint(cfg)).warning
 
 
-def where_they_part(cfg: Config) -> str:
+def mismatch_hint(cfg: Config) -> str:
     """Return the hint that names the `mismatch` command, for warnings about differing log-probs.
 
     Args:

@@ -47,10 +47,10 @@ def notes_of_template(cfg: Config, environment: type[Environment], tokenizer: An
     Raises:
         ConfigError: If the template drops turns.
     """
-    from megatron_grpo.environments.loading import look_at, template_of
+    from megatron_grpo.environments.loading import check_template, template_of
 
     template, flag = template_of(cfg, environment, tokenizer, model_path=model_path), cfg.turns.player
-    return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)
+    return check_template(template, environment, history=cfg.turns.turn_history, flag=flag)
 
 
 def dry_run_environment(

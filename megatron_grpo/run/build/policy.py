@@ -28,7 +28,7 @@ from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.model_config import padded_vocab_size
 from megatron_grpo.policy.optimizer import Trainable, select_trainable
 from megatron_grpo.policy.passes import ModelScorer
-from megatron_grpo.policy.policy import Policy, cut_for
+from megatron_grpo.policy.policy import Policy, batch_partitioner
 from megatron_grpo.policy.reference import FrozenPolicy, FrozenReference, Reference, SyncedReference
 from megatron_grpo.policy.validation import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.policy.vision import build_tower, keep_outputs
@@ -87,7 +87,7 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
     return HAVE_TE
 
 
-def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> PrefixSharing:
+def sharing_on_this_machine(cfg: Config, shape: ModelShape, parallel: ParallelState) -> PrefixSharing:
     """Decide whether this machine computes each shared prompt once.
 
     The main rank logs the decision if it differs from the plan's, which does not know the machine.
@@ -159,7 +159,7 @@ def model_of(
     """Return the weight exporter of a model in this layout, and a function that builds its chunks.
 
     The function loads the checkpoint's weights, or those of another checkpoint of the same shape if a path is given. What the settings
-    require of the machine must have been checked before (`sharing_here`).
+    require of the machine must have been checked before (`sharing_on_this_machine`).
 
     Args:
         cfg: Settings of the run.
@@ -210,13 +210,13 @@ def build_loaded(
         checkpoint: Training checkpoint of any layout whose weights replace those of `model_path`.
         micro_batch_size: Rows of a micro-batch.
     """
-    sharing_here(cfg, shape, parallel)
+    sharing_on_this_machine(cfg, shape, parallel)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
     adapters = choose_tuner(cfg, chunks, exchange)
     if checkpoint is not None:
         load_weights(chunks, checkpoint)
-    cut = cut_for(parallel, frozen(chunks)[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
+    cut = batch_partitioner(parallel, frozen(chunks)[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
     return FrozenPolicy(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
 
 
@@ -255,7 +255,7 @@ def build_policy(
         ref_model_path: Checkpoint of the reference, if it is not the model that the run begins with.
     """
     shape, parts = ModelShape.from_pretrained(model_path), parts or PolicyParts()
-    sharing = sharing_here(cfg, shape, parallel)
+    sharing = sharing_on_this_machine(cfg, shape, parallel)
     loss = GrpoLoss.from_config(
         cfg.grpo,
         max_completion_length=cfg.rollout.max_completion_length,
@@ -270,7 +270,7 @@ def build_policy(
     moves = trains_tower(cfg.tuner, shape)
     model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
     keep_outputs([] if moves else chunks)
-    cut = cut_for(
+    cut = batch_partitioner(
         parallel,
         model.chunks[0].config,
         micro_batch_size=cfg.batch.micro_batch_size,

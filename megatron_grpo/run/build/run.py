@@ -17,7 +17,7 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.checkpoint.written import BestCheckpoint
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.config.evaluation import describe_rules, how_evaluated, most_of, score_of
+from megatron_grpo.config.evaluation import describe_rules, eval_sampling, most_of, score_of
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.data.streamed import StreamedPrompts
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
@@ -32,16 +32,16 @@ from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightReceiv
 from megatron_grpo.run.build import AnalysisHooks, Listener, RunParts
 from megatron_grpo.run.build.engines import (
     ENGINES,
-    answering,
+    adapter_sync_mode,
     build_held_teacher,
     build_served_teacher,
-    how_adapters_travel,
     partial_rollouts_of,
     replayed_experts,
+    sampler_of_run,
     start_engine,
     with_cancellation,
 )
-from megatron_grpo.run.build.output import build_metrics_logger, gap_of, open_output, where_they_part
+from megatron_grpo.run.build.output import build_metrics_logger, mismatch_hint, open_output, version_check
 from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator, sampling_of
@@ -103,7 +103,7 @@ def build_run(
             logger.metrics.print_line(note)
         if isinstance(inputs.prompts, StreamedPrompts):
             inputs.prompts.agree_by(collectives.all_gather_object)
-        return put_together(plan, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
+        return assemble_run(plan, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
     except BaseException:
         logger.close(summary=False)
         raise
@@ -117,7 +117,7 @@ def _hear(best: BestCheckpoint | None, listener: Listener | None, stop: train.St
         stop.request("a callback")
 
 
-def put_together(
+def assemble_run(
     plan: Plan,
     inputs: ValidatedInputs,
     parallel: ParallelState,
@@ -142,7 +142,7 @@ def put_together(
     cfg, schedule, timers = plan.checked.config, plan.schedule, logger.timers
     assert schedule.num_steps is not None
     teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
-    lora = how_adapters_travel(cfg, inputs, parallel, logger, sampler_is_known=parts.engine is None)
+    lora = adapter_sync_mode(cfg, inputs, parallel, logger, sampler_is_known=parts.engine is None)
     offload = offloaded_roles(plan, parallel)
     if cfg.rollout.bitwise_parity:
         parts.analysis.bitwise_parity()
@@ -157,7 +157,7 @@ def put_together(
     weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.metrics.print_line)
     partial_rollouts = partial_rollouts_of(cfg, policy, sampler)
     generator = generator_of(
-        cfg, inputs, partial_rollouts or answering(cfg, inputs, sampler), reward_manager, timers,
+        cfg, inputs, partial_rollouts or sampler_of_run(cfg, inputs, sampler), reward_manager, timers,
         sync_again=partial(sync_weights_again, policy, weight_sync, timers),
         before_sampling=policy.free_memory,
     )  # fmt: skip
@@ -242,7 +242,12 @@ def build_monitor(
     )  # fmt: skip
     check = analysis.replica_check(cfg.run.check_replicas_interval) if cfg.run.check_replicas else None
     return StepMonitor(
-        policy, step_dumps, replica_check=check, ends_run=cfg.run.check_replicas_action == "stop", gap=gap_of(cfg), print_line=print_line
+        policy,
+        step_dumps,
+        replica_check=check,
+        ends_run=cfg.run.check_replicas_action == "stop",
+        gap=version_check(cfg),
+        print_line=print_line,
     )
 
 
@@ -259,7 +264,7 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, rewa
     training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     question = EvaluationSpec(
         sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
-        sampling=sampling_of(training, how_evaluated(cfg)), score=score_of(cfg, reward_manager.names),
+        sampling=sampling_of(training, eval_sampling(cfg)), score=score_of(cfg, reward_manager.names),
         pass_threshold=cfg.eval.eval_pass_threshold,
         most=most_of(cfg), seed=cfg.eval.eval_seed, episodes=describe_rules(cfg),
     )  # fmt: skip
@@ -319,7 +324,7 @@ def build_weight_sync(
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not (cfg.tuner.adapters or cfg.run.mcore_model),
         print_line=print_line,
-        hint=where_they_part(cfg),
+        hint=mismatch_hint(cfg),
     )
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from megatron_grpo.analysis.args import read_mismatch_args
-from megatron_grpo.analysis.mismatch import recorded, spread
+from megatron_grpo.analysis.mismatch import evenly_spaced, read_sampled_rows
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
 from megatron_grpo.config.write import write_config
-from megatron_grpo.metrics.rollout import drawn_in
+from megatron_grpo.metrics.rollout import token_columns
 from megatron_grpo.metrics.summary import LogpDifferenceMonitor
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.trainer.weight_sync import WeightSyncManager
@@ -85,13 +85,15 @@ def test_tokens_and_log_probs_are_recorded_and_read_back(tmp_path):
     prompt = Prompt(number=0, row=0, raw="", token_ids=(5, 6, 7), columns={})
     group = Group(prompt=prompt, completions=(completion(2), twice, completion(5)))
     (tmp_path / "completions").mkdir()
-    pyarrow.parquet.write_table(pyarrow.table({"version": [4, 4, 4], **drawn_in(group)}), tmp_path / "completions" / "step_000004.parquet")
-    rows = recorded(tmp_path, version=4)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"version": [4, 4, 4], **token_columns(group)}), tmp_path / "completions" / "step_000004.parquet"
+    )
+    rows = read_sampled_rows(tmp_path, version=4)
     assert [row.tokens.tolist() for row in rows] == [[5, 6, 7, 10, 11], [5, 6, 7, 10, 11, 12, 13, 14]]  # that of two contexts is left out
     assert rows[0].sampler.tolist()[3:] == [-0.5, -0.5] and rows[0].drawn.tolist() == [False, False, False, True, True]
     assert rows[0].prompt == (5, 6, 7)
-    assert recorded(tmp_path, version=3) == [] and len(recorded(tmp_path)) == 2
-    assert [row.sampler.size for row in spread(rows * 8, 4)] == [5, 5, 5, 5] and len(spread(rows, 4)) == 2
+    assert read_sampled_rows(tmp_path, version=3) == [] and len(read_sampled_rows(tmp_path)) == 2
+    assert [row.sampler.size for row in evenly_spaced(rows * 8, 4)] == [5, 5, 5, 5] and len(evenly_spaced(rows, 4)) == 2
 
 
 def test_a_table_of_a_run_that_kept_no_tokens_has_none(tmp_path):
@@ -100,7 +102,7 @@ def test_a_table_of_a_run_that_kept_no_tokens_has_none(tmp_path):
 
     (tmp_path / "completions").mkdir()
     pyarrow.parquet.write_table(pyarrow.table({"version": [0], "completion": ["x"]}), tmp_path / "completions" / "step_000000.parquet")
-    assert recorded(tmp_path) == []
+    assert read_sampled_rows(tmp_path) == []
 
 
 def test_a_drift_and_a_failed_push_say_what_to_type():

@@ -72,5 +72,5 @@ def test_what_the_command_cannot_show_is_a_sentence(argv, sentence):
 
 
 def test_a_spark_line_has_means_of_neighbours_and_is_flat_for_equal_values():
-    assert watch.spark([(1, 0.0), (2, 7.0)]) == "▁█" and watch.spark([(n, 2.0) for n in range(3)]) == "▁▁▁"
-    assert len(watch.spark([(n, float(n)) for n in range(1000)])) <= watch.WIDTH
+    assert watch.sparkline([(1, 0.0), (2, 7.0)]) == "▁█" and watch.sparkline([(n, 2.0) for n in range(3)]) == "▁▁▁"
+    assert len(watch.sparkline([(n, float(n)) for n in range(1000)])) <= watch.WIDTH

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_grpo.base.errors import RewardError, first_line, keep_secret, printable
+from megatron_grpo.base.errors import RewardError, first_line, keep_secret, one_line
 from megatron_grpo.config.servers import Address
 from megatron_grpo.rewards.builtin.endpoint import ApiKey, UnansweredError, post_json
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import score
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import Server, ServerGoneError, ServerRefusedError, begun
+from megatron_grpo.servers.http import Server, ServerGoneError, ServerRefusedError, start_coroutine
 
 TOKEN = "a-token-that-nobody-may-read"
 NASTY = "\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800\n\r\tend"
@@ -37,12 +37,12 @@ def test_what_others_say_is_one_line_of_a_bounded_length_without_controls_and_se
     monkeypatch.setenv("SOME_API_KEY", "sesame-opens-this")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     keep_secret(TOKEN)
-    assert printable(ValueError(NASTY)) == r"\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800   end"
-    assert printable(f"{TOKEN}, sesame-opens-this, false") == "(a secret), (a secret), false"
-    assert is_fit(printable(NASTY * 10**6), 5 * 500) and len(printable("x" * 10**8)) == 503
+    assert one_line(ValueError(NASTY)) == r"\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800   end"
+    assert one_line(f"{TOKEN}, sesame-opens-this, false") == "(a secret), (a secret), false"
+    assert is_fit(one_line(NASTY * 10**6), 5 * 500) and len(one_line("x" * 10**8)) == 503
     # One that stands across the end is not cut into a piece that could be read.
-    assert all("a-token" not in printable("x" * (500 - n) + TOKEN, max_characters=500) for n in range(len(TOKEN)))
-    assert printable(Silent()) == printable(Silent(), repr) == "" and printable("one\ntwo", first_line) == "one"
+    assert all("a-token" not in one_line("x" * (500 - n) + TOKEN, max_characters=500) for n in range(len(TOKEN)))
+    assert one_line(Silent()) == one_line(Silent(), repr) == "" and one_line("one\ntwo", first_line) == "one"
 
 
 @contextmanager
@@ -80,7 +80,7 @@ ECHO = b"you came with {token} " + ESCAPES + b"z" * (1 << 20)
 )  # fmt: skip
 def test_what_a_server_answers_shows_no_token_no_escape_and_no_megabyte(raw, kind):
     with answers(raw) as port, pytest.raises(kind) as caught:
-        begun(Server(Address("127.0.0.1", port), token=TOKEN, incarnation="1").state()).result(60)
+        start_coroutine(Server(Address("127.0.0.1", port), token=TOKEN, incarnation="1").state()).result(60)
     assert is_fit(str(caught.value), wire.LONGEST_REFUSAL + 100) and str(caught.value)
 
 

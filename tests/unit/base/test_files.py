@@ -7,13 +7,13 @@ import signal
 
 import pytest
 
-from megatron_grpo.base.files import MARK, directory_whole, mark, why_not_drawn, write_whole, written_whole
+from megatron_grpo.base.files import MARK, atomic_directory, atomic_write, atomic_write_text, plot_obstacle, write_mark
 
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_block_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, durable):
-    write_whole(tmp_path / "file", "old", durable=durable)
-    with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "file", durable=durable) as stream:
+    atomic_write_text(tmp_path / "file", "old", durable=durable)
+    with pytest.raises(ZeroDivisionError), atomic_write(tmp_path / "file", durable=durable) as stream:
         stream.write(b"half of the n")
         raise ZeroDivisionError
     assert (tmp_path / "file").read_text() == "old"
@@ -21,16 +21,16 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, 
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_old_file(tmp_path):
-    write_whole(tmp_path / "file", "old")
+    atomic_write_text(tmp_path / "file", "old")
     child = os.fork()
     if child == 0:
-        with written_whole(tmp_path / "file") as stream:
+        with atomic_write(tmp_path / "file") as stream:
             stream.write(b"new")
             stream.flush()
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert (tmp_path / "file").read_text() == "old"
-    write_whole(tmp_path / "file", "new")
+    atomic_write_text(tmp_path / "file", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -39,7 +39,7 @@ def test_files_of_a_directory_have_the_modes_that_the_umask_leaves(tmp_path, mas
     """safetensors makes its files for their owner alone."""
     before = os.umask(mask)
     try:
-        with directory_whole(tmp_path / "out") as partial:
+        with atomic_directory(tmp_path / "out") as partial:
             os.close(os.open(partial / "file", os.O_CREAT | os.O_WRONLY, 0o600))
     finally:
         os.umask(before)
@@ -49,14 +49,14 @@ def test_files_of_a_directory_have_the_modes_that_the_umask_leaves(tmp_path, mas
 def test_what_stops_the_writing_is_what_is_heard(tmp_path):
     (tmp_path / "file").mkdir()
     with pytest.raises(IsADirectoryError):
-        write_whole(tmp_path / "file", "text")
+        atomic_write_text(tmp_path / "file", "text")
     with pytest.raises(FileNotFoundError, match="absent"):
-        write_whole(tmp_path / "absent" / "file", "text")
+        atomic_write_text(tmp_path / "absent" / "file", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def written(out, *names):
-    with directory_whole(out) as partial:
+    with atomic_directory(out) as partial:
         for name in names:
             (partial / name).write_text("new")
 
@@ -66,7 +66,7 @@ def test_a_directory_that_was_not_written_here_is_left_alone_whatever_is_in_it(t
     """The base model, say: it has a config.json, as every model; and a run's own folder has a mark, of a run."""
     (tmp_path / "config.json").write_text("mine")
     if is_run:
-        mark(tmp_path, "train", saved=3)
+        write_mark(tmp_path, "train", saved=3)
     with pytest.raises(FileExistsError, match="holds config.json, which is not from an export of this program; it is not overwritten"):
         written(tmp_path, "config.json")
     assert (tmp_path / "config.json").read_text() == "mine"
@@ -100,7 +100,7 @@ def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suf
     theirs, ours = tmp_path / f"theirs.{suffix}", tmp_path / f"ours.{suffix}"
     Figure().savefig(theirs)
     draw_png(make_plan(check_parsed(parse(["--max_steps", "2"]))).schedule, 2, str(ours))
-    assert "was not drawn by this program" in (why_not_drawn(theirs) or "") and why_not_drawn(ours) is None
+    assert "was not drawn by this program" in (plot_obstacle(theirs) or "") and plot_obstacle(ours) is None
     [problem] = parse_problems(["--png", str(theirs)])
     assert "theirs" in problem and "not overwritten" in problem
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_grpo.batching.stages import layer_counts, problems, written_out
+from megatron_grpo.batching.stages import expand_layout, layer_counts, problems
 from megatron_grpo.config.config import Config, ParallelConfig
 from tests.ranks import run_ranks
 
@@ -82,7 +82,7 @@ def test_what_megatron_would_not_take_is_one_sentence(layers, settings, sentence
 
 
 def test_a_layout_is_written_out_as_megatron_writes_it():
-    assert written_out("Et*2|(t|)*2L") == ["Ett", "t", "t", "L"] and written_out("Et,t|tL") == ["Ett", "tL"]
+    assert expand_layout("Et*2|(t|)*2L") == ["Ett", "t", "t", "L"] and expand_layout("Et,t|tL") == ["Ett", "tL"]
 
 
 def test_what_is_counted_needs_stages_and_the_sizes_that_are_offered_have_some(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, facts
-from megatron_grpo.checkpoint.resume import initial_weights_of, initial_weights_problems, resolved
+from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, manifest_content
+from megatron_grpo.checkpoint.resume import checkpoint_path, initial_weights_of, initial_weights_problems
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.validation import validate
 from megatron_grpo.types import Progress
@@ -17,7 +17,9 @@ def checkpoint(path, step=3, **settings):
     writing = folder.begin(step)
     (writing / "weights").write_bytes(b"1234")
     files = {"weights": {"bytes": 4, "sha256": "x"}}
-    folder.commit(step, facts(RunOrigin(settings=settings), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), files)
+    folder.commit(
+        step, manifest_content(RunOrigin(settings=settings), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), files
+    )
     return folder.directory(step)
 
 
@@ -25,7 +27,7 @@ def test_a_run_its_folder_of_checkpoints_and_a_checkpoint_are_the_newest_one(tmp
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 3)
     for path in (tmp_path, tmp_path / "checkpoints", newest):
-        assert initial_weights_of(path).directory == newest and resolved(str(path)) == str(newest)
+        assert initial_weights_of(path).directory == newest and checkpoint_path(str(path)) == str(newest)
     (newest / "weights").write_bytes(b"12")
     assert initial_weights_of(tmp_path).step == 2
     with pytest.raises(ConfigError, match="has 2 bytes, expected 4"):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, facts
+from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, manifest_content
 from megatron_grpo.checkpoint.written import BestCheckpoint
 from megatron_grpo.types import Progress
 
@@ -20,7 +20,7 @@ class Run:
 
     def save(self, step):
         self.folder.begin(step)
-        self.folder.commit(step, facts(RunOrigin(), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), {})
+        self.folder.commit(step, manifest_content(RunOrigin(), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), {})
         self.best.record_saved(step)
         self.folder.retain(self.limit, newest=step, best=self.best.step)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.base import activity
-from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, damage, facts, read_manifest
+from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, find_damage, manifest_content, read_manifest
 from megatron_grpo.types import Progress
 from tests.checkpoint_files import fingerprints
 
@@ -18,13 +18,13 @@ def write(folder: Folder, step: int, content: bytes = b"weights") -> Path:
     writing = folder.begin(step)
     (writing / "inner").mkdir()
     (writing / "inner" / "file").write_bytes(content)
-    said = facts(RunOrigin(), Progress(step=step), world_size=1, torch="2", num_pending=0, versions={})
+    said = manifest_content(RunOrigin(), Progress(step=step), world_size=1, torch="2", num_pending=0, versions={})
     folder.commit(step, said, fingerprints(writing, ["inner/file"]))
     return folder.directory(step)
 
 
 def damage_of(directory: Path) -> list[str]:
-    return damage(directory, read_manifest(directory).files)
+    return find_damage(directory, read_manifest(directory).files)
 
 
 def test_the_mebibytes_that_are_compared_are_counted(tmp_path):
@@ -182,7 +182,8 @@ def test_every_flipped_bit_of_a_manifest_is_found_and_one_without_a_checksum_is_
     folder = Folder(tmp_path)
     writing = folder.begin(5)
     (writing / "file").write_bytes(b"weights")
-    said = facts(RunOrigin(settings={"lr": 1e-3, "beta": None}), Progress(step=5, num_tokens=972), world_size=1, torch="2", num_pending=0,
+    said = manifest_content(RunOrigin(settings={"lr": 1e-3, "beta": None}), Progress(step=5, num_tokens=972), world_size=1, torch="2",
+    num_pending=0,
                  versions={9: 3, 10: 4})  # fmt: skip
     folder.commit(5, said, fingerprints(writing, ["file"]))
     path = folder.directory(5) / "manifest.json"

@@ -14,7 +14,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.batch_sizes import with_derived_sizes as with_sizes
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.checkpoint.fingerprints import settings_of
-from megatron_grpo.checkpoint.manifest import POINTER, Folder, RunOrigin, facts
+from megatron_grpo.checkpoint.manifest import POINTER, Folder, RunOrigin, manifest_content
 from megatron_grpo.checkpoint.resume import find_checkpoints, plan_resume
 from megatron_grpo.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
 from megatron_grpo.config.parse import resolve
@@ -40,7 +40,7 @@ def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int 
     (writing / "common.pt").write_bytes(b"weights")
     progress = Progress(step=step, num_rollouts=-(-step // 2) if num_rollouts is None else num_rollouts)
     known = {"settings": settings_of(cfg), "content": CONTENTS, "sizes": schedule.sizes.stream_sizes} | origin
-    said = facts(RunOrigin(**known), progress, world_size=1, torch="2", num_pending=buffer, versions={})
+    said = manifest_content(RunOrigin(**known), progress, world_size=1, torch="2", num_pending=buffer, versions={})
     folder.commit(step, said, fingerprints(writing, ["common.pt"]))
     return folder.directory(step)
 

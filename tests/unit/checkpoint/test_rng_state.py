@@ -28,7 +28,7 @@ def drawn():
 
 def test_what_was_collected_is_restored_to_the_bit_also_half_way_through_a_pair_of_gaussians(tmp_path):
     random.gauss(0, 1), np.random.normal()
-    (tmp_path / "rng.npz").write_bytes(rng_state.collect())
+    (tmp_path / "rng.npz").write_bytes(rng_state.gather_states())
     before, numbers = rng_state.states(), drawn()
     assert rng_state.states() != before
     rng_state.restore(tmp_path / "rng.npz")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.checkpoint import samples as file_of_samples
-from megatron_grpo.checkpoint.samples import UnknownSamplesError, column_types, file_of, read_samples, unreadable
+from megatron_grpo.checkpoint.samples import UnknownSamplesError, column_types, file_of, read_samples, unreadable_reason
 from megatron_grpo.types import Sample, SampleWithOldLogprobs
 
 FORMAT_1 = Path(__file__).parents[2] / "data" / "format_1.tar.xz"
@@ -63,7 +63,7 @@ def assert_same(back, samples):
 def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
     (tmp_path / "pending.npz").write_bytes(file_of(samples))
     assert_same(read_samples(tmp_path / "pending.npz"), samples)
-    assert unreadable(tmp_path / "pending.npz") is None
+    assert unreadable_reason(tmp_path / "pending.npz") is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,7 +151,7 @@ def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
 def test_what_is_not_known_is_refused_with_its_name_and_the_version_that_wrote_it(tmp_path, change, says):
     (tmp_path / "file").write_bytes(file_of([row(3)]))
     change_header(tmp_path / "file", lambda header: (header.update(written_by="megatron_grpo 7.0"), change(header)))
-    for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable(tmp_path / "file", Row))):
+    for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable_reason(tmp_path / "file", Row))):
         with pytest.raises(UnknownSamplesError, match="was written by megatron_grpo 7.0 and has") as told:
             read()
         assert says in str(told.value)
@@ -204,7 +204,7 @@ def test_a_file_of_format_1_is_read_under_the_new_names_and_its_rows_were_fresh_
     ]
     write_format_1(tmp_path / "file", rows)
     assert_same(read_samples(tmp_path / "file", Row), rows)
-    assert unreadable(tmp_path / "file", Row) is None
+    assert unreadable_reason(tmp_path / "file", Row) is None
 
 
 def test_a_file_of_format_2_with_former_names_of_fields_is_read(tmp_path):

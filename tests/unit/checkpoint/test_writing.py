@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.cleanup import begun
+from megatron_grpo.base.cleanup import run_in_thread
 from megatron_grpo.checkpoint.distributed import Staging, _write, write_file, write_pieces
 from megatron_grpo.checkpoint.safe_unpickle import _Data
-from megatron_grpo.checkpoint.shards import MissingShardError, PlacedShard, Shard, check_coverage, metadata_of, shares
+from megatron_grpo.checkpoint.shards import MissingShardError, PlacedShard, Shard, check_coverage, divide_tensors, metadata_of
 from megatron_grpo.policy.sharded_state import boxes
 from tests.checkpoint_files import fingerprints
 
@@ -30,7 +30,7 @@ def test_each_tensor_with_a_main_replica_is_written_once_by_a_rank_that_holds_it
         [(n, size, is_rank_zero and rank == min(ranks)) for n, (ranks, size, is_rank_zero) in enumerate(tensors) if rank in ranks]
         for rank in range(5)
     ]
-    given = shares(held)
+    given = divide_tensors(held)
     for number, (ranks, _, is_rank_zero) in enumerate(tensors):
         writers = {rank for rank in range(5) if number in given[rank]}
         assert len(writers) == is_rank_zero and writers <= ranks
@@ -38,7 +38,7 @@ def test_each_tensor_with_a_main_replica_is_written_once_by_a_rank_that_holds_it
 
 def test_the_bytes_are_dealt_evenly():
     sizes = [512, 512, 512, 512, 300, 300, 200, 100, 8, 8, 8, 8]
-    given = shares([[(number, size, rank == 0) for number, size in enumerate(sizes)] for rank in range(4)])
+    given = divide_tensors([[(number, size, rank == 0) for number, size in enumerate(sizes)] for rank in range(4)])
     loads = [sum(sizes[number] for number in names) for names in given]
     assert max(loads) - min(loads) <= 300 and max(loads) < 0.3 * sum(sizes)
 
@@ -122,7 +122,7 @@ def test_the_display_counts_the_tensors_of_a_save_that_the_run_waits_for(tmp_pat
                 yield piece
 
     pieces = Pieces((Shard(name, (0,), (5,), (5,), torch.float32), torch.ones(5)) for name in "ab")
-    begun(lambda: write_pieces(tmp_path / "file", pieces), name="save", in_thread=not is_main).result()
+    run_in_thread(lambda: write_pieces(tmp_path / "file", pieces), name="save", in_thread=not is_main).result()
     counted = ["saving 0 of 2 tensors", "saving 1 of 2 tensors"]
     assert shown == (counted if is_main else ["between two phases"] * 2) and activity.current() == ()
 
@@ -164,10 +164,10 @@ def test_what_goes_wrong_beside_is_raised_where_somebody_asks():
         held.wait()
         raise OSError("disk")
 
-    task = begun(work, name="writing")
+    task = run_in_thread(work, name="writing")
     assert not task.done()
     held.set()
     with pytest.raises(OSError, match="disk"):
         task.result()
     assert task.done() and isinstance(task.exception(), OSError)
-    assert begun(lambda: 3, name="at once", in_thread=False).result() == 3
+    assert run_in_thread(lambda: 3, name="at once", in_thread=False).result() == 3

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from megatron_grpo.base.errors import ConfigError, RunError
-from megatron_grpo.base.files import MARK, mark, mark_of
+from megatron_grpo.base.files import MARK, read_mark, write_mark
 from megatron_grpo.checkpoint.manifest import Folder
 from megatron_grpo.checkpoint.resume import find_checkpoints
 from megatron_grpo.checkpoint.written import (
@@ -42,7 +42,7 @@ def as_a_run_leaves_it(out) -> None:
     for name in FOREIGN:
         put(out / name, "ours")
     for export in ("hf", "hf_merged"):
-        mark(out / export, "export", files=os.listdir(out / export))
+        write_mark(out / export, "export", files=os.listdir(out / export))
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
@@ -67,7 +67,7 @@ def test_what_a_run_or_a_version_without_marks_wrote_is_not_refused(tmp_path):
 
 def test_the_folder_of_an_evaluation_is_not_a_runs_nor_the_other_way_round(tmp_path):
     put(tmp_path / "evaluations.jsonl")
-    mark(tmp_path, "eval")
+    write_mark(tmp_path, "eval")
     assert "was not written by `train`" in refusal(tmp_path)
     ours = ("evaluations.jsonl", "evaluations")
     assert overwrite_obstacle(tmp_path, "eval", ours) is None
@@ -118,14 +118,14 @@ def test_the_exports_of_a_version_without_marks_are_taken_over(tmp_path):
     put(tmp_path / "hf" / "config.json")
     find_checkpoints(tmp_path, environ={})
     claim(tmp_path)
-    assert mark_of(tmp_path / "hf")["files"] == ["config.json"]
+    assert read_mark(tmp_path / "hf")["files"] == ["config.json"]
 
 
 @pytest.mark.parametrize("lost", ["absent", "empty"])
 def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, lost):
     """Scratch is not mounted, and the job is started again."""
     as_a_run_leaves_it(tmp_path)
-    mark(tmp_path, "train", saved=40)
+    write_mark(tmp_path, "train", saved=40)
     assert restart_obstacle(tmp_path) is None and Folder(tmp_path / "checkpoints").steps() == [100]
     os.rename(tmp_path / "checkpoints", tmp_path / "elsewhere")
     if lost == "empty":

@@ -10,7 +10,7 @@ import pytest
 import megatron_grpo
 from megatron_grpo.config import engine_kwargs, sampling_mask
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import how_evaluated, longest_completion
+from megatron_grpo.config.evaluation import eval_sampling, longest_completion
 from megatron_grpo.config.table import table
 from megatron_grpo.config.validation import validate
 from megatron_grpo.rollout.engine import SamplingSettings
@@ -117,7 +117,7 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
     cfg = Config().with_values({**training, **held_out})
 
     def drawn(cfg):
-        return sampling_of(SamplingSettings.of(cfg.rollout, num_generations=16), how_evaluated(cfg))
+        return sampling_of(SamplingSettings.of(cfg.rollout, num_generations=16), eval_sampling(cfg))
 
     how = drawn(cfg)
     assert (how.top_p, how.top_k, how.temperature, how.max_completion_length, how.more) == (0.9, 7, 0.8, 100, {"ignore_eos": True})

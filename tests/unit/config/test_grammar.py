@@ -7,7 +7,7 @@ import pytest
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parse import parse
-from megatron_grpo.config.sampling_mask import of_training, unreadable, why_unreadable
+from megatron_grpo.config.sampling_mask import parser_error, structured_outputs_problems, training_structured_outputs
 from megatron_grpo.grpo import validation
 
 
@@ -32,20 +32,20 @@ from megatron_grpo.grpo import validation
     ],
 )
 def test_what_can_be_read_is_what_vllm_reads(bound, why):
-    said = why_unreadable(bound)
+    said = parser_error(bound)
     assert said is None if why is None else said is not None and why in said and "/" not in said, said
 
 
 def test_training_and_evaluation_are_asked_by_the_names_that_were_typed():
     values = {"vllm_structured_outputs_regex": "(a", "eval_generation_kwargs": {"structured_outputs": {"json": {"type": "objec"}}}}
-    first, second = unreadable(Config().with_values(values))
+    first, second = structured_outputs_problems(Config().with_values(values))
     assert first.message.startswith(
         "vllm_structured_outputs_regex ((a) cannot be used for sampling: Regex parsing error"
     ) and first.flags == ("vllm_structured_outputs_regex",)
     assert second.message == (
         "eval_generation_kwargs: structured_outputs json ({'type': 'objec'}) cannot be used for sampling: Unsupported type \"objec\"."
     )
-    assert unreadable(Config()) == []
+    assert structured_outputs_problems(Config()) == []
 
 
 def test_a_teacher_does_not_go_with_a_bound_and_other_names_mean_the_setting():
@@ -58,4 +58,4 @@ def test_a_teacher_does_not_go_with_a_bound_and_other_names_mean_the_setting():
         "--dialect trl --vllm_guided_decoding_regex a",
     ):
         cfg = parse([*words.split(), "--top_k", "5"], dialects=DIALECTS).config
-        assert cfg.rollout.vllm_structured_outputs_regex == "a" and of_training(cfg.rollout) == {"regex": "a"}
+        assert cfg.rollout.vllm_structured_outputs_regex == "a" and training_structured_outputs(cfg.rollout) == {"regex": "a"}

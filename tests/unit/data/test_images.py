@@ -16,16 +16,25 @@ from megatron_grpo.config.parse import resolve
 from megatron_grpo.data import image_processing
 from megatron_grpo.data.checks import check_for_episodes, check_images
 from megatron_grpo.data.files import Rows
-from megatron_grpo.data.image_dataset import ImageStore, expanded, num_places, num_tokens, places, shortened, shown_by, with_parts
+from megatron_grpo.data.image_dataset import (
+    ImageStore,
+    collapse_image_tokens,
+    expand_image_tokens,
+    images_of_row,
+    num_places,
+    num_tokens,
+    places,
+    with_parts,
+)
 from megatron_grpo.data.image_processing import (
     ImageError,
     ImageProcessorSpec,
     ImageSource,
     PatchCache,
     bound_notes,
-    decoded,
+    decode_image,
     image_spec_of,
-    resized,
+    resized_size,
     source_of,
 )
 from megatron_grpo.data.prompts import load_rows, open_stream
@@ -59,7 +68,7 @@ def upright(data):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_turned_picture_is_upright_and_its_header_tells_the_size(form, orientation):
     data = as_bytes(picture(40, 90), form, exif=exif(orientation))
-    image = decoded(data)
+    image = decode_image(data)
     assert (image.height, image.width) == ImageSource("x", held=data).size() == ((90, 40) if orientation > 4 else (40, 90))
     assert np.array_equal(np.asarray(image), np.asarray(upright(data)))
 
@@ -67,7 +76,7 @@ def test_a_turned_picture_is_upright_and_its_header_tells_the_size(form, orienta
 @pytest.mark.parametrize(("mode", "form"), [("L", "PNG"), ("P", "PNG"), ("P", "GIF"), ("LA", "PNG"), ("1", "PNG"), ("CMYK", "JPEG"),
                                             ("L", "JPEG"), ("RGB", "BMP"), ("RGB", "PPM")])  # fmt: skip
 def test_every_mode_becomes_rgb(mode, form):
-    image = decoded(as_bytes(picture(33, 47, mode=mode), form))
+    image = decode_image(as_bytes(picture(33, 47, mode=mode), form))
     assert image.mode == "RGB" and image.size == (47, 33)
     assert np.abs(np.asarray(image).astype(int) - np.asarray(picture(33, 47, mode=mode).convert("RGB")).astype(int)).mean() < 3
 
@@ -76,13 +85,13 @@ def test_what_is_transparent_is_white_and_sixteen_bits_are_not_cut():
     from PIL import Image
 
     clear = Image.new("RGBA", (30, 30), (0, 0, 0, 0))
-    assert set(np.asarray(decoded(as_bytes(clear))).ravel()) == {255}
+    assert set(np.asarray(decode_image(as_bytes(clear))).ravel()) == {255}
     in_palette = clear.convert("P")
-    assert set(np.asarray(decoded(as_bytes(in_palette, transparency=in_palette.getpixel((0, 0))))).ravel()) == {255}
+    assert set(np.asarray(decode_image(as_bytes(in_palette, transparency=in_palette.getpixel((0, 0))))).ravel()) == {255}
     grey = Image.fromarray(np.full((30, 30), 32768, dtype=np.uint16))
-    assert set(np.asarray(decoded(as_bytes(grey))).ravel()) == {128}
+    assert set(np.asarray(decode_image(as_bytes(grey))).ravel()) == {128}
     with pytest.raises(ImageError, match="floating-point"):
-        decoded(as_bytes(Image.fromarray(np.ones((30, 30), np.float32)), "TIFF"))
+        decode_image(as_bytes(Image.fromarray(np.ones((30, 30), np.float32)), "TIFF"))
 
 
 def test_tokens_follow_from_the_size_as_in_transformers():
@@ -93,16 +102,16 @@ def test_tokens_follow_from_the_size_as_in_transformers():
         height, width = (int(side) for side in rng.integers(1, 3000, 2))
         bounds = dict(factor=28, min_pixels=int(rng.integers(784, 50000)), max_pixels=int(rng.integers(50000, 2_000_000)))
         if max(height, width) <= 200 * min(height, width):
-            assert resized(height, width, **bounds) == smart_resize(height, width, **bounds)
+            assert resized_size(height, width, **bounds) == smart_resize(height, width, **bounds)
     with pytest.raises(ImageError, match="more than 200 times"):
-        resized(2, 401, factor=28, min_pixels=1, max_pixels=10**6)
+        resized_size(2, 401, factor=28, min_pixels=1, max_pixels=10**6)
 
 
 @pytest.mark.parametrize("size", [(56, 56), (30, 200), (333, 200), (28, 28), (1, 150), (700, 700)])
 def test_the_header_promises_the_patches_that_are_made(size):
     data = as_bytes(picture(*size))
     grid = EYES.grid(*ImageSource("x", held=data).size())
-    patches = EYES.patches(decoded(data))
+    patches = EYES.patches(decode_image(data))
     assert patches.shape == (np.prod(grid), EYES.channels) and patches.dtype == np.float32
     assert EYES.tokens(grid) * 4 == len(patches)
 
@@ -231,7 +240,7 @@ def test_every_form_of_a_column_is_the_same_picture(tmp_path):
     assert image_store.faults(range(len(rows))) == []
     assert all(np.array_equal(one.patches(), EYES.patches(image)) for one in shown)
     assert len({one.key for one in shown[:5]}) == 1
-    assert shown_by({"images": None}) == shown_by({}) == shown_by({"images": []}) == []
+    assert images_of_row({"images": None}) == images_of_row({}) == images_of_row({"images": []}) == []
 
 
 def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
@@ -288,13 +297,13 @@ def test_long_and_short_ids_belong_together():
 
     pictures_ = (Seen(), Seen())
     short = [1, 7, 9, 8, 2, 7, 9, 8, 3]
-    long = expanded(short, pictures_, 9)
+    long = expand_image_tokens(short, pictures_, 9)
     assert long == [1, 7, *[9] * 6, 8, 2, 7, *[9] * 6, 8, 3]
     assert [place for place, _ in places(long, pictures_, 9)] == [2, 11]
     spans = [(place, num_tokens(one)) for place, one in places(long, pictures_, 9)]
-    assert shortened([*long, 9, 9], spans) == [*short, 9, 9]  # drawn placeholders are words
+    assert collapse_image_tokens([*long, 9, 9], spans) == [*short, 9, 9]  # drawn placeholders are words
     with pytest.raises(ValueError, match="3 image tokens, but the row has 2"):
-        expanded([*short, 9], pictures_, 9)
+        expand_image_tokens([*short, 9], pictures_, 9)
 
 
 def test_a_flag_goes_before_the_environment_and_which_holds_is_said(tmp_path, monkeypatch):
@@ -371,7 +380,7 @@ def test_formats_whose_decoders_start_programs_are_not_opened(tmp_path):
     data = as_bytes(picture(30, 30), "EPS")
     assert hashlib.sha256(data).digest() and "EPS" not in image_processing.FORMATS
     with pytest.raises(ImageError, match="is not a BMP"):
-        decoded(data)
+        decode_image(data)
 
 
 def test_a_device_is_not_read(tmp_path):

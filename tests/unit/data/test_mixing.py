@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config, DataConfig
-from megatron_grpo.config.evaluation import SPLIT, flag_of, how_evaluated, sets_of
+from megatron_grpo.config.evaluation import SPLIT, eval_sampling, flag_of, sets_of
 from megatron_grpo.config.validation import validate
 from megatron_grpo.data.files import read_rows
 from megatron_grpo.data.prompts import load_rows
@@ -80,7 +80,7 @@ def test_what_is_held_out_is_never_trained_on(sets):
     trained, held = prompts(names, split_dataset_ratio=0.2), prompts(names, split_dataset_ratio=0.2, flag=SPLIT)
     assert len(held) == 3 and sorted(trained + held) == sorted(prompts(names)) and prompts(names, flag="eval_dataset")[0] == "a0"
     cfg = Config().with_values({"dataset": names[0], "split_dataset_ratio": 0.2})
-    assert sets_of(cfg) == {"eval": names[0]} and flag_of("eval", cfg) == SPLIT and how_evaluated(cfg).n == 1
+    assert sets_of(cfg) == {"eval": names[0]} and flag_of("eval", cfg) == SPLIT and eval_sampling(cfg).n == 1
     with pytest.raises(ConfigError, match="would hold out 4 of 4 rows"):
         prompts(sets("b.jsonl"), split_dataset_ratio=0.95)
 

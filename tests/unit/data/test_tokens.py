@@ -16,7 +16,7 @@ from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import prompts, tokens
 from megatron_grpo.data.chat import PromptEncoder, load_tokenizer
 from megatron_grpo.data.prompts import open_stream
-from megatron_grpo.data.tokens import TokenTable, cache_directory, key_of, read, shared, write
+from megatron_grpo.data.tokens import TokenTable, cache_directory, cached_table, key_of, read, write
 from tests.tiny_models import write_tiny
 
 
@@ -154,7 +154,7 @@ def _open_and_note(number, notes, key):
         time.sleep(0.5)
         return TABLE
 
-    found = shared(key, make)
+    found = cached_table(key, make)
     assert found[0] == (1, 2, 3) and found[3] == (5, 6)
     os._exit(0)
 
@@ -180,14 +180,14 @@ def test_a_rank_that_waits_too_long_tokenises_by_itself(cache, monkeypatch):
     cache.mkdir(parents=True)
     with (cache / "key.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert shared("key", lambda: TABLE) is TABLE
+        assert cached_table("key", lambda: TABLE) is TABLE
     assert not (cache / "key.tokens").exists()
 
 
 def test_what_nobody_has_opened_for_long_is_removed(cache):
-    shared("old", lambda: TABLE)
+    cached_table("old", lambda: TABLE)
     os.utime(cache / "old.tokens", (1, 1))
-    shared("new", lambda: TABLE)
+    cached_table("new", lambda: TABLE)
     assert [path.name for path in cache.iterdir()] == ["new.tokens"]
 
 

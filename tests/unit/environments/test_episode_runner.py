@@ -167,8 +167,8 @@ def test_a_process_whose_environment_hangs_ends_all_the_same(how):
     """Trap 14: a thread pool is joined at exit, and waits."""
     source = f"""
 import asyncio, time
-from megatron_grpo.environments.workers import CallTimeoutError, Workers
-workers = Workers(concurrency=2, timeout=0.2)
+from megatron_grpo.environments.workers import CallTimeoutError, WorkerPool
+workers = WorkerPool(concurrency=2, timeout=0.2)
 workers.submit("one", lambda: {how})
 [found] = workers.take(5.0)
 assert isinstance(found.error, CallTimeoutError)

@@ -205,14 +205,14 @@ def test_what_is_no_environment_and_no_tool_is_said_before_anything_loads(tmp_pa
 
 def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told():
     """Trap 17: the model would answer without ever having seen the result."""
-    from megatron_grpo.environments.loading import look_at
+    from megatron_grpo.environments.loading import check_template
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.tools import ToolEnvironment
     from megatron_grpo.environments.trajectory import ChatTemplate
     from tests.chat_models import DROPS, TEMPLATE, chat_tokenizer
 
     def look(source, kind, history="template", end_ids=(2,)):
-        return look_at(ChatTemplate(chat_tokenizer(source), end_ids=end_ids), kind, history=history, flag="tools")
+        return check_template(ChatTemplate(chat_tokenizer(source), end_ids=end_ids), kind, history=history, flag="tools")
 
     assert look(TEMPLATE, Environment) == look(TEMPLATE, ToolEnvironment) == look(DROPS, Environment, "sampled") == []
     assert "rewrites a turn when a message of role user follows it" in look(DROPS, Environment)[0]

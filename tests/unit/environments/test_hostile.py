@@ -12,7 +12,7 @@ import pytest
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError, StepOutput, as_messages
 from megatron_grpo.environments.tools import InvalidToolError, read_hermes, tool_set
-from megatron_grpo.metrics.rollout import counted_in, said_in
+from megatron_grpo.metrics.rollout import count_columns, text_columns
 from megatron_grpo.types import Group, Prompt
 from tests.chat_models import TEMPLATE
 from tests.unit.environments.scripted import played
@@ -63,7 +63,7 @@ def heard(text: str, tools=TOOLS):
     [one], says = played(tools, text, **ROOM)
     prompt = Prompt(number=0, row=0, raw="q", token_ids=(1,), columns={})
     pickle.dumps(one)
-    pyarrow.table({**said_in(Group(prompt=prompt, completions=(one,))), **counted_in(Group(prompt=prompt, completions=(one,)))})
+    pyarrow.table({**text_columns(Group(prompt=prompt, completions=(one,))), **count_columns(Group(prompt=prompt, completions=(one,)))})
     return [message["content"] for message in one.record.messages if message["role"] == "tool"][: text.count("<tool_call>")], one
 
 

@@ -13,7 +13,7 @@ from megatron_grpo.base.errors import ConfigError, RunError
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.environments.loading import load_rollout_func
 from megatron_grpo.environments.rollout_func import RolloutFunc, RolloutFuncSampler
-from megatron_grpo.environments.rollout_func_output import InvalidRolloutOutputError, TokenLimits, asked_of, completions_of
+from megatron_grpo.environments.rollout_func_output import InvalidRolloutOutputError, TokenLimits, completion_requests, completions_of
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import SampledTurn, request_seed
 from megatron_grpo.trainer.reward_manager import as_batch
@@ -33,7 +33,7 @@ def describe(ids) -> str:
 
 
 def made(returned, count: int = 2):
-    return completions_of(returned, asked_of(prompts(count), N), LIMITS, version=3, decode=describe)
+    return completions_of(returned, completion_requests(prompts(count), N), LIMITS, version=3, decode=describe)
 
 
 GOOD = {"completion_ids": [[5, 2], [6], [7, 8, 9], [5] * 6], "logprobs": [[-0.5, -0.1], [-1.0], [-1.0, 0.0, -2.0], [-1.0] * 6]}

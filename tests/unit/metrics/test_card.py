@@ -12,7 +12,7 @@ import yaml
 from megatron_grpo import __version__
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import table
-from megatron_grpo.metrics.card import ModelCard, base_name, licence_of, public, write_card
+from megatron_grpo.metrics.card import ModelCard, base_name, licence_of, without_local_paths, write_card
 from megatron_grpo.run.export import describe
 
 KEY = "sk-" + "x" * 30
@@ -97,7 +97,7 @@ def test_nothing_of_this_machine_and_no_secret_is_in_it(run, tmp_path):
      ("https://a/b", "https://a/b"), (["~/x/y"], ["y"]), ({"a": "/b/c"}, {"a": "c"}), ("accuracy", "accuracy"), (3, 3), (None, None)],
 )  # fmt: skip
 def test_of_a_path_its_last_part_is_told(value, told):
-    assert public(value) == told
+    assert without_local_paths(value) == told
 
 
 def test_a_base_from_the_hubs_cache_has_its_name_there():

@@ -51,7 +51,7 @@ def runs(draw: np.random.Generator, rates: np.ndarray) -> np.ndarray:
 
 def test_the_error_over_prompts_is_the_spread_of_evaluations_with_other_prompts():
     scores = runs(draw := np.random.default_rng(1), draw.beta(0.5, 1.5, size=(1500, P)))
-    found = [estimates.over_prompts(estimates.prompt_means(one)) for one in scores]
+    found = [estimates.mean_over_prompts(estimates.prompt_means(one)) for one in scores]
     true = np.std([mean for mean, _ in found])
     assert np.mean([error for _, error in found]) == pytest.approx(true, rel=0.06)
     as_if_independent = np.mean([np.sqrt(one.mean() * (1 - one.mean()) / one.size) for one in scores])
@@ -61,9 +61,9 @@ def test_the_error_over_prompts_is_the_spread_of_evaluations_with_other_prompts(
 def test_the_error_of_the_seed_is_the_spread_of_evaluations_of_these_prompts():
     draw = np.random.default_rng(2)
     scores = runs(draw, np.broadcast_to(draw.beta(0.5, 1.5, size=P), (1500, P)))
-    true = np.std([estimates.over_prompts(estimates.prompt_means(one))[0] for one in scores])
-    assert np.mean([estimates.of_sampling(one) for one in scores]) == pytest.approx(true, rel=0.06)
-    assert estimates.over_prompts(estimates.prompt_means(scores[0]))[1] > 1.5 * true, "the two errors are two questions"
+    true = np.std([estimates.mean_over_prompts(estimates.prompt_means(one))[0] for one in scores])
+    assert np.mean([estimates.sampling_error(one) for one in scores]) == pytest.approx(true, rel=0.06)
+    assert estimates.mean_over_prompts(estimates.prompt_means(scores[0]))[1] > 1.5 * true, "the two errors are two questions"
 
 
 def test_the_seeds_error_holds_where_completions_have_no_score():
@@ -71,29 +71,29 @@ def test_the_seeds_error_holds_where_completions_have_no_score():
     scores = runs(draw, np.broadcast_to(draw.beta(0.5, 1.5, size=P), (1500, P)))
     is_lost = draw.random((P, N)) < 0.6
     scores[:, is_lost] = np.nan
-    true = np.std([estimates.over_prompts(estimates.prompt_means(one))[0] for one in scores])
-    assert np.mean([estimates.of_sampling(one) for one in scores]) == pytest.approx(true, rel=0.1)
+    true = np.std([estimates.mean_over_prompts(estimates.prompt_means(one))[0] for one in scores])
+    assert np.mean([estimates.sampling_error(one) for one in scores]) == pytest.approx(true, rel=0.1)
 
 
 def test_a_change_on_the_same_prompts_is_known_better_than_its_two_ends():
     draw = np.random.default_rng(4)
     rates = draw.beta(0.5, 1.5, size=(1500, P))
     before, after = runs(draw, rates).mean(axis=2), runs(draw, np.clip(rates + 0.05, 0, 1)).mean(axis=2)
-    found = [estimates.over_prompts(other - one) for one, other in zip(before, after)]
+    found = [estimates.mean_over_prompts(other - one) for one, other in zip(before, after)]
     true = np.std([mean for mean, _ in found])
     assert np.mean([error for _, error in found]) == pytest.approx(true, rel=0.06)
-    assert math.hypot(estimates.over_prompts(before[0])[1], estimates.over_prompts(after[0])[1]) > 1.3 * true
+    assert math.hypot(estimates.mean_over_prompts(before[0])[1], estimates.mean_over_prompts(after[0])[1]) > 1.3 * true
 
 
 def test_what_has_no_score_is_left_out():
     scores = np.array([[1.0, 0.0], [np.nan, 1.0], [np.nan, np.nan]])
     means = estimates.prompt_means(scores)
     assert means[:2].tolist() == [0.5, 1.0] and math.isnan(means[2])
-    assert estimates.over_prompts(means)[0] == 0.75
+    assert estimates.mean_over_prompts(means)[0] == 0.75
     # of the two: 0.5 / 2, and for the one score the same variance: 0.5 / 1
-    assert estimates.of_sampling(scores) == pytest.approx(math.sqrt(0.25 + 0.5) / 2)
-    assert all(map(math.isnan, estimates.over_prompts(np.array([np.nan]))))
-    assert math.isnan(estimates.of_sampling(scores[1:])) and math.isnan(estimates.over_prompts(means[:1])[1])
+    assert estimates.sampling_error(scores) == pytest.approx(math.sqrt(0.25 + 0.5) / 2)
+    assert all(map(math.isnan, estimates.mean_over_prompts(np.array([np.nan]))))
+    assert math.isnan(estimates.sampling_error(scores[1:])) and math.isnan(estimates.mean_over_prompts(means[:1])[1])
 
 
 def test_the_k_that_are_told():

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.evaluations import Evaluations, compared, describe
+from megatron_grpo.metrics.evaluations import Evaluations, compare_evaluations, describe
 from megatron_grpo.types import Progress
 from tests.evaluated import evaluated
 
@@ -78,7 +78,7 @@ def test_lines_of_an_older_version_are_read(tmp_path):
     kept.start(5)
     kept.add(4, evaluated(0.5, right=0.5, mean_length=8.0))
     [(before, after)] = kept.first_and_last()
-    assert compared(before, after) == [("right", 0.25, 0.5), ("mean_length", 9.0, 8.0)]
+    assert compare_evaluations(before, after) == [("right", 0.25, 0.5), ("mean_length", 9.0, 8.0)]
 
 
 def test_the_table_says_how_it_was_asked_and_what_seeds_alone_would_change():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_grpo.analysis.report import drift_of, logged_by
+from megatron_grpo.analysis.report import drift_of, metrics_records
 from megatron_grpo.checkpoint.written import BestCheckpoint
 from megatron_grpo.cli import main
 from megatron_grpo.config import parse
@@ -35,7 +35,7 @@ def test_a_record_is_read_under_current_names(run):
     line = {"step": 1, "loss": 0.5} | dict.fromkeys(FORMER_METRICS, 2.0)
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     current = {"step": 1, "loss": 0.5} | dict.fromkeys(FORMER_METRICS.values(), 2.0)
-    assert Records(run / "metrics.jsonl").all() == logged_by(run) == [current] == [in_current_metrics(current)]
+    assert Records(run / "metrics.jsonl").all() == metrics_records(run) == [current] == [in_current_metrics(current)]
 
 
 def test_a_rollout_that_an_earlier_version_kept_for_its_step_is_logged_under_current_names(tmp_path):

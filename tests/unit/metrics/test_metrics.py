@@ -676,10 +676,10 @@ def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_bein
 
 
 def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
-    from megatron_grpo.metrics.draw import PLOTS, _curves, plotted
+    from megatron_grpo.metrics.draw import PLOTS, _curves, plotted_metrics
 
     record = {"step": 1, "reward": 1.5, "rewards/format/mean": 1.0, "rewards/task/mean": 0.25, "rewards/task/std": 0.1, "loss": 0.0}
-    history = {name: [(1, record[name])] for name in plotted(record)} | {"eval": [(0, 0.5)]}
+    history = {name: [(1, record[name])] for name in plotted_metrics(record)} | {"eval": [(0, 0.5)]}
     assert [label for _, label, _ in _curves(PLOTS[0], history)] == [
         "training (weighted sum, mean of a rollout)",
         "format",
@@ -691,7 +691,7 @@ def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
 
 
 def test_warnings_resumes_and_skipped_steps_are_events_that_a_resume_keeps(tmp_path):
-    activity.reached(0)
+    activity.report_step(0)
     first = metrics_in(tmp_path)
     first.open()
     logging.getLogger("megatron_grpo.somewhere").warning("%d rows are %s", 3, "lost")
@@ -702,7 +702,7 @@ def test_warnings_resumes_and_skipped_steps_are_events_that_a_resume_keeps(tmp_p
         stream.write('{"step": 3, "ki')  # a kill
     second = metrics_in(tmp_path)
     second.open()
-    activity.reached(2)
+    activity.report_step(2)
     second.start(Progress(step=2))
     second.record_event("skipped", "Optimizer step 3 was skipped: why.")
     second.close()

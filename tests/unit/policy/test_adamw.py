@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_grpo.config.config import OptimizerConfig
-from megatron_grpo.config.optimizer import BYTES, lost
+from megatron_grpo.config.optimizer import BYTES, lost_update_warnings
 from megatron_grpo.policy import adamw
 from megatron_grpo.policy.adamw import DTYPES, AdamW
 
@@ -148,12 +148,12 @@ def test_plan_warns_exactly_where_a_moment_would_stay_for_good(dtype, beta2):
     before = optimizer.get_unscaled_state(parameter, "exp_avg_sq").clone()
     stepped(parameter, optimizer, [torch.zeros(64)])
     stays = bool((optimizer.get_unscaled_state(parameter, "exp_avg_sq") == before).any())
-    said = list(lost(OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_sq_dtype=dtype, adam_beta2=beta2)))
+    said = list(lost_update_warnings(OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_sq_dtype=dtype, adam_beta2=beta2)))
     assert bool(said) == stays, (said, stays)
 
 
 def test_plan_says_which_weights_an_update_in_fp16_leaves_where_they_are():
-    (said,) = lost(OptimizerConfig(use_precision_aware_optimizer=True, main_params_dtype="fp16", lr=1e-5))
+    (said,) = lost_update_warnings(OptimizerConfig(use_precision_aware_optimizer=True, main_params_dtype="fp16", lr=1e-5))
     assert "weights above 0.0205 mostly do not change" in said
     parameter = torch.tensor([0.01, 0.1]).bfloat16()
     optimizer = AdamW([GROUP | {"params": [parameter], "lr": 1e-5, "weight_decay": 0.0}], **FP32 | dict(main_params_dtype="fp16"))

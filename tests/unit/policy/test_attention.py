@@ -12,7 +12,7 @@ import torch
 from megatron_grpo.policy import attention
 from megatron_grpo.policy import packed_batch as stream_module
 from megatron_grpo.policy.kernels import RotaryFactors
-from megatron_grpo.policy.packed_batch import held_tokens, packed_stream
+from megatron_grpo.policy.packed_batch import packed_stream, tokens_of_cp_rank
 from megatron_grpo.types import Segment
 
 LONG = 264
@@ -66,10 +66,10 @@ def test_parts_are_one_softmax_forward_and_backward(kernel, cp, by_length, monke
     *inputs, gradient = drawn(stream[-1].end)
     wanted = dense(*inputs, seen_by(stream), 0.3)
     # A rank's queries and, rank after rank, all keys.
-    order = torch.from_numpy(np.concatenate([held_tokens(stream, cp, rank) for rank in range(cp)]))
+    order = torch.from_numpy(np.concatenate([tokens_of_cp_rank(stream, cp, rank) for rank in range(cp)]))
     found = torch.zeros_like(wanted)
     for rank in range(cp):
-        held = torch.from_numpy(held_tokens(stream, cp, rank))
+        held = torch.from_numpy(tokens_of_cp_rank(stream, cp, rank))
         q, k, v = inputs[0][held], inputs[1][order], inputs[2][order]
         part = attention._Attention.apply(q, k, v, packed_stream(stream, cp, rank, torch.from_numpy, by_length=by_length), 0.3, kernel)
         found = found.index_put((held,), part)
@@ -107,10 +107,10 @@ def test_windows_and_sinks_are_one_masked_softmax_forward_and_backward(kernel, w
     sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
     places = torch.arange(stream[-1].end)
     wanted = dense_with_sinks(*inputs, seen_by(stream) & (places[:, None] - places < window), sinks, 0.3)
-    order = torch.from_numpy(np.concatenate([held_tokens(stream, cp, rank) for rank in range(cp)]))
+    order = torch.from_numpy(np.concatenate([tokens_of_cp_rank(stream, cp, rank) for rank in range(cp)]))
     found = torch.zeros_like(wanted)
     for rank in range(cp):
-        held = torch.from_numpy(held_tokens(stream, cp, rank))
+        held = torch.from_numpy(tokens_of_cp_rank(stream, cp, rank))
         packed = packed_stream(stream, cp, rank, torch.from_numpy, by_length=True).within(window)
         parts = [part for part in (packed.causal, *packed.full) if part]
         assert all(run.num_queries <= window and run.num_keys <= window for part in parts for run in part.runs) or window > 264

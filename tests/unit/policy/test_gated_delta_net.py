@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_grpo.policy.gated_delta_net import convolve, gated_delta_rule, l2norm
-from megatron_grpo.policy.packed_batch import held_tokens, packed_stream
+from megatron_grpo.policy.packed_batch import packed_stream, tokens_of_cp_rank
 from megatron_grpo.types import Segment
 from tests.mistakes import mistake
 
@@ -89,7 +89,7 @@ def test_context_parallel_ranks_exchange_tokens_in_the_order_of_the_stream(cp):
     stream = segments([(length * 2 * cp - 1, 1, parent) for length, _, parent in SHORT])
     stream[-1] = Segment(start=stream[-1].start, end=stream[-1].start + 2 * cp, length=0)
     order = packed_stream(stream, cp, 0, torch.from_numpy).recurrence(KERNEL, 8)
-    gathered = np.concatenate([held_tokens(stream, cp, rank) for rank in range(cp)])
+    gathered = np.concatenate([tokens_of_cp_rank(stream, cp, rank) for rank in range(cp)])
     assert gathered[order.to_stream].tolist() == list(range(stream[-1].end))
     assert np.arange(stream[-1].end)[order.to_ranks].tolist() == gathered.tolist()
 

@@ -98,8 +98,8 @@ def test_scoring_reaches_the_child_through_the_usual_way():
 def test_the_child_dies_with_a_parent_that_is_killed(text):
     program = (
         "import sys, threading, time\n"
-        "from megatron_grpo.rewards.builtin.math import Math\n"
-        "reward = Math(needs=(('answer',),), row_seconds=600, batch_seconds=600)\n"
+        "from megatron_grpo.rewards.builtin.math import MathReward\n"
+        "reward = MathReward(needs=(('answer',),), row_seconds=600, batch_seconds=600)\n"
         "reward.child._ensure_started()\n"
         "print(reward.child._process.pid, flush=True)\n"
         f"reward.child.ask({{'text': {text!r}, 'given': '', 'answers': ['1/3']}}, 600)\n"

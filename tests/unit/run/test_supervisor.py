@@ -124,7 +124,7 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
         "from megatron_grpo.base import activity",
         "from megatron_grpo.run import hung",
         "hung.register()",
-        "activity.reached(7)",
+        "activity.report_step(7)",
         f"hung.write_down(timeout=2.0, beats=1, output_dir={str(tmp_path)!r})",
         "with activity.phase('reward', total=3, unit='scores'):",
         *(f"    {line}" for line in how.splitlines()),

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import logging, sys
-from megatron_grpo.run.terminal import outlive_terminal
+from megatron_grpo.run.terminal import ignore_closed_terminal
 {call}
 print("up", flush=True)
 sys.stdin.readline()
@@ -23,7 +23,7 @@ open(sys.argv[1], "w").write("done")
 """
 
 
-@pytest.mark.parametrize(("call", "ends"), [("outlive_terminal()", True), ("", False)])
+@pytest.mark.parametrize(("call", "ends"), [("ignore_closed_terminal()", True), ("", False)])
 def test_what_is_printed_to_a_terminal_that_has_gone_is_lost_and_nothing_else(tmp_path, call, ends):
     """Without the call it fails, so the terminal really is gone."""
     ours, theirs = os.openpty()

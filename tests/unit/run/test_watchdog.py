@@ -149,7 +149,7 @@ def test_a_stopped_process_tells_where_it_is():
             os.kill(child.pid, signal.SIGSTOP)
             while hung.state_of(child.pid) != hung.STATES["T"]:
                 pass
-            told = hung.collect(child.pid)
+            told = hung.stacks_of_process(child.pid)
         finally:
             child.kill()
     assert hung.innermost(told).endswith(", here"), told
@@ -221,7 +221,7 @@ def live(name: str, rank: int, folder: Path) -> None:
         collectives.store("watchdog"), rank=rank, processes=peers.processes, timeout=SECONDS, output_dir=folder,
         wait_for_all=collectives.wait_for_all, leaves=peers.report_failure,
     )  # fmt: skip
-    activity.reached(3)
+    activity.report_step(3)
     which, phase, is_alone, what = (HANGS | SLOW)[name]
     if rank == which:
         pause = 10 * SECONDS if name in SLOW and is_alone else 0.0

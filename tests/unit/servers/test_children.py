@@ -13,10 +13,10 @@ import pytest
 
 PARENT = """
 import multiprocessing, sys, time
-from megatron_grpo.servers.serve_lifecycle import let_no_child_outlive
+from megatron_grpo.servers.serve_lifecycle import bind_children_to_parent
 from tests.unit.servers.test_children import child
 if __name__ == "__main__":
-    let_no_child_outlive()
+    bind_children_to_parent()
     multiprocessing.get_context("spawn").Process(target=child, args=(2,)).start()
     time.sleep(600)
 """

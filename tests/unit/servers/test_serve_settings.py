@@ -16,7 +16,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config import parse
 from megatron_grpo.config.config import Config, RunConfig, ServeConfig
-from megatron_grpo.servers.serve_lifecycle import reachable, take_port
+from megatron_grpo.servers.serve_lifecycle import reachable_host, take_port
 from megatron_grpo.servers.serve_settings import check_serving, default_token_file, read_token
 from tests.tiny_models import write_tiny
 
@@ -178,8 +178,8 @@ def test_a_server_that_was_started_again_has_its_port_at_once():
 
 
 def test_the_address_that_others_are_told_leads_here():
-    assert reachable("10.1.2.3") == "10.1.2.3" and reachable("::1") == "[::1]"
-    assert reachable("0.0.0.0") not in ("0.0.0.0", "localhost") and reachable("::") == reachable("0.0.0.0")
+    assert reachable_host("10.1.2.3") == "10.1.2.3" and reachable_host("::1") == "[::1]"
+    assert reachable_host("0.0.0.0") not in ("0.0.0.0", "localhost") and reachable_host("::") == reachable_host("0.0.0.0")
 
 
 def test_nothing_of_a_configuration_is_shown_with_the_token(model, monkeypatch):

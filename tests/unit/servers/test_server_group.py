@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from megatron_grpo.base.errors import ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import http, requests, server_group, wire
-from megatron_grpo.servers.http import Server, ServerGoneError, ServerRefusedError, begun, named_run, run_name
+from megatron_grpo.servers.http import Server, ServerGoneError, ServerRefusedError, run_name, run_name_of, start_coroutine
 from megatron_grpo.servers.requests import GenerationRequest
 from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer, certificate_in
@@ -48,7 +48,7 @@ def fleet_of(opened):
 
 
 def of(work):
-    return begun(work).result(60)
+    return start_coroutine(work).result(60)
 
 
 def question(count, version=1, n=2):
@@ -236,8 +236,8 @@ def test_a_server_that_was_started_again_has_proven_nothing(opened, fleet_of):
 
 def test_the_name_of_a_run_lies_where_it_writes(tmp_path):
     assert run_name(tmp_path) is None
-    name = named_run(tmp_path)
-    assert name.startswith(f"{tmp_path.name}-") and named_run(tmp_path) == run_name(tmp_path) == name
+    name = run_name_of(tmp_path)
+    assert name.startswith(f"{tmp_path.name}-") and run_name_of(tmp_path) == run_name(tmp_path) == name
 
 
 # ---- questions -------------------------------------------------------------------------------------------------------------------------

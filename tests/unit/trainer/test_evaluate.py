@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.config.evaluation import SUM, EvalSampling, describe_rules, how_evaluated, most_of, score_of, sets_of
+from megatron_grpo.config.evaluation import SUM, EvalSampling, describe_rules, eval_sampling, most_of, score_of, sets_of
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.metrics.evaluations import describe
 from megatron_grpo.rewards.protocol import RewardFunction
@@ -124,7 +124,7 @@ def test_what_is_paired_asked_the_same():
 )
 def test_how_many_are_drawn_and_how(words, sets, n, temperature):
     cfg = resolve(["--temperature", "0.7", *words.split()])
-    assert sets_of(cfg) == sets and how_evaluated(cfg) == EvalSampling(n=n, temperature=temperature)
+    assert sets_of(cfg) == sets and eval_sampling(cfg) == EvalSampling(n=n, temperature=temperature)
 
 
 def test_the_score_is_named_by_its_function_or_as_it_stands_in_reward_funcs():

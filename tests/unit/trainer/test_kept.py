@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.rollout.vllm_requests import TIES, num_asked, whole_or_cut
+from megatron_grpo.rollout.vllm_requests import TIES, logprobs_and_mask, num_asked
 from megatron_grpo.trainer.generation import InvalidSamplingMaskError, check_sampling_mask
 from megatron_grpo.types import SamplingMask, Sequence
 
@@ -28,7 +28,7 @@ def of(kept: SamplingMask) -> list[list[int]]:
 
 def test_words_that_were_left_out_are_not_told_and_the_token_stands_there_once():
     ids, logprobs = told([(7, 0.25), (3, 0.75), (7, 0.25), (1, 0.0), (2, 0.0)], [(3, 1.0), (3, 1.0), (9, 0.0), (1, 0.0), (4, 0.0)])
-    found, kept = whole_or_cut(ids, logprobs, 100)
+    found, kept = logprobs_and_mask(ids, logprobs, 100)
     assert np.exp(found).tolist() == pytest.approx([0.25, 1.0]) and found.dtype == np.float32
     assert of(kept) == [[7, 3], [3]] and kept.at.dtype == np.int64 and kept.ids.dtype == np.int32
 
@@ -36,9 +36,9 @@ def test_words_that_were_left_out_are_not_told_and_the_token_stands_there_once()
 def test_what_may_be_more_than_was_told_is_taken_for_what_was_told():
     """Words as likely as the last one stay in vLLM's set; here it told of two of four, and the drawn token is a third."""
     ids, logprobs = told([(5, 0.2), (1, 0.4), (2, 0.2)])
-    (found,), kept = whole_or_cut(ids, logprobs, 100)
+    (found,), kept = logprobs_and_mask(ids, logprobs, 100)
     assert of(kept) == [[5, 1, 2]] and np.exp(found) == pytest.approx(0.2 / 0.8)
-    (found,), kept = whole_or_cut(*told([(1, 0.6), (1, 0.6), (0, 0.4)]), 2)  # all the words there are
+    (found,), kept = logprobs_and_mask(*told([(1, 0.6), (1, 0.6), (0, 0.4)]), 2)  # all the words there are
     assert np.exp(found) == pytest.approx(0.6)
     assert (num_asked(5, 100), num_asked(5, 7)) == (5 + TIES, 7)
 

@@ -16,7 +16,7 @@ from megatron_grpo.checkpoint.samples import file_of, read_samples
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.rollout import partial_rollouts
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError
-from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration, part_seed, stretches
+from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration, join_versions, part_seed
 from megatron_grpo.rollout.turns import SampledTurn
 from megatron_grpo.trainer.partial_rollouts import PartialRollouts, VersionCheck
 from megatron_grpo.trainer.rollouts import Rollouts
@@ -267,8 +267,8 @@ def test_an_error_in_the_middle_leaves_what_was_there_before(tmp_path):
 
 
 def test_parts_of_one_version_are_one_stretch():
-    assert stretches([(1, 0, 4), (1, 4, 6), (2, 6, 7), (3, 7, 7), (3, 7, 9)]) == [(1, 0, 6), (2, 6, 7), (3, 7, 9)]
-    assert stretches([]) == []
+    assert join_versions([(1, 0, 4), (1, 4, 6), (2, 6, 7), (3, 7, 7), (3, 7, 9)]) == [(1, 0, 6), (2, 6, 7), (3, 7, 9)]
+    assert join_versions([]) == []
 
 
 @pytest.mark.parametrize(("num_engines", "ranks_per_engine"), [(1, 1), (3, 1), (1, 2), (2, 4)])

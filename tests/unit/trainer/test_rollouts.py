@@ -25,8 +25,8 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.trainer.generation import InvalidLogprobsError, InvalidSamplingMaskError, RolloutGenerator
 from megatron_grpo.trainer.rollouts import Rollouts
-from megatron_grpo.trainer.rollouts import result as collect
-from megatron_grpo.trainer.sample_buffer import emptied
+from megatron_grpo.trainer.rollouts import dynamic_sampling as collect
+from megatron_grpo.trainer.sample_buffer import without_training
 from megatron_grpo.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, make_completion
 from megatron_grpo.weights.buckets import WeightUpdate
 
@@ -34,7 +34,7 @@ LIVE, ZERO_STD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 
 
 class Stream:
-    """Numbered prompts without end, as far as `result` and `Rollouts` see the real stream."""
+    """Numbered prompts without end, as far as `dynamic_sampling` and `Rollouts` see the real stream."""
 
     def __init__(self, taken: int = 0):
         self.taken, self.asked = taken, []
@@ -74,7 +74,7 @@ def scored_by(rewards, groups):
 
 
 def result(stream, rewards, *, num_groups, config=None, **settings):
-    """`result` on prompts whose groups get `rewards[number]`, by the package's own rule of zero-std groups."""
+    """`dynamic_sampling` on prompts whose groups get `rewards[number]`, by the package's own rule of zero-std groups."""
     engine, weights = ScriptedEngine(answer), [1.0] * len(rewards[0][0])
     return collect(
         stream.take,
@@ -426,7 +426,7 @@ def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_not
         None,
     ]
     assert (stats["sampling/mask_size"], stats["sampling/mask_size_max"]) == ((3 + 5) * 2 / 8, 3)
-    nothing = emptied(samples[1])
+    nothing = without_training(samples[1])
     assert nothing.sampling_mask is None and not nothing.mask.any()
     assert "sampling/mask_size" not in rollout({0: LIVE, 1: LIVE})[1]
     with pytest.raises(InvalidSamplingMaskError, match="returned no sampling mask for the 2 tokens"):

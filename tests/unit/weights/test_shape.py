@@ -10,7 +10,7 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.weights.names import hf_shapes, num_parameters
-from megatron_grpo.weights.shape import ModelShape, flat
+from megatron_grpo.weights.shape import ModelShape, flat_values
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
 
 LLAMA = {
@@ -263,6 +263,6 @@ def test_windows_are_those_of_transformers_layers():
     ],
 )
 def test_what_a_server_tells_of_its_model_names_each_number_that_is_another(change, named):
-    mine, other = (flat(ModelShape.from_hf(config)) for config in (LLAMA, LLAMA | change))
+    mine, other = (flat_values(ModelShape.from_hf(config)) for config in (LLAMA, LLAMA | change))
     assert {name for name in {**mine, **other} if mine.get(name) != other.get(name)} == named
     assert json.loads(json.dumps(other)) == other
