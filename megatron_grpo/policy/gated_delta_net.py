@@ -7,11 +7,19 @@ Each value head has a state S that maps keys to values. A token first decays it,
 State and convolution start from zero at each segment. A child starts from the state that the last token of its parent left, so a shared
 prompt is computed once, and the gradient of its state is the sum over its children.
 
+On a GPU flash-linear-attention's kernel computes the rule, if it is installed and a trial run gives what the plain lines give.
+
 Megatron-Core 0.16's GatedDeltaNet has the same parameters. It needs flash-linear-attention, and supports neither packed sequences nor
 context parallelism.
 """
 
 from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +32,13 @@ from megatron.core.transformer.utils import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.autograd import all_to_all, copy_to_ranks
-from megatron_grpo.policy.packed_batch import PackedBatch, RecurrenceOrder
+from megatron_grpo.policy.packed_batch import PackedBatch, RecurrenceOrder, packed_stream
+from megatron_grpo.types import Segment
 from megatron_grpo.weights.sizes import CHUNK, DeltaNetShape
 
+logger = logging.getLogger(__name__)
 L2NORM_EPSILON = 1e-6  # a constant of the models, whatever their rms_norm_eps is
 
 
@@ -68,6 +79,9 @@ class PackedGatedDeltaNet(MegatronModule):
         self.out_proj = RowParallelLinear(
             values, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True, **linear
         )
+        self.rule: Rule = gated_delta_rule
+        if self.A_log.device.type == "cuda":
+            self.rule = gpu_rule(config.params_dtype, delta.key_head_dim, delta.value_head_dim).rule
 
     def forward(self, hidden_states, attention_mask, *, packed_seq_params: PackedBatch, **unused):
         """Compute the layer.
@@ -107,7 +121,7 @@ class PackedGatedDeltaNet(MegatronModule):
         query, key = (l2norm(x).repeat_interleave(heads, dim=1) for x in (query, key))
         value, gate = (x.unflatten(-1, (heads, -1)).flatten(1, 2) for x in (value, gate))
         decay = -a_log.exp() * F.softplus(decay.flatten(1) + dt_bias)
-        out = gated_delta_rule(query * keys**-0.5, key, value, decay, strength.flatten(1).sigmoid(), stream)
+        out = self.rule(query * keys**-0.5, key, value, decay, strength.flatten(1).sigmoid(), stream)
         # Each rank's heads use the whole weight, so its gradient is the sum over ranks.
         weight = copy_to_ranks(self.out_norm.weight, self.tp_group).float()
         out = F.rms_norm(out, weight.shape, weight, self.config.layernorm_epsilon) * F.silu(gate)
@@ -193,3 +207,122 @@ def gated_delta_rule(query, key, value, decay, strength, stream: RecurrenceOrder
             state = torch.cat([carried * fade[rows] + key[rows].mT @ moved, state[end - begin :]])
         last = state
     return F.pad(torch.cat(outputs).transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[stream.places]
+
+
+Rule = Callable[..., torch.Tensor]  # with the arguments of `gated_delta_rule`
+
+
+class ChosenRule(NamedTuple):
+    """An implementation of the rule, and why it is not flash-linear-attention's kernel; None if it is."""
+
+    rule: Rule
+    lacks: str | None
+
+
+@functools.cache
+def gpu_rule(dtype: torch.dtype, key_channels: int, value_channels: int) -> ChosenRule:
+    """Return the implementation for this process's GPU. The choice is made once, by a trial run; the main rank logs it.
+
+    Args:
+        dtype: Dtype of the model.
+        key_channels: Channels of a key head.
+        value_channels: Channels of a value head.
+    """
+    chosen = ChosenRule(gated_delta_rule, _kernel_obstacle(dtype))
+    if chosen.lacks is None:
+        rule = functools.partial(rule_by_kernel, dtype=dtype)
+        lacks = fault_of_rule(rule, dtype, key_channels, value_channels, torch.device("cuda"))
+        chosen = ChosenRule(rule, None) if lacks is None else ChosenRule(gated_delta_rule, lacks)
+    if collectives.rank() == 0:
+        how = "flash-linear-attention's kernel" if chosen.lacks is None else f"plain matrix products: {chosen.lacks}"
+        logger.warning("The gated delta rule is computed with %s.", how)
+    return chosen
+
+
+def _kernel_obstacle(dtype: torch.dtype) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        return f"flash-linear-attention is used in bfloat16 and float16, not {name}, which it multiplies as TF32"
+    return None if find_spec("fla") else "flash-linear-attention is not installed (the extra `fla`)"
+
+
+def _kernel(*args, **kwargs):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(*args, **kwargs)
+
+
+def rule_by_kernel(query, key, value, decay, strength, stream: RecurrenceOrder, *, dtype: torch.dtype, kernel: Callable = _kernel):
+    """Compute `gated_delta_rule` with flash-linear-attention's kernel, in one call per wave.
+
+    Args:
+        query: Normalised and scaled queries, [T, heads, k].
+        key: Normalised keys, [T, heads, k].
+        value: Values, [T, heads, v].
+        decay: Logarithm of the factor on the state, [T, heads].
+        strength: Write strength between 0 and 1, [T, heads].
+        stream: Order of the computation.
+        dtype: Dtype of queries, keys and values in the kernel. Its states are float32.
+        kernel: A function with the arguments of `fla.ops.gated_delta_rule.chunk_gated_delta_rule`, by default that one.
+
+    Returns:
+        The outputs, [T, heads, v]; 0 for padding.
+    """
+    inputs, out, states = (query.to(dtype), key.to(dtype), value.to(dtype), decay, strength), torch.zeros_like(value), value.new_zeros(0)
+    for wave in stream.waves:
+        initial_state = None if wave.parents is None else states[wave.parents]
+        # The batch size is 1; heads are behind the tokens.
+        found, states = kernel(
+            *(x[wave.tokens][None] for x in inputs),
+            scale=1.0,
+            initial_state=initial_state,
+            output_final_state=True,
+            cu_seqlens=wave.cu_seqlens,
+        )
+        out = out.index_copy(0, wave.tokens, found[0].to(out.dtype))
+    return out
+
+
+def fault_of_rule(rule: Rule, dtype: torch.dtype, key_channels: int, value_channels: int, device: torch.device) -> str | None:
+    """Compare an implementation with `gated_delta_rule` on a small stream of parents and children, longer than two chunks.
+
+    Args:
+        rule: The implementation.
+        dtype: Dtype of the model, which determines the rounding.
+        key_channels: Channels of a key head.
+        value_channels: Channels of a value head.
+        device: Device on which it runs.
+
+    Returns:
+        How the implementation fails, or where it differs by more than rounding, as a phrase; None if it does not.
+    """
+    sizes = ((131, 130, -1), (64, 64, -1), (70, 70, 0), (1, 1, 0), (9, 7, 1), (24, 24, -1))  # with padding, without it, parent
+    segments = list[Segment]()
+    for size, length, parent in sizes:
+        start = segments[-1].end if segments else 0
+        segments.append(Segment(start=start, end=start + size, length=length, parent=parent))
+    stream = packed_stream(segments, 1, 0, lambda array: torch.from_numpy(array).to(device)).recurrence(4, CHUNK)
+    draw, total, heads = torch.Generator().manual_seed(0), segments[-1].end, 2
+    query, key, value, grad, decay, strength = (
+        torch.randn(total, heads, *channels, generator=draw)
+        for channels in ((key_channels,), (key_channels,), (value_channels,), (value_channels,), (), ())
+    )
+    rounded = [x.to(device, dtype).float() for x in (l2norm(query) * key_channels**-0.5, l2norm(key), value)]
+    drawn, results = [*rounded, -F.softplus(decay).to(device), strength.sigmoid().to(device)], []
+    with torch.enable_grad():
+        implementations: tuple[Rule, ...] = (gated_delta_rule, rule)
+        for implementation in implementations:
+            inputs = [x.detach().requires_grad_() for x in drawn]
+            try:
+                out = implementation(*inputs, stream)
+                results.append((out.detach(), *torch.autograd.grad(out, inputs, grad.to(device))))
+            except Exception as error:  # noqa: BLE001 - a kernel that is compiled at its first call fails in many ways
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                return f"flash-linear-attention's kernel does not run on this GPU ({reason})"
+    rounding = 4 * torch.finfo(dtype).eps
+    names = ("its output", *(f"the gradient of {name}" for name in ("queries", "keys", "values", "decays", "strengths")))
+    for name, expected, actual in zip(names, *results, strict=True):
+        difference = float((expected - actual).norm() / expected.norm())
+        if not difference < rounding:
+            return f"flash-linear-attention's kernel differs on this GPU: {name} by {difference:.1e}, more than rounding ({rounding:.1e})"
+    return None

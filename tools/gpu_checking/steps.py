@@ -202,6 +202,8 @@ STEPS: tuple[Step, ...] = (
     Step(name="versions", shows="what is installed", seconds=30, commands=_python("-c", VERSIONS), judge=told()),
     Step(name="attention", shows="attention with parents by flash attention, against float32", seconds=90,
          commands=_tests("tests/gpu/test_attention.py")),
+    Step(name="delta_rule", shows="the gated delta rule by flash-linear-attention, against float32", seconds=240, needs=("fla",),
+         commands=_tests("tests/gpu/test_delta_rule.py")),
     Step(name="steps_local", shows="an optimizer step on local layers against float64: dense, experts, adapters, shared prompts, host",
          seconds=300, commands=_tests(ARITHMETIC, "-k", "not transformer_engine")),
     Step(name="steps_te", shows="the same on Transformer Engine's layers", seconds=180, needs=("transformer_engine",),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy.gated_delta_net import convolve, gated_delta_rule, l2norm
+from megatron_grpo.policy.gated_delta_net import convolve, fault_of_rule, gated_delta_rule, gpu_rule, l2norm, rule_by_kernel
 from megatron_grpo.policy.packed_batch import packed_stream, tokens_of_cp_rank
 from megatron_grpo.types import Segment
 from tests.mistakes import mistake
@@ -101,6 +103,55 @@ def test_a_stream_of_padding_alone_gives_zeros():
     assert out.shape == (4, HEADS, V) and not out.any()
 
 
+def kernel_of_tokens(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens):
+    """What flash-linear-attention's `chunk_gated_delta_rule` says that it computes, token by token."""
+    assert output_final_state and q.shape[0] == 1 and cu_seqlens.dtype == torch.int64
+    outputs, states = [], []
+    for number, (begin, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])):
+        state = q.new_zeros(HEADS, q.shape[-1], v.shape[-1]) if initial_state is None else initial_state[number]
+        for t in range(begin, end):
+            state = state * g[0, t].exp()[:, None, None]
+            moved = beta[0, t][:, None] * (v[0, t] - (state * k[0, t][:, :, None]).sum(1))
+            state = state + k[0, t][:, :, None] * moved[:, None]
+            outputs.append((state * q[0, t][:, :, None]).sum(1) * scale)
+        states.append(state)
+    return torch.stack(outputs)[None], torch.stack(states)
+
+
+@pytest.mark.parametrize("sizes", [LONG, SHORT], ids=["long", "short"])
+def test_a_kernel_of_one_wave_gives_outputs_and_gradients_of_the_plain_lines(sizes):
+    stream = segments(sizes)
+    inputs, order = drawn(stream[-1].end), packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8)
+    expected, actual = gated_delta_rule(*inputs, order), rule_by_kernel(*inputs, order, dtype=torch.float64, kernel=kernel_of_tokens)
+    assert (expected - actual).abs().max() < 1e-12
+    grad = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for one, other in zip(torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
+        assert (one - other).abs().max() < 1e-11 * other.abs().max()
+
+
+def faulty(*inputs):
+    raise RuntimeError("no kernel image\nfor this device")
+
+
+@pytest.mark.parametrize(("rule", "phrase"), [
+    (gated_delta_rule, None),
+    (faulty, "does not run on this GPU (no kernel image)"),
+    (lambda query, *inputs: gated_delta_rule(query * 1.05, *inputs), "its output by 5.0e-02, more than rounding (3.1e-02)"),
+    (lambda q, k, v, decay, s, stream: gated_delta_rule(q, k, v, decay.detach() + (decay - decay.detach()) * 2, s, stream),
+     "the gradient of decays by 1.0e+00"),
+])  # fmt: skip
+def test_a_kernel_that_computes_something_else_is_not_used(rule, phrase):
+    fault = fault_of_rule(rule, torch.bfloat16, 16, 24, torch.device("cpu"))
+    assert fault is None if phrase is None else phrase in fault
+
+
+def test_the_plain_lines_are_used_where_the_kernel_does_not_serve():
+    assert "not float32, which it multiplies as TF32" in gpu_rule(torch.float32, 16, 24).lacks
+    if find_spec("fla") is None:
+        chosen = gpu_rule(torch.bfloat16, 16, 24)
+        assert chosen.rule is gated_delta_rule and chosen.lacks == "flash-linear-attention is not installed (the extra `fla`)"
+
+
 LAYER, STREAM = (f"megatron_grpo.policy.{name}" for name in ("gated_delta_net", "packed_batch"))
 
 
@@ -124,3 +175,14 @@ def test_each_mistake_in_the_rule_is_seen(wrong):
 def test_each_mistake_in_the_convolution_is_seen(wrong):
     with mistake(*wrong), pytest.raises(AssertionError):
         test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent()
+
+
+@pytest.mark.parametrize("wrong", [
+    (LAYER, "else states[wave.parents]", "else 0 * states[wave.parents]"),
+    (LAYER, "scale=1.0", "scale=None"),
+    (LAYER, "out.index_copy(0, wave.tokens, found", "out.index_copy(0, wave.tokens.flip(0), found"),
+    (STREAM, "segments[i].start + segments[i].length) for i in numbers]", "segments[i].end) for i in numbers]"),
+], ids=["children begin anew", "scaled twice", "outputs of others", "padding of a parent"])  # fmt: skip
+def test_each_mistake_around_the_kernel_is_seen(wrong):
+    with mistake(*wrong), pytest.raises((AssertionError, RuntimeError, TypeError)):
+        test_a_kernel_of_one_wave_gives_outputs_and_gradients_of_the_plain_lines(LONG)
