@@ -50,7 +50,7 @@ def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) ->
             return super()._answered(prompts, *asked)
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-        code = main(["train", "--verify_weight_push", "false", *flags], engine=lambda *_: Replayed(answer))
+        code = main(["train", "--verify_weight_sync", "false", *flags], engine=lambda *_: Replayed(answer))
     if code:
         raise RuntimeError(said.getvalue())
 

@@ -154,11 +154,11 @@ def compare_rows(
         operations=operations,
         drift=drift_of(args.run),
         notes=notes,
-        push=_push_problem(model, engine, args.step, dtype),
+        weight_sync_problem=_weight_sync_problem(model, engine, args.step, dtype),
     )
 
 
-def _push_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dtype: str) -> str:
+def _weight_sync_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dtype: str) -> str:
     """Return the message of the run's own check of a weight sync, or an empty string."""
     try:
         check_weights(model, engine, version=version, is_coarse=dtype != "float32")

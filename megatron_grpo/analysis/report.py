@@ -43,7 +43,7 @@ class MismatchReport:
         operations: Compared operations; empty if the model is not supported.
         drift: (step, mean, maximum) of |trainer - sampler| during the run, from `drift_of`.
         notes: Notes for the user.
-        push: Problem of the weight sync; empty without one.
+        weight_sync_problem: Problem of the weight sync; empty without one.
     """
 
     asked: MismatchArgs
@@ -58,7 +58,7 @@ class MismatchReport:
     operations: Sequence[Operation]
     drift: Sequence[tuple[int, float, float]]
     notes: Sequence[str]
-    push: str
+    weight_sync_problem: str
 
     @property
     def verdict(self) -> str:
@@ -68,7 +68,7 @@ class MismatchReport:
             shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
             sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
         sentences += [ASIDE[op.name] for op in self.operations if op.name in ASIDE and op.is_over]
-        if not sentences and self.push:
+        if not sentences and self.weight_sync_problem:
             sentences.append("No operation differs by more than rounding, but the verification of the weight sync fails.")
         if not sentences and not self.operations and self.numbers["beyond"]:
             sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model cannot be compared.")
@@ -129,7 +129,7 @@ def report_lines(report: MismatchReport, picture: Path | None) -> list[str]:
             f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
             *(_line(operation) for operation in _shortened(report.operations)),
         ]
-    lines += ["", *report.notes, *([report.push] if report.push else [])]
+    lines += ["", *report.notes, *([report.weight_sync_problem] if report.weight_sync_problem else [])]
     lines.append(report.verdict or "Nothing differs by more than rounding.")
     return [*lines, *([f"Figure: {picture}"] if picture else [])]
 
@@ -170,7 +170,7 @@ def as_json(report: MismatchReport) -> dict[str, Any]:
         "limit": report.limit,
         "operations": [asdict(op) | {"over": op.is_over} for op in report.operations],
         "notes": list(report.notes),
-        "push": report.push,
+        "push": report.weight_sync_problem,
         "named": [op.name for op in report.operations if op.is_over],
         "verdict": report.verdict,
     }

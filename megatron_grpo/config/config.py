@@ -265,7 +265,8 @@ class RolloutConfig:
         "colocate: completions are interrupted at weight syncs and continue with the new weights; 0: sample, then train",
         unit="sampling steps", at_least=0)
     async_generate: bool | None = free(None, "boolean form of async_rollout_depth: true is 1, false is 0")
-    verify_weight_push: bool = free(True, "compare sampler and trainer on a probe prompt after each weight sync")
+    verify_weight_sync: bool = free(True, "compare sampler and trainer on a probe prompt after each weight sync",
+        formerly=["verify_weight_push"])
     verify_versions: int = free(8,
         "interrupted completions that the trainer scores at each sampling step, to verify the weights they name; 0: off",
         unit="completions", at_least=0)

@@ -81,10 +81,10 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
     if is_lora and not tuner.adapters:
         problems += LoraSettings.of(tuner, shape).problems(shape)
     problems += trainable_parameters.problems(tuner, shape)
-    return problems or _of_push(cfg, shape)
+    return problems or _weight_sync_problems(cfg, shape)
 
 
-def _of_push(cfg: Config, shape: ModelShape) -> list[Problem]:
+def _weight_sync_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """Return the reasons why a valid adapter cannot be sent to the sampler as `vllm_enable_lora true` requires."""
     if not cfg.tuner.vllm_enable_lora:
         return []

@@ -156,7 +156,7 @@ def make_plan(checked: CheckedConfig, *, num_prompts: int | None = None, images:
         raise ConfigError(problems)
     sharing = decide(cfg, checked.shape)
     memory, cost, tuning = _estimates(checked, sharing)
-    warnings = [*warnings_of(checked, schedule, memory, cost, tuning.push if tuning else None), *notes]
+    warnings = [*warnings_of(checked, schedule, memory, cost, tuning.adapter_sync if tuning else None), *notes]
     return Plan(
         checked=checked, schedule=schedule, num_prompts=num_prompts, memory=memory, cost=cost, sharing=sharing, images=images,
         warnings=[*warnings, *(images.warnings() if images else ())],

@@ -17,7 +17,7 @@ from megatron_grpo.planning.check import CheckedConfig
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import FP32, TrainableSpec, WeightRow, elements, padded_vocab, rows_and_channels
 from megatron_grpo.planning.partial_rollouts import forecast
-from megatron_grpo.planning.sampler import keeps_tower, push_of
+from megatron_grpo.planning.sampler import keeps_tower, sync_traffic
 from megatron_grpo.planning.sharing import PrefixSharing
 from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
 from megatron_grpo.planning.token_counts import ComputeCounts, Lengths, StepTokens, packing, sequence_tokens
@@ -297,13 +297,13 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableS
     `base_push_bytes` is sent once, before the first adapter.
     """
     model_bytes = num_parameters(shape) * tuning.size
-    pushed = model_bytes - (sum(map(elements, tower_entries(shape))) * tuning.size if keeps_tower(cfg, tuning, shape) else 0)
-    adapter = tuning.num_adapter_parameters * tuning.adapter_size if tuning.pushes_adapters else 0
+    synced = model_bytes - (sum(map(elements, tower_entries(shape))) * tuning.size if keeps_tower(cfg, tuning, shape) else 0)
+    adapter = tuning.num_adapter_parameters * tuning.adapter_size if tuning.syncs_adapters else 0
     resends_base = cfg.rollout.sleep_level == 2  # the sampler drops its weights
     return {
-        "weight_push_bytes": pushed if not adapter else adapter + (model_bytes if resends_base else 0),
+        "weight_push_bytes": synced if not adapter else adapter + (model_bytes if resends_base else 0),
         "base_push_bytes": model_bytes if adapter and not resends_base else 0,
-        **{f"weight_push_{name}": value for name, value in push_of(shape, sizes, cfg, tuning).items()},
+        **{f"weight_push_{name}": value for name, value in sync_traffic(shape, sizes, cfg, tuning).items()},
         "checkpoint_bytes": checkpoint_bytes(shape, sizes, cfg, tuning),
     }
 

@@ -19,7 +19,7 @@ from megatron_grpo.planning.check import CheckedConfig
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import StaticMemory, TrainableSpec, count_parameters, layers_of_stage, static_memory
-from megatron_grpo.planning.sampler import bucket_bytes, push_memory, sampler_memory
+from megatron_grpo.planning.sampler import bucket_bytes, sampler_memory, sync_memory
 from megatron_grpo.planning.token_counts import Lengths, sequence_tokens
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.shape import ModelShape
@@ -53,14 +53,14 @@ class OffloadPlan:
         model = static.weights_bytes + static.adapters_bytes + static.reference_bytes
         return model * self.model + static.optimizer_bytes * self.optimizer
 
-    def freed(self, static: StaticMemory, *, during_push: bool = False) -> int:
+    def freed(self, static: StaticMemory, *, during_sync: bool = False) -> int:
         """Return the bytes of a rank that the sampler can use.
 
         Args:
             static: Static memory of the rank.
-            during_push: During a weight sync, when the policy's weights stay on the GPU because they are sent.
+            during_sync: During a weight sync, when the policy's weights stay on the GPU because they are sent.
         """
-        kept_bytes = (static.weights_bytes + static.adapters_bytes) * self.model if during_push else 0
+        kept_bytes = (static.weights_bytes + static.adapters_bytes) * self.model if during_sync else 0
         return self.copied(static) - kept_bytes + static.gradients_bytes * self.model
 
 
@@ -199,7 +199,7 @@ def estimate_memory(checked: CheckedConfig, tuning: TrainableSpec, lengths: Leng
         -(-stream_tokens(sizes, cfg, prompt, completion, shares=is_shared) // sizes.layout.cp) for is_shared in (False, shares)
     )
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
-    stages, rows, pushed = list[StageMemory](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
+    stages, rows, synced = list[StageMemory](), list[dict[str, Any]](), sync_memory(shape, sizes, cfg, tuning)
     tower = tower_of(shape, sizes, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
     of_teacher = teacher_stages(checked.teacher, shape, sizes, cfg, completion)
     for number in range(sizes.layout.pp):
@@ -214,7 +214,7 @@ def estimate_memory(checked: CheckedConfig, tuning: TrainableSpec, lengths: Leng
         rows.append({"stage": number, "num_layers": layers, **stage.holds(tokens, tokens_apart)})
 
     def phases(offload: OffloadPlan) -> list[dict[str, int]]:
-        return [_phases(cfg, tuning, stage, tokens, offload, sampler, pushed) for stage in stages]
+        return [_phases(cfg, tuning, stage, tokens, offload, sampler, synced) for stage in stages]
 
     gpu = round(cfg.plan.gpu_memory_gb * 1e9) if cfg.plan.gpu_memory_gb else None
     offload = decide(cfg, lambda way: max(max(bytes_of_phases.values()) for bytes_of_phases in phases(way)), gpu)
@@ -328,7 +328,7 @@ def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
 
 
 def _phases(
-    cfg: Config, tuning: TrainableSpec, stage: StageMemory, tokens: int, offload: OffloadPlan, sampler: Mapping[str, int], pushed: int
+    cfg: Config, tuning: TrainableSpec, stage: StageMemory, tokens: int, offload: OffloadPlan, sampler: Mapping[str, int], synced: int
 ) -> dict[str, int]:
     """Return the peak bytes of each phase.
 
@@ -337,7 +337,7 @@ def _phases(
     just before.
 
     Args:
-        pushed: Bytes in transit during a weight sync.
+        synced: Bytes in transit during a weight sync.
     """
     teacher, leaves, asleep = stage.teacher, _teacher_leaves(cfg, offload), _asleep(cfg, sampler)
     base, activations = stage.static.total() + teacher.weights_bytes * (not leaves), stage.activations(tokens)
@@ -346,13 +346,13 @@ def _phases(
     sampler_bytes = sampler["weights_bytes"] + sampler["adapters_bytes"]
     wake_up = sampler_bytes + sampler["kv_cache_bytes"]
     # The verification of the first adapter sync has woken the KV cache.
-    is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapter_size and cfg.rollout.verify_weight_push)
+    is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapter_size and cfg.rollout.verify_weight_sync)
     return {
         "rollout": base - offload.freed(stage.static) + wake_up,
         "logprobs": base + asleep + activations.forward + stage.logits // 2,
         "training": base + asleep + activations.training + stage.logits,
         **({"teacher": scoring} if teacher.weights_bytes else {}),
-        "weight_push": base - offload.freed(stage.static, during_push=True) + (wake_up if is_awake else sampler_bytes) + pushed,
+        "weight_push": base - offload.freed(stage.static, during_sync=True) + (wake_up if is_awake else sampler_bytes) + synced,
     }
 
 

@@ -56,7 +56,7 @@ class TrainableSpec:
         size: Bytes per element of the model's own weights.
         adapter_size: Bytes per element of adapters; 0 if none train.
         has_second_model: Whether the reference is a separate model.
-        push: How adapters reach the sampler; None without adapters.
+        adapter_sync: How adapters reach the sampler; None without adapters.
     """
 
     trains: Callable[[str], bool]
@@ -64,7 +64,7 @@ class TrainableSpec:
     size: int
     adapter_size: int = 0
     has_second_model: bool = False
-    push: LoraSync | None = None
+    adapter_sync: LoraSync | None = None
 
     @classmethod
     def of(cls, cfg: Config, shape: ModelShape) -> TrainableSpec:
@@ -90,7 +90,7 @@ class TrainableSpec:
             size=BYTES[cfg.model.torch_dtype],
             adapter_size=BYTES[tuner.lora_dtype or cfg.model.torch_dtype] if lora is not None else 0,
             has_second_model=has_kl and (lora is None or cfg.grpo.ref_model is not None),
-            push=lora_sync(cfg, shape, on_gpu=None) if lora is not None else None,
+            adapter_sync=lora_sync(cfg, shape, on_gpu=None) if lora is not None else None,
         )
 
     @property
@@ -115,9 +115,9 @@ class TrainableSpec:
         return sum(rank * sum(size) for rank, size in pairs)
 
     @property
-    def pushes_adapters(self) -> bool:
+    def syncs_adapters(self) -> bool:
         """Whether a weight sync sends adapters alone. If not, adapters are merged into the weights."""
-        return self.push is not None and self.push.kind == "adapter"
+        return self.adapter_sync is not None and self.adapter_sync.kind == "adapter"
 
     @property
     def size_of_trained(self) -> int:

@@ -390,12 +390,12 @@ def gigabytes(value: float) -> str:
     return f"{value / 1e9:.2f}" if value >= 1e7 else f"{value / 1e9:.3g}"
 
 
-def describe_servers(servers: dict[str, Any], push_bytes: int | None) -> list[str]:
+def describe_servers(servers: dict[str, Any], sync_bytes: int | None) -> list[str]:
     """Describe the rollout servers: their addresses, the size of a call, and the weight sync.
 
     Args:
         servers: `servers` object of the plan.
-        push_bytes: Bytes of one weight sync; None if the model is unknown.
+        sync_bytes: Bytes of one weight sync; None if the model is unknown.
     """
     addresses = ", ".join(servers["addresses"][:4]) + (", ..." if len(servers["addresses"]) > 4 else "")
     files = f"{' and ' if addresses else ''}servers that register in {', '.join(servers['files'])}" if servers["files"] else ""
@@ -404,6 +404,6 @@ def describe_servers(servers: dict[str, Any], push_bytes: int | None) -> list[st
         f"each gets {servers['prompts_per_call']} prompts per request, {servers['calls_per_server']} requests at a time (if it decodes "
         f"{servers['max_num_seqs']} sequences together, the default)",
     ]
-    size_text = f"{push_bytes / 1e9:.3g} GB, " if push_bytes is not None else ""
+    size_text = f"{sync_bytes / 1e9:.3g} GB, " if sync_bytes is not None else ""
     lines.append(f"a weight sync is {size_text}gathered on rank 0, which sends each byte once to the workers of all servers")
     return lines

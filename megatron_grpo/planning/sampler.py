@@ -56,7 +56,7 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tr
     size = BYTES[cfg.rollout.vllm_dtype or cfg.model.torch_dtype]
     tp = cfg.rollout.vllm_tensor_parallel_size
     weights = -(-num_parameters(shape) * size // tp)
-    adapters = _adapter_room(shape, tuning.push, tp) * size if tuning.push and tuning.pushes_adapters else 0
+    adapters = _adapter_room(shape, tuning.adapter_sync, tp) * size if tuning.adapter_sync and tuning.syncs_adapters else 0
     per_token = 2 * shape.num_attention_layers * max(1, shape.num_query_groups // tp) * shape.head_dim * size
     if shape.mla:
         per_token = shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * size
@@ -83,19 +83,19 @@ def _state_bytes(delta: DeltaNetShape, size: int) -> int:
     return sum(delta.layers) * (state + size * (delta.conv_kernel_dim - 1) * sum(delta.sections[:3]))
 
 
-def _adapter_room(shape: ModelShape, push: LoraSync, tp: int) -> int:
+def _adapter_room(shape: ModelShape, adapter_sync: LoraSync, tp: int) -> int:
     """Return the elements that vLLM allocates on one rank for one adapter: in all modules with a targeted name, in every layer."""
-    total, words = 0, set(push.last_name_parts)
+    total, words = 0, set(adapter_sync.last_name_parts)
     for module in linear_modules(shape):
         if module.name.rsplit(".", 1)[1] in words:
             total += -(-module.inner // tp) + module.out if module.is_row else module.inner + -(-module.out // tp)
-    return push.slot_rank * total
+    return adapter_sync.slot_rank * total
 
 
 # ---- weight syncs ------------------------------------------------------------------------------------------------------------------------
 
 
-def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> dict[str, int]:
+def sync_traffic(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> dict[str, int]:
     """Return collectives, buckets and received bytes of one weight sync, without what is sent only once.
 
     `received_bytes` is that of the rank that receives most.
@@ -107,17 +107,17 @@ def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
         tuning: Trainable parameters of the run.
     """
     ranks = ranks_of(sizes)
-    pushed: list[list[Bucket]] = []
-    if not tuning.pushes_adapters or cfg.rollout.sleep_level == 2:  # the sampler drops its weights
-        pushed.append(buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg))
-    if tuning.pushes_adapters:
-        pushed.append(buckets_of(adapters(shape, sizes, cfg, tuning), sizes, cfg))
+    synced: list[list[Bucket]] = []
+    if not tuning.syncs_adapters or cfg.rollout.sleep_level == 2:  # the sampler drops its weights
+        synced.append(buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg))
+    if tuning.syncs_adapters:
+        synced.append(buckets_of(adapters(shape, sizes, cfg, tuning), sizes, cfg))
     gather = cfg.rollout.vllm_mode == "server"
     stages = range(1 if gather else sizes.layout.pp)  # with servers only rank 0 receives, which is in the first stage
-    received = [sum(_received(b, ranks, stage, gather) for buckets in pushed for b in buckets) for stage in stages]
+    received = [sum(_received(b, ranks, stage, gather) for buckets in synced for b in buckets) for stage in stages]
     return {
-        "collectives": 0 if gather else sum(num_collectives(buckets, ranks) for buckets in pushed),
-        "buckets": sum(map(len, pushed)),
+        "collectives": 0 if gather else sum(num_collectives(buckets, ranks) for buckets in synced),
+        "buckets": sum(map(len, synced)),
         "received_bytes": max(received),
         "bucket_bytes": bucket_bytes(cfg),
     }
@@ -133,7 +133,7 @@ def _received(bucket: Bucket, ranks: RankCounts, stage: int, gather: bool) -> in
     return sum(bucket.sizes[part] * ranks.sharing(part) for part in BucketPart)
 
 
-def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> int:
+def sync_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> int:
     """Return the memory of a weight sync in bytes: two buckets (one with the receiver, one in transit), and one parameter.
 
     A parameter is whole in memory in the first sync, when it is merged with an adapter, and where vLLM's own reload loads it.

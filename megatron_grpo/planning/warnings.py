@@ -27,7 +27,7 @@ def warnings_of(
     schedule: TrainingSchedule,
     memory: dict[str, Any] | None,
     cost: dict[str, Any] | None,
-    push: LoraSync | None = None,
+    adapter_sync: LoraSync | None = None,
 ) -> list[str]:
     """Return all warnings of a valid configuration, one sentence each.
 
@@ -36,12 +36,12 @@ def warnings_of(
         schedule: Training schedule of the run.
         memory: `memory` object of the plan; None if unknown.
         cost: `cost` object of the plan; None if unknown.
-        push: How adapters reach the sampler; None without adapters or if unknown.
+        adapter_sync: How adapters reach the sampler; None without adapters or if unknown.
     """
     cfg, shape = checked.config, checked.shape
     c = settings_of(
-        cfg, sizes=checked.sizes, layout=checked.sizes.layout, schedule=schedule, steps=schedule.num_steps, memory=memory, push=push,
-        sharing=cost["sharing"] if cost else None, shape=shape, worst=_worst_staleness(schedule),
+        cfg, sizes=checked.sizes, layout=checked.sizes.layout, schedule=schedule, steps=schedule.num_steps, memory=memory,
+        adapter_sync=adapter_sync, sharing=cost["sharing"] if cost else None, shape=shape, worst=_worst_staleness(schedule),
         corrected=cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None,
     )  # fmt: skip
 
@@ -152,8 +152,8 @@ def _shown_beyond_the_end(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"s": "s" * (c.steps > 1)} if is_beyond else None
 
 
-def _notes_of_push(c: SimpleNamespace) -> list[dict[str, Any]]:
-    notes = [note.removeprefix("WARNING: ") for note in (c.push.notes if c.push else ())]
+def _weight_sync_notes(c: SimpleNamespace) -> list[dict[str, Any]]:
+    notes = [note.removeprefix("WARNING: ") for note in (c.adapter_sync.notes if c.adapter_sync else ())]
     return [{"note": note[0].upper() + note[1:]} for note in notes]
 
 
@@ -286,8 +286,8 @@ OF_ADAPTERS: Rules = (
     Rule("lr tuner_type", lambda c: c.tuner_type == "lora" and c.cfg.sources.get("lr", "default") == "default",
          "Note: lr has its default, {lr:g}, which is meant for training all weights. Adapters typically need at least ten times as much: "
          "Megatron-SWIFT's defaults are 1e-5 for all weights and 1e-4 for LoRA."),
-    Rule("vllm_enable_lora", _notes_of_push, "{note}"),
-    Rule("sleep_level", lambda c: c.tuner_type == "lora" and c.sleep_level == 2 and c.push and c.push.kind == "adapter",
+    Rule("vllm_enable_lora", _weight_sync_notes, "{note}"),
+    Rule("sleep_level", lambda c: c.tuner_type == "lora" and c.sleep_level == 2 and c.adapter_sync and c.adapter_sync.kind == "adapter",
          "sleep_level 2 drops vLLM's copy of the base model, so each weight sync sends the whole model before the adapter. Use sleep_level "
          "1 to keep it."),
     Rule("target_modules", _unread_by_peft, "{lost}"),

@@ -161,7 +161,7 @@ class Adapters:
         settings: Ranks, scales and target modules.
         read: Returns the initial values of an adapter matrix by name.
         base_model: Name of the base model in PEFT's configuration file.
-        push: What a sampler receives: the adapter, or weights with the adapter merged.
+        adapter_sync: What a sampler receives: the adapter, or weights with the adapter merged.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class Adapters:
         read: Read,
         *,
         base_model: str,
-        push: AdapterUpdateRequest = "adapter",
+        adapter_sync: AdapterUpdateRequest = "adapter",
     ):
-        self.base_model, self.push = base_model, push
+        self.base_model, self.adapter_sync = base_model, adapter_sync
         shape = base.map.shape
         self.chunks, self.base, self.settings = chunks, base, settings
         self.sizes = own_sizes(settings, shape)

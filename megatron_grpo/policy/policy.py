@@ -344,7 +344,7 @@ class Policy:
                 tower.
         """
         with_tower = self.exchange.map.shape.vision is not None and (self.trains_tower or not has_base)
-        if self.adapters is None or self.adapters.push == "merged":
+        if self.adapters is None or self.adapters.adapter_sync == "merged":
             kind: Literal["weights", "merged"] = "weights" if self.adapters is None else "merged"
             tensors = self._stream(kind, with_tower=with_tower, in_slices=True)
             yield WeightUpdate(kind=kind, version=version, tensors=tensors, moves_tower=with_tower)

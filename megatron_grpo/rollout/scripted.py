@@ -67,7 +67,7 @@ class ScriptedEngine:
     Args:
         answer: Returns a completion; the same on every rank.
         score: Log-probs of a token sequence, from its second token on, for tests in which the check after a weight update matters. Without
-            it every token has log-prob 0, so a run needs `--verify_weight_push false`.
+            it every token has log-prob 0, so a run needs `--verify_weight_sync false`.
     """
 
     dtype = "float32"

@@ -128,7 +128,7 @@ def evaluate(
     if model is not None:
         is_coarse = cfg.model.torch_dtype != "float32"
         weight_sync = WeightSyncManager(
-            model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False
+            model, engine, verify=cfg.rollout.verify_weight_sync, is_coarse=is_coarse, starts_as_checkpoint=False
         )
         weight_sync.sync_weights(step)
         sampler = generator_of(cfg, inputs, sampler, reward_manager, Timers(), sync_again=partial(weight_sync.sync_weights, step))

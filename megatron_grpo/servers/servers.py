@@ -171,7 +171,7 @@ class ServerEngine:
         def sync(broadcaster: WeightBroadcaster) -> None:
             # The stream is consumed to its end before an error is raised: other ranks send it, and would wait for this rank.
             with CleanUp(use_up):
-                broadcaster.push(update)
+                broadcaster.send_update(update)
 
         self._run_on_rank_zero(sync)
         self.version = update.version

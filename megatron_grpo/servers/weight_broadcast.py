@@ -53,7 +53,7 @@ class WeightBroadcaster:
         self._linked: list[tuple[ServerHandle, str]] = []  # members of the link, each with its `boot`
         self._failures = 0  # consecutive failures without a lost server
 
-    def push(self, update: WeightUpdate) -> None:
+    def send_update(self, update: WeightUpdate) -> None:
         """Send an update to all servers that are used.
 
         Args:

@@ -265,7 +265,7 @@ def _trial_problem(shares_by_engine: Mapping[str, tuple[float, float]]) -> str |
         return (
             "The adapter check is inconclusive: the trial adapter changes the trainer's log-probs too little to detect an engine "
             f"that ignores it (share of the change seen in the engines: {shares}). Use more target modules or float32, or skip the "
-            "check with verify_weight_push false."
+            "check with verify_weight_sync false."
         )
     if not all(abs(share - 1) <= FOLLOWED for share, _ in shares_by_engine.values()):
         return (

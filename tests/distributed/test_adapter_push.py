@@ -327,7 +327,7 @@ def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(mod
         cfg = settings(tuner_type="lora", lora_rank=4, rank_pattern={"v_proj": 3}, **changes)
         shape = ModelShape.from_pretrained(model_path)
         pushes = lora_sync(cfg, shape, on_gpu=False)
-        policy = build_policy(cfg, join(cfg, world_size), model_path=model_path, num_steps=1, push=pushes.kind)
+        policy = build_policy(cfg, join(cfg, world_size), model_path=model_path, num_steps=1, adapter_sync=pushes.kind)
         engine = engine_for(SimpleNamespace(path=model_path, dtype="float32", pushes=pushes), rank, world_size)
         weight_sync = WeightSyncManager(policy, engine, verify=True)
         first = weight_sync.sync_weights(0)
@@ -404,7 +404,7 @@ def test_ten_steps_in_bfloat16_move_the_sampler_as_they_move_the_trainer(tmp_pat
         cfg = settings(torch_dtype="bfloat16", tuner_type="lora", lr=1e-5, lr_warmup_iters=0, adam_eps=1e-12, weight_decay=0.0)
         shape = ModelShape.from_pretrained(path)
         pushes = lora_sync(cfg, shape, on_gpu=False)
-        policy = build_policy(cfg, join(cfg, world_size), model_path=path, num_steps=10_000, push="adapter")
+        policy = build_policy(cfg, join(cfg, world_size), model_path=path, num_steps=10_000, adapter_sync="adapter")
         engine = engine_for(SimpleNamespace(path=path, dtype="bfloat16", pushes=pushes), rank, world_size)
         texts = [make_sequence(sample.token_ids) for sample in samples]
         trained = np.concatenate([sample.mask[1:] for sample in samples])

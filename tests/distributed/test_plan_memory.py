@@ -227,6 +227,6 @@ def test_weights_gradients_and_checkpoints_are_equal_to_the_byte_and_the_optimiz
         too_much += told.optimizer_bytes - of_optimizer
         assert everything.freed(told) == told.total() == given - padding + told.optimizer_bytes - of_optimizer, "all is given away"
         rest = padding + unequal + (told.reference_bytes if tuning.adapter_size else 0)  # matrices in the policy's own modules
-        assert -unequal <= everything.freed(told, during_push=True) - during_push <= rest
+        assert -unequal <= everything.freed(told, during_sync=True) - during_push <= rest
     assert 0 <= too_much < 2 * world * kept, "together ranks hold the state of each parameter once; shares are rounded up"
     assert checkpoint_bytes(shape, sizes, cfg, tuning) == sum(saved for *_, saved, _ in found)

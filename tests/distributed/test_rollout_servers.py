@@ -101,7 +101,7 @@ def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **cha
     policy, shape = build(path, cfg, world, parallel), ModelShape.from_pretrained(path)
     lora = lora_sync(cfg, shape, on_gpu=False)
     if lora is not None:
-        policy.adapters.push = lora.kind
+        policy.adapters.adapter_sync = lora.kind
     engine = ServerEngine.build(
         cfg.rollout,
         model_path=Path(path),

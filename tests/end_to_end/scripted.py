@@ -56,7 +56,7 @@ def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) 
     def engine(cfg, inputs, parallel):
         return ScriptedEngine(answers_of(cfg, inputs.model_path))
 
-    return main(["train", "--verify_weight_push", "false", *flags], engine=engine)
+    return main(["train", "--verify_weight_sync", "false", *flags], engine=engine)
 
 
 # ---- the same by transformers ----------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_a_missing_push_ends_the_run(run, tmp_path):
 
 
 def test_a_missing_push_shows_in_the_metrics_where_it_is_not_verified(run, tmp_path):
-    flags = [*run[1], "--output_dir", str(tmp_path / "out"), "--verify_weight_push", "false"]
+    flags = [*run[1], "--output_dir", str(tmp_path / "out"), "--verify_weight_sync", "false"]
     run_ranks(train_without_pushing, 2, flags, timeout=180)
     steps = records(tmp_path / "out" / "metrics.jsonl")
     assert max(step["sampling/sampling_logp_difference/max"] for step in steps) > 1e-2

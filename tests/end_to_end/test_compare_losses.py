@@ -38,7 +38,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def trained(folder: Path, *settings: str) -> Path:
-    flags = [*write_inputs(folder), "--max_steps", str(STEPS), "--verify_weight_push", "false", "--export_hf", "false"]
+    flags = [*write_inputs(folder), "--max_steps", str(STEPS), "--verify_weight_sync", "false", "--export_hf", "false"]
     flags += ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2", "--steps_per_generation", "2"]
     flags += ["--save_steps", "1", "--save_total_limit", "9", "--record_rows", "true", "--skip_grad_norm_factor", "none", *settings]
     [codes] = run_ranks(train, 1, [*flags, "--output_dir", str(folder / "out")])
@@ -89,7 +89,7 @@ def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path
     """Resumed behind the checkpoint, with the same rows: loss and gradient norm are what was foretold."""
     line_of = {}
     for name, setting in (("loss_type=vespo", ["--loss_type", "vespo"]), ("loss_type=real", ["--loss_type", "real"])):
-        flags = [*write_inputs(run), "--max_steps", "2", "--verify_weight_push", "false", "--export_hf", "false", *setting]
+        flags = [*write_inputs(run), "--max_steps", "2", "--verify_weight_sync", "false", "--export_hf", "false", *setting]
         flags += ["--compute_zero_advantage_rows", "true"]
         flags += ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2", "--steps_per_generation", "2"]
         out = tmp_path / name

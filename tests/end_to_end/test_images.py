@@ -38,7 +38,7 @@ def flags(tmp_path_factory):
         *("--torch_dtype", "float32"), *("--num_generations", "4"), *("--global_batch_size", "8"), *("--generation_batch_size", "12"),
         *("--allow_unaligned_generation", "true"), *("--micro_batch_size", "2"), *("--max_completion_length", "8"), *("--lr", "1e-3"),
         *("--freeze_vit", "false"), *("--freeze_aligner", "false"), *("--max_steps", str(STEPS)), *("--save_steps", "1"),
-        *("--rank_heartbeat_timeout", "0"), *("--verify_weight_push", "false"),
+        *("--rank_heartbeat_timeout", "0"), *("--verify_weight_sync", "false"),
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from tests.end_to_end.runs import records, write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTED = [str(ROOT / "tests/end_to_end/slow_run.py")]  # half of what a rank with vLLM costs, which is mostly imports
-UNCHECKED = ["--verify_weight_push", "false"]  # a table's log-probs are not the policy's
+UNCHECKED = ["--verify_weight_sync", "false"]  # a table's log-probs are not the policy's
 LONG = 180.0  # seconds; two ranks import everything afresh, on a machine that may be busy
 
 

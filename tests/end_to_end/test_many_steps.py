@@ -99,7 +99,7 @@ def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags:
         ids = [4 + place] * (version + 1)
         return make_completion(prompt.token_ids, ids, [-1.0] * len(ids), text="", finish_reason="stop", version=version)
 
-    return main(["train", "--verify_weight_push", "false", *flags], engine=lambda *_: ScriptedEngine(answer))
+    return main(["train", "--verify_weight_sync", "false", *flags], engine=lambda *_: ScriptedEngine(answer))
 
 
 def test_an_evaluation_between_two_rollouts_is_of_the_weights_as_they_are(inputs, tmp_path):

@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     """On two pipeline stages: the reference is asked for on one of them alone."""
     folder = tmp_path_factory.mktemp("run")
     flags = [*write_inputs(folder), "--output_dir", str(folder / "out"), "--max_steps", str(STEPS), "--pipeline_model_parallel_size", "2"]
-    flags += ["--beta", "0.1", "--kl_estimator", "k1", "--verify_weight_push", "false", "--export_hf", "false", "--num_generations", "2"]
+    flags += ["--beta", "0.1", "--kl_estimator", "k1", "--verify_weight_sync", "false", "--export_hf", "false", "--num_generations", "2"]
     found = run_ranks(train, 2, [*flags, "--global_batch_size", "8", "--micro_batch_size", "2"])
     assert [code for code, _, _ in found] == [0, 0]
     return records(folder / "out" / "metrics.jsonl"), found

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 def run(tmp_path_factory):
     """Stale and on-policy steps; the last is refused and dumped because its gradient is above the threshold."""
     folder = tmp_path_factory.mktemp("run")
-    flags = [*write_inputs(folder), "--max_steps", "6", "--verify_weight_push", "false", "--export_hf", "false", "--lr", "1e-2"]
+    flags = [*write_inputs(folder), "--max_steps", "6", "--verify_weight_sync", "false", "--export_hf", "false", "--lr", "1e-2"]
     flags += [
         "--num_generations",
         "4",

@@ -50,7 +50,7 @@ def machines(tmp_path):
 def test_a_run_goes_on_after_a_rank_has_died_and_with_the_machine_that_is_left_after_the_other_is_gone(machines, tmp_path):
     """The launcher of the dead rank counts a restart; the other one may see that first, and counts none. Their store is the same."""
     out = tmp_path / "out"
-    flags = [*write_inputs(tmp_path), *("--max_steps", str(STEPS)), *("--verify_weight_push", "false"), *("--export_hf", "false")]
+    flags = [*write_inputs(tmp_path), *("--max_steps", str(STEPS)), *("--verify_weight_sync", "false"), *("--export_hf", "false")]
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0, 0]
     flags += [*("--output_dir", str(out)), *("--save_steps", "1")]
 

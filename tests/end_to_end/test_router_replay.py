@@ -36,7 +36,7 @@ def train(rank, world_size, flags, mode):
 
         return ScriptedEngine(routed if mode == "R3" else answer)
 
-    return main(["train", "--verify_weight_push", "false", "--router_replay_mode", mode, *flags], engine=engine)
+    return main(["train", "--verify_weight_sync", "false", "--router_replay_mode", mode, *flags], engine=engine)
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])

@@ -30,7 +30,7 @@ exec {python} -m torch.distributed.run "${{kept[@]}}"
 def inputs(tmp_path_factory):
     """(folder, flags, metrics of a run that nobody disturbs)."""
     folder = tmp_path_factory.mktemp("slurm")
-    flags = [*write_inputs(folder, rows=10), *("--max_steps", str(STEPS)), *("--verify_weight_push", "false"), *("--export_hf", "false")]
+    flags = [*write_inputs(folder, rows=10), *("--max_steps", str(STEPS)), *("--verify_weight_sync", "false"), *("--export_hf", "false")]
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(folder / "whole")], timeout=180) == [0, 0]
     return folder, flags, told(folder / "whole")
 

@@ -127,7 +127,7 @@ def test_a_student_without_any_reward_comes_closer_to_its_teacher(teacher, folde
 def test_what_the_teacher_said_outlives_a_resume_and_can_be_weighed_otherwise_afterwards(folder, named):
     """Of a rollout of two steps the second is trained from a checkpoint, by rows that had waited in it. No teacher is asked again."""
     inputs = [*write_inputs(folder / "two"), "--save_steps", "1", "--record_rows", "true", "--export_hf", "false"]
-    inputs += ["--steps_per_generation", "2", "--max_steps", "2", "--verify_weight_push", "false"]
+    inputs += ["--steps_per_generation", "2", "--max_steps", "2", "--verify_weight_sync", "false"]
     assert run_ranks(train, 1, [*inputs, *named, "--output_dir", str(folder / "whole")], env=ASKS) == [0]
     first = str(folder / "whole" / "checkpoints" / "iter_0000001")
     # Half of the coefficient: the resumed step is foretold by `compare-losses` on the rows that the whole run recorded.

@@ -26,7 +26,7 @@ def train_and_stop(rank: int, world_size: int, flags: list[str], stops: bool) ->
     def engine(cfg, inputs, parallel):
         return ScriptedEngine(scripted.answers_of(cfg, inputs.model_path))
 
-    return main(["train", "--verify_weight_push", "false", *flags], engine=engine, gradient_check=Stops())
+    return main(["train", "--verify_weight_sync", "false", *flags], engine=engine, gradient_check=Stops())
 
 
 def test_a_run_whose_rank_is_stopped_names_it_and_can_be_resumed(tmp_path):

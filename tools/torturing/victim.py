@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 10
 # Rollouts of 24 rows against steps of 16, and two passes: there are always rows that wait, and old log-probs that are kept.
 FLAGS = ["--allow_unaligned_generation", "true", "--generation_batch_size", "24", "--num_iterations", "2", "--micro_batch_size", "2",
-         "--verify_weight_push", "false", "--max_steps", str(STEPS), "--lr_decay_style", "linear", "--beta", "0.02", "--save_steps", "3",
+         "--verify_weight_sync", "false", "--max_steps", str(STEPS), "--lr_decay_style", "linear", "--beta", "0.02", "--save_steps", "3",
          "--eval_steps", "4", "--log_completions_steps", "2"]  # fmt: skip
 RECORDS = ("metrics.jsonl", "evaluations.jsonl")
 UNLIKE = re.compile(r"^(time|memory)/|^(timestamp|tokens_per_second|num_gpus)")  # what two equal runs need not share

@@ -46,7 +46,7 @@ def build_colocated(
         inputs: Validated inputs: model path, shape, prompts and image processor.
         parallel: Process groups of this rank.
         bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
-        lora: How adapters are pushed; None if merged or full weights are pushed.
+        lora: How adapters are synced; None if merged or full weights are synced.
     """
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
@@ -77,7 +77,7 @@ def build_servers(
         inputs: Validated inputs: model path, shape, prompts and image processor.
         parallel: Process groups of this rank.
         bitwise_parity: Unused: servers refuse the setting `bitwise_parity`.
-        lora: How adapters are pushed; None if merged or full weights are pushed.
+        lora: How adapters are synced; None if merged or full weights are synced.
     """
     from megatron_grpo.servers.server_group import needs_of
     from megatron_grpo.servers.servers import ServerEngine
@@ -240,7 +240,7 @@ def wrap_rollout_func(
 def adapter_sync_mode(
     cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, logger: MetricsLogger, *, sampler_is_known: bool
 ) -> LoraSync | None:
-    """Decide whether adapters are pushed alone or merged into the weights.
+    """Decide whether adapters are synced alone or merged into the weights.
 
     Args:
         cfg: Settings of the run.
@@ -250,7 +250,7 @@ def adapter_sync_mode(
         sampler_is_known: Whether the sampler is built in. A custom sampler receives merged weights unless `vllm_enable_lora` is true.
 
     Returns:
-        How adapters are pushed; None if all weights train.
+        How adapters are synced; None if all weights train.
 
     Raises:
         ConfigError: If the requested way is not possible.

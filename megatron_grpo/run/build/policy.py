@@ -125,14 +125,16 @@ def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Prefi
     return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=obstacle)
 
 
-def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, push: AdapterUpdateRequest | None = None) -> Adapters | None:
+def choose_tuner(
+    cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, adapter_sync: AdapterUpdateRequest | None = None
+) -> Adapters | None:
     """Set which parameters train: weights of `chunks`, or LoRA adapters that are added to them.
 
     Args:
         cfg: Settings of the run.
         chunks: Model chunks of this rank.
         exchange: Exporter of the model's weights.
-        push: How adapters reach the sampler; default "adapter".
+        adapter_sync: How adapters reach the sampler; default "adapter".
 
     Returns:
         The adapters; None if weights train.
@@ -144,7 +146,7 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, pus
         return None
     sizes = own_sizes(settings, shape)
     reader = from_file(tuner.adapters, settings, shape) if tuner.adapters else initial_adapter(sizes, cfg.run.seed)
-    adapters = Adapters(chunks, exchange, settings, reader, base_model=cfg.model.model, push=push or "adapter")
+    adapters = Adapters(chunks, exchange, settings, reader, base_model=cfg.model.model, adapter_sync=adapter_sync or "adapter")
     start = tuner.ref_adapters or tuner.adapters
     if cfg.grpo.beta and start and not cfg.grpo.ref_model:
         flag = "ref_adapters" if tuner.ref_adapters else "adapters"
@@ -200,7 +202,7 @@ def model_of(
 def build_loaded(
     cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, checkpoint: Path | None, micro_batch_size: int = 1
 ) -> FrozenPolicy:
-    """Build a frozen model that is scored with or pushed to a sampler. Collective.
+    """Build a frozen model that is scored with or synced to a sampler. Collective.
 
     Args:
         cfg: Settings of the run.
@@ -237,7 +239,7 @@ def build_policy(
     num_steps: int,
     timers: Timers | None = None,
     parts: PolicyParts | None = None,
-    push: AdapterUpdateRequest | None = None,
+    adapter_sync: AdapterUpdateRequest | None = None,
     offload: Collection[Role] = (),
     ref_model_path: Path | None = None,
 ) -> Policy:
@@ -250,7 +252,7 @@ def build_policy(
         num_steps: Optimizer steps of the run.
         timers: Timers of the run.
         parts: Custom reference and gradient check.
-        push: How adapters reach the sampler; None if weights train, or if the policy is not sampled from.
+        adapter_sync: How adapters reach the sampler; None if weights train, or if the policy is not sampled from.
         offload: Roles that leave the device while the sampler works.
         ref_model_path: Checkpoint of the reference, if it is not the model that the run begins with.
     """
@@ -264,7 +266,7 @@ def build_policy(
     )
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
-    adapters = choose_tuner(cfg, chunks, exchange, push)
+    adapters = choose_tuner(cfg, chunks, exchange, adapter_sync)
     if cfg.run.mcore_model:
         begin_with(chunks, cfg.run.mcore_model)
     moves = trains_tower(cfg.tuner, shape)

@@ -148,7 +148,7 @@ def assemble_run(
         parts.analysis.bitwise_parity()
     policy = build_policy(
         cfg, parallel, model_path=inputs.model_path, num_steps=schedule.num_steps, timers=timers, parts=parts,
-        push=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
+        adapter_sync=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
     if inputs.teacher_path is not None:
         teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, timers=timers, offload=offload)
@@ -320,7 +320,7 @@ def build_weight_sync(
     return WeightSyncManager(
         policy,
         holder,
-        verify=cfg.rollout.verify_weight_push,
+        verify=cfg.rollout.verify_weight_sync,
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not (cfg.tuner.adapters or cfg.run.mcore_model),
         print_line=print_line,

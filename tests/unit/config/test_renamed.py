@@ -23,6 +23,7 @@ RENAMED = {
     "exclude_dead_groups": ("exclude_zero_std_groups", "true", True),
     "share_prompts": ("share_prefix", "false", "false"),
     "logp_difference_warn": ("logprob_diff_warn", "0.5", 0.5),
+    "verify_weight_push": ("verify_weight_sync", "false", False),
 }
 
 

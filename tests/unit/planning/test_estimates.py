@@ -98,9 +98,9 @@ def test_adapters_by_hand(made):
     assert stage["num_trainable_parameters"] == held
     parts = 4 * 16 * 3  # of qkv, which of its three modules each row belongs to
     assert (stage["adapters_bytes"], stage["gradients_bytes"], stage["optimizer_bytes"]) == (2 * held + 2 * parts, 4 * held, 12 * held)
-    pushed = 4 * (3 * (8 + 8) + 5 * (8 + 4) + 3 * (16 + 8))
+    synced = 4 * (3 * (8 + 8) + 5 * (8 + 4) + 3 * (16 + 8))
     cost = found.cost
-    assert (cost["trainable_parameters"], cost["weight_push_bytes"]) == (pushed, 2 * pushed)
+    assert (cost["trainable_parameters"], cost["weight_push_bytes"]) == (synced, 2 * synced)
     assert cost["base_push_bytes"] == 2 * cost["parameters"] and cost["checkpoint_bytes"] == held * (2 + 12)
     assert stage["weights_bytes"] == made().memory["stages"][0]["weights_bytes"]
 

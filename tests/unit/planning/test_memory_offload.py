@@ -42,7 +42,7 @@ def test_freed_and_copied_by_hand():
     held = StaticMemory(num_parameters=10, num_trainable_parameters=10, **sizes)
     both, model, optimizer, none = (OffloadPlan(model=m, optimizer=o) for m, o in ((1, 1), (1, 0), (0, 1), (0, 0)))
     assert [one.freed(held) for one in (both, model, optimizer, none)] == [held.total(), 70, 60, 0]
-    assert [one.freed(held, during_push=True) for one in (both, model, optimizer, none)] == [107, 47, 60, 0], "the weights are pushed"
+    assert [one.freed(held, during_sync=True) for one in (both, model, optimizer, none)] == [107, 47, 60, 0], "the weights are pushed"
     assert [one.copied(held) for one in (both, model, optimizer, none)] == [90, 30, 60, 0], "gradients come back as zeros"
 
 

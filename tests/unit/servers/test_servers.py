@@ -230,7 +230,7 @@ def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engi
 
 
 @pytest.mark.parametrize("job", [
-    lambda broadcaster: broadcaster.push(WeightUpdate(kind="weights", version=2, tensors=())),
+    lambda broadcaster: broadcaster.send_update(WeightUpdate(kind="weights", version=2, tensors=())),
     lambda broadcaster: broadcaster.scores([], 2),
 ], ids=["push", "scores"])  # fmt: skip
 def test_a_push_that_finds_nobody_there_is_made_again_when_somebody_is(engine_of, job):
