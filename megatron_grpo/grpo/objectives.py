@@ -215,7 +215,7 @@ def teacher_log_ratio(teacher_logprobs: torch.Tensor, old_logprobs: torch.Tensor
 class ImportanceWeights(NamedTuple):
     """Importance weights of the rollout correction.
 
-    Args:
+    Attributes:
         factors: [C].
         units: [C], weight of each factor in a mean: 1 per token, or 1/length where all tokens of a sequence share a factor.
     """
@@ -319,7 +319,7 @@ class Tokens(NamedTuple):
 class PerToken(NamedTuple):
     """Loss of each trained position, and its clip decision.
 
-    Args:
+    Attributes:
         loss: [C].
         is_low: bool [C], whether the lower bound determined the loss (for the clip metrics).
         is_high: bool [C], whether the upper bound determined the loss.

@@ -421,7 +421,7 @@ class Policy:
         return sharded_state.sharded_state(self.wrapped, self.optimizer if with_optimizer else None, self.scheduler,
                                            reference=self._saved_reference(), is_loading=is_loading)  # fmt: skip
 
-    def load_sharded_state_dict(self, state, *, with_optimizer: bool = True) -> None:
+    def load_sharded_state_dict(self, state: dict[str, Any], *, with_optimizer: bool = True) -> None:
         """Load what was read into the state of `sharded_state_dict(is_loading=True)`.
 
         Args:
