@@ -40,14 +40,18 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     path, system, step, rest = _read(argv)
     parsed = parse([*(["--dialect", DIALECTS[system]] if DIALECTS[system] else []), *rest])
     png = parsed.config.plan.png
-    problems = [*parsed.problems, *([problem_with("png", f"png: {wrong}")] if png and (wrong := plot_obstacle(Path(png))) else [])]
+    s = settings_of(parsed.config)
+    # What a script says beside the numbers of a step, such as its sampler, may be what this package does not support.
+    needed = {"dialect", "config", *vars(s), *(word.lstrip("-").partition("=")[0].replace("-", "_") for word in rest)}
+    aside = [one for one in parsed.problems if one.flags and not needed & set(one.flags)]
+    problems = [one for one in parsed.problems if one not in aside]
+    problems += [problem_with("png", f"png: {wrong}")] if png and (wrong := plot_obstacle(Path(png))) else []
     if problems:
         raise ConfigError(problems)
-    s = settings_of(parsed.config)
     dump: Dump = import_module(f"megatron_grpo.analysis.referee.{system}").read(path, step, s)
     for name in vars(s).keys() & (dump.settings or {}).keys() - parsed.config.typed.keys():
         setattr(s, name, _read_setting(name, (dump.settings or {})[name]))
-    found, lacks = findings(dump, s), list(dump.lacks)
+    found, lacks = findings(dump, s), [*dump.lacks, *(f"Not used here: {one}" for one in aside)]
     if incomplete_groups(dump, s):
         lacks.append("The dump has parts of groups only (num_generations "
                      f"{s.num_generations}), so that its advantages are not recomputed. Dump all ranks of a whole rollout.")  # fmt: skip

@@ -159,3 +159,13 @@ def test_sound_dumps_raise_nothing(lot, tmp_path):
         settings, made = drawn(np.random.default_rng([seed, 11]))
         found = first_of(judge(tmp_path / str(seed), seed, settings, **made))
         assert found is None, (seed, settings, made, found)
+
+
+def test_in_bfloat16_rounding_is_no_difference_and_a_fault_is_one(tmp_path):
+    for seed in range(20):
+        settings, made = drawn(np.random.default_rng([seed, 11]))
+        found = judge(tmp_path / str(seed), seed, settings, dtype=torch.bfloat16, **made)
+        assert first_of(found) is None, (seed, settings, made, found)
+    settings, made, (method, text, instead), quantity, cause = FAULTS["length bias"]
+    found = first_of(judge(tmp_path, 3, settings, faults={method: (text, instead)}, dtype=torch.bfloat16, **made))
+    assert found.quantity == quantity and cause in found.cause
