@@ -5,7 +5,7 @@ The architectures are those that the loader reads. Which test has a model of one
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatron_grpo.weights.families import FAMILIES
 
@@ -43,24 +43,27 @@ def tested() -> dict[str, dict[str, list[str]]]:
 
     from tests.distributed import test_families, test_logprobs, test_lora, test_sampled_pictures, test_vision, test_weight_sync
 
-    architectures = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "gemma3_text": "Gemma3ForCausalLM"}
+    text = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "gemma3_text": "Gemma3ForCausalLM"}
 
-    def of(families: Iterable[str]) -> list[str]:
+    def of(families: Iterable[str], architectures: Mapping[str, str] = text) -> list[str]:
         return [architectures[family] for family in families]
+
+    def with_images(families: Iterable[str]) -> list[str]:
+        return of(families, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
     return {
         "full": {
             "test_logprobs": of(test_logprobs.FAMILIES),
             "test_families": of(family for family, *_ in test_families.MODELS.values()),
-            "test_vision": of(family for family, *_ in test_vision.CASES),
+            "test_vision": with_images(family for family, *_ in test_vision.CASES),
         },
         "lora": {
             "test_lora": of(test_lora.MODELS[model]["family"] for model in test_lora.TESTED),
-            "test_vision": of(test_vision.WITH_ADAPTERS),
+            "test_vision": with_images(test_vision.WITH_ADAPTERS),
         },
         "sampled": {
             "test_weight_sync": of(name.partition("-")[0] for name in test_weight_sync.MODELS),
-            "test_sampled_pictures": of(test_sampled_pictures.KINDS),
+            "test_sampled_pictures": with_images(test_sampled_pictures.KINDS),
         },
     }
 
