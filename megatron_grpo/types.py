@@ -29,17 +29,17 @@ def _no_flags() -> np.ndarray:
     return np.zeros(0, dtype=bool)
 
 
-def ragged(starts: np.ndarray, counts: np.ndarray, places: np.ndarray) -> np.ndarray:
+def ragged(starts: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Return the indices of the elements of some stretches of a flat array, one stretch after another.
 
     Args:
         starts: First element of each stretch, int64 [n].
         counts: Elements of each stretch, int64 [n].
-        places: Stretches to select, int64 [k].
+        index: Stretches to select, int64 [k].
     """
-    chosen = counts[places]
+    chosen = counts[index]
     ends = np.cumsum(chosen)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[places] - ends + chosen, chosen)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[index] - ends + chosen, chosen)
 
 
 class SamplingMask(NamedTuple):
@@ -75,14 +75,14 @@ class SamplingMask(NamedTuple):
         """
         return cls(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
-    def take(self, places: np.ndarray) -> SamplingMask:
+    def take(self, index: np.ndarray) -> SamplingMask:
         """Select positions in the given order.
 
         Args:
-            places: Positions to select, int [k].
+            index: Positions to select, int [k].
         """
-        at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.counts[places])])
-        return SamplingMask(at, self.ids[ragged(self.at[:-1], self.counts, places)])
+        at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.counts[index])])
+        return SamplingMask(at, self.ids[ragged(self.at[:-1], self.counts, index)])
 
 
 class SequenceLengths(NamedTuple):
@@ -123,14 +123,14 @@ class RowLengths:
             contexts=np.array([tokens for row in rows for tokens in row.contexts], dtype=np.int64),
         )
 
-    def take(self, places: np.ndarray) -> RowLengths:
+    def take(self, index: np.ndarray) -> RowLengths:
         """Select rows in the given order.
 
         Args:
-            places: Rows to select, int64 [k].
+            index: Rows to select, int64 [k].
         """
-        contexts = self.contexts[ragged(np.cumsum(self.num_contexts) - self.num_contexts, self.num_contexts, places)]
-        return RowLengths(self.group[places], self.prefix[places], self.num_contexts[places], contexts)
+        contexts = self.contexts[ragged(np.cumsum(self.num_contexts) - self.num_contexts, self.num_contexts, index)]
+        return RowLengths(self.group[index], self.prefix[index], self.num_contexts[index], contexts)
 
 
 class TokensToScore(NamedTuple):
@@ -462,20 +462,20 @@ class GroupMetadata:
             scored: The scored group.
         """
         group = scored.group
-        sampling_mask = [one.sequence.sampling_mask for one in group.completions]
-        versions = tuple(one.versions for one in group.completions)
+        sampling_mask = [completion.sequence.sampling_mask for completion in group.completions]
+        versions = tuple(completion.versions for completion in group.completions)
         return cls(
             prompt_number=group.prompt.number,
             version=group.version,
             prefix=group.prefix,
             rewards=scored.rewards,
-            contexts=tuple(tuple(end - begin for begin, end in one.sequence.contexts) for one in group.completions),
-            num_sampled=tuple(one.num_sampled for one in group.completions),
-            is_truncated=tuple(one.finish_reason == "length" for one in group.completions),
-            is_refused=tuple(one.is_refused for one in group.completions),
-            episodes=tuple(one.record.numbers for one in group.completions if one.record is not None),
-            mask_sizes=tuple(0 if one is None else len(one.ids) for one in sampling_mask) if any(sampling_mask) else (),
-            max_mask_size=max((int(one.counts.max(initial=0)) for one in sampling_mask if one is not None), default=0),
+            contexts=tuple(tuple(end - begin for begin, end in completion.sequence.contexts) for completion in group.completions),
+            num_sampled=tuple(completion.num_sampled for completion in group.completions),
+            is_truncated=tuple(completion.finish_reason == "length" for completion in group.completions),
+            is_refused=tuple(completion.is_refused for completion in group.completions),
+            episodes=tuple(completion.record.numbers for completion in group.completions if completion.record is not None),
+            mask_sizes=tuple(0 if mask is None else len(mask.ids) for mask in sampling_mask) if any(sampling_mask) else (),
+            max_mask_size=max((int(mask.counts.max(initial=0)) for mask in sampling_mask if mask is not None), default=0),
             spans=() if len({by for spans in versions for by, _, _ in spans}) == 1 else versions,
         )
 
@@ -638,7 +638,7 @@ class TrainingRows:
             **known,
             num_contexts=np.array([len(spans) for spans in contexts], dtype=np.int64),
             contexts=np.array([end - begin for spans in contexts for begin, end in spans], dtype=np.int64),
-            has_old_logprobs=np.array([getattr(one, "old_logprobs_from", None) == "recompute" for one in samples], dtype=bool),
+            has_old_logprobs=np.array([getattr(sample, "old_logprobs_from", None) == "recompute" for sample in samples], dtype=bool),
             dp_rank=dp_rank,
         )
 
@@ -649,17 +649,18 @@ class TrainingRows:
         Args:
             parts: Rows in their order.
         """
-        return cls(**{one.name: np.concatenate([getattr(part, one.name) for part in (cls(), *parts)]) for one in fields(cls)})
+        return cls(**{field.name: np.concatenate([getattr(part, field.name) for part in (cls(), *parts)]) for field in fields(cls)})
 
-    def take(self, places: np.ndarray) -> TrainingRows:
+    def take(self, index: np.ndarray) -> TrainingRows:
         """Select rows in the given order.
 
         Args:
-            places: Rows to select, int64 [k].
+            index: Rows to select, int64 [k].
         """
-        lengths = self.lengths.take(places)
+        lengths = self.lengths.take(index)
         return TrainingRows(
-            **{one.name: getattr(self, one.name)[places] for one in fields(self) if one.name != "contexts"}, contexts=lengths.contexts
+            **{field.name: getattr(self, field.name)[index] for field in fields(self) if field.name != "contexts"},
+            contexts=lengths.contexts,
         )
 
     def places_of(self, rollout: Any, row: Any) -> np.ndarray:
@@ -672,12 +673,12 @@ class TrainingRows:
         Raises:
             KeyError: A row is not there.
         """
-        asked = np.asarray(rollout, dtype=np.int64) << 32 | np.asarray(row, dtype=np.int64)
+        keys = np.asarray(rollout, dtype=np.int64) << 32 | np.asarray(row, dtype=np.int64)
         known = self.rollout << 32 | self.row
-        places = np.minimum(np.searchsorted(known, asked), max(len(known) - 1, 0))
-        if lacking := asked[known[places] != asked].tolist() if len(known) else asked.tolist():
+        index = np.minimum(np.searchsorted(known, keys), max(len(known) - 1, 0))
+        if lacking := keys[known[index] != keys].tolist() if len(known) else keys.tolist():
             raise KeyError(divmod(lacking[0], 2**32))
-        return places
+        return index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -747,7 +748,7 @@ class MicroBatch:
         Returns:
             The values of each of the S sequences.
         """
-        return [values[self.sequence == place] for place in range(self.num_sequences)]
+        return [values[self.sequence == number] for number in range(self.num_sequences)]
 
     @property
     def is_padding(self) -> np.ndarray:
@@ -848,14 +849,14 @@ class Progress:
     num_prompts: int = 0  # taken from the stream so far, over all epochs
     num_tokens: int = 0  # trained on so far, prompts included
 
-    def add(self, found: SequenceOf[Rollout]) -> Progress:
+    def add(self, rollouts: SequenceOf[Rollout]) -> Progress:
         """Return the progress after new rollouts have arrived.
 
         Args:
-            found: New rollouts.
+            rollouts: New rollouts.
         """
-        num_prompts = self.num_prompts + sum(rollout.num_prompts for rollout in found)
-        return replace(self, num_rollouts=self.num_rollouts + len(found), num_prompts=num_prompts)
+        num_prompts = self.num_prompts + sum(rollout.num_prompts for rollout in rollouts)
+        return replace(self, num_rollouts=self.num_rollouts + len(rollouts), num_prompts=num_prompts)
 
     def after(self, batch: GlobalBatch) -> Progress:
         """Return the progress one optimizer step later, with the tokens of its batch.

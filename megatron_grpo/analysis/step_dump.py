@@ -230,8 +230,8 @@ class StepDump:
             if not self.step.micro_steps:
                 raise ValueError("its step has no rows")
             {name: float(value) for name, value in self.facts.get("metrics", {}).items()}
-            wanted = ("kind", "why", "pictures", "model", "parted")
-            _ = [self.facts[name] for name in wanted], dict(self.facts["settings"]), dict(self.facts["weights"])["folder"]
+            required = ("kind", "why", "pictures", "model", "parted")
+            _ = [self.facts[name] for name in required], dict(self.facts["settings"]), dict(self.facts["weights"])["folder"]
         elif file.parent.name == "rows":
             read_samples(file)
         else:
@@ -251,18 +251,18 @@ class StepDump:
         by_key = {sample.key: sample for path in sorted((self.path / "rows").glob("*.npz")) for sample in read_samples(path)}
         return [by_key[key] for key in sorted(by_key)]
 
-    def forward(self, what: str) -> dict[RowKey, np.ndarray]:
+    def forward(self, kind_wanted: str) -> dict[RowKey, np.ndarray]:
         """Return recorded log-probs by row, float32 [masked].
 
         Args:
-            what: "logprobs" for the run's forward, "references" for its reference.
+            kind_wanted: "logprobs" for the run's forward, "references" for its reference.
         """
         values: dict[RowKey, np.ndarray] = {}
         for path in sorted((self.path / "forward").glob("*.npz")):
             with np.load(path, allow_pickle=False) as file:
                 for name in file.files:
                     kind, rollout, row = name.split("/")
-                    if kind == what:
+                    if kind == kind_wanted:
                         values[int(rollout), int(row)] = file[name]
         return values
 
@@ -312,15 +312,15 @@ def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: 
         arrays |= {f"references/{r}/{i}": values for (r, i), values in gradient.references.items()}
         (partial / "forward" / name).write_bytes(_npz(arrays))
     if moment.finding is not None and policy.parallel.rank in {rank for part in moment.finding.parted[:1] for rank, _ in part.copies}:
-        kept: dict[str, np.ndarray] = {}
-        for what, tensor in moment.finding.mine.items():
-            if sum(array.nbytes for array in kept.values()) + tensor.nbytes <= MOST_PARTED:
+        saved_arrays: dict[str, np.ndarray] = {}
+        for label, tensor in moment.finding.mine.items():
+            if sum(array.nbytes for array in saved_arrays.values()) + tensor.nbytes <= MOST_PARTED:
                 raw = tensor.detach().cpu().contiguous()
-                kept[f"{what}|{str(raw.dtype).removeprefix('torch.')}|{','.join(map(str, raw.shape))}"] = (
+                saved_arrays[f"{label}|{str(raw.dtype).removeprefix('torch.')}|{','.join(map(str, raw.shape))}"] = (
                     raw.reshape(-1).view(torch.uint8).numpy().copy()
                 )
-        if kept:
-            (partial / "parted" / name).write_bytes(_npz(kept))
+        if saved_arrays:
+            (partial / "parted" / name).write_bytes(_npz(saved_arrays))
 
 
 def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:

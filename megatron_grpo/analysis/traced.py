@@ -98,30 +98,30 @@ class _Tracer:
         cfg, tp = model.config, model.pg_collection.tp.size()
         self.groups, self.heads, self.channels = cfg.num_query_groups // tp, cfg.num_attention_heads // tp, cfg.kv_channels
 
-    def instead(self, name: str, own: torch.Tensor) -> torch.Tensor | None:
-        """Record `own`, whose first dimension is tokens, and return its replacement, or None without one."""
-        rows = own.detach().reshape(len(own), -1).clone()  # a replacement is often written over it
+    def instead(self, name: str, output: torch.Tensor) -> torch.Tensor | None:
+        """Record `output`, whose first dimension is tokens, and return its replacement, or None without one."""
+        rows = output.detach().reshape(len(output), -1).clone()  # a replacement is often written over it
         cut = self.model.config.sequence_parallel and name.split(" ", name.startswith("L"))[-1] in BY_TOKENS
         start = self.rank * len(rows) if cut else 0
         self.recorded[name] = LocalRows(start, rows.cpu())
         if name not in self.forced:
             return None
         sampler_rows = self.forced[name][start : start + len(rows)]
-        kept = rows.clone()
-        kept[: len(sampler_rows)] = sampler_rows.to(kept)
-        return kept.view_as(own)
+        replaced = rows.clone()
+        replaced[: len(sampler_rows)] = sampler_rows.to(replaced)
+        return replaced.view_as(output)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record the operations of the model inside the context."""
         model = self.model
-        with CleanUp() as held:
+        with CleanUp() as hooks:
 
             def on(module: Any, hook: Callable[..., Any]) -> None:
-                held.add(module.register_forward_hook(hook).remove)
+                hooks.add(module.register_forward_hook(hook).remove)
 
             def before(module: Any, hook: Callable[..., Any]) -> None:
-                held.add(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                hooks.add(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
             on(model.embedding, self.output("embedding"))
             for i, layer in enumerate(model.decoder.layers):
@@ -141,7 +141,7 @@ class _Tracer:
                 before(layer.pre_mlp_layernorm, self.in_place(f"L{i} residual 1"))
                 on(layer.pre_mlp_layernorm, self.output(f"L{i} norm 2"))
                 if hasattr(block, "router"):
-                    held.add(self.gate(f"L{i} router", block.router))
+                    hooks.add(self.gate(f"L{i} router", block.router))
                     on(block, self.output(f"L{i} experts"))
                 else:
                     on(block.linear_fc1, self.output(f"L{i} gate up"))
@@ -178,7 +178,7 @@ class _Tracer:
             if new is None:
                 return None
             new = new.split([part[0].numel() for part in parts], dim=1)
-            q, k, v = (one.reshape(part.shape) for one, part in zip(new, parts, strict=True))
+            q, k, v = (tensor.reshape(part.shape) for tensor, part in zip(new, parts, strict=True))
             if q.dim() == 5:  # a gate beside each query
                 q = q.transpose(2, 3)
             return torch.cat([part.flatten(2) for part in (q, k, v)], dim=2).view_as(x), bias
@@ -188,21 +188,21 @@ class _Tracer:
     def rotated(self, layer: str) -> Callable[..., Any]:
         """Return a hook that rotates queries and keys before `PackedAttention`, which then receives no rotation to apply."""
 
-        def hook(module: Any, inputs: Any, named: Any) -> Any:
+        def hook(module: Any, inputs: Any, kwargs: Any) -> Any:
             q, k, *rest = inputs
-            packed = named["packed_seq_params"]
+            packed = kwargs["packed_seq_params"]
             rotation = packed.rotations[module.rope]
             q, k = (rotate(x.squeeze(1), rotation).unsqueeze(1) for x in (q, k))
             new_q, new_k = self.instead(f"{layer} rope q", q), self.instead(f"{layer} rope k", k)
             q, k = q if new_q is None else new_q, k if new_k is None else new_k
-            return (q, k, *rest), {**named, "packed_seq_params": dataclasses.replace(packed, rotations=())}
+            return (q, k, *rest), {**kwargs, "packed_seq_params": dataclasses.replace(packed, rotations=())}
 
         return hook
 
     def in_place(self, name: str) -> Callable[..., None]:
         """Return a hook that overwrites a module's input in place, because others hold the same tensor."""
 
-        def hook(module: Any, inputs: Any, named: Any) -> None:
+        def hook(module: Any, inputs: Any, kwargs: Any) -> None:
             new = self.instead(name, inputs[0])
             if new is not None:
                 inputs[0].copy_(new)
@@ -221,7 +221,7 @@ class _Tracer:
         router.gating = watched
         return lambda: delattr(router, "gating")
 
-    def logits(self, head: Any, inputs: Any, named: Any) -> None:
+    def logits(self, head: Any, inputs: Any, kwargs: Any) -> None:
         """Record logits at temperature 1 at the positions whose next token is scored. The output layer never computes them all at once."""
         hidden, weight, batch = inputs
         if head.sequence_parallel:

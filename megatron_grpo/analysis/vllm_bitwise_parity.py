@@ -48,8 +48,8 @@ def prepare() -> None:
         # Rank r sums r, r + 1, ...: with three or more ranks, the sums differ between ranks.
         if self.world_size <= 2:
             return reduce(self, x)
-        first, *others = collectives.all_gather_tensors(x, self.device_group)
-        for other in others:
+        first, *other_parts = collectives.all_gather_tensors(x, self.device_group)
+        for other in other_parts:
             first += other
         return x.copy_(first)
 
@@ -188,9 +188,9 @@ def experts(
     weights, ids = _softmax_topk(linear(x, router), k, norm_topk)
     takes_amx = x.dtype is torch.bfloat16 and X86CPUUnquantizedExperts._supports_current_device()
     kind = X86CPUUnquantizedExperts if takes_amx else CPUUnquantizedExperts
-    more = -gate.shape[1] % kind._intermediate_alignment()  # zero channels that pad to the kernel's alignment
-    inner = torch.cat([F.pad(part.detach(), (0, 0, 0, more)) for part in (gate, up)], dim=1)
-    inner, outer = (ops.cpu_prepack_moe_weight(part, kind.isa) for part in (inner, F.pad(down.detach(), (0, more))))
+    num_padding = -gate.shape[1] % kind._intermediate_alignment()  # zero channels that pad to the kernel's alignment
+    inner = torch.cat([F.pad(part.detach(), (0, 0, 0, num_padding)) for part in (gate, up)], dim=1)
+    inner, outer = (ops.cpu_prepack_moe_weight(part, kind.isa) for part in (inner, F.pad(down.detach(), (0, num_padding))))
     out = torch.empty_like(x)
     ops.cpu_fused_moe(out, x, inner, outer, None, None, weights, ids, "silu", kind.isa)
     return out

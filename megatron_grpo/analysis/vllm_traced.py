@@ -70,14 +70,14 @@ def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
     """
     from vllm import SamplingParams
 
-    drawn = tokens[opening:]
+    forced_tokens = tokens[opening:]
     params = SamplingParams(
-        temperature=temperature, seed=0, max_tokens=len(drawn), ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True,
+        temperature=temperature, seed=0, max_tokens=len(forced_tokens), ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True,
     )  # fmt: skip
-    with _drawing(model_runner(engine).sampler, drawn):
+    with _drawing(model_runner(engine).sampler, forced_tokens):
         (answer,) = engine._run([(tuple(tokens[:opening]), (), params)])
     output = answer.outputs[0]
-    if list(output.token_ids) != list(drawn):
+    if list(output.token_ids) != list(forced_tokens):
         raise RuntimeError("vLLM did not sample the tokens that were requested")
     return sampled_logprobs(output)
 
@@ -109,13 +109,13 @@ def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
 @contextmanager
 def _drawing(sampler: Any, tokens: Sequence[int]) -> Iterator[None]:
     """Make vLLM's sampler return the given tokens one after the other, with their log-probs, for a single request."""
-    sample, left = sampler.sample, iter(tokens)
+    sample, remaining = sampler.sample, iter(tokens)
 
-    def drawn(*args: Any, **kwargs: Any) -> Any:
+    def sample_forced(*args: Any, **kwargs: Any) -> Any:
         chosen, logprobs = sample(*args, **kwargs)
-        return torch.full_like(chosen, next(left)), logprobs
+        return torch.full_like(chosen, next(remaining)), logprobs
 
-    sampler.sample = drawn
+    sampler.sample = sample_forced
     try:
         yield
     finally:
@@ -125,10 +125,10 @@ def _drawing(sampler: Any, tokens: Sequence[int]) -> Iterator[None]:
 @contextmanager
 def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
     """Call keep(name, rows) with the output of every operation of every layer, inside the context."""
-    with CleanUp() as held:
+    with CleanUp() as hooks:
 
         def on(module: Any, hook: Callable[[Any], None]) -> None:
-            held.add(module.register_forward_hook(lambda _, inputs, output: hook(output)).remove)
+            hooks.add(module.register_forward_hook(lambda _, inputs, output: hook(output)).remove)
 
         def first(name: str) -> Callable[[Any], None]:
             return lambda output: keep(name, output[0] if isinstance(output, tuple) else output)
@@ -150,7 +150,7 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
             on(attention.qkv_proj, first(f"L{i} qkv"))
             for letter in "qk" if hasattr(attention, "q_norm") else "":
                 on(getattr(attention, f"{letter}_norm"), first(f"L{i} {letter} norm"))
-            held.add(attention.attn.register_forward_pre_hook(_rotated(f"L{i}", keep)).remove)
+            hooks.add(attention.attn.register_forward_pre_hook(_rotated(f"L{i}", keep)).remove)
             on(attention.attn, first(f"L{i} attention"))
             on(attention.o_proj, first(f"L{i} o proj"))
 
@@ -160,7 +160,7 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
             on(layer.input_layernorm, norm(f"L{i} norm 1", f"L{i - 1} residual 2"))
             if attention is None:
                 out_proj = layer.linear_attn.out_proj
-                held.add(out_proj.register_forward_pre_hook(lambda _, inputs, i=i: keep(f"L{i} delta rule", inputs[0])).remove)
+                hooks.add(out_proj.register_forward_pre_hook(lambda _, inputs, i=i: keep(f"L{i} delta rule", inputs[0])).remove)
                 on(out_proj, first(f"L{i} o proj"))
             else:
                 watch_attention(i, attention)

@@ -95,8 +95,8 @@ def head(run: RunFiles) -> list[Table | Text]:
         cells.append(ProgressBar(total=run.total, completed=run.step, width=24))
     if recent:
         each = sum(recent) / len(recent)
-        left = f", {describe_duration(each * (run.total - run.step))} left" if run.total and run.step < run.total else ""
-        cells.append(Text(f"{each:.3g} s/step{left}"))
+        remaining_text = f", {describe_duration(each * (run.total - run.step))} left" if run.total and run.step < run.total else ""
+        cells.append(Text(f"{each:.3g} s/step{remaining_text}"))
     line.add_row(*cells)
     return [line, Text(phase(run))]
 

@@ -28,7 +28,7 @@ def where_true(settings: str) -> Reader:
         settings: Native names and values, alternating.
     """
     words = settings.split()
-    return lambda typed, args: dict(zip(words[::2], words[1::2])) if typed[0].lower() in TRUE else {}
+    return lambda value, args: dict(zip(words[::2], words[1::2])) if value[0].lower() in TRUE else {}
 
 
 def no_token(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:

@@ -110,7 +110,7 @@ def problems_of_unknown(
         dialects: All dialects.
     """
     for source, unknown in names_by_source.items():
-        place = "" if source == COMMAND_LINE else f" in {source}"
+        source_text = "" if source == COMMAND_LINE else f" in {source}"
         reads = reads_as(unknown, dialects) if dialect is None else None
         if reads:
             other_dialect, known_names = reads
@@ -120,12 +120,12 @@ def problems_of_unknown(
             yield Problem(flags=tuple(known_names), message=message)
         hints = {name: _hint(name, dialect, dialects) for name in unknown if not reads or name not in reads[1]}
         if dialect and len(list_names := [name for name, hint in hints.items() if LIST in hint]) > 1:
-            message = f"{', '.join(list_names)}{place} are neither settings nor known {dialect.title} names, so they may \
+            message = f"{', '.join(list_names)}{source_text} are neither settings nor known {dialect.title} names, so they may \
 change the training."
             yield Problem(flags=tuple(list_names), message=message)
             hints = {name: hint for name, hint in hints.items() if name not in list_names}
         for name, hint in hints.items():
-            yield Problem(flags=(name,), message=f"{name}{place} is not a setting.{hint}")
+            yield Problem(flags=(name,), message=f"{name}{source_text} is not a setting.{hint}")
 
 
 def _hint(name: str, dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> str:

@@ -127,7 +127,7 @@ def _reader(spec: str, modules: list[Any]) -> Callable[..., Mapping[str, Any]]:
     """Return the function `name`, or the result of `name(argument)`."""
     name, _, argument = spec.partition(" ")
     if name == "CONVERSIONS":
-        return lambda words, given: {}
+        return lambda words, args: {}
     function = next(getattr(module, name) for module in modules if hasattr(module, name))
     return function(argument) if argument else function
 

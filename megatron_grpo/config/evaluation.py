@@ -305,7 +305,7 @@ EVALUATION = (
          "times. Use num_generations_eval 1, or an eval_temperature above 0.",
          lambda c: {"num_generations_eval": [1], "eval_temperature": [c.temperature]}),
     Rule("{name} eval_temperature", lambda c: c.eval_temperature == 0 and [
-            one for one in changed(c, "eval_top_p", "eval_top_k", "eval_min_p") if one["value"]],
+            field for field in changed(c, "eval_top_p", "eval_top_k", "eval_min_p") if field["value"]],
          "{name} ({value}) has no effect with eval_temperature 0 (greedy sampling). Omit it."),
     Rule("eval_max_completion_length {own}", _own_limit,
          "eval_max_completion_length ({eval_max_completion_length}) is not supported with {own}, which uses max_completion_length "

@@ -272,10 +272,11 @@ SERVERS = (
         Rule("vllm_server_port vllm_server_host", lambda c: c.vllm_mode == "server" and len(_hosts(c)) > 1
              and len(c.vllm_server_port) not in (1, len(_hosts(c))) and {"ports": len(c.vllm_server_port), "hosts": len(_hosts(c))},
              "vllm_server_port has {ports} ports for {hosts} hosts. Set one port for all hosts, or one per host."),
-        Rule("vllm_server_base_url vllm_server_host", lambda c: c.vllm_mode == "server" and (wrong := _known(c)[1]) and {"wrong": wrong},
+        Rule("vllm_server_base_url "
+            "vllm_server_host", lambda c: c.vllm_mode == "server" and (invalid := _known(c)[1]) and {"wrong": invalid},
              "servers: {wrong}."),
         Rule("vllm_server_host", lambda c: c.vllm_mode == "server"
-             and (wrong := [url for url in _hosts(c) if "/" in url or url.count(":") == 1]) and {"wrong": ", ".join(wrong)},
+             and (invalid := [url for url in _hosts(c) if "/" in url or url.count(":") == 1]) and {"wrong": ", ".join(invalid)},
              "vllm_server_host ({wrong}) must be a host without a port. Set the port with vllm_server_port."),
     ),
     Rule("vllm_server_ca vllm_server_base_url", lambda c: c.vllm_mode == "server" and _spoken_to_plainly(c),

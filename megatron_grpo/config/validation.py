@@ -130,7 +130,7 @@ def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
 # fmt: off
 RANGE = Rule("{name}", lambda c: list(_out_of_range(c)), "{typed} ({value}) must be {must}.{use}", lambda c: c.near)
 
-SECRET = Rule("{name}", lambda c: [{**_typed(c, name), "held": held} for name, held in find_secrets(c.cfg)],
+SECRET = Rule("{name}", lambda c: [{**_typed(c, name), "held": secret} for name, secret in find_secrets(c.cfg)],
               "{typed} seems to hold {held}. Settings are written to config.yaml and to tracking services. Put secrets into an environment "
               "variable.")
 
@@ -139,7 +139,7 @@ TRAINING = (
          "moe_aux_loss_coeff ({moe_aux_loss_coeff}) must be 0: the load-balancing loss is computed per micro-batch, so the gradient would "
          "depend on the micro-batch size. Use 0, or moe_z_loss_coeff.", {"moe_aux_loss_coeff": [0.0]}),
     Rule("{name} recompute_granularity", lambda c: c.recompute_granularity != "full" and [
-            {**one, "which": c.recompute_granularity or "not given"} for one in changed(c, "recompute_method", "recompute_num_layers")],
+            {**field, "which": c.recompute_granularity or "not given"} for field in changed(c, "recompute_method", "recompute_num_layers")],
          "{name} ({value}) requires recompute_granularity full; recompute_granularity is {which}. Omit {name}, or use "
          "recompute_granularity full."),
     Rule("recompute_granularity", lambda c: c.recompute_granularity == "full"
@@ -350,7 +350,7 @@ BEGINNING = (
     Rule("mcore_model tuner_type", lambda c: c.mcore_model and c.tuner_type == "lora",
          "mcore_model ({mcore_model}) is not supported with tuner_type lora. Convert the checkpoint with `megatron-grpo export`; pass the "
          "result as model, or as adapters if it is the checkpoint of an adapter."),
-    Rule("{name} resume", lambda c: c.resume in ("auto", "never") and [{"name": name, "what": what} for name, what in (
+    Rule("{name} resume", lambda c: c.resume in ("auto", "never") and [{"name": name, "what": action} for name, action in (
             ("no_load_optim", "its optimizer"), ("no_load_rng", "its random generators")) if getattr(c, name)],
          "{name} true resumes from a checkpoint without {what}, and resume is not a checkpoint. Set resume to its path, or omit {name}.",
          lambda c: {c.name: [False]}),

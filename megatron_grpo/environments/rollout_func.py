@@ -110,16 +110,16 @@ class RolloutFuncEngine:
         Raises:
             ValueError: The number of contexts is wrong, or a context is empty, too long or contains an invalid token ID.
         """
-        contexts = [one.token_ids for one in asked] if token_ids is None else [tuple(int(i) for i in ids) for ids in token_ids]
+        contexts = [request.token_ids for request in asked] if token_ids is None else [tuple(int(i) for i in ids) for ids in token_ids]
         if len(contexts) != len(asked):
             raise ValueError(f"{len(contexts)} contexts for {len(asked)} entries of prompts; expected one each")
         requests = self._requests(asked, contexts, self.max_completion_length if max_tokens is None else max_tokens)
         self._ask([request for request, _ in requests])
         sampled = [future.result() for _, future in requests]
         with self._lock:
-            versions = [one.version for one in sampled] + ([] if self.oldest_version is None else [self.oldest_version])
+            versions = [turn.version for turn in sampled] + ([] if self.oldest_version is None else [self.oldest_version])
             self.oldest_version = min(versions, default=None)
-        return [self._sampled_tokens(one) for one in sampled]
+        return [self._sampled_tokens(turn) for turn in sampled]
 
     def _requests(
         self, asked: Sequence[CompletionRequest], contexts: Sequence[tuple[int, ...]], max_tokens: int

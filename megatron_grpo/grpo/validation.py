@@ -181,7 +181,7 @@ RULES = (
          "reward_funcs all groups are zero-std: the additional samples would be wasted. Use 1.", {"oversample_ratio": [1.0]}),
     # an entropy bonus that adapts
     Rule("{name} use_adaptive_entropy",
-         lambda c: not c.use_adaptive_entropy and [one for one in changed(c, *ADAPTIVE) if one["name"] in c.cfg.typed],
+         lambda c: not c.use_adaptive_entropy and [field for field in changed(c, *ADAPTIVE) if field["name"] in c.cfg.typed],
          "{name} ({value:g}) has no effect without use_adaptive_entropy true. Set it, or leave this out.",
          {"use_adaptive_entropy": [True]}),
     Rule("entropy_coef entropy_coef_min entropy_coef_max",

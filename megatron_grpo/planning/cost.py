@@ -334,7 +334,9 @@ def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
     num_saved = num_parameters(shape) - buffers + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     # (elements, trains) of float32 weights in a model of another dtype
     float32 = [(elements(row.entry), sum(row.trains)) for row in tuning.rows if row.entry.is_float32 and not row.entry.is_buffer]
-    more, trained_more = ((FP32 - size) * sum(numbers) for numbers in ((n for n, _ in float32), (n * trains for n, trains in float32)))
-    model_bytes = num_saved * size + buffers * FP32 + more
+    extra_bytes, trained_more = (
+        (FP32 - size) * sum(numbers) for numbers in ((n for n, _ in float32), (n * trains for n, trains in float32))
+    )
+    model_bytes = num_saved * size + buffers * FP32 + extra_bytes
     follows = cfg.grpo.beta > 0 and cfg.grpo.sync_ref_model
     return (model_bytes if trained == num_saved else trained * size + trained_more) + (model_bytes if follows else 0) + trained * state

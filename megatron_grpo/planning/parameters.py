@@ -293,16 +293,16 @@ def count_parameters(
         stage: Pipeline stage.
         ep_rank: Expert-parallel rank.
     """
-    held = ParameterCounts()
+    counts = ParameterCounts()
     for entry, numel in _outside_layers(shape, sizes, cfg, stage):
-        held.weights += numel
-        held.trained += numel * tuning.trains_outer(entry)
+        counts.weights += numel
+        counts.trained += numel * tuning.trains_outer(entry)
     rank, reference_rank = tuning.rank, tuning.reference_rank
     for layer in layers_of_stage(shape.num_layers, cfg, stage):
         for row in tuning.layers[layer]:
             if not row.entry.is_buffer:
-                held.add(row, sizes, ep_rank, rank=rank, reference_rank=reference_rank)
-    return held
+                counts.add(row, sizes, ep_rank, rank=rank, reference_rank=reference_rank)
+    return counts
 
 
 def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int) -> Iterator[tuple[WeightEntry, int]]:
@@ -360,23 +360,23 @@ def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tra
         stage: Pipeline stage.
         ep_rank: Expert-parallel rank.
     """
-    held, size, layout = count_parameters(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
-    trained = owned = held.trained + held.trained_experts
-    owned_float32 = held.trained_float32
+    counts, size, layout = count_parameters(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
+    trained = owned = counts.trained + counts.trained_experts
+    owned_float32 = counts.trained_float32
     if cfg.optimizer.use_distributed_optimizer:
         owned_float32 = -(-owned_float32 // (sizes.dp_size * layout.cp))
-        owned = -(-held.trained // (sizes.dp_size * layout.cp)) + -(-held.trained_experts // layout.expert_dp_size)
+        owned = -(-counts.trained // (sizes.dp_size * layout.cp)) + -(-counts.trained_experts // layout.expert_dp_size)
     share_on_gpu = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
     of_states, of_gradient = state_bytes(cfg.optimizer, size), BYTES_OF_STATE[cfg.optimizer.main_grads_dtype]
     of_main_weight = of_states - state_bytes(cfg.optimizer, FP32)  # which float32 weights do not have
     return StaticMemory(
-        num_parameters=held.weights + held.adapters,
+        num_parameters=counts.weights + counts.adapters,
         num_trainable_parameters=trained,
-        weights_bytes=held.weights_bytes(tuning.size),
-        adapters_bytes=held.adapters * size + held.helpers * tuning.size,
-        gradients_bytes=trained * of_gradient + held.trained_float32 * (FP32 - of_gradient),
+        weights_bytes=counts.weights_bytes(tuning.size),
+        adapters_bytes=counts.adapters * size + counts.helpers * tuning.size,
+        gradients_bytes=trained * of_gradient + counts.trained_float32 * (FP32 - of_gradient),
         optimizer_bytes=round((owned * of_states - owned_float32 * of_main_weight) * share_on_gpu),
-        reference_bytes=held.weights_bytes(tuning.size) if tuning.has_second_model else held.reference * size,
+        reference_bytes=counts.weights_bytes(tuning.size) if tuning.has_second_model else counts.reference * size,
     )
 
 

@@ -241,8 +241,8 @@ OF_SIZES: Rules = (
          "on average), because a rollout is trained for {each:g} steps. With rollouts of one optimizer step (steps_per_generation 1, "
          "num_iterations 1) rows are {steps} stale."),
     Rule("async_rollout_depth kl_in_reward",
-         lambda c: c.kl_in_reward and not c.sizes.partial_rollouts and (found := _ahead(c))
-         and found | {"rest": found["of_own_step"] * isinstance(found["each"], int)},
+         lambda c: c.kl_in_reward and not c.sizes.partial_rollouts and (values := _ahead(c))
+         and values | {"rest": values["of_own_step"] * isinstance(values["each"], int)},
          "Note: a checkpoint between two sampling steps includes the rollout that is being sampled, and its KL in the reward is then "
          "computed with the weights at that time{rest}."),
     Rule("generation_batch_size vllm_tensor_parallel_size", _idle,
@@ -296,10 +296,10 @@ OF_THE_MACHINE: Rules = (
     Rule("vllm_server_host", _in_the_clear,
          "Prompts, completions and the token are sent unencrypted to {them}. On a shared network use https (megatron-grpo serve "
          "--ssl_certfile, and vllm_server_ca here). Weights are always sent unencrypted."),
-    Rule("vllm_gpu_memory_utilization", lambda c: (found := _peak(c)) and not found["is_over"],
+    Rule("vllm_gpu_memory_utilization", lambda c: (values := _peak(c)) and not values["is_over"],
          "vllm_gpu_memory_utilization leaves a KV cache of {memory[sampler][kv_cache_tokens]:,} tokens after vLLM's weights, but a "
          "sequence has up to {memory[longest_sequence]:,}."),
-    Rule("gpu_memory_gb", lambda c: (found := _peak(c)) and found["is_over"] and found,
+    Rule("gpu_memory_gb", lambda c: (values := _peak(c)) and values["is_over"] and values,
          "The estimated peak ({peak:.1f} GB, pipeline stage {memory[peak_stage]}, {memory[peak_phase]}) does not fit in gpu_memory_gb "
          "({gpu:g})."),
     Rule("gpu_memory_gb", _ways_to_fit, "These settings would fit: {changes}; peak {peak:.1f} GB ({phase})."),

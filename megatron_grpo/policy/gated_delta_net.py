@@ -234,8 +234,8 @@ def gpu_rule(dtype: torch.dtype, key_channels: int, value_channels: int) -> Chos
         lacks = fault_of_rule(rule, dtype, key_channels, value_channels, torch.device("cuda"))
         chosen = ChosenRule(rule, None) if lacks is None else ChosenRule(gated_delta_rule, lacks)
     if collectives.rank() == 0:
-        how = "flash-linear-attention's kernel" if chosen.lacks is None else f"plain matrix products: {chosen.lacks}"
-        logger.warning("The gated delta rule is computed with %s.", how)
+        kernel_text = "flash-linear-attention's kernel" if chosen.lacks is None else f"plain matrix products: {chosen.lacks}"
+        logger.warning("The gated delta rule is computed with %s.", kernel_text)
     return chosen
 
 
@@ -272,14 +272,14 @@ def rule_by_kernel(query, key, value, decay, strength, stream: RecurrenceOrder, 
     for wave in stream.waves:
         initial_state = None if wave.parents is None else states[wave.parents]
         # The batch size is 1; heads are behind the tokens.
-        found, states = kernel(
+        outputs, states = kernel(
             *(x[wave.tokens][None] for x in inputs),
             scale=1.0,
             initial_state=initial_state,
             output_final_state=True,
             cu_seqlens=wave.cu_seqlens,
         )
-        out = out.index_copy(0, wave.tokens, found[0].to(out.dtype))
+        out = out.index_copy(0, wave.tokens, outputs[0].to(out.dtype))
     return out
 
 
@@ -308,11 +308,11 @@ def fault_of_rule(rule: Rule, dtype: torch.dtype, key_channels: int, value_chann
         for channels in ((key_channels,), (key_channels,), (value_channels,), (value_channels,), (), ())
     )
     rounded = [x.to(device, dtype).float() for x in (l2norm(query) * key_channels**-0.5, l2norm(key), value)]
-    drawn, results = [*rounded, -F.softplus(decay).to(device), strength.sigmoid().to(device)], []
+    random_inputs, results = [*rounded, -F.softplus(decay).to(device), strength.sigmoid().to(device)], []
     with torch.enable_grad():
         implementations: tuple[Rule, ...] = (gated_delta_rule, rule)
         for implementation in implementations:
-            inputs = [x.detach().requires_grad_() for x in drawn]
+            inputs = [x.detach().requires_grad_() for x in random_inputs]
             try:
                 out = implementation(*inputs, stream)
                 results.append((out.detach(), *torch.autograd.grad(out, inputs, grad.to(device))))

@@ -339,10 +339,10 @@ def _together(reports: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int
     return by_micro_batch
 
 
-def _culprit(entries: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], what: str) -> BadMicroBatch:
+def _culprit(entries: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], cause: str) -> BadMicroBatch:
     norm = max(entry.norm for entry, _ in entries)
     ranks = tuple(rank for entry, rank in entries if entry.norm == norm)  # where it is finite, one has the largest part
-    return BadMicroBatch(micro_batch=entries[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=what)
+    return BadMicroBatch(micro_batch=entries[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=cause)
 
 
 def non_finite_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:

@@ -201,7 +201,7 @@ def _correct_places(optimizer: Any) -> None:
     for part in chain(optimizer) if is_distributed(optimizer) else ():
         for number, group in enumerate(() if part.is_stub_optimizer else part.opt_group_ranges):
             in_order = sorted(group["params"], key=lambda parameter: parameter.dtype is not torch.float32)
-            part.model_param_group_index_map.update((parameter, (number, place)) for place, parameter in enumerate(in_order))
+            part.model_param_group_index_map.update((parameter, (number, index)) for index, parameter in enumerate(in_order))
 
 
 def _keep_in_dtypes(optimizer: Any, cfg: OptimizerConfig) -> None:

@@ -372,7 +372,8 @@ RULES = (
     # recomputation
     Rule("recompute_modules", lambda c: (unknown := [name for name in c.selected if name not in RECOMPUTABLE])
          and {"unknown": ", ".join(unknown)}, f"Unsupported recompute_modules {{unknown}}. Supported: {', '.join(RECOMPUTABLE)}."),
-    Rule("recompute_modules", lambda c: not c.moe and (gone := [one for one in ("moe", "moe_act", "shared_experts") if one in c.selected])
+    Rule("recompute_modules", lambda c: not c.moe and (gone := [module for module in ("moe", "moe_act", "shared_experts") if module in
+    c.selected])
          and {"missing": ", ".join(gone)}, "recompute_modules: the model has no experts, so there is no {missing}. Leave it out."),
     Rule("recompute_modules", lambda c: "mla_up_proj" in c.selected and not c.shape.mla,
          "recompute_modules: the model has no latent attention, so there is no mla_up_proj. Leave it out."),

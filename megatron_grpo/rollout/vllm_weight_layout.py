@@ -84,11 +84,11 @@ class TensorCopy:
         """
         if self.part is None:
             return [0] * len(shape) if self.to.shape == shape else None
-        found, offset, steps = [], self.part.offset, [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        indices, offset, steps = [], self.part.offset, [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         for step in steps:
             first, offset = divmod(offset, step)
-            found.append(first)
-        return found if list(self.part.stride) == steps and self.to.shape == self.part.shape else None
+            indices.append(first)
+        return indices if list(self.part.stride) == steps and self.to.shape == self.part.shape else None
 
     def copy_slice(self, tensor: TensorSlice, to: torch.Tensor) -> None:
         """Copy what a slice of the synced tensor has of the part.
@@ -331,22 +331,22 @@ class WeightLayoutRecorder(TorchDispatchMode):
         path, method = self._paths[module], getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in PLAIN:
             return f"{path} is loaded by vLLM's {type(method).__name__}"
-        seen_here = {weight: seen for weight in sorted(weights) if (seen := self._seen.pop((module, weight), None)) is not None}
+        seen_here = {weight: record for weight in sorted(weights) if (record := self._seen.pop((module, weight), None)) is not None}
         for weight in sorted(weights):
             if weight not in seen_here or not seen_here[weight].covers_all_once():
                 return f"the source of each part of {path}.{weight} is unknown"
-        names = {name for seen in seen_here.values() for name, _, _ in seen.copies}
+        names = {name for record in seen_here.values() for name, _, _ in record.copies}
         if unknown := names - self._clones.keys():
             return f"{min(unknown)} is copied to {path} and to another layer"
         live = {weight: TensorForm.of(getattr(module, weight)) for weight in seen_here}
         unit = ModuleWeights(
-            module=module, loaded={weight: seen.form for weight, seen in seen_here.items()}, live=live,
-            packed=frozenset(weight for weight, seen in seen_here.items() if self._is_packed(module, weight) or live[weight] != seen.form),
-            padding=[(weight, to, value) for weight, seen in seen_here.items() for to, value in seen.padding],
-            num_copies=sum(len(seen.copies) for seen in seen_here.values()),
+            module=module, loaded={weight: record.form for weight, record in seen_here.items()}, live=live,
+            packed=frozenset(weight for weight, record in seen_here.items() if self._is_packed(module, weight) or live[weight] !=
+            record.form), padding=[(weight, to, value) for weight, record in seen_here.items() for to, value in record.padding],
+            num_copies=sum(len(record.copies) for record in seen_here.values()),
         )  # fmt: skip
-        for weight, seen in seen_here.items():
-            for name, to, part in seen.copies:
+        for weight, record in seen_here.items():
+            for name, to, part in record.copies:
                 self._table.copies[name].append(TensorCopy(len(self._table.units), weight, to, part))
         self._table.units.append(unit)
         return "" if self._try(unit, names) else f"{path} differs when it is loaded without vLLM"

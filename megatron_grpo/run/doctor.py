@@ -123,16 +123,18 @@ def _tell(check: DoctorCheck) -> None:
             print(textwrap.fill(text, width, initial_indent=opening, subsequent_indent=" " * len(first)), flush=True)
 
 
-def _checked(name: str, found: str, wrong: str | None = None, remedy: str = "") -> DoctorCheck:
-    """Return a failed check if `wrong` is given, else a passed one.
+def _checked(name: str, result: str, fault: str | None = None, remedy: str = "") -> DoctorCheck:
+    """Return a failed check if `fault` is given, else a passed one.
 
     Args:
         name: What was checked.
-        found: What was found, in words.
-        wrong: Replaces `found` in a failed check.
+        result: What was found, in words.
+        fault: Replaces `result` in a failed check.
         remedy: What to do about a failure.
     """
-    return DoctorCheck(name=name, status="fails", found=wrong, remedy=remedy) if wrong else DoctorCheck(name=name, status="ok", found=found)
+    return (
+        DoctorCheck(name=name, status="fails", found=fault, remedy=remedy) if fault else DoctorCheck(name=name, status="ok", found=result)
+    )
 
 
 # ---- packages --------------------------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def _bad_address_file(c: SimpleNamespace) -> dict[str, Any] | None:
 # fmt: off
 RULES = (
     # a configuration file may contain settings of the run as well, so that both commands can read the same file
-    Rule("{name}", lambda c: [{"name": name, "typed": typed} for name, typed in _typed(c.cfg).items()
+    Rule("{name}", lambda c: [{"name": name, "typed": typed_text} for name, typed_text in _typed(c.cfg).items()
          if name not in READ and c.cfg.sources.get(name) == COMMAND_LINE],
          "{typed} is a setting of `train` that `serve` does not read. Leave it out, or pass it to `train`."),
     RANGE,
@@ -177,8 +177,8 @@ RULES = (
     Rule("ssl_certfile", _bad_certificate,
          "ssl_certfile ({ssl_certfile}){key} cannot be used: {reason}. Use PEM files, and a key without a password."),
     Rule("address_file", _bad_address_file, "address_file ({path}){wrong}."),
-    Rule("frozen {name}", lambda c: c.frozen and [one for one in changed(c, "tuner_type", "router_replay_mode") if typed_fields(c,
-    one["name"])],
+    Rule("frozen {name}", lambda c: c.frozen and [field for field in changed(c, "tuner_type", "router_replay_mode") if typed_fields(c,
+    field["name"])],
          "{name} ({value}) has no effect with frozen true: a frozen server accepts no weight updates and does not sample. Leave it out.",
          lambda c: {c.name: [c.off]}),
 )

@@ -188,7 +188,7 @@ class ImageCache:
         Returns:
             All these images by key, for the request itself: some may exceed the capacity and be evicted at once.
         """
-        new_images = {one.key: one.data for one in image_data}
+        new_images = {image.key: image.data for image in image_data}
         for key, data in new_images.items():
             self._num_bytes += len(data) - len(self._held.pop(key, b""))
             self._held[key] = data

@@ -239,8 +239,8 @@ class WeightReceiverWorker(_Link):
         for number, (name, word, shape) in enumerate(zip(header["names"], header["dtypes"], header["shapes"], strict=True)):
             tensor = _view(flat, start, getattr(torch, word), torch.Size(shape))
             start += _room(tensor.nbytes)
-            place = header.get("slices", {}).get(str(number))
-            bucket.append((name, TensorSlice(tensor, *map(tuple, place)) if place else tensor))
+            region = header.get("slices", {}).get(str(number))
+            bucket.append((name, TensorSlice(tensor, *map(tuple, region)) if region else tensor))
         return bucket
 
 

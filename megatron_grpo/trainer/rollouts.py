@@ -397,9 +397,11 @@ class Rollouts:
         version, num_versions, excess = of_group(meta.version for meta in metas), zeros + 1, zeros
         if any(meta.spans for meta in metas):
             spans = [of_completion for meta in metas for of_completion in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)]
-            versions_of_row = [{version for version, _, _ in one} for one in spans]
+            versions_of_row = [{version for version, _, _ in row_spans} for row_spans in spans]
             version, num_versions = np.array(list(map(min, versions_of_row))), np.array(list(map(len, versions_of_row)))
-            excess = np.array([version_excess(min(versions), one) for versions, one in zip(versions_of_row, spans, strict=True)])
+            excess = np.array(
+                [version_excess(min(versions), row_spans) for versions, row_spans in zip(versions_of_row, spans, strict=True)]
+            )
         row, flags = np.arange(len(trains)), np.zeros(len(trains), dtype=bool)
         return TrainingRows(
             rollout=np.full_like(row, number),

@@ -127,11 +127,11 @@ def score_rows(
     routes: dict[RowKey, np.ndarray] = {}
     for number, (micro_spec, micro, values) in enumerate(zip(micro_specs, micro_batches, logprobs, strict=True)):
         ends = np.cumsum([len(sequence_of[i].token_ids) for i in micro_spec.rows])
-        for i, of_row, places in zip(micro_spec.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
+        for i, of_row, token_index in zip(micro_spec.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
             if i < count:
                 logprobs_by_key[keys[i]] = sequence_of[i].scatter(of_row)
                 if experts is not None:
-                    routes[keys[i]] = np.where(places[:, None, None] < 0, FREE, experts[number][places])
+                    routes[keys[i]] = np.where(token_index[:, None, None] < 0, FREE, experts[number][token_index])
     scored = PlacedRows(rows=replace(rows.rows, dp_rank=dp_rank), sequences={key: sequences[key] for key in logprobs_by_key})
     return ScoredRows(
         rows=scored,

@@ -248,7 +248,7 @@ class TensorSlice:
     @property
     def is_last(self) -> bool:
         """Whether it has the tensor's last element, as one of its slices does."""
-        return all(first + size == whole for first, size, whole in zip(self.start, self.part.shape, self.shape, strict=True))
+        return all(first + size == length for first, size, length in zip(self.start, self.part.shape, self.shape, strict=True))
 
 
 def joined(tensors: Iterable[tuple[str, Any]], *, unless: Callable[[str], bool] = lambda name: False) -> Iterator[tuple[str, Any]]:

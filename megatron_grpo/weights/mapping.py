@@ -379,15 +379,15 @@ def _slices(cut: ShardCut, shards: Sequence[torch.Tensor], first: int, rows: int
 
 def _unpack_rows(entry: WeightEntry, start: int, full: torch.Tensor, shape: ModelShape) -> list[tuple[int, torch.Tensor]]:
     """Return (first row, rows) of each Hugging Face tensor from the rows from `start` of the Megatron parameter, without padding."""
-    sizes, found = [size[0] for _, size in entry.hf], []
+    sizes, parts = [size[0] for _, size in entry.hf], []
     if entry.packing not in (Packing.PLAIN, Packing.STACK):
         unpacked = _UNPACK[entry.packing](full, shape, len(sizes))
         return [(start * size // sum(sizes), part) for size, part in zip(sizes, unpacked, strict=True)]
     for size in sizes:
         begin, end = max(start, 0), min(start + len(full), size)
-        found.append((begin, full[begin - start : max(begin, end) - start]))
+        parts.append((begin, full[begin - start : max(begin, end) - start]))
         start -= size  # relative to the next tensor
-    return found
+    return parts
 
 
 _PACK = {

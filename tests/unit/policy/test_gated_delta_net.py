@@ -180,7 +180,7 @@ def test_each_mistake_in_the_convolution_is_seen(wrong):
 @pytest.mark.parametrize("wrong", [
     (LAYER, "else states[wave.parents]", "else 0 * states[wave.parents]"),
     (LAYER, "scale=1.0", "scale=None"),
-    (LAYER, "out.index_copy(0, wave.tokens, found", "out.index_copy(0, wave.tokens.flip(0), found"),
+    (LAYER, "out.index_copy(0, wave.tokens, outputs", "out.index_copy(0, wave.tokens.flip(0), outputs"),
     (STREAM, "segments[i].start + segments[i].length) for i in numbers]", "segments[i].end) for i in numbers]"),
 ], ids=["children begin anew", "scaled twice", "outputs of others", "padding of a parent"])  # fmt: skip
 def test_each_mistake_around_the_kernel_is_seen(wrong):

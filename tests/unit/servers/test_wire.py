@@ -76,8 +76,8 @@ def test_every_field_is_looked_at(cls):
 
 
 @pytest.mark.parametrize(("body", "says"), [
-    (b"{", "Score is not JSON"), (b"\xff", "Score is not JSON"), (b'{"sequences": [[NaN]]}', "Score is not JSON"),
-    (b"[" * 100_000, "Expected `object`, got `array`"), (b"[]", "Score is malformed: Expected `object`, got `array`"),
+    (b"{", "ScoreRequest is not JSON"), (b"\xff", "ScoreRequest is not JSON"), (b'{"sequences": [[NaN]]}', "ScoreRequest is not JSON"),
+    (b"[" * 100_000, "Expected `object`, got `array`"), (b"[]", "ScoreRequest is malformed: Expected `object`, got `array`"),
     (b'{"sequences": [[1, true]]}', r"Expected `int`, got `bool` - at `\$.sequences\[0\]\[1\]`"),
     (b'{"sequences": [[1.5]]}', "Expected `int`, got `float`"), (b'{"sequences": [3]}', r"Expected `array`, got `int` - at `\$.sequences"),
     (b'{"sequences": [], "image_data": [{"key": "a", "data": "AAA"}]}', "Invalid base64"),
