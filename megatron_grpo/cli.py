@@ -225,8 +225,9 @@ def compare_losses(argv: list[str]) -> int:
 def referee(argv: list[str]) -> int:
     """Recompute a dumped step of slime, verl, TRL, Megatron-SWIFT or this package, and name the first number that differs.
 
-    --of names the system, --config its script or file; settings in its names follow. --step: the step of a directory of dumps. --png: file
-    of a figure. Exit codes: 0, nothing differs beyond rounding; 3, something does; 2, the arguments or the dump are wrong.
+    --of names the system, --config its script or file; settings in its names follow. --step: the step of a directory of dumps. --weights: a
+    Hugging Face model with the weights of that step, to recompute log-probs. --png: file of a figure. Exit codes: 0, nothing differs beyond
+    rounding; 3, something does; 2, the arguments or the dump are wrong.
     """
     from megatron_grpo.analysis.referee.command import run_referee
 

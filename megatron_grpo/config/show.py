@@ -23,7 +23,7 @@ WORDS = {  # arguments of commands that take more, or less, than settings
     "replay": "STEP_DUMP [--json] [settings]",
     "watch": "OUTPUT_DIR [--once]",
     "report": "OUTPUT_DIR [OUTPUT_DIR ...] [-o FILE]",
-    "referee": "DUMP --of slime|verl|trl|swift|native [--config FILE] [--step N] [--png FILE] [--json] [settings]",
+    "referee": "DUMP --of slime|verl|trl|swift|native [--config FILE] [--step N] [--weights MODEL] [--png FILE] [--json] [settings]",
     "compare-losses": 'OUTPUT_DIR [--step N] [--variant "NAME=VALUE ..."] [--png FILE] [--json] [settings]',
 }
 

@@ -31,5 +31,12 @@ def test_the_tutorial_says_what_its_page_says(fault, tmp_path):
             assert code == 3 and told["first"] == "loss" and "length bias" in told["cause"], told
     if fault:
         assert told["first"] is not None
+    argv = [tmp_path / "out" / "referee", "--config", tmp_path / "train.py", "--step", "0", "--weights", tmp_path / "model"]
+    code, told = referee(*argv, of="trl")
+    assert "log-probs" in [one["quantity"] for one in told["findings"]] and (fault or code == 0), told
+    code, told = referee(*argv, "--temperature", "1.5", of="trl")  # their log-probs are at 3.0
+    assert code == 3 and told["first"] == "log-probs", told
+    code, told = referee(*argv, "--temperature", "1.7320508", of="trl")
+    assert code == 3 and told["cause"] == "temperature applied twice", told
     code, told = referee(tmp_path / "out" / "completions", "--config", tmp_path / "train.py", of="trl")
     assert code == 0 and [one["quantity"] for one in told["findings"]] == ["advantages"]

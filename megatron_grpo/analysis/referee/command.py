@@ -21,7 +21,7 @@ from megatron_grpo.config.table import InvalidValueError, read_value, table
 
 EXIT_PARTED = 3
 DIALECTS = {"slime": "slime", "verl": "verl", "trl": "trl", "swift": "swift", "native": ""}
-OWN = ("--of", "--step")
+OWN = ("--of", "--step", "--weights")
 
 
 def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
@@ -37,10 +37,11 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     Raises:
         ConfigError: With all problems of the command line, the settings and the dump.
     """
-    path, system, step, rest = _read(argv)
+    path, system, step, weights, rest = _read(argv)
     parsed = parse([*(["--dialect", DIALECTS[system]] if DIALECTS[system] else []), *rest])
     png = parsed.config.plan.png
     s = settings_of(parsed.config)
+    s.weights = weights
     # What a script says beside the numbers of a step, such as its sampler, may be what this package does not support.
     needed = {"dialect", "config", *vars(s), *(word.lstrip("-").partition("=")[0].replace("-", "_") for word in rest)}
     aside = [one for one in parsed.problems if one.flags and not needed & set(one.flags)]
@@ -69,7 +70,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     return EXIT_PARTED if first else EXIT_DONE
 
 
-def _read(argv: Sequence[str]) -> tuple[Path, str, int | None, list[str]]:
+def _read(argv: Sequence[str]) -> tuple[Path, str, int | None, str | None, list[str]]:
     example = "megatron-grpo referee DUMP --of slime|verl|trl|swift|native [--config their_script_or_yaml]"
     if not argv or argv[0].startswith("-"):
         raise config_error("referee", f"referee needs a dump first: {example}")
@@ -87,7 +88,10 @@ def _read(argv: Sequence[str]) -> tuple[Path, str, int | None, list[str]]:
         raise config_error("step", f"referee: --step ({step or 'nothing'}) must be the number of a step.")
     if not path.exists():
         raise config_error("referee", f"referee: {path} does not exist.")
-    return path, system, None if step is None else int(step), rest
+    weights = values.get("--weights")
+    if weights is not None and not (Path(weights) / "config.json").is_file():
+        raise config_error("weights", f"referee: --weights ({weights}) must be the directory of a Hugging Face model (config.json).")
+    return path, system, None if step is None else int(step), weights, rest
 
 
 def _read_setting(name: str, value: Any) -> Any:

@@ -97,9 +97,9 @@ def findings(dump: Dump, s: Any) -> list[Finding]:
 
     Args:
         dump: The dump.
-        s: Settings: the names of GrpoConfig, and num_generations, reward_weights and max_completion_length.
+        s: Settings: the names of GrpoConfig, and num_generations, reward_weights, max_completion_length, temperature and weights.
     """
-    parts = (_advantages, _old_logprobs, _correction, _tokens, _kl, _loss)
+    parts = (_advantages, _logprobs, _old_logprobs, _correction, _tokens, _kl, _loss)
     return [finding for part in parts for finding in part(dump, s)]
 
 
@@ -179,6 +179,32 @@ def incomplete_groups(dump: Dump, s: Any) -> bool:
 
 
 # ---- log-probs, correction, tokens, KL ---------------------------------------------------------------------------------------------------
+
+
+def _logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
+    order = [i for i, row in enumerate(dump.rows) if row.tokens is not None and row.logp is not None]
+    if s.weights is None or not order:
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(s.weights, dtype=torch.float32).eval()
+
+    def values(temperature: float) -> list[np.ndarray]:
+        found = []
+        for row in (dump.rows[i] for i in order):
+            ids, length = torch.as_tensor(np.asarray(row.tokens), dtype=torch.int64), len(row.mask)
+            with torch.no_grad():
+                logits = model(ids[None], use_cache=False).logits[0, -length - 1 : -1]
+            found.append(reference.token_logprobs(logits, ids[-length:], temperature)[0].numpy() * row.mask)
+        return found
+
+    theirs = [np.nan_to_num(np.asarray(dump.rows[i].logp)) * dump.rows[i].mask for i in order]
+    limits = [np.asarray(10 * LOGPROBS[dump.dtype])] * len(order)
+    variants: Variants = [(f"temperature not applied: they are the log-probs at 1 instead of {s.temperature:g}", partial(values, 1.0)),
+                          ("temperature applied twice", partial(values, s.temperature**2)),
+                          ("the temperature is inverted", partial(values, 1 / s.temperature))]  # fmt: skip
+    yield compare("log-probs", theirs, values(s.temperature), limits, order, variants)
 
 
 def _old_logprobs(dump: Dump, s: Any) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ Sources: huggingface/trl 1.16.0, trl/trainer/grpo_trainer.py, `log` (the table) 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def _of_hook(path: Path, step: int | None) -> Dump:
         truncated = arrays["truncated"] > 0
         arrays["mask"] = mask
         arrays["length"] = np.where(truncated, width, arrays["completion_mask"].sum(axis=1))
-        rows += rows_of(arrays, NAMES, micro_batch=len(micro_batches))
+        made = rows_of(arrays, NAMES, micro_batch=len(micro_batches))
+        prompts, completions = arrays["prompt_ids"].astype(int), arrays["completion_ids"].astype(int)
+        for row, prompt, is_there, ids in zip(made, prompts, arrays["prompt_mask"] > 0, completions, strict=True):
+            rows.append(replace(row, tokens=np.concatenate([prompt[is_there], ids[: row.length]])))
         ranks, accumulation, per_generation = (int(arrays[name]) for name in ("ranks", "accumulation", "steps_per_generation"))
         counted = float(arrays["num_items_in_batch"]) / ranks / per_generation
         kl = float(arrays["kl"]) if "kl" in arrays else None

@@ -35,7 +35,12 @@ def settings_for(theirs: dict) -> SimpleNamespace:
     if not theirs.get("use_vllm"):
         ours.pop("rollout_importance_sampling_mode", None)
     return SimpleNamespace(
-        **vars(GrpoConfig(**ours)), num_generations=G, reward_weights=[1.0, 0.5], max_completion_length=MAX_COMPLETION_LENGTH
+        **vars(GrpoConfig(**ours)),
+        num_generations=G,
+        reward_weights=[1.0, 0.5],
+        max_completion_length=MAX_COMPLETION_LENGTH,
+        temperature=1.0,
+        weights=None,
     )
 
 
