@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.base.files import atomic_directory
 from megatron_grpo.config.remote_code import files_named
-from megatron_grpo.weights.families import FAMILIES, family_of
+from megatron_grpo.weights.families import FAMILIES, family_of, text_config
 from megatron_grpo.weights.shape import ModelShape, read_config
 from megatron_grpo.weights.stored import INDEX, SINGLE, file_error, stored_names
 
@@ -54,7 +54,11 @@ class HfReader:
         self._parts: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {}  # name -> (name in the file, function that cuts it out)
         for name in self._where:
             if layout := family_of(self.config).fused_experts:
-                experts = experts_in(name, self._open(name).get_slice(name).get_shape(), layout) if _STORED.fullmatch(name) else ()
+                if not _STORED.fullmatch(name):
+                    continue
+                size = self._open(name).get_slice(name).get_shape()
+                self._check_order(name, size)
+                experts = experts_in(name, size, layout)
                 self._parts |= {part: (name, partial(_transposed, expert, channels)) for part, expert, channels in experts}
             elif fused := _FUSED.fullmatch(name):
                 self._offer_experts(name, *fused.groups())
@@ -67,6 +71,15 @@ class HfReader:
         if name not in self._stored:
             raise file_error(f"{self.directory} has no tensor {name}.")
         return self._open(self._stored[name]).get_tensor(self._stored[name])
+
+    def _check_order(self, name: str, size: Sequence[int]) -> None:
+        """Check that experts are stored as on the Hub. `save_pretrained` of transformers 5 stores those of Qwen3-VL as in memory."""
+        hidden, axis = text_config(self.config)["hidden_size"], 2 if name.endswith("down_proj") else 1
+        if len(size) == 3 and size[axis] != hidden and size[3 - axis] == hidden:
+            raise file_error(
+                f"{self.directory}: {name} has shape {tuple(size)}, with the last two dimensions as transformers 5 has them in memory. "
+                f"Files on the Hub, and vLLM, have {(size[0], size[2], size[1])}. Transpose these two dimensions of all mlp.experts tensors."
+            )
 
     def _open(self, name: str) -> safe_open:
         file = self._where[name]

@@ -16,7 +16,7 @@ from megatron_grpo.weights.hf_files import HfReader, HfWriter, check_tied_head
 from megatron_grpo.weights.names import hf_shapes
 from megatron_grpo.weights.shape import ModelShape, read_config
 from tests.unit.weights.tiny import write_checkpoint
-from tests.vision_cases import write_vlm
+from tests.vision_cases import as_on_the_hub, write_vlm
 
 
 def copy_weights(reader: HfReader, out, source, **options) -> None:
@@ -32,6 +32,16 @@ def test_experts_stored_in_one_tensor_are_read_under_their_hub_names(tmp_path, n
     assert any("gate_up_proj" in stored for stored in load_file(tmp_path / "fused" / "model.safetensors"))
     assert fused.names == apart.names == hf_shapes(ModelShape.from_hf(fused.config)).keys()
     assert all(torch.equal(fused(tensor), apart(tensor)) for tensor in apart.names)
+
+
+def test_experts_that_transformers_5_stores_as_in_memory_are_refused(tmp_path):
+    path = write_vlm(tmp_path, "qwen3_vl_moe")
+    HfReader(path)
+    as_on_the_hub(path)  # once more: as `save_pretrained` had stored them
+    with pytest.raises(
+        ConfigError, match=r"gate_up_proj has shape \(6, 40, 64\).*Files on the Hub, and vLLM, have \(6, 64, 40\)|down_proj has"
+    ):
+        HfReader(path)
 
 
 def test_sharded_and_single_checkpoints_read_alike(tmp_path):
