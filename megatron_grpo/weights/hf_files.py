@@ -78,7 +78,7 @@ class HfReader:
         if len(size) == 3 and size[axis] != hidden and size[3 - axis] == hidden:
             raise file_error(
                 f"{self.directory}: {name} has shape {tuple(size)}, with the last two dimensions as transformers 5 has them in memory. "
-                f"Files on the Hub, and vLLM, have {(size[0], size[2], size[1])}. Transpose these two dimensions of all mlp.experts tensors."
+                f"Files on the Hub, and vLLM, have {(size[0], size[2], size[1])}. Transpose these two dimensions of all experts."
             )
 
     def _open(self, name: str) -> safe_open:
