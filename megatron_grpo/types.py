@@ -21,7 +21,7 @@ OldLogprobs = Literal["on_policy", "recompute", "cached", "rollout"]
 RowKey = tuple[int, int]  # (rollout, row)
 
 
-def _none() -> np.ndarray:
+def _empty_index() -> np.ndarray:
     return np.zeros(0, dtype=np.int64)
 
 
@@ -589,22 +589,22 @@ class TrainingRows:
     The `Sample` of a row is held by all model-parallel ranks of one data-parallel rank, `dp_rank`.
     """
 
-    rollout: np.ndarray = field(default_factory=_none)  # int64 [n], as all that are not flags
-    row: np.ndarray = field(default_factory=_none)
-    prompt_number: np.ndarray = field(default_factory=_none)
-    version: np.ndarray = field(default_factory=_none)
-    on_policy_version: np.ndarray = field(default_factory=_none)
-    prefix: np.ndarray = field(default_factory=_none)
-    num_contexts: np.ndarray = field(default_factory=_none)
-    contexts: np.ndarray = field(default_factory=_none)  # int64 [contexts]: tokens of each context, row by row
-    num_masked: np.ndarray = field(default_factory=_none)
-    num_versions: np.ndarray = field(default_factory=_none)  # number of weights versions that sampled the row
-    version_excess: np.ndarray = field(default_factory=_none)  # sum over its sampled tokens of (version of the token - `version`)
+    rollout: np.ndarray = field(default_factory=_empty_index)  # int64 [n], as all that are not flags
+    row: np.ndarray = field(default_factory=_empty_index)
+    prompt_number: np.ndarray = field(default_factory=_empty_index)
+    version: np.ndarray = field(default_factory=_empty_index)
+    on_policy_version: np.ndarray = field(default_factory=_empty_index)
+    prefix: np.ndarray = field(default_factory=_empty_index)
+    num_contexts: np.ndarray = field(default_factory=_empty_index)
+    contexts: np.ndarray = field(default_factory=_empty_index)  # int64 [contexts]: tokens of each context, row by row
+    num_masked: np.ndarray = field(default_factory=_empty_index)
+    num_versions: np.ndarray = field(default_factory=_empty_index)  # number of weights versions that sampled the row
+    version_excess: np.ndarray = field(default_factory=_empty_index)  # sum over its sampled tokens of (version of the token - `version`)
     is_zero_std: np.ndarray = field(default_factory=_no_flags)  # bool [n]
     is_truncated: np.ndarray = field(default_factory=_no_flags)
     is_zero_advantage: np.ndarray = field(default_factory=_no_flags)  # as `Sample.is_zero_advantage`
     has_old_logprobs: np.ndarray = field(default_factory=_no_flags)  # has old log-probs by the weights of version `on_policy_version`
-    dp_rank: np.ndarray = field(default_factory=_none)  # data-parallel rank
+    dp_rank: np.ndarray = field(default_factory=_empty_index)  # data-parallel rank
 
     def __len__(self) -> int:
         return len(self.row)
@@ -736,8 +736,8 @@ class MicroBatch:
         None  # of the C trained positions: token IDs that their softmax runs over; None: the whole vocabulary
     )
     images: tuple[Image, ...] = ()  # each image once, however many contexts contain it
-    image_positions: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: positions of image tokens in the stream
-    image_token_index: np.ndarray = field(default_factory=_none)  # int64 [n]: index of the image token among those of all `images`
+    image_positions: np.ndarray = field(default_factory=_empty_index)  # int64 [n], ascending: positions of image tokens in the stream
+    image_token_index: np.ndarray = field(default_factory=_empty_index)  # int64 [n]: index of the image token among those of all `images`
 
     def by_sequence(self, values: np.ndarray) -> list[np.ndarray]:
         """Split values by sequence.

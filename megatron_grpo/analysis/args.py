@@ -22,7 +22,7 @@ from megatron_grpo.types import Sample
 Parse = Callable[[Sequence[str]], ParsedConfig]
 
 
-def _taken(words: Sequence[str], own_flags: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
+def _split_flags(words: Sequence[str], own_flags: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Separate a command's own flags from settings.
 
     Args:
@@ -84,7 +84,7 @@ def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
     """
     if not argv or argv[0].startswith("--"):
         raise ConfigError("mismatch needs a directory first: an output_dir, one of its checkpoints (checkpoints/iter_0000100), or a model.")
-    own_values, other_words = _taken(argv[1:], ("--row", "--rows", "--dtype"))
+    own_values, other_words = _split_flags(argv[1:], ("--row", "--rows", "--dtype"))
     parsed = parse([*other_words, *(word for dtype in own_values["--dtype"] for word in ("--torch_dtype", dtype))])
     problems = [
         problem_with(name, f"{name} ({value or 'nothing'}) must be a whole number, {least} or more.")
@@ -203,7 +203,7 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
         example = 'megatron-grpo compare-losses OUTPUT_DIR --variant "loss_type=vespo"'
         raise _refused(f"compare-losses needs the output_dir of a run first: {example}")
     run = Path(argv[0])
-    own_values, other_words = _taken(argv[1:], ("--variant", "--try", "--step"))
+    own_values, other_words = _split_flags(argv[1:], ("--variant", "--try", "--step"))
     variant_texts, old_flag_values, steps = own_values.values()
     if old_flag_values:
         note_renamed("--try", "--variant")

@@ -117,10 +117,10 @@ def diagnose(
     """
     recorded = {name: float(value) for name, value in step_dump.facts.get("metrics", {}).items()}
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
-    verdict = [*_weights(weights), *_bits(step_dump)]
+    verdict = [*_weights(weights), *_differing_elements(step_dump)]
     verdict += _rows_not_finite(rows, first, has_bad_weight=bool(weights["not_finite"]))
     if not verdict:
-        verdict = _finite_here(step_dump, numbers, recorded, weights, rows)
+        verdict = _finite_in_replay(step_dump, numbers, recorded, weights, rows)
     ranks = (
         "1 rank"
         if layout.world_size == 1
@@ -155,7 +155,7 @@ def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None, *, has_bad_
     return lines
 
 
-def _finite_here(
+def _finite_in_replay(
     step_dump: StepDump, numbers: Mapping[str, float], recorded: Mapping[str, float], weights: Mapping[str, Any], rows:
     Sequence[IsolatedRow]
 ) -> list[str]:  # fmt: skip
@@ -191,7 +191,7 @@ def _finite_here(
     return lines or ["The step is reproduced, and nothing in it is wrong: the cause is outside the step."]
 
 
-def _bits(step_dump: StepDump) -> list[str]:
+def _differing_elements(step_dump: StepDump) -> list[str]:
     """Describe the elements at which copies of a tensor on several ranks differ."""
     copies = step_dump.parted()
     labels = list(dict.fromkeys(label for of_rank in copies.values() for label in of_rank))

@@ -31,12 +31,12 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     raw = tensor.detach().reshape(-1).view(torch.uint8)
     factors = _factors(raw.device)
     for number, chunk in enumerate(raw.split(8 * WORDS)):
-        words = _words(chunk)
+        words = _as_int64(chunk)
         total += (words * factors[: len(words)]).sum() * _signed(2 * number * _GOLDEN + 1)
     return total
 
 
-def _words(chunk: torch.Tensor) -> torch.Tensor:
+def _as_int64(chunk: torch.Tensor) -> torch.Tensor:
     """Convert bytes, uint8 [n], to words, int64 [ceil(n / 8)]. They are copied only if they are not aligned to words."""
     if chunk.storage_offset() % 8 or len(chunk) % 8:
         padded = chunk.new_zeros(-(-len(chunk) // 8) * 8)

@@ -65,7 +65,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
         ConfigError: With all problems, before a model loads.
     """
     args = read_mismatch_args(argv, parse)
-    cfg = _as_looked_at(args)
+    cfg = _settings_for_comparison(args)
     model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     shape = ModelShape.from_pretrained(model_path)
     layout, problems = layout_of(cfg, shape)
@@ -262,7 +262,7 @@ def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: Samplin
     return [ComparedRow.unscored(c.sequence.token_ids, np.where(c.sequence.mask, c.logprobs, np.nan)) for c in completions]
 
 
-def _as_looked_at(args: MismatchArgs) -> Config:
+def _settings_for_comparison(args: MismatchArgs) -> Config:
     """Return the run's settings without those that only training needs or that make operations unobservable."""
     cfg = args.cfg
     values: dict[str, Any] = {

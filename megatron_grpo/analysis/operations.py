@@ -193,7 +193,7 @@ def compare_operations(side: ModelPair, row: ComparedRow) -> list[Operation]:
         (CACHED, cached, fresh),
         (PACKED, row.trainer[opening:][is_sampled], scored[opening:][is_sampled]),
     ]
-    return [*operations, *(_aside(name, a, b, size, side.limit) for name, a, b in comparisons)]
+    return [*operations, *(_compare_logprobs(name, a, b, size, side.limit) for name, a, b in comparisons)]
 
 
 def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[list[Operation], np.ndarray, float]:
@@ -216,7 +216,7 @@ def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[lis
     names = [name for name in order(len(model.decoder.layers)) if name in trainer and name in sampler]
     parts = {name: _part(trainer[name], sampler[name], size if name == "log-prob" else None) for name in names}
     parts_of_ranks: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(parts)
-    operations = [_joined(name, [part[name] for part in parts_of_ranks], side.limit) for name in names]
+    operations = [_join_parts(name, [part[name] for part in parts_of_ranks], side.limit) for name in names]
     if (first := first_difference(operations)) is not None:
         causes = collectives.all_gather_object(cause_of(first.name, side.engine, model))
         cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
@@ -224,7 +224,7 @@ def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[lis
     return operations, fresh, size
 
 
-def _aside(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -> Operation:
+def _compare_logprobs(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -> Operation:
     """Compare two lists of log-probs of the whole model.
 
     The median counts and its limit is ten times higher, because a router may choose otherwise at a tie and change a few log-probs.
@@ -260,7 +260,7 @@ def _part(own_rows: traced.LocalRows, sampler: torch.Tensor, size: float | None)
     return np.array([squares, total, float(difference.max()) if num else 0.0, int((a == b).sum()), num])
 
 
-def _joined(name: str, parts: Sequence[np.ndarray], limit: float) -> Operation:
+def _join_parts(name: str, parts: Sequence[np.ndarray], limit: float) -> Operation:
     squares, sizes, largest, equal, num = np.array(parts).T
     exceeded = np.flatnonzero(~(_relative(squares, sizes) <= limit))  # NaN counts as over
     return Operation(

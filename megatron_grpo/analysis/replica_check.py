@@ -222,11 +222,11 @@ def replicated_values(
     """
     yield from _data(batch)
     for name, tensor in tensors_of(policy).items():
-        yield "weight", name, _over(policy, name), tensor
+        yield "weight", name, _groups_of(policy, name), tensor
     yield from _tied(policy)
     if policy.reference is not None and policy.reference.chunks is not policy.wrapped:  # with adapters, it is the policy without them
         for name, tensor in policy.exchange.tensors(policy.reference.chunks).items():
-            yield "reference", name, _over(policy, name), tensor
+            yield "reference", name, _groups_of(policy, name), tensor
     yield from _random(policy)
     if policy.parallel.is_last_stage:
         together = np.concatenate([np.zeros(0, dtype=np.float32), *(logprobs[key] for key in sorted(logprobs))])
@@ -245,7 +245,7 @@ def tensors_of(policy: Any) -> dict[str, torch.Tensor]:
     return tensors | (policy.adapters.exchange.tensors(policy.chunks) if policy.adapters is not None else {})
 
 
-def _over(policy: Any, name: str) -> tuple[str, ...]:
+def _groups_of(policy: Any, name: str) -> tuple[str, ...]:
     """Return the groups whose ranks hold the same shard of a tensor."""
     kind = _kind(policy, name)
     copies = ("EDP",) if kind.is_expert else ("DP",)
@@ -297,7 +297,7 @@ def _of_optimizer(policy: Any) -> Iterator[Held]:
     names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
     for parameter, gradient, states in _trained(policy):
         name = names[id(parameter)]
-        groups = _over(policy, name)
+        groups = _groups_of(policy, name)
         if is_distributed(policy.optimizer):
             groups = tuple(group for group in groups if group in ("TP", "ETP"))
         yield "gradient", name, groups, gradient

@@ -153,7 +153,7 @@ class StepDumps:
         return {
             "format": FORMAT, "written_by": f"megatron_grpo {__version__}", "torch": torch.__version__,
             "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
-            "micro_steps": [_plain(micro) for micro in step.micro_steps],
+            "micro_steps": [_as_dict(micro) for micro in step.micro_steps],
             "parted": [asdict(part) for part in moment.finding.parted] if moment.finding else [],
             "pictures": any(sample.images for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
             "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
@@ -338,7 +338,7 @@ def _measured(policy: Policy, gradient: ReducedGradient) -> dict[str, Any]:
     return {"metrics": numbers(gradient.metrics), "guard": policy.gradient_check_state(), "num_loss_tokens": gradient.batch.num_loss_tokens}
 
 
-def _plain(micro: Any) -> dict[str, Any]:
+def _as_dict(micro: Any) -> dict[str, Any]:
     return asdict(micro) if isinstance(micro, MicroStep) else dict(vars(micro))
 
 

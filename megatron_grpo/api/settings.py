@@ -68,18 +68,20 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     import yaml
 
     path = folder / SOURCE
-    path.write_text(yaml.safe_dump({name: _plain(value, name) for name, value in settings.items()}, sort_keys=False), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump({name: _as_yaml_value(value, name) for name, value in settings.items()}, sort_keys=False), encoding="utf-8"
+    )
     return ["--config", str(path)]
 
 
-def _plain(value: Any, name: str) -> Any:
+def _as_yaml_value(value: Any, name: str) -> Any:
     """Return a value as YAML can hold it."""
     if isinstance(value, enum.Enum):
-        return _plain(value.value, name)
+        return _as_yaml_value(value.value, name)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, name) for key, item in value.items()}
+        return {str(key): _as_yaml_value(item, name) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, name) for item in value]
+        return [_as_yaml_value(item, name) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "item"):  # a number of NumPy or torch

@@ -210,7 +210,7 @@ class GRPOTrainer:
         from megatron_grpo.compat import DIALECTS
         from megatron_grpo.config import parse
 
-        with _words(self._settings()) as words:
+        with _command_line(self._settings()) as words:
             return parse(words, launcher_world_size=world_size, dialects=DIALECTS)
 
     def _num_ranks(self) -> int:
@@ -259,7 +259,7 @@ class GRPOTrainer:
 def _run_here(command: str, settings: Mapping[str, Any], parts: Mapping[str, Any]) -> int:
     from megatron_grpo import cli
 
-    with _words(settings) as words:
+    with _command_line(settings) as words:
         try:
             return cli.run(command, words, parts)
         except RunInterruptedError as error:
@@ -290,7 +290,7 @@ def plan(args: Any = None, **parts: Any) -> Plan:
 
 
 @contextmanager
-def _words(settings: Mapping[str, Any]) -> Iterator[list[str]]:
+def _command_line(settings: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield a command line that names a file with these settings."""
     with tempfile.TemporaryDirectory(prefix="megatron_grpo.") as folder:
         yield write_settings(Path(folder), settings)

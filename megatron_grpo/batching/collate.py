@@ -226,7 +226,7 @@ def collate(
         num_contexts=len(contexts),
         places=of_tokens,
         experts=_experts(sequences, of_tokens, stream.length),
-        sampling_mask=_kept(sequences),
+        sampling_mask=_join_masks(sequences),
         images=images.images,
         image_positions=images.at,
         image_token_index=images.token,
@@ -316,7 +316,7 @@ def _trained(
         )
 
 
-def _kept(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
+def _join_masks(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
     """Join the sampling masks of all trained positions; None if no token of any sequence has one."""
     masks = [sequence.sampling_mask for sequence in sequences]
     if all(sampling_mask is None for sampling_mask in masks):

@@ -323,12 +323,15 @@ class TrainingSchedule:
             if not has_launched:
                 step = replace(step, arriving=step.arriving[:0], immediate=step.arriving or step.immediate)
             step = replace(
-                step, arriving=_from(start, step.arriving), immediate=_from(start, step.immediate), ahead=_from(start, step.ahead)
+                step,
+                arriving=_range_from(start, step.arriving),
+                immediate=_range_from(start, step.immediate),
+                ahead=_range_from(start, step.ahead),
             )
             has_launched = has_launched or len(step.launches) > 0
             yield step
             k += 1
 
 
-def _from(first: int, rollouts: range) -> range:
+def _range_from(first: int, rollouts: range) -> range:
     return range(max(first, rollouts.start), max(first, rollouts.stop))

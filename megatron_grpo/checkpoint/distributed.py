@@ -179,12 +179,12 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
         needed_here = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         stored = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})
     if collectives.all_reduce_max(not needed_here <= set(stored)):
-        raise CheckpointError(f"it lacks {_some(set().union(*collectives.all_gather_object(needed_here - set(stored))))}")
+        raise CheckpointError(f"it lacks {_shorten(set().union(*collectives.all_gather_object(needed_here - set(stored))))}")
     # "_extra_state" is extra state of Transformer Engine's layers: empty unless they compute in FP8.
     is_needed = [name in needed_here or name.endswith("_extra_state") for name in stored]
     left_over = {name for name, is_wanted in zip(stored, collectives.all_reduce_any(is_needed), strict=True) if not is_wanted}
     if left_over and not partly:
-        raise CheckpointError(f"it has unexpected entries: {_some(left_over)}")
+        raise CheckpointError(f"it has unexpected entries: {_shorten(left_over)}")
     with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
         with _reads_counted():
             loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED, validate_access_integrity=False)
@@ -216,7 +216,7 @@ def _reads_counted() -> Iterator[None]:
         readers.read_data = read_data
 
 
-def _some(names: set[str]) -> str:
+def _shorten(names: set[str]) -> str:
     listed = sorted(names)[:2]
     return ", ".join(listed) + (f" and {len(names) - len(listed)} more" if len(names) > len(listed) else "")
 

@@ -224,7 +224,7 @@ def _candidates(resume: Resume) -> Resume:
     folder = Folder(inner if inner.is_dir() or not resume.requested else source)
     pointer = None if is_checkpoint else folder.pointer()
     manifests = [read_manifest(source)] if is_checkpoint else folder.candidates()
-    complete, faults = _sorted_out(manifests)
+    complete, faults = _separate_damaged(manifests)
     candidates, notes = tuple(ResumeCandidate(manifest=manifest) for manifest in complete), list(resume.notes)
     if isinstance(pointer, str):
         raise config_error("resume", f"{pointer}. Remove it; the checkpoints are found without it.")
@@ -254,7 +254,7 @@ def _candidates(resume: Resume) -> Resume:
     return replace(resume, candidates=candidates, notes=tuple(notes))
 
 
-def _sorted_out(manifests: list[Manifest | str]) -> tuple[list[Manifest], list[str]]:
+def _separate_damaged(manifests: list[Manifest | str]) -> tuple[list[Manifest], list[str]]:
     """Separate checkpoints without missing or truncated files from the others, with a sentence for each of the latter."""
     complete, refusals = [], []
     for manifest in manifests:
@@ -350,7 +350,7 @@ def initial_weights_of(path: str | Path) -> Manifest:
     inner = source / "checkpoints"
     is_one = (source / MANIFEST).exists()
     manifests = [read_manifest(source)] if is_one else Folder(inner if inner.is_dir() else source).candidates()
-    complete, refusals = _sorted_out(manifests)
+    complete, refusals = _separate_damaged(manifests)
     if complete:
         return complete[0]
     foreign = (".metadata", "metadata.json", "common.pt", POINTER)
@@ -400,11 +400,12 @@ def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Probl
         trained_value, value = trained.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)
         if trained_value != value:
             message = (
-                f"{_FLAG} ({path}) was trained with {name} {_plain(trained_value)}, but this run has {_plain(value)}: its weights do "
+                f"{_FLAG} ({path}) was trained with {name} {_value_text(trained_value)}, but this run has {_value_text(value)}: its "
+                "weights do "
                 "not match. "
             )
             problems.append(
-                problem_with((_FLAG, name), message + f"Use {name} {_plain(trained_value)}, or export it and use the result as model.")
+                problem_with((_FLAG, name), message + f"Use {name} {_value_text(trained_value)}, or export it and use the result as model.")
             )
     vocabulary = vocabulary_of(manifest, model_path)
     if vocabulary:
@@ -426,7 +427,7 @@ def vocabulary_of(manifest: Manifest, model_path: Path | None) -> str | None:
     return None
 
 
-def _plain(value: object) -> str:
+def _value_text(value: object) -> str:
     return (
         str(value).lower() if isinstance(value, bool) else " ".join(map(str, value)) or "(none)" if isinstance(value, list) else str(value)
     )

@@ -64,7 +64,7 @@ class ResumeDifference:
     verdict: OnResume
 
     def __str__(self) -> str:
-        return f"{self.name}  {_plain(self.was)} -> {_plain(self.now)}"
+        return f"{self.name}  {_value_text(self.was)} -> {_value_text(self.now)}"
 
 
 def changes_since(old: RunOrigin, new: RunOrigin) -> list[ResumeDifference]:
@@ -140,7 +140,7 @@ def problems_of(
         uneven = f"{manifest.progress.num_rollouts} rollouts would not equal {step} optimizer steps"
         reason = f"{pending} of its samples are not trained yet" if pending else uneven
         names = [typed_names.get(change.name, change.name) for change in stuck]
-        changed = ", ".join(f"{name} was {_plain(change.was)} and is {_plain(change.now)}" for name, change in zip(names, stuck))
+        changed = ", ".join(f"{name} was {_value_text(change.was)} and is {_value_text(change.now)}" for name, change in zip(names, stuck))
         noun = "sizes" if not set(stuck) & set(other_changes) else "values"
         problems.append(Problem(
             flags=(*names, "resume"), nearest={name: [change.was] for name, change in zip(names, stuck)},
@@ -160,13 +160,13 @@ def _refusal(change: ResumeDifference, manifest: Manifest, typed_names: Mapping[
         )
         nearest = {}
     else:
-        change_text = f"{name} is {_plain(change.now)}, but was {_plain(change.was)} for {manifest.directory}"
-        use, nearest = f"Use {name} {_plain(change.was)}", {name: [change.was]}
+        change_text = f"{name} is {_value_text(change.now)}, but was {_value_text(change.was)} for {manifest.directory}"
+        use, nearest = f"Use {name} {_value_text(change.was)}", {name: [change.was]}
     reason = _WHY.get(change.name, "")
     return Problem(flags=(name, "resume"), message=f"{change_text}: {reason}. {use}, {NEW_RUN}.", nearest=nearest)
 
 
-def _plain(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):

@@ -233,7 +233,7 @@ def _rows(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[
         key = f"{name_of(kind)}.{name}"
         part = {ending: arrays[key + ending] for ending in ("", ".shapes", ".dtype", ".present") if key + ending in arrays}
         columns[RENAMED.get(name, name)] = _values(column, part)
-    yield from _made(path, kind, columns)
+    yield from _make_samples(path, kind, columns)
 
 
 def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
@@ -249,10 +249,10 @@ def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) 
     for name, source in DERIVED.items():
         if name in types and name not in columns:
             columns[name] = columns[source]
-    yield from _made(path, kind, columns)
+    yield from _make_samples(path, kind, columns)
 
 
-def _made(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
+def _make_samples(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
     for field in fields(kind):
         if field.name not in columns and field.default is MISSING and field.default_factory is MISSING:
             raise UnknownSamplesError(f"{path} lacks {name_of(kind)}.{field.name}, which has no default in megatron_grpo {__version__}")

@@ -189,7 +189,7 @@ def _is_same(first: str, second: str) -> bool:
         return first == second
 
 
-def _asked(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def _prompts_and_engines(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     """Yield the changes for prompts, engines and evaluations."""
     yield from of_servers(values, program="SkyRL")
     yield from drops_last(values, title="SkyRL")
@@ -278,5 +278,5 @@ def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChang
         )
 
 
-CONVERSIONS = (_loss, _kl, _correction, _layout, partial(_steps, in_prompts=True), _lora, _asked)
+CONVERSIONS = (_loss, _kl, _correction, _layout, partial(_steps, in_prompts=True), _lora, _prompts_and_engines)
 CONVERSIONS_OF_THE_GUIDE = (*CONVERSIONS[:4], partial(_steps, in_prompts=False), *CONVERSIONS[5:])

@@ -161,7 +161,7 @@ def system(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
 GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that runs an `Env`
 
 
-def _of_a_class(words: Sequence[str], description: str) -> Mapping[str, Any]:
+def _class_argument(words: Sequence[str], description: str) -> Mapping[str, Any]:
     (name,) = words
     if ":" not in name:
         raise InvalidValueError(
@@ -177,7 +177,7 @@ def scheduler(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    return {} if list(words) == [GYM] and "gym_env" in args else _of_a_class(words, "a scheduler")
+    return {} if list(words) == [GYM] and "gym_env" in args else _class_argument(words, "a scheduler")
 
 
 def gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -187,7 +187,7 @@ def gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    return _of_a_class(words, "an environment")
+    return _class_argument(words, "an environment")
 
 
 def use_gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -268,7 +268,7 @@ def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingCh
     yield from _tuner(values)
 
 
-def _of_both(values: Mapping[str, Any], args: ForeignArgs, *, tuner: str) -> Iterator[SettingChange]:
+def _common_changes(values: Mapping[str, Any], args: ForeignArgs, *, tuner: str) -> Iterator[SettingChange]:
     """Yield the changes common to both trainers: rows, evaluation, servers, and the loss. `tuner`: default tuner_type."""
     if values.get("shuffle_buffer_size") and not values.get("streaming"):
         yield SettingChange(
@@ -402,7 +402,7 @@ def of_both(tuner: str) -> tuple[Callable[..., Iterator[SettingChange]], ...]:
     Args:
         tuner: Default tuner_type.
     """
-    return partial(_of_both, tuner=tuner), of_turns, _advantages
+    return partial(_common_changes, tuner=tuner), of_turns, _advantages
 
 
 CONVERSIONS = (_convert, *of_both("full"))

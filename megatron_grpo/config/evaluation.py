@@ -271,12 +271,12 @@ def _own_limit(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"own": player} if player and c.eval_max_completion_length not in (None, c.max_completion_length) else None
 
 
-def _asked_set(c: SimpleNamespace) -> bool:
+def _uses_held_out_set(c: SimpleNamespace) -> bool:
     """Return whether the best checkpoint is chosen by a held-out set."""
     return c.metric_for_best_model is not None and (c.metric_for_best_model == ALONE or c.metric_for_best_model.startswith(f"{ALONE}/"))
 
 
-def _never_told(c: SimpleNamespace) -> dict[str, Any] | None:
+def _unknown_metric(c: SimpleNamespace) -> dict[str, Any] | None:
     metric, known_metrics = c.metric_for_best_model, [*_held_out(c.cfg), *_training(c.cfg)]
     if metric is None or metric in known_metrics or (metric.startswith(_OWN) and c.plays):
         return None
@@ -287,7 +287,7 @@ def _never_told(c: SimpleNamespace) -> dict[str, Any] | None:
 def _steps_apart(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem if checkpoints are written at steps that are not evaluated."""
     save, evaluate = c.save_steps, c.eval_steps
-    if not _asked_set(c) or (save and evaluate and save % evaluate == 0):
+    if not _uses_held_out_set(c) or (save and evaluate and save % evaluate == 0):
         return None
     return {"near": {"eval_steps": [save]} if save else {"save_steps": [evaluate]} if evaluate else {}}
 
@@ -332,10 +332,10 @@ BEST = (
          "load_best_model_at_end true has no effect with export_hf false. Use export_hf true, or omit it.",
          {"export_hf": [True]}),
     (
-        Rule("metric_for_best_model eval_dataset", lambda c: _asked_set(c) and not sets_of(c.cfg),
+        Rule("metric_for_best_model eval_dataset", lambda c: _uses_held_out_set(c) and not sets_of(c.cfg),
              "metric_for_best_model ({metric_for_best_model}) requires held-out prompts, and eval_dataset is not set. Set it, or use "
              "reward.", {"metric_for_best_model": ["reward"]}),
-        Rule("metric_for_best_model", _never_told,
+        Rule("metric_for_best_model", _unknown_metric,
              "metric_for_best_model ({metric_for_best_model}) is not a metric of this run. Supported: {told}.", lambda c: c.near),
         Rule("metric_for_best_model save_steps eval_steps", _steps_apart,
              "metric_for_best_model ({metric_for_best_model}) compares evaluated checkpoints, so save_steps ({save_steps}) must be a "

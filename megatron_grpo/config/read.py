@@ -208,7 +208,7 @@ def words_of(raw: Any) -> list[str]:
     """
     if isinstance(raw, dict):
         return [f"{name}={format_value(value)}" for name, value in raw.items()]
-    return [_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_word(raw)]
+    return [_one_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_one_word(raw)]
 
 
 def format_value(value: Any) -> str:
@@ -220,7 +220,7 @@ def format_value(value: Any) -> str:
     return " ".join(words_of(value))
 
 
-def _word(value: Any) -> str:
+def _one_word(value: Any) -> str:
     """Return a value as one word.
 
     A list or mapping inside another one is printed as Python prints it, which terminates even if it contains itself.

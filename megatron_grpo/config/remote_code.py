@@ -67,7 +67,9 @@ def warning_of(folder: Path) -> str | None:
     files = files_that_run(folder)
     if not files:
         return None
-    return f"{FLAG}: {_listed(files)} of {folder} {'runs' if len(files) == 1 else 'run'} with your permissions. Read {_it(files)} first."
+    return (
+        f"{FLAG}: {_listed(files)} of {folder} {'runs' if len(files) == 1 else 'run'} with your permissions. Read {_pronoun(files)} first."
+    )
 
 
 def _not_trusted(folder: Path, flag: str) -> Problem | None:
@@ -78,7 +80,7 @@ def _not_trusted(folder: Path, flag: str) -> Problem | None:
     files = files_that_run(folder) or sorted(set(names.values()))
     message = (
         f"{flag}: {' and '.join(names)} of {folder} {'is' if len(names) == 1 else 'are'} custom code ({_listed(files)}), which is not run. "
-        f"Read {_it(files)}; if you trust {_it(files)}, use {FLAG} true."
+        f"Read {_pronoun(files)}; if you trust {_pronoun(files)}, use {FLAG} true."
     )
     return Problem(flags=(flag, FLAG), message=message)
 
@@ -170,5 +172,5 @@ def _listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
-def _it(names: list[str]) -> str:
+def _pronoun(names: list[str]) -> str:
     return "it" if len(names) == 1 else "them"

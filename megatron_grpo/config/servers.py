@@ -217,7 +217,7 @@ def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"flags": " ".join(idle_names), "named": " and ".join(idle_names)} if idle_names else None
 
 
-def _known(c: SimpleNamespace) -> tuple[list[Address], str]:
+def _server_addresses(c: SimpleNamespace) -> tuple[list[Address], str]:
     """Return (addresses of the rollout servers, what is wrong with them)."""
     try:
         return addresses_of(c.cfg.rollout), ""
@@ -237,15 +237,15 @@ def _wrong_teacher(c: SimpleNamespace) -> dict[str, Any] | None:
     return None
 
 
-def _both(c: SimpleNamespace) -> dict[str, Any] | None:
+def _servers_that_are_teachers(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem for a server that is named both as rollout server and as teacher."""
     teachers = teacher_addresses(c.cfg.grpo)
-    common = [address for address in _known(c)[0] if address in teachers]
+    common = [address for address in _server_addresses(c)[0] if address in teachers]
     return {"address": common[0]} if common else None
 
 
-def _spoken_to_plainly(c: SimpleNamespace) -> dict[str, Any] | None:
-    plain = [str(address) for address in _known(c)[0] if not address.is_https]
+def _plain_http_servers(c: SimpleNamespace) -> dict[str, Any] | None:
+    plain = [str(address) for address in _server_addresses(c)[0] if not address.is_https]
     return {"plain": ", ".join(plain)} if c.vllm_server_ca is not None and plain else None
 
 
@@ -259,7 +259,7 @@ SERVERS = (
          {"offload_teacher_model": [False]}),
     (
         Rule("teacher_model_server", _wrong_teacher, "teacher_model_server: {error}."),
-        Rule("teacher_model_server vllm_server_host", _both,
+        Rule("teacher_model_server vllm_server_host", _servers_that_are_teachers,
              "{address} is both a rollout server, whose weights the run updates, and a teacher server, whose weights are fixed. Start the "
              "teacher on another port (megatron-grpo serve --frozen true)."),
     ),
@@ -273,13 +273,13 @@ SERVERS = (
              and len(c.vllm_server_port) not in (1, len(_hosts(c))) and {"ports": len(c.vllm_server_port), "hosts": len(_hosts(c))},
              "vllm_server_port has {ports} ports for {hosts} hosts. Set one port for all hosts, or one per host."),
         Rule("vllm_server_base_url "
-            "vllm_server_host", lambda c: c.vllm_mode == "server" and (invalid := _known(c)[1]) and {"wrong": invalid},
+            "vllm_server_host", lambda c: c.vllm_mode == "server" and (invalid := _server_addresses(c)[1]) and {"wrong": invalid},
              "servers: {wrong}."),
         Rule("vllm_server_host", lambda c: c.vllm_mode == "server"
              and (invalid := [url for url in _hosts(c) if "/" in url or url.count(":") == 1]) and {"wrong": ", ".join(invalid)},
              "vllm_server_host ({wrong}) must be a host without a port. Set the port with vllm_server_port."),
     ),
-    Rule("vllm_server_ca vllm_server_base_url", lambda c: c.vllm_mode == "server" and _spoken_to_plainly(c),
+    Rule("vllm_server_ca vllm_server_base_url", lambda c: c.vllm_mode == "server" and _plain_http_servers(c),
          "vllm_server_ca requires https, and {plain} does not use it. Use https://."),
     Rule("{flags}", _of_the_engine,
          "{said}: no effect with vllm_mode server. Pass {them} to `megatron-grpo serve`, and omit {them} here.",

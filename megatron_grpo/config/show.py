@@ -91,7 +91,7 @@ def print_help(command: str, function: Callable, topics: Sequence[str] = ()) -> 
             lines += _entry(setting)
         elif keys()[of_map][0] == setting.name:
             text = f"{MAPS[of_map][0]}: {', '.join(keys()[of_map])}. Each is also a setting: --{setting.name} ..."
-            lines += [f"  --{of_map} KEY=VALUE ...", *_wrapped(text)]
+            lines += [f"  --{of_map} KEY=VALUE ...", *_wrap(text)]
     lines += ["", f"Sections, each explained by `megatron-grpo {command} --help SECTION`:", ""]
     lines += [f"  {name:<12}{title}" for name, title in _titles().items()]
     print("\n".join(lines))
@@ -168,10 +168,10 @@ def _entry(setting: Setting) -> list[str]:
     text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
     if setting.aliases:
         text += f". Also: {', '.join(f'--{alias}' for alias in setting.aliases)}."
-    return [f"  --{setting.name} {kind}", *_wrapped(text.strip())]
+    return [f"  --{setting.name} {kind}", *_wrap(text.strip())]
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, _width() - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
@@ -198,11 +198,11 @@ def print_config(cfg: Config) -> None:
         for name, value in vars(section).items():
             source = cfg.sources.get(name, "default")
             style = "dim" if source == "default" else "cyan" if source.startswith(("derived", "implied", "launcher")) else "green"
-            out.add_row(f"  {name}", _plain(value), source, style=style)
+            out.add_row(f"  {name}", _value_text(value), source, style=style)
     console.print(out)
 
 
-def _plain(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

@@ -63,7 +63,7 @@ def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
     return _listed(c, dict.fromkeys([*_changed(c, *names), *typed_names]))
 
 
-def _thawed(c: SimpleNamespace) -> dict[str, Any] | None:
+def _unfrozen_without_freezing(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem for weights excluded from freezing if nothing is frozen.
 
     A vision tower is frozen by default.
@@ -116,7 +116,7 @@ _FULL = (
     Rule("tuner_type {names}", _of_lora,
          "{told}: only supported with tuner_type lora; tuner_type is full. Add tuner_type lora, or omit {them}.",
          {"tuner_type": ["lora"]}),
-    Rule("{names}", _thawed,
+    Rule("{names}", _unfrozen_without_freezing,
          "{told}: no effect, because no weights are frozen. Freeze the others, for example with freeze_parameters model lm_head."),
 )
 

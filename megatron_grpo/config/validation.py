@@ -59,10 +59,10 @@ def _out_of_range(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
             must, nearest = str(allowed), [type(value)(edge) for edge in allowed.nearest(value)]
         if must:
             use = f" Use {nearest[0]}." if nearest else ""
-            yield {**_typed(c, name), "value": value, "must": must, "use": use, "near": {name: nearest} if nearest else {}}
+            yield {**_typed_name(c, name), "value": value, "must": must, "use": use, "near": {name: nearest} if nearest else {}}
 
 
-def _typed(c: SimpleNamespace, name: str) -> dict[str, Any]:
+def _typed_name(c: SimpleNamespace, name: str) -> dict[str, Any]:
     return {"name": name, "typed": c.cfg.typed.get(name, name)}
 
 
@@ -130,7 +130,7 @@ def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
 # fmt: off
 RANGE = Rule("{name}", lambda c: list(_out_of_range(c)), "{typed} ({value}) must be {must}.{use}", lambda c: c.near)
 
-SECRET = Rule("{name}", lambda c: [{**_typed(c, name), "held": secret} for name, secret in find_secrets(c.cfg)],
+SECRET = Rule("{name}", lambda c: [{**_typed_name(c, name), "held": secret} for name, secret in find_secrets(c.cfg)],
               "{typed} seems to hold {held}. Settings are written to config.yaml and to tracking services. Put secrets into an environment "
               "variable.")
 

@@ -80,12 +80,12 @@ def find_secrets(cfg: Config, environ: Mapping[str, str] = os.environ) -> Iterat
     """
     for section in cfg.groups().values():
         for name, value in vars(section).items():
-            secrets = _held(name, value, environ)
+            secrets = _secret_in(name, value, environ)
             if secrets:
                 yield name, secrets
 
 
-def _held(name: str, value: Any, environ: Mapping[str, str]) -> str | None:
+def _secret_in(name: str, value: Any, environ: Mapping[str, str]) -> str | None:
     texts = [value] if isinstance(value, str) else [*map(str, value)] if isinstance(value, (list, dict)) else []
     texts += map(str, value.values()) if isinstance(value, dict) else []
     if name == _ENV:

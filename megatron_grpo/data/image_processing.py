@@ -124,7 +124,7 @@ def decode_image(data: bytes) -> Image:
     with _as_fault(), _opened(io.BytesIO(data)) as image:
         turn = _orientation(image)
         image.load()
-        return _upright(_rgb(image), turn)
+        return _rotate_upright(_rgb(image), turn)
 
 
 def as_png(image: Image) -> bytes:
@@ -137,7 +137,7 @@ def as_png(image: Image) -> bytes:
         turn = _orientation(image)
         image.load()
         stream = io.BytesIO()
-        _upright(_rgb(image), turn).save(stream, "PNG")
+        _rotate_upright(_rgb(image), turn).save(stream, "PNG")
         return stream.getvalue()
 
 
@@ -197,7 +197,7 @@ def _orientation(image: Image) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
-def _upright(image: Image, orientation: int) -> Image:
+def _rotate_upright(image: Image, orientation: int) -> Image:
     from PIL.Image import Transpose
 
     turns = {
@@ -272,7 +272,7 @@ class ImageProcessorSpec:
         settings = {name: processor.get(name, default) for name, default in _SETTINGS.items()}
         for name, config_name in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2):
             if vision.get(config_name, settings[name]) != settings[name]:
-                raise _wrong(f"{_FILE} has {name} {settings[name]}, but config.json has {config_name} {vision[config_name]}", "model")
+                raise _image_error(f"{_FILE} has {name} {settings[name]}, but config.json has {config_name} {vision[config_name]}", "model")
         spec = cls(
             image_token=config["image_token_id"],
             around=(config["vision_start_token_id"], config["vision_end_token_id"]),
@@ -285,13 +285,13 @@ class ImageProcessorSpec:
 
     def _require_sense(self) -> None:
         if self.max_pixels < self.side**2:
-            raise _wrong(
+            raise _image_error(
                 f"max_pixels ({self.max_pixels}) is less than the pixels of one image token: {self.side} x {self.side} = {self.side**2}. "
                 f"Use {self.side**2} or more",
                 "max_pixels",
             )
         if self.min_pixels > self.max_pixels:
-            raise _wrong(f"min_pixels ({self.min_pixels}) exceeds max_pixels ({self.max_pixels})", "min_pixels", "max_pixels")
+            raise _image_error(f"min_pixels ({self.min_pixels}) exceeds max_pixels ({self.max_pixels})", "min_pixels", "max_pixels")
 
     @property
     def patch(self) -> int:
@@ -442,7 +442,7 @@ def _of_environment(variable: str) -> int | None:
         return None
     if not text.strip().isdecimal() or int(text) < 1:
         name = next(name for name, env_name in VARIABLES.items() if env_name == variable)
-        raise _wrong(f"Environment variable {variable} ({text!r}) is not a positive number of pixels. Unset it, or set {name}", name)
+        raise _image_error(f"Environment variable {variable} ({text!r}) is not a positive number of pixels. Unset it, or set {name}", name)
     return int(text)
 
 
@@ -450,17 +450,17 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise _wrong(
+        raise _image_error(
             f"{path.name} is missing from the model directory ({path.parent}); it has the image processor settings", "model"
         ) from error
     except (OSError, ValueError) as error:
-        raise _wrong(f"{path} cannot be read as JSON: {error}", "model") from error
+        raise _image_error(f"{path} cannot be read as JSON: {error}", "model") from error
     if not isinstance(content, dict):
-        raise _wrong(f"{path} is not a JSON object", "model")
+        raise _image_error(f"{path} is not a JSON object", "model")
     return content
 
 
-def _wrong(sentence: str, *flags: str) -> ConfigError:
+def _image_error(sentence: str, *flags: str) -> ConfigError:
     return ConfigError([Problem(flags=flags, message=f"{sentence}.")])
 
 

@@ -499,7 +499,7 @@ or start a new run in another output_dir."
         rows, index, first = self._found(number)
         row = int(rows.keep[index])
         token_ids = tuple(checks.encoded(rows, self.encode, index)) if rows.tokens is None else rows.tokens[row]
-        columns, images = rows.columns(index), _placed(rows, index, token_ids)
+        columns, images = rows.columns(index), _place_images(rows, index, token_ids)
         return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, images=images)
 
     def images_of(self, number: int) -> tuple[tuple[int, Image], ...]:
@@ -516,6 +516,6 @@ or start a new run in another output_dir."
         return zlib.crc32(json.dumps([self.rows.raw(index) for index in indices], default=str).encode())
 
 
-def _placed(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:
+def _place_images(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:
     image_store = rows.image_store
     return () if image_store is None else places(token_ids, rows.images(index), image_store.image_spec.image_token)

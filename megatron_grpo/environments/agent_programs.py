@@ -105,7 +105,7 @@ def load_agent(cfg: Config) -> type[AgentEnvironment]:
         return type("Agent", (AgentEnvironment,), {"solve": staticmethod(solve), "timeout_of_call": turns.agent_timeout})
     verdict = _function(turns.agent_verdict, "agent_verdict", "row, folder, output, messages") if turns.agent_verdict else None
     program = AgentProgram(
-        _words(turns.agent_command or ""), verdict=verdict, columns=turns.agent_columns, variables=turns.agent_env,
+        _split_command(turns.agent_command or ""), verdict=verdict, columns=turns.agent_columns, variables=turns.agent_env,
         memory_mb=turns.agent_memory_mb,
     )  # fmt: skip
     longest = 2 * turns.agent_timeout + SECONDS_AFTER_END + SECONDS_TO_TERMINATE  # the program's time, and the verdict's
@@ -123,7 +123,7 @@ def _function(spec: str, flag: str, arguments: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
-def _words(command: str) -> list[str]:
+def _split_command(command: str) -> list[str]:
     """Return the words of a command, with files made absolute, because each program runs in a folder of its own."""
     try:
         words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(command)]

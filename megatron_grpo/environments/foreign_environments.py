@@ -15,7 +15,7 @@ from megatron_grpo.environments.protocol import Environment, InvalidReplyError, 
 from megatron_grpo.environments.tools import ToolEnvironment, schema_of
 
 
-def _then(value: Any, go_on: Callable[[Any], Any]) -> Any:
+def _apply_after(value: Any, go_on: Callable[[Any], Any]) -> Any:
     """Return `go_on(value)`, or for an awaitable a coroutine that does the same.
 
     So blocking code stays in its thread, and async code runs on the event loop.
@@ -57,15 +57,15 @@ class TrlEnvironment(ToolEnvironment):
                 raise InvalidReplyError(f"reset returned {describe_value(observation)}; expected a string or None")
             return [*prompt[:-1], dict(prompt[-1], content=prompt[-1]["content"] + observation)]
 
-        return _then(self._object.reset(prompt=prompt, **self.columns), opening)
+        return _apply_after(self._object.reset(prompt=prompt, **self.columns), opening)
 
     def step(self, turn: Turn) -> Any:
         def scored(step: StepOutput) -> Any:
             if not (step.done or turn.is_last) or not hasattr(self._object, "get_reward"):
                 return step
-            return _then(self._object.get_reward(), lambda reward: replace(step, reward=reward))
+            return _apply_after(self._object.get_reward(), lambda reward: replace(step, reward=reward))
 
-        return _then(super().step(turn), scored)
+        return _apply_after(super().step(turn), scored)
 
     def close(self) -> Any:
         return self._object.close() if hasattr(self._object, "close") else None
@@ -104,14 +104,14 @@ class SwiftEnvironment(Environment):
             head = [{"role": "system", "content": system}] if system else system_messages
             return [*head, {"role": "user", "content": observation}] if observation else [*head, *prompt[len(system_messages) :]]
 
-        return _then(self._object.reset(_SwiftConfig(self.columns, prompt)), opening)
+        return _apply_after(self._object.reset(_SwiftConfig(self.columns, prompt)), opening)
 
     def step(self, turn: Turn) -> Any:
         def answer(returned: Any) -> StepOutput:
             observation, reward, done, _ = returned
             return StepOutput(messages=() if done else ({"role": "user", "content": observation},), reward=reward, done=bool(done))
 
-        return _then(self._object.step([dict(message) for message in turn.messages]), answer)
+        return _apply_after(self._object.step([dict(message) for message in turn.messages]), answer)
 
     def close(self) -> Any:
         return self._object.close() if hasattr(self._object, "close") else None
@@ -147,7 +147,7 @@ class VerifiersEnvironment(Environment):
             return prompt
 
         self._state["prompt"] = list(prompt)
-        return _then(self.theirs.setup_state(self._state) if hasattr(self.theirs, "setup_state") else None, opening)
+        return _apply_after(self.theirs.setup_state(self._state) if hasattr(self.theirs, "setup_state") else None, opening)
 
     def step(self, turn: Turn) -> Any:
         self._state["turn"] = turn.number + 1
@@ -159,10 +159,10 @@ class VerifiersEnvironment(Environment):
             return StepOutput(messages=[{"role": "user", "content": returned}] if isinstance(returned, str) else returned)
 
         def unless_completed(is_completed: Any) -> Any:
-            return StepOutput(done=True) if is_completed else _then(self.theirs.env_response(messages, self._state), answer)
+            return StepOutput(done=True) if is_completed else _apply_after(self.theirs.env_response(messages, self._state), answer)
 
         ends = self.theirs.is_completed(messages, self._state) if hasattr(self.theirs, "is_completed") else False
-        return _then(ends, unless_completed)
+        return _apply_after(ends, unless_completed)
 
 
 def adapted(cls: type) -> type[Environment] | None:
@@ -180,11 +180,11 @@ def adapted(cls: type) -> type[Environment] | None:
     if issubclass(cls, Environment):
         return cls
     name = cls.__name__
-    if _has(cls, "env_response"):
+    if _has_methods(cls, "env_response"):
         return type(name, (VerifiersEnvironment,), {"theirs": cls()})
-    if _has(cls, "reset", "step"):
+    if _has_methods(cls, "reset", "step"):
         return type(name, (SwiftEnvironment,), {"theirs": cls})
-    if _has(cls, "reset"):
+    if _has_methods(cls, "reset"):
         schemas = [schema_of(_without_self(getattr(cls, method))) for method in public_methods(cls)]
         return type(name, (TrlEnvironment,), {"theirs": cls, "tools": schemas})
     return None
@@ -203,5 +203,5 @@ def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _has(cls: type, *names: str) -> bool:
+def _has_methods(cls: type, *names: str) -> bool:
     return all(callable(getattr(cls, name, None)) for name in names)

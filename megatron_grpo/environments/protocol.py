@@ -157,10 +157,10 @@ def as_messages(value: Any, *, source: str) -> tuple[Message, ...]:
             )
         if not isinstance(message.get("content"), str):
             raise InvalidReplyError(f"{source} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
-    return tuple(_plain(message, source) for message in value)
+    return tuple(_copy_json(message, source) for message in value)
 
 
-def _plain(message: Message, source: str) -> Message:
+def _copy_json(message: Message, source: str) -> Message:
     """Return a copy of JSON values, since a message is sent to the scoring rank, rendered by the template and written to files.
 
     Raises:

@@ -74,7 +74,7 @@ def read_hermes(text: str) -> list[ToolCall]:
     Returns:
         The calls in order; a call that cannot be parsed has an `error`.
     """
-    answer = _behind_thoughts(text)
+    answer = _text_after_thinking(text)
     if answer is None:
         return [ToolCall(error="the call is inside a <think> without </think>")] if "<tool_call>" in text else []
     calls = [_of_json(body) for body in _CALL.findall(answer)]
@@ -83,7 +83,7 @@ def read_hermes(text: str) -> list[ToolCall]:
     return calls
 
 
-def _behind_thoughts(text: str) -> str | None:
+def _text_after_thinking(text: str) -> str | None:
     """Return the text after the thinking block, or None if the block has no end.
 
     A `</think>` inside the arguments of a valid call does not end the block: the block ends at the first one outside all calls.

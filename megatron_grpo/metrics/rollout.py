@@ -173,7 +173,7 @@ class Completions:
         if self.rank == 0:
             for path in self.directory.glob("step_*"):
                 match = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # leave other files alone
-                if match and int(match[1]) >= progress.step and path.is_dir() != bool(match[3]) and not _came_in(path, progress):
+                if match and int(match[1]) >= progress.step and path.is_dir() != bool(match[3]) and not _is_in_checkpoint(path, progress):
                     _remove(path)
 
     def write(self, rollout: ScoredRollout) -> Path | None:
@@ -318,7 +318,7 @@ def token_columns(group: Group) -> dict[str, list[Any]]:
     }
 
 
-def _came_in(path: Path, progress: Progress) -> bool:
+def _is_in_checkpoint(path: Path, progress: Progress) -> bool:
     """Return whether the checkpoint contains the rollout of a table, though its own step has not been taken."""
     import pyarrow
     import pyarrow.parquet

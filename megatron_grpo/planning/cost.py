@@ -51,9 +51,9 @@ def estimate_cost(
         }
         prompt, completion = sequence_tokens(cfg, lengths, longest=False)
         if shape.moe and cfg.grpo.router_replay_mode != "disabled":  # int16 expert IDs of every token and MoE layer
-            cost["experts"] = _beside_rows(sizes, 2 * sum(shape.moe.layers) * shape.moe.topk, prompt + completion)
+            cost["experts"] = _bytes_per_row(sizes, 2 * sum(shape.moe.layers) * shape.moe.topk, prompt + completion)
         if samples_from_part(cfg.rollout):  # upper bound of the sampling mask: token IDs and row offsets. top_p and min_p leave fewer
-            cost["kept"] = _beside_rows(sizes, 8 + 4 * max_mask_tokens(cfg.rollout), completion)
+            cost["kept"] = _bytes_per_row(sizes, 8 + 4 * max_mask_tokens(cfg.rollout), completion)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
         if sizes.partial_rollouts:
@@ -61,7 +61,7 @@ def estimate_cost(
     return cost | packings
 
 
-def _beside_rows(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int]:
+def _bytes_per_row(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int]:
     """Return the bytes of data stored beside each row: `of_token` bytes for each of `tokens` tokens."""
     return {
         "bytes_of_token": of_token,

@@ -120,7 +120,7 @@ def _sections(plan: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, 
         if plan.cost:
             yield "work per rollout", _cost(plan.cost)
         if cfg.plan.dialect:
-            yield "the same in native flags", [_to_paste(native_flags(cfg, sizes), width)]
+            yield "the same in native flags", [_as_shell_lines(native_flags(cfg, sizes), width)]
     if plan.checked.parsed.defaults:
         yield f"defaults that differ in {cfg.plan.dialect}, not set by you", [_defaults(plan)]
 
@@ -194,7 +194,7 @@ def _memory(memory: dict[str, Any], cost: dict[str, Any]) -> Iterator[Line]:
     if cost:
         yield trainable(cost)
     yield _stages(memory)
-    yield from _beside_the_policy(memory)
+    yield from _sampler_lines(memory)
     if memory["gpu_memory_bytes"]:
         is_enough = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
         cache = f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (is_enough > memory["fits"])
@@ -252,7 +252,7 @@ def describe_tower(memory: dict[str, Any]) -> list[str]:
     ]
 
 
-def _beside_the_policy(memory: dict[str, Any]) -> Iterator[Line]:
+def _sampler_lines(memory: dict[str, Any]) -> Iterator[Line]:
     sampler = memory["sampler"]
     if not sampler["weights_bytes"]:
         yield "vLLM: on rollout servers, no memory here"
@@ -350,7 +350,7 @@ def _sharing(sharing: dict[str, Any]) -> Iterator[Line]:
         )
 
 
-def _to_paste(flags: str, width: int) -> str:
+def _as_shell_lines(flags: str, width: int) -> str:
     """Return the flags on several lines, joined by backslash continuations."""
     lines = [""]
     for flag in flags.split(" --"):

@@ -41,7 +41,7 @@ def warnings_of(
     cfg, shape = checked.config, checked.shape
     c = settings_of(
         cfg, sizes=checked.sizes, layout=checked.sizes.layout, schedule=schedule, steps=schedule.num_steps, memory=memory,
-        adapter_sync=adapter_sync, sharing=cost["sharing"] if cost else None, shape=shape, worst=_worst_staleness(schedule),
+        adapter_sync=adapter_sync, sharing=cost["sharing"] if cost else None, shape=shape, worst=_max_staleness(schedule),
         corrected=cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None,
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ def defaults_of(checked: CheckedConfig) -> list[str]:
 # ---- conditions of the rules: the values that a sentence needs; None or empty if the rule does not apply --------------------------------
 
 
-def _worst_staleness(schedule: TrainingSchedule) -> int:
+def _max_staleness(schedule: TrainingSchedule) -> int:
     """Return the maximum staleness of the rows that the run trains, in optimizer steps."""
     sizes, last = schedule.sizes, math.inf if schedule.num_steps is None else schedule.num_steps - 1
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
@@ -195,7 +195,7 @@ def _nothing_fits(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"room": offload_flags}
 
 
-def _nobody_to_make_room_for(c: SimpleNamespace) -> dict[str, Any] | None:
+def _needless_offload(c: SimpleNamespace) -> dict[str, Any] | None:
     flags = [name for name in ("offload_model", "offload_optimizer") if getattr(c, name) == "true"]
     return {"asked": " and ".join(flags)} if flags and c.vllm_mode != "colocate" else None
 
@@ -305,7 +305,7 @@ OF_THE_MACHINE: Rules = (
     Rule("gpu_memory_gb", _ways_to_fit, "These settings would fit: {changes}; peak {peak:.1f} GB ({phase})."),
     Rule("gpu_memory_gb", _nothing_fits,
          "None of the tried changes makes it fit: {room}full recompute, and two and four times the parallel size."),
-    Rule("offload_model offload_optimizer", _nobody_to_make_room_for,
+    Rule("offload_model offload_optimizer", _needless_offload,
          "{asked} true has no effect: no sampler shares these GPUs (vllm_mode {vllm_mode})."),
     Rule("rank_heartbeat_timeout distributed_timeout_minutes",
          lambda c: c.layout.world_size > 1 and (limit := 60 * c.distributed_timeout_minutes) <= c.rank_heartbeat_timeout

@@ -47,7 +47,7 @@ class AdamW(torch.optim.Optimizer):
             group["step"] = 0
             for parameter in group["params"]:
                 self.state[parameter] = {name: self._nothing(parameter, name) for name in self._dtypes}
-                self._scales[parameter] = {name: _ones(parameter) for name in self._dtypes}
+                self._scales[parameter] = {name: _block_ones(parameter) for name in self._dtypes}
         self.reload()
 
     @property
@@ -182,7 +182,7 @@ def _blocks(parameter: torch.Tensor) -> Iterator[tuple[int, slice]]:
         yield number, slice(first, min(first + BLOCK, parameter.numel()))
 
 
-def _ones(parameter: torch.Tensor) -> torch.Tensor:
+def _block_ones(parameter: torch.Tensor) -> torch.Tensor:
     return torch.ones(-(-parameter.numel() // BLOCK), dtype=torch.float32, device=parameter.device)
 
 

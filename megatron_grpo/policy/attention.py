@@ -140,7 +140,7 @@ def _by_torch(q, k, v, packed: PackedBatch, scale: float | None) -> torch.Tensor
     """Compute attention with torch's own kernels and their backward: with one part there is nothing to merge."""
     out = torch.zeros_like(q)
     if (part := packed.causal) is not None:
-        out[part.queries] = _joined([
+        out[part.queries] = _join_runs([
             F.scaled_dot_product_attention(of_q, of_k, of_v, is_causal=True, scale=scale, enable_gqa=True)
             for of_q, of_k, of_v in _runs(part, (q[part.queries],), (k[part.keys], v[part.keys]))
         ])  # fmt: skip
@@ -156,7 +156,7 @@ class _RunByRun(NamedTuple):
     def forward(self, q, k, v, part: AttentionPart, scale):
         runs = _runs(part, (q,), (k, v))
         out, lse = zip(*(self.attend(*of_run, 0.0, part.is_causal, scale=scale) for of_run in runs), strict=True)
-        return _joined(out), torch.cat([x.transpose(0, 1).flatten(1) for x in lse], dim=1)
+        return _join_runs(out), torch.cat([x.transpose(0, 1).flatten(1) for x in lse], dim=1)
 
     def backward(self, grad, q, k, v, out, lse, part: AttentionPart, scale):
         runs = _runs(part, (grad, q, out, lse.t()), (k, v))
@@ -164,10 +164,10 @@ class _RunByRun(NamedTuple):
             self.differentiate(of_grad, of_q, of_k, of_v, of_out, of_lse.contiguous(), 0.0, part.is_causal, scale=scale)
             for of_grad, of_q, of_out, of_lse, of_k, of_v in runs
         )
-        return tuple(map(_joined, zip(*gradients, strict=True)))
+        return tuple(map(_join_runs, zip(*gradients, strict=True)))
 
 
-def _joined(runs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join_runs(runs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the results of the calls, [n, heads, length, c] each, to [queries or keys, heads, c]."""
     return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in runs])
 
@@ -200,7 +200,7 @@ def _runs(part: AttentionPart, of_queries, of_keys):
         yield views if run.num == 1 else [x.squeeze(0).unflatten(1, (run.num, -1)).transpose(0, 1) for x in views]
 
 
-def _plain(q, k, v, dropout, is_causal, *, scale):
+def _plain_attention(q, k, v, dropout, is_causal, *, scale):
     """Compute attention with matrix products, on any device. All scores of a run are in memory at once."""
     scores = _scores(q, k, is_causal, scale)
     lse = scores.logsumexp(dim=-1)
@@ -229,7 +229,7 @@ def _for_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-PLAIN = _RunByRun(_plain, _plain_backward)
+PLAIN = _RunByRun(_plain_attention, _plain_backward)
 _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # torch's kernel for CPUs computes all scores of a causal run of up to 512 tokens, and masks half of them. A run of at least this many
@@ -246,7 +246,7 @@ def _in_halves(q, k, v, dropout, is_causal, *, scale):
     lse = torch.logaddexp(second_lse, across_lse)
     share = (across_lse - lse).exp_().unsqueeze(-1)
     second = torch.lerp(second.to(share.dtype), across_out.to(share.dtype), share).to(q.dtype)
-    return _both(first, second), torch.cat([first_lse, lse], dim=2)
+    return _join_halves(first, second), torch.cat([first_lse, lse], dim=2)
 
 
 def _in_halves_backward(grad, q, k, v, out, lse, dropout, is_causal, *, scale):
@@ -258,7 +258,7 @@ def _in_halves_backward(grad, q, k, v, out, lse, dropout, is_causal, *, scale):
     across = _on_cpu_backward(grad2, q2, k1, v1, out2, lse2.contiguous(), dropout, False, scale=scale)
     for total, addend in zip((second[0], *first[1:]), across, strict=True):
         total += addend
-    return tuple(map(_both, first, second))
+    return tuple(map(_join_halves, first, second))
 
 
 def _halves(x):
@@ -266,7 +266,7 @@ def _halves(x):
     return x[:, :, :middle], x[:, :, middle:]
 
 
-def _both(first, second):
+def _join_halves(first, second):
     """Concatenate halves [n, heads, length, c]; in memory the tokens come first, as in the kernel's results."""
     return torch.cat([first.transpose(1, 2), second.transpose(1, 2)], dim=1).transpose(1, 2)
 
@@ -285,7 +285,7 @@ class _Attention(torch.autograd.Function):
             out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1::-1])
         else:
             part_out = _part_forward(kernel, q, k, v, packed.causal, scale)
-            out, lse = (_whole(x, packed.causal.queries, len(q), dim) for dim, x in enumerate(part_out))
+            out, lse = (_scatter_rows(x, packed.causal.queries, len(q), dim) for dim, x in enumerate(part_out))
         for part in packed.full:
             part_out, found_lse = _part_forward(kernel, q, k, v, part, scale)
             causal_lse = lse[:, part.queries]
@@ -319,7 +319,7 @@ class _Attention(torch.autograd.Function):
             )
             if not totals:  # each index occurs once in the causal part
                 totals = [
-                    _whole(x, index, len(like), 0)
+                    _scatter_rows(x, index, len(like), 0)
                     for x, index, like in zip(gradients, (query_index, key_index, key_index), (q, k, v), strict=True)
                 ]
             else:
@@ -336,7 +336,7 @@ def _part_forward(kernel: AttentionKernel, q, k, v, part: AttentionPart, scale):
     return kernel.forward(q[part.queries], k[part.keys], v[part.keys], part, scale)
 
 
-def _whole(x: torch.Tensor, index: Places, size: int, dim: int) -> torch.Tensor:
+def _scatter_rows(x: torch.Tensor, index: Places, size: int, dim: int) -> torch.Tensor:
     """Return a tensor of `size` rows in `dim` with x at `index` and 0 elsewhere; x itself if `index` are all rows."""
     if isinstance(index, slice) and x.shape[dim] == size:
         return x

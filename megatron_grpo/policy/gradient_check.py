@@ -276,7 +276,7 @@ def find_bad_micro_batches(
             reported_norm = norm if math.isfinite(norm) else math.inf
             local.append(_Told(reported_norm, micro.number, finite or is_wrong or not math.isfinite(dense)))
     worst = sorted(local, key=lambda entry: -entry.norm)[: 1 if finite else MOST]
-    by_micro_batch = _together(collectives.all_gather_object((parallel.dp_rank, worst)))
+    by_micro_batch = _group_by_micro_batch(collectives.all_gather_object((parallel.dp_rank, worst)))
     worst_keys = sorted(by_micro_batch, key=lambda key: -max(entry.norm for entry, _ in by_micro_batch[key]))[: 1 if finite else MOST]
     speaks = {(parallel.dp_rank, number): rows_and_cause for number, rows_and_cause in rows.items()} if parallel.reports_its_rows else {}
     parts = collectives.all_gather_object({key: speaks[key] for key in worst_keys if key in speaks})
@@ -301,7 +301,7 @@ def each_alone(
     for micro in micro_batches:
         for chunk in wrapped:
             chunk.zero_grad_buffer()
-        with _unsummed(wrapped):
+        with _without_gradient_sums(wrapped):
             logprobs = run_alone(micro)
         yield micro, logprobs
 
@@ -320,7 +320,7 @@ class _Told(NamedTuple):
     is_own: bool
 
 
-def _together(reports: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
+def _group_by_micro_batch(reports: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
     """Group the reports by micro-batch.
 
     Args:
@@ -373,7 +373,7 @@ def non_finite_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: 
 
 
 @contextmanager
-def _unsummed(wrapped: Sequence[Any]) -> Iterator[None]:
+def _without_gradient_sums(wrapped: Sequence[Any]) -> Iterator[None]:
     """Keep each rank's own gradient inside the block: no gradient is summed over ranks, neither during a pass nor after it."""
     config = wrapped[0].config
     names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")

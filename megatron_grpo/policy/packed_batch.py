@@ -251,11 +251,11 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         trained=trained,
         experts={} if batch.experts is None else {layer: tensor(batch.experts[local_positions, layer]) for layer in moe_layers},
         sampling_mask=None if batch.sampling_mask is None else VocabMask.of(*batch.sampling_mask.take(trained), device),
-        image_tokens=_seen(batch, local_index, tensor),
+        image_tokens=_local_images(batch, local_index, tensor),
     )
 
 
-def _seen(batch: MicroBatch, local_index: np.ndarray, tensor: ToDevice) -> LocalImages | None:
+def _local_images(batch: MicroBatch, local_index: np.ndarray, tensor: ToDevice) -> LocalImages | None:
     """Return the images of which this rank holds tokens.
 
     Args:
@@ -290,7 +290,7 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
         tensor: Moves an array to the device.
         by_length: Short segments may be copied and sorted by length, to save attention calls.
     """
-    causal, full = _own(segments, cp, rank)
+    causal, full = _self_attention(segments, cp, rank)
     cu = np.array([0] + [segment.end for segment in segments], dtype=np.int32)
 
     def diagonal(pairs: Sequence[Pair]) -> AttentionPart | None:
@@ -317,7 +317,7 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
 Pair = tuple[np.ndarray, np.ndarray]  # indices of a run of queries, and of the keys that it attends to
 
 
-def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], list[Pair]]:
+def _self_attention(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], list[Pair]]:
     """Return the attention of segments to themselves, as (causal, full). Padding attends to nothing: no other token attends to it."""
     causal, full, total = [], [], segments[-1].end
     for segment in segments:
@@ -337,14 +337,14 @@ def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], l
 
 
 def _in_window(causal: Sequence[Pair], full: Sequence[Pair], window: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """Reduce the result of `_own` to a sliding window, as (causal, causal, full). No part needs a mask.
+    """Reduce the result of `_self_attention` to a sliding window, as (causal, causal, full). No part needs a mask.
 
     Runs are cut into blocks of one window. In its own block a token attends to the tokens before it. Of the previous block it attends to a
     triangle in the opposite direction, which is causal attention in reverse order.
 
     Args:
-        causal: Causal pairs of `_own`.
-        full: Full pairs of `_own`.
+        causal: Causal pairs of `_self_attention`.
+        full: Full pairs of `_self_attention`.
         window: Tokens that a token attends to, itself included.
     """
     causal_pairs: list[Pair] = []

@@ -216,10 +216,10 @@ def _instance(cls: type, spec: str) -> Callable[..., Any]:
     """Return an instance of a class with `__call__`, as Megatron-SWIFT's plugins are."""
     if not any("__call__" in vars(base) for base in cls.__mro__):  # every class is callable itself: that makes an instance
         raise _fail(f"{spec} is a class without `__call__`.")
-    return _users(adapt_swift_reward(cls), f"{spec} is a class that cannot be instantiated without arguments")
+    return _run_user_code(adapt_swift_reward(cls), f"{spec} is a class that cannot be instantiated without arguments")
 
 
-def _users(call: Callable[[], Any], action: str) -> Any:
+def _run_user_code(call: Callable[[], Any], action: str) -> Any:
     """Run `call()`, which executes the user's code.
 
     Raises:
@@ -263,7 +263,7 @@ def _module_of_file(path: Path, directory: Path) -> Any:
     sys.modules[name] = module  # before it runs, so that dataclasses and pickles in it find their module
     try:
         with with_swift(program):
-            _users(lambda: loader.exec_module(module), f"{path} cannot be loaded")
+            _run_user_code(lambda: loader.exec_module(module), f"{path} cannot be loaded")
     except ConfigError:
         del sys.modules[name]
         raise
@@ -275,7 +275,7 @@ def _module_of_package(name: str, directory: Path) -> Any:
         sys.path.append(str(directory))  # as `python -m` would have it; the console command does not
     if not name or name.startswith("."):
         raise _fail(f"{name!r} before the colon is neither a file nor a module. Use path/to/file.py:function or package.module:function.")
-    return _users(lambda: importlib.import_module(name), f"module {name!r} cannot be imported")
+    return _run_user_code(lambda: importlib.import_module(name), f"module {name!r} cannot be imported")
 
 
 def _no_such_function(module_name: str, module: Any, attribute: str) -> str:

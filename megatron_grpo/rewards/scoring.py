@@ -70,11 +70,11 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
         index: _start(function, batch, side_effects[index], should_cancel) for index, function in enumerate(functions) if function.is_async
     }
     outcomes = {
-        index: _counted(_call(function, batch, side_effects[index], should_cancel, function.timeout), batch)
+        index: _count_rows(_call(function, batch, side_effects[index], should_cancel, function.timeout), batch)
         for index, function in enumerate(functions)
         if index not in waiting
     }
-    outcomes |= {index: _counted(wait(), batch) for index, wait in waiting.items()}
+    outcomes |= {index: _count_rows(wait(), batch) for index, wait in waiting.items()}
     columns, errors, notices = [], [], []
     for index, function in enumerate(functions):
         outcome = outcomes[index]
@@ -98,7 +98,7 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
     return RewardScores(rows=tuple(zip(*columns)) if columns else ((),) * len(batch), notices=tuple(notices))
 
 
-def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch) -> list[Score | RowFailure] | RowFailure:
+def _count_rows(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch) -> list[Score | RowFailure] | RowFailure:
     activity.advance(len(batch))
     return outcome
 
@@ -144,12 +144,14 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
     except (RunInterruptedError, RewardError, KeyboardInterrupt):
         raise
     except ExitRequestedError as error:
-        return RowFailure(kind="end", reason=f"tried to end the process with {one_line(error)}{_where(error.__cause__ or error)}")
+        return RowFailure(
+            kind="end", reason=f"tried to end the process with {one_line(error)}{_user_code_location(error.__cause__ or error)}"
+        )
     except BaseException as error:  # noqa: BLE001 - the sandbox: any exception of the user's function is reported with its name
-        return RowFailure(kind=type(error).__name__, reason=describe_exception(error) + _where(error))
+        return RowFailure(kind=type(error).__name__, reason=describe_exception(error) + _user_code_location(error))
 
 
-def _where(error: BaseException) -> str:
+def _user_code_location(error: BaseException) -> str:
     """Return the innermost place in the user's code, as text for a message; "" if there is none."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(package)]

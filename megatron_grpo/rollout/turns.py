@@ -312,7 +312,7 @@ def wait_together(
     remaining = seconds
     while True:
         part = SECONDS_BETWEEN_AGREEMENTS if remaining is None else min(SECONDS_BETWEEN_AGREEMENTS, remaining)
-        worst = collectives.all_reduce_max(_waited(is_done, part, should_cancel))
+        worst = collectives.all_reduce_max(_wait_on_rank(is_done, part, should_cancel))
         if worst == DONE:
             return True
         if worst == GIVES_UP:
@@ -321,7 +321,7 @@ def wait_together(
             return False
 
 
-def _waited(is_done: Callable[[float], bool], seconds: float, should_cancel: Callable[[], bool] | None) -> float:
+def _wait_on_rank(is_done: Callable[[float], bool], seconds: float, should_cancel: Callable[[], bool] | None) -> float:
     """Wait on this rank for at most `seconds`, and return DONE, WAITS or GIVES_UP."""
     if should_cancel is None:
         return DONE if is_done(seconds) else WAITS

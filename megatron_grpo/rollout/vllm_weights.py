@@ -321,10 +321,10 @@ def take_adapter(
     if not any(faults.values()):
         ignored = sent_modules - set(_receive(worker, number, config, tensors))
         faults = {"were ignored by vLLM, which has no such modules or does not support adapters on them": ignored}
-    return "; ".join(f"{len(names)} modules {fault} ({_some(names)})" for fault, names in faults.items() if names)
+    return "; ".join(f"{len(names)} modules {fault} ({_shorten(names)})" for fault, names in faults.items() if names)
 
 
-def _some(names: Iterable[str]) -> str:
+def _shorten(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:4]) + ", ..." * (len(ordered) > 4)
 

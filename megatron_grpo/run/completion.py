@@ -127,7 +127,7 @@ def completion_script(shell: str, commands: Mapping[str, Callable]) -> str:
     arms = [f"('') flags={_listed(helps | {'--help': '', '--version': ''}, has_help)} ;;", *map(_arm, commands)]
     parts = {
         "SHELL": shell,
-        "SETTINGS": _listed({f"--{name}": text for name, text in _offered().items()}, has_help),
+        "SETTINGS": _listed({f"--{name}": text for name, text in _flags_with_help().items()}, has_help),
         "COMMANDS": "\n".join(f"        {arm}" for arm in arms),
         "SEVERAL": "|".join(_several()),
         "VALUES": "\n".join(f'        ({"|".join(names)}) offered="{" ".join(words)}" ;;' for words, names in _values()),
@@ -152,7 +152,7 @@ def _arm(command: str) -> str:
     return f'({command}) offered="{positional}" flags="{chr(10).join(flags)}" ;;'
 
 
-def _offered() -> dict[str, str]:
+def _flags_with_help() -> dict[str, str]:
     """Return the flags of settings, with their help."""
     options = dict(GENERAL)
     for name, (topic, _) in MAPS.items():

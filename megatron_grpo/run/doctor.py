@@ -144,7 +144,7 @@ def look_at_packages() -> Iterator[DoctorCheck]:
     """Yield a check for each package that a run needs or can use."""
     yield _checked("python", f"{platform.python_version()} ({sys.executable})")
     yield _checked(OURS, __version__)
-    required = _wanted()
+    required = _required_versions()
     for name, module in REQUIRED.items():
         yield _required(name, module, f"pip install '{name}{required.get(name, '')}', or {OURS} again, with its dependencies.")
     yield _sampler()
@@ -182,7 +182,7 @@ def _torchvision() -> DoctorCheck:
 
 
 def _required(name: str, module: str, remedy: str) -> DoctorCheck:
-    version, specifier = installed_version(name), _wanted().get(name)
+    version, specifier = installed_version(name), _required_versions().get(name)
     if version is None:
         return _checked(name, "", "is not installed", remedy)
     if specifier:
@@ -198,7 +198,7 @@ def _imported(name: str, module: str, remedy: str) -> DoctorCheck:
     return _checked(name, version, error and f"{version} cannot be imported: {error}", remedy)
 
 
-def _wanted() -> dict[str, str]:
+def _required_versions() -> dict[str, str]:
     """Return the version specifiers that setup.py requires, by distribution; {} if this package is not installed."""
     try:
         from packaging.requirements import Requirement

@@ -163,13 +163,13 @@ def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[Evaluati
     out = Path(cfg.run.output_dir)
     evaluations = Evaluations(out, replaces=False, writes_completions=bool(cfg.run.log_completions_steps))
     evaluations.start()
-    model_text = _what(cfg)
+    model_text = _evaluated_model(cfg)
     sampling_text, heads, rows = describe([evaluations.add(step, result, model=model_text) for result in evaluated])
     display.table(f"{model_text} ({sampling_text})", heads, rows)
     display.print_line(f"Done: {out}")
 
 
-def _what(cfg: Config) -> str:
+def _evaluated_model(cfg: Config) -> str:
     """Return what was evaluated, in words."""
     if _is_of_checkpoint(cfg):
         return cfg.run.resume

@@ -95,7 +95,7 @@ def describe_error(error: BaseException) -> tuple[str | None, int]:
         remedy = "On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a clone. `plan` does not need it."
         return f"{PREFIX}this command needs {package}, which is not installed. {remedy}", EXIT_CONFIG
     if isinstance(error, SystemExit):
-        return f"{PREFIX}something called sys.exit({error.code!r}) before the run was complete.{_where(error)}", EXIT_CRASH
+        return f"{PREFIX}something called sys.exit({error.code!r}) before the run was complete.{_location(error)}", EXIT_CRASH
     sentence = machine_sentence(error)
     return (f"{PREFIX}{sentence}" if sentence else None), EXIT_CRASH
 
@@ -185,7 +185,7 @@ def _gpu_sentence(error: BaseException) -> str | None:
     """Return a sentence for an out-of-memory error of a GPU; None for all other errors."""
     if type(error).__name__ != "OutOfMemoryError" and not _NO_ROOM_ON_GPU.search(str(error)):
         return None
-    location = _where(error)
+    location = _location(error)
     doing, remedy = next((doing, remedy) for pattern, doing, remedy in _ON_GPU if re.search(pattern, location))
     requested = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     free = re.search(r"of which ([\d.]+ \w+) is free", str(error))
@@ -211,7 +211,7 @@ def machine_sentence(error: BaseException) -> str | None:
     if path is None and (match := re.search(r"(/[\w./+-]+)", str(error))) and not isinstance(error, OSError):
         path = match[1].rstrip(".")
     file_text = f"{path}" if path else "a file"
-    location = _where(error)
+    location = _location(error)
     if "/dev/shm" in str(path) or (number == errno.ENOSPC and "shared memory" in str(error)):
         size = _mebibytes("/dev/shm")
         return f"shared memory is full: /dev/shm has {size}. Give it more (docker run --shm-size 16g).{location}"
@@ -235,7 +235,7 @@ def machine_sentence(error: BaseException) -> str | None:
     return None
 
 
-def _where(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """Return the last place in this package that the error passed, in parentheses."""
     trace: TracebackType | None = error.__traceback__
     location = ""

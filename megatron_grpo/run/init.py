@@ -149,7 +149,7 @@ def run_init(argv: Sequence[str], plan: Callable[[list[str]], int]) -> int:
     except OSError as error:
         raise ConfigError(f"init cannot make the directory {directory}: {error.strerror}.") from error
     with chdir(directory):
-        answers = _asked() if sys.stdin is not None and sys.stdin.isatty() else _defaults()
+        answers = _ask_questions() if sys.stdin is not None and sys.stdin.isatty() else _defaults()
         files = answers.files()
         for name, content in files.items():
             Path(name).write_text(content, encoding="utf-8")
@@ -170,7 +170,7 @@ def _defaults() -> InitAnswers:
     return answers
 
 
-def _asked() -> InitAnswers:
+def _ask_questions() -> InitAnswers:
     """Ask the five questions in the terminal."""
     gpus, memory = _gpus_here()
     print("Five questions; press Enter for the answer in brackets.")

@@ -77,7 +77,7 @@ def run_training(plan: Plan, inputs: ValidatedInputs, parts: RunParts) -> int:
             wait_for_ranks(cfg, parallel, peers, signal)
             raise
     if parallel.is_rank_zero:
-        print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_where(cfg)), flush=True)
+        print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_export_hint(cfg)), flush=True)
     state.stop()
     if parallel.is_rank_zero:  # the other ranks need not wait for the upload
         push_to_hub(repositories)
@@ -281,7 +281,7 @@ def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> 
         raise refusal
 
 
-def _where(cfg: Config) -> str:
+def _export_hint(cfg: Config) -> str:
     if not cfg.run.export_hf:
         return ""
     if cfg.tuner.tuner_type != "lora":

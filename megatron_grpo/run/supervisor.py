@@ -70,7 +70,8 @@ def supervised(command: Callable[[], int]) -> int:
     if status < 0:
         _die_of(-status, mask)
     if status == 0 and not _has_said_so(end_reader):
-        _print_error(f"{_who()} ended with exit code 0 before its command was complete, so it exits with {EXIT_CRASH}. Code in it, such "
+        _print_error(f"{_own_rank_text()} ended with exit code 0 before its command was complete, so it exits with {EXIT_CRASH}. Code in "
+            "it, such "
              "as a reward function, called os._exit or replaced the process.")  # fmt: skip
         return EXIT_CRASH
     return status
@@ -155,6 +156,6 @@ def _die_of(number: int, mask: set[int | signal.Signals]) -> None:
     os.kill(os.getpid(), number)
 
 
-def _who() -> str:
+def _own_rank_text() -> str:
     launched = launcher.read()
     return f"rank {launched.rank}" if launched.is_launched else "the process"

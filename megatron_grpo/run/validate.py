@@ -34,17 +34,17 @@ def left_out_of_plan(cfg: Config) -> dict[str, str]:
     Args:
         cfg: Settings of the run.
     """
-    return dict(_absent(cfg))
+    return dict(_unchecked_parts(cfg))
 
 
-def _absent(cfg: Config) -> Absent:
+def _unchecked_parts(cfg: Config) -> Absent:
     yield "machine", "this machine's GPUs and memory, and whether output_dir can be written"
     yield "tokenizer", "the tokenizer (chat template, prompt lengths in tokens)"
     if cfg.rollout.vllm_mode == "server":
         yield "servers", "the rollout servers (whether they respond, their owner, their maximum sequence length)"
     yield from _of_teacher(cfg)
     yield from _of_model(cfg)
-    yield from _elsewhere(cfg)
+    yield from _parts_on_other_machines(cfg)
     if not cfg.data.dataset:
         yield "dataset", "the data set (none given)"
     if not cfg.rewards.reward_funcs:
@@ -90,7 +90,7 @@ def _is_configuration_alone(model: Path) -> bool:
     return model.is_dir() and not any(model.glob("*.safetensors*")) and not any(model.glob("tokenizer*"))
 
 
-def _elsewhere(cfg: Config) -> Absent:
+def _parts_on_other_machines(cfg: Config) -> Absent:
     """Yield what may exist only on the machine of the run: names on the Hub, and paths in another system's configuration."""
     sets = [
         ("dataset", "dataset", cfg.data.dataset),

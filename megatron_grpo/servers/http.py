@@ -150,7 +150,7 @@ class Server:
     ) -> AsyncIterator[httpx2.Response]:
         headers = {name: value for name, value in self._headers.items() if as_owner or name != wire.INCARNATION}
         content = None if body is None else wire.encode(body)
-        with _as_gone():
+        with _connection_errors():
             async with self._client.stream(method, self.name + path, content=content, headers=headers, timeout=timeout) as answer:
                 if answer.status_code != http.HTTPStatus.OK:
                     raise ServerRefusedError(answer.status_code, wire.decode_error(await _beginning(answer)))
@@ -175,7 +175,7 @@ async def _beginning(answer: httpx2.Response) -> bytes:
 
 
 @contextmanager
-def _as_gone() -> Iterator[None]:
+def _connection_errors() -> Iterator[None]:
     """Convert all connection errors to ServerGoneError, and an invalid certificate to ServerRefusedError."""
     import httpx2
 
@@ -260,7 +260,7 @@ async def with_timeout(seconds: float, work: Awaitable[Answered]) -> Answered:
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError as error:
-        raise _late(seconds) from error
+        raise _timeout_error(seconds) from error
 
 
 def answer_of(call: Future[Answered], seconds: float) -> Answered:
@@ -277,10 +277,10 @@ def answer_of(call: Future[Answered], seconds: float) -> Answered:
         return call.result(max(0.0, seconds))
     except TimeoutError as error:
         call.cancel()
-        raise _late(seconds) from error
+        raise _timeout_error(seconds) from error
 
 
-def _late(seconds: float) -> ServerGoneError:
+def _timeout_error(seconds: float) -> ServerGoneError:
     return ServerGoneError(f"it did not respond within {seconds:.0f} s", is_silent=True)
 
 

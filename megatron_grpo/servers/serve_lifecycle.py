@@ -346,7 +346,7 @@ class ParentBoundProcess(context.SpawnProcess):
 
     def __reduce__(self) -> Any:
         # Unpickling calls _begin in the child before any other import.
-        return _begin, (os.getpid(),), self.__dict__
+        return _init_child, (os.getpid(),), self.__dict__
 
 
 def bind_children_to_parent() -> None:
@@ -357,7 +357,7 @@ def bind_children_to_parent() -> None:
     context.SpawnContext.Process = ParentBoundProcess
 
 
-def _begin(parent: int) -> ParentBoundProcess:
+def _init_child(parent: int) -> ParentBoundProcess:
     die_with_parent(parent)
     bind_children_to_parent()
     from megatron_grpo.rollout import vllm_patches

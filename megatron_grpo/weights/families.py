@@ -226,7 +226,9 @@ def with_class_defaults(config: Config, architecture: str, require: Callable[[bo
         value = result.setdefault(name, default)
         is_positive = name not in IDLE and name not in REFUSED and name not in _MAY_BE_ZERO
         words = _WORDS.get(kinds) or " or ".join(_WORDS[kind] for kind in kinds.split("|"))
-        is_taken = any(_is(value, kind) for kind in kinds.split("|")) and (not is_positive or type(value) not in (int, float) or value > 0)
+        is_taken = any(_has_json_type(value, kind) for kind in kinds.split("|")) and (
+            not is_positive or type(value) not in (int, float) or value > 0
+        )
         words = re.sub("^an? ", "a positive ", words) if is_positive else words
         require(is_taken, f"{name} must be {words}, got {value!r}.")
         is_computed = name not in REFUSED or value in (default, None) or not is_taken
@@ -234,7 +236,7 @@ def with_class_defaults(config: Config, architecture: str, require: Callable[[bo
     return result
 
 
-def _is(value: Any, kind: str) -> bool:
+def _has_json_type(value: Any, kind: str) -> bool:
     """Return whether `value` has the JSON type `kind`, as strictly as transformers: true is not a number, and 1 is not a float."""
     if kind.startswith("list"):
         return isinstance(value, list) and all(type(item).__name__ in kind for item in value)

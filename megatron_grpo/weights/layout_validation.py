@@ -27,9 +27,11 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
     """
     moe = shape.moe
     return [
-        *_each(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
-        *_each(EP, ep, lambda ranks: _experts(shape, ranks, "num_experts", moe.num_experts if moe else None)),
-        *_each(ETP, etp, lambda ranks: _experts(shape, ranks, "experts' intermediate size", moe.ffn_hidden_size if moe else None)),
+        *_problems_of_size(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
+        *_problems_of_size(EP, ep, lambda ranks: _experts(shape, ranks, "num_experts", moe.num_experts if moe else None)),
+        *_problems_of_size(
+            ETP, etp, lambda ranks: _experts(shape, ranks, "experts' intermediate size", moe.ffn_hidden_size if moe else None)
+        ),
     ]
 
 
@@ -42,7 +44,7 @@ def engine_problems(shape: ModelShape, ranks: int, *, world_size: int | None = N
         world_size: Ranks of a job that divides its ranks between engines. None: any number of ranks is available.
     """
     sizes = [size for size in range(1, (world_size or _LARGEST) + 1) if world_size is None or world_size % size == 0]
-    return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks), sizes=sizes)
+    return _problems_of_size(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks), sizes=sizes)
 
 
 def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] = _LENGTHS) -> list[Problem]:
@@ -68,7 +70,9 @@ def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] =
     return [Problem(flags=flags, message=message) for message in problems]
 
 
-def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, sizes: Iterable[int] = range(1, _LARGEST + 1)) -> list[Problem]:
+def _problems_of_size(
+    flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, sizes: Iterable[int] = range(1, _LARGEST + 1)
+) -> list[Problem]:
     messages = list(check(ranks))
     if not messages:
         return []

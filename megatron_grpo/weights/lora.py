@@ -120,7 +120,7 @@ class LoraSettings:
         """
         config = _read_config(Path(directory), flag)
         if refusals := _refused(config):
-            raise _wrong(flag, f"{directory}: {'; '.join(refusals)}.")
+            raise _lora_error(flag, f"{directory}: {'; '.join(refusals)}.")
         targets, excluded = config.get("target_modules") or (ALL_LINEAR,), config.get("exclude_modules") or ()
         if targets == ALL_LINEAR:
             targets = (ALL_LINEAR,)
@@ -281,11 +281,11 @@ def _read_config(directory: Path, flag: str) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
             kind = config.get("peft_type") if isinstance(config, dict) else None
-            raise _wrong(flag, f"{path} is not a LoRA adapter configuration (peft_type {kind}).")
+            raise _lora_error(flag, f"{path} is not a LoRA adapter configuration (peft_type {kind}).")
     except FileNotFoundError:
-        raise _wrong(flag, f"{directory} is not an adapter: it has no {CONFIG}. PEFT's save_pretrained writes one.") from None
+        raise _lora_error(flag, f"{directory} is not an adapter: it has no {CONFIG}. PEFT's save_pretrained writes one.") from None
     except (OSError, ValueError) as error:
-        raise _wrong(flag, f"{path} cannot be read: {error}.") from error
+        raise _lora_error(flag, f"{path} cannot be read: {error}.") from error
     return config
 
 
@@ -302,7 +302,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def _wrong(flag: str, message: str) -> ConfigError:
+def _lora_error(flag: str, message: str) -> ConfigError:
     return config_error(flag, f"{flag}: {message}")
 
 

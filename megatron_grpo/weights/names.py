@@ -93,7 +93,7 @@ def tower_entries(shape: ModelShape) -> Iterator[WeightEntry]:
     tower = FAMILIES[shape.architecture].tower
     if tower and shape.vision:
         for name, size in tower.tensors(shape.vision, shape.hidden_size):
-            yield _plain(f"{MEGATRON}{name}", f"{tower.prefix}{name}", size, ShardCut.REPLICATED)
+            yield _plain_entry(f"{MEGATRON}{name}", f"{tower.prefix}{name}", size, ShardCut.REPLICATED)
 
 
 def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[WeightEntry]:
@@ -146,15 +146,15 @@ def _attention(shape: ModelShape) -> Iterator[WeightEntry]:
         yield WeightEntry("self_attention.linear_qkv.bias", biases, packing, ShardCut.COLUMN)
     if shape.qk_norm_is_whole:
         for name, size in (("q", shape.query_size), ("k", shape.key_size)):
-            yield _plain(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", (size,), ShardCut.COLUMN)
+            yield _plain_entry(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", (size,), ShardCut.COLUMN)
     elif shape.qk_norm:
         yield _norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim)
         yield _norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim)
     if shape.sinks:
-        yield _plain("self_attention.core_attention.sinks", "self_attn.sinks", (shape.num_attention_heads,), ShardCut.COLUMN)
-    yield _plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), ShardCut.ROW)
+        yield _plain_entry("self_attention.core_attention.sinks", "self_attn.sinks", (shape.num_attention_heads,), ShardCut.COLUMN)
+    yield _plain_entry("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), ShardCut.ROW)
     if shape.attention_out_bias:
-        yield _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), ShardCut.REPLICATED)
+        yield _plain_entry("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), ShardCut.REPLICATED)
 
 
 def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[WeightEntry]:
@@ -169,25 +169,27 @@ def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[WeightEntry]:
     kernel = ((f"{hf}.conv1d.weight", (2 * keys + values, 1, delta.conv_kernel_dim)),)
     yield WeightEntry(f"{megatron}.conv1d.weight", kernel, Packing.DELTA_NET, ShardCut.COLUMN)
     for name in ("dt_bias", "A_log"):
-        yield replace(_plain(f"{megatron}.{name}", f"{hf}.{name}", (heads,), ShardCut.COLUMN), is_float32=True)
+        yield replace(_plain_entry(f"{megatron}.{name}", f"{hf}.{name}", (heads,), ShardCut.COLUMN), is_float32=True)
     yield replace(_norm(f"{megatron}.out_norm", f"{hf}.norm", delta.value_head_dim), is_float32=True)
-    yield _plain(f"{megatron}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, values), ShardCut.ROW)
+    yield _plain_entry(f"{megatron}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, values), ShardCut.ROW)
 
 
 def _latent_attention(shape: ModelShape, mla: MlaShape) -> Iterator[WeightEntry]:
     hidden, heads, megatron = shape.hidden_size, shape.num_attention_heads, "self_attention"
     query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     if mla.q_lora_rank:
-        yield _plain(f"{megatron}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), ShardCut.COLUMN)
+        yield _plain_entry(f"{megatron}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), ShardCut.COLUMN)
         yield _norm(f"{megatron}.q_layernorm", "self_attn.q_a_layernorm", mla.q_lora_rank)
-        yield _plain(f"{megatron}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), ShardCut.COLUMN)
+        yield _plain_entry(f"{megatron}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), ShardCut.COLUMN)
     else:
-        yield _plain(f"{megatron}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), ShardCut.COLUMN)
+        yield _plain_entry(f"{megatron}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), ShardCut.COLUMN)
     down_rows, up_rows = mla.kv_lora_rank + mla.qk_pos_emb_head_dim, heads * (mla.qk_head_dim + mla.v_head_dim)
-    yield _plain(f"{megatron}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down_rows, hidden), ShardCut.COLUMN)
+    yield _plain_entry(
+        f"{megatron}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down_rows, hidden), ShardCut.COLUMN
+    )
     yield _norm(f"{megatron}.kv_layernorm", "self_attn.kv_a_layernorm", mla.kv_lora_rank)
-    yield _plain(f"{megatron}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up_rows, mla.kv_lora_rank), ShardCut.COLUMN)
-    yield _plain(f"{megatron}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), ShardCut.ROW)
+    yield _plain_entry(f"{megatron}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up_rows, mla.kv_lora_rank), ShardCut.COLUMN)
+    yield _plain_entry(f"{megatron}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), ShardCut.ROW)
 
 
 def _gated_mlp(
@@ -217,12 +219,12 @@ def _gated_mlp(
 
 def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[WeightEntry]:
     hidden, block = shape.hidden_size, family.moe_block
-    yield _plain("mlp.router.weight", f"{block}.{family.router}.weight", (moe.num_experts, hidden), ShardCut.REPLICATED)
+    yield _plain_entry("mlp.router.weight", f"{block}.{family.router}.weight", (moe.num_experts, hidden), ShardCut.REPLICATED)
     if moe.has_biases:
-        yield _plain("mlp.router.bias", f"{block}.{family.router}.bias", (moe.num_experts,), ShardCut.REPLICATED)
+        yield _plain_entry("mlp.router.bias", f"{block}.{family.router}.bias", (moe.num_experts,), ShardCut.REPLICATED)
     if moe.has_expert_bias:
         yield replace(
-            _plain("mlp.router.expert_bias", f"{block}.{family.expert_bias}", (moe.num_experts,), ShardCut.REPLICATED),
+            _plain_entry("mlp.router.expert_bias", f"{block}.{family.expert_bias}", (moe.num_experts,), ShardCut.REPLICATED),
             is_buffer=True,
             is_float32=True,
         )
@@ -233,15 +235,15 @@ def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[
     if moe.shared_ffn_hidden_size:
         yield from _gated_mlp("mlp.shared_experts", f"{block}.{family.shared_expert}", hidden, moe.shared_ffn_hidden_size)
     if moe.has_shared_gate:
-        yield _plain("mlp.shared_experts.gate_weight", f"{block}.shared_expert_gate.weight", (1, hidden), ShardCut.REPLICATED)
+        yield _plain_entry("mlp.shared_experts.gate_weight", f"{block}.shared_expert_gate.weight", (1, hidden), ShardCut.REPLICATED)
 
 
-def _plain(megatron: str, hf: str, size: tuple[int, ...], cut: ShardCut) -> WeightEntry:
+def _plain_entry(megatron: str, hf: str, size: tuple[int, ...], cut: ShardCut) -> WeightEntry:
     return WeightEntry(megatron, ((hf, size),), Packing.PLAIN, cut)
 
 
 def _norm(megatron: str, hf: str, size: int) -> WeightEntry:
-    return _plain(f"{megatron}.weight", f"{hf}.weight", (size,), ShardCut.REPLICATED)
+    return _plain_entry(f"{megatron}.weight", f"{hf}.weight", (size,), ShardCut.REPLICATED)
 
 
 def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:

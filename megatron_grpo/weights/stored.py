@@ -112,9 +112,9 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
         flag: Setting that named the directory, for error messages.
     """
     if faults := [*_numbers(settings), *_expressions(settings)]:
-        return [_of(flag, f"{directory}: its {CONFIG} has {message}") for message in faults]
+        return [_flag_problem(flag, f"{directory}: its {CONFIG} has {message}") for message in faults]
     if unsupported := [name for name in settings.target_modules if name in NO_ADAPTER]:
-        return [_of(flag, f"{directory}: an adapter on {name} is not supported: {NO_ADAPTER[name]}.") for name in unsupported]
+        return [_flag_problem(flag, f"{directory}: an adapter on {name} is not supported: {NO_ADAPTER[name]}.") for name in unsupported]
     expected = {PREFIX + name: size for name, size in own_sizes(settings, shape).items()}
     # A target name that matches nothing in this model is harmless: the matrices are compared one by one.
     if not expected and (unfit := settings.problems(shape)):
@@ -123,7 +123,7 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
     if not path.is_file():
         pickled = (Path(directory) / "adapter_model.bin").is_file()
         hint = " It has adapter_model.bin: save it as safetensors first." if pickled else " PEFT's save_pretrained writes it."
-        return [_of(flag, f"{directory} has no {WEIGHTS}.{hint}")]
+        return [_flag_problem(flag, f"{directory} has no {WEIGHTS}.{hint}")]
     try:
         stored = stored_shapes(path, flag=flag)
     except ConfigError as error:
@@ -131,7 +131,7 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
     stored_by_name = {
         PREFIX + own_name(name.removeprefix(PREFIX), shape) if name.startswith(PREFIX) else name: size for name, size in stored.items()
     }
-    return [_of(flag, f"{path} {message}") for message in _differences(stored_by_name, expected)]
+    return [_flag_problem(flag, f"{path} {message}") for message in _differences(stored_by_name, expected)]
 
 
 def _differences(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _differences(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
         ("has, beyond its configuration,", stored.keys() - expected.keys()),
     ):
         if names:
-            yield f"{fault} {len(names)} of this model's matrices: {_some(sorted(names))}."
+            yield f"{fault} {len(names)} of this model's matrices: {_shorten(sorted(names))}."
     mismatched = [name for name, size in expected.items() if stored.get(name, size) != size]
     if mismatched:
         first = mismatched[0]
@@ -169,9 +169,9 @@ def _expressions(settings: LoraSettings) -> Iterator[str]:
             yield f"a pattern ({pattern}) that is not a regular expression: {error}."
 
 
-def _some(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-def _of(flag: str, message: str) -> Problem:
+def _flag_problem(flag: str, message: str) -> Problem:
     return Problem(flags=(flag,), message=f"{flag}: {message}")

@@ -168,7 +168,7 @@ def _parts(cfg: TunerConfig, parameters: list[WeightEntry], rule: Rule) -> Itera
         f"{frozen} would be frozen and {trained} would train, but Megatron stores them as one parameter ({first.megatron}), which trains "
         f"completely or not at all.{remark} Select all of them, or none."
     )
-    yield Problem(flags=_given(cfg), message=message)
+    yield Problem(flags=_flags_given(cfg), message=message)
 
 
 def _biases_without_weights(cfg: TunerConfig, parameters: list[WeightEntry], rule: Rule) -> Iterator[Problem]:
@@ -180,11 +180,11 @@ def _biases_without_weights(cfg: TunerConfig, parameters: list[WeightEntry], rul
     for name, bias in by_name.items():
         weight = by_name.get(name.removesuffix(".bias") + ".weight")
         if name.endswith(".linear_qkv.bias") and weight and rule(bias[0]) and not rule(weight[0]):
-            yield Problem(flags=_given(cfg), message=f"{', '.join(bias)} would train while {', '.join(weight)} are frozen: "
+            yield Problem(flags=_flags_given(cfg), message=f"{', '.join(bias)} would train while {', '.join(weight)} are frozen: "
                                                      "Megatron-Core gives that bias no gradient. Freeze both, or neither.")  # fmt: skip
             return
 
 
-def _given(cfg: TunerConfig) -> tuple[str, ...]:
+def _flags_given(cfg: TunerConfig) -> tuple[str, ...]:
     flags = ("freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
     return tuple(flag for flag in flags if getattr(cfg, flag))

@@ -116,9 +116,11 @@ def qwen3_vl_moe(config: Config, common: Config) -> dict[str, Any]:
     """
     hidden, width = common["hidden_size"], config["moe_intermediate_size"]
     if hidden in (width, 2 * width):  # transformers reads both by their sizes
-        raise _wrong(f"hidden_size {hidden} with moe_intermediate_size {width}: the files do not determine whether experts are transposed.")
+        raise _model_error(
+            f"hidden_size {hidden} with moe_intermediate_size {width}: the files do not determine whether experts are transposed."
+        )
     if config.get("norm_topk_prob", True) is not True:
-        raise _wrong(f"norm_topk_prob is {config['norm_topk_prob']!r}, which transformers ignores. Use true.")
+        raise _model_error(f"norm_topk_prob is {config['norm_topk_prob']!r}, which transformers ignores. Use true.")
     return qwen3_moe({**config, "use_sliding_window": False, "norm_topk_prob": True}, common)
 
 
@@ -164,12 +166,12 @@ def _hybrid(config: Config, common: Config, *, is_grouped: bool) -> dict[str, An
     if kinds is None:
         kinds = [HYBRID_KINDS[(layer + 1) % config["full_attention_interval"] == 0] for layer in range(layers)]
     if len(kinds) != layers or not set(kinds) <= set(HYBRID_KINDS):
-        raise _wrong(f"layer_types must name {' or '.join(HYBRID_KINDS)} for each of {layers} layers, got {kinds!r}.")
+        raise _model_error(f"layer_types must name {' or '.join(HYBRID_KINDS)} for each of {layers} layers, got {kinds!r}.")
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % keys:
-        raise _wrong(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}).")
+        raise _model_error(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}).")
     if config["output_gate_type"] not in (None, "silu", "swish"):
-        raise _wrong(f'output_gate_type is {config["output_gate_type"]!r}, which transformers ignores. Leave it out, or use "silu".')
+        raise _model_error(f'output_gate_type is {config["output_gate_type"]!r}, which transformers ignores. Leave it out, or use "silu".')
     return {
         **_biases(config),
         "qk_norm": True,
@@ -232,10 +234,10 @@ def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
         ConfigError: Attention has biases, or a head size or expert group is one that transformers cannot compute.
     """
     if config["attention_bias"]:
-        raise _wrong("attention_bias is true, which is not supported with multi-latent attention. DeepSeek-V3 has none.")
+        raise _model_error("attention_bias is true, which is not supported with multi-latent attention. DeepSeek-V3 has none.")
     heads, nope, rope = common["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     if common["num_query_groups"] != heads or config["head_dim"] not in (None, rope):
-        raise _wrong(f"num_key_value_heads must be num_attention_heads ({heads}), and head_dim, if set, qk_rope_head_dim ({rope}).")
+        raise _model_error(f"num_key_value_heads must be num_attention_heads ({heads}), and head_dim, if set, qk_rope_head_dim ({rope}).")
     rope_config = config.get("rope_scaling") or config["rope_parameters"] or {}
     is_stretched = (rope_config.get("rope_type", rope_config.get("type")) or "default") != "default"
     mscale = rope_config.get("mscale_all_dim") if is_stretched else None
@@ -263,10 +265,10 @@ def _grouped_experts(config: Config, common: Config) -> MoeShape:
     """
     for key in ("n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "v_head_dim"):
         if config.get(key, 0) is None:
-            raise _wrong(f"{key} is null, which transformers does not support.")
+            raise _model_error(f"{key} is null, which transformers does not support.")
     width, experts, groups = config["moe_intermediate_size"], config["n_routed_experts"], config["n_group"]
     if experts % groups or experts // groups < 2 or config["topk_group"] > groups:
-        raise _wrong(
+        raise _model_error(
             f"{experts} experts (n_routed_experts) must be {groups} groups (n_group) of 2 or more, and topk_group {groups} at most."
         )
     return MoeShape(
@@ -298,9 +300,9 @@ def glm4_moe_lite(config: Config, common: Config) -> dict[str, Any]:
     if kinds is None:
         kinds = ["dense", *["sparse"] * (layers - 1)]
     if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise _wrong(f"mlp_layer_types must name dense or sparse for each of {layers} layers, got {kinds!r}.")
+        raise _model_error(f"mlp_layer_types must name dense or sparse for each of {layers} layers, got {kinds!r}.")
     if first is not None and kinds != ["dense"] * first + ["sparse"] * (layers - first):  # vLLM reads it, transformers does not
-        raise _wrong(f"first_k_dense_replace is {first!r}, but mlp_layer_types is {kinds!r}. Set both, so that they agree.")
+        raise _model_error(f"first_k_dense_replace is {first!r}, but mlp_layer_types is {kinds!r}. Set both, so that they agree.")
     shape = deepseek_v3({**config, "first_k_dense_replace": 0}, common)
     return {**shape, "moe": replace(shape["moe"], layers=tuple(kind == "sparse" for kind in kinds))}
 
@@ -314,7 +316,7 @@ def minimax_m2(config: Config, common: Config) -> dict[str, Any]:
     """
     for key, value in {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}.items():
         if config.get(key, value) != value:
-            raise _wrong(f"{key} is {config[key]!r}, which transformers ignores. Leave it out, or use {value!r}.")
+            raise _model_error(f"{key} is {config[key]!r}, which transformers ignores. Leave it out, or use {value!r}.")
     moe = replace(_local_experts(config, common), score_function="sigmoid", has_expert_bias=True)
     return {"qk_norm": True, "qk_norm_is_whole": True, "moe": moe}
 
@@ -386,7 +388,7 @@ def olmo3_ropes(config: Config) -> tuple[Config, Config]:
         ConfigError: Versions of transformers read this rope_theta differently.
     """
     if not config["rope_parameters"] and config["rope_theta"] != 5e5:
-        raise _wrong(
+        raise _model_error(
             f"rope_theta is {config['rope_theta']!r}: transformers versions read a value other than 500000 differently for "
             "sliding-window layers. Set rope_parameters for full_attention and for sliding_attention."
         )
@@ -429,16 +431,16 @@ def _ropes_by_kind(config: Config, local_theta: float) -> tuple[Config, Config]:
     """Return the config as each kind of layer reads it. The top-level rope_theta and rope_scaling belong to full-attention layers."""
     nested, scaling = config["rope_parameters"] or {}, config.get("rope_scaling") or {}
     if nested and not any(kind in nested for kind in KINDS):
-        raise _wrong(f"rope_parameters must have {' and '.join(KINDS)}, got {', '.join(nested)}.")
+        raise _model_error(f"rope_parameters must have {' and '.join(KINDS)}, got {', '.join(nested)}.")
     if nested and scaling:
-        raise _wrong("rope_scaling and rope_parameters are both set. Set both in rope_parameters.full_attention.")
+        raise _model_error("rope_scaling and rope_parameters are both set. Set both in rope_parameters.full_attention.")
     if "type" in scaling:
-        raise _wrong("rope_scaling has `type`, which older versions of transformers read and transformers 5 does not. Use rope_type.")
+        raise _model_error("rope_scaling has `type`, which older versions of transformers read and transformers 5 does not. Use rope_type.")
     ropes = []
     for kind, theta, stretched in zip(KINDS, (config["rope_theta"], local_theta), (scaling, {}), strict=True):
         rope = {**(nested.get(kind) or {}), **stretched}
         if rope.get("truncate") is False:
-            raise _wrong("truncate is false in the rope_parameters of one layer type, where transformers ignores it. Leave it out.")
+            raise _model_error("truncate is false in the rope_parameters of one layer type, where transformers ignores it. Leave it out.")
         ropes.append({**config, "rope_theta": theta, "rope_scaling": None, "rope_parameters": rope})
     return ropes[0], ropes[1]
 
@@ -458,9 +460,9 @@ def windows_of(config: Config, num_layers: int, has_window: Callable[[int], bool
     if kinds is None:
         kinds = [KINDS[has_window(layer)] for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(KINDS):
-        raise _wrong(f"layer_types must name {' or '.join(KINDS)} for each of {num_layers} layers, got {kinds!r}.")
+        raise _model_error(f"layer_types must name {' or '.join(KINDS)} for each of {num_layers} layers, got {kinds!r}.")
     if "sliding_attention" in kinds and window is None:
-        raise _wrong("some layers have sliding_attention, but sliding_window is null, which transformers does not support.")
+        raise _model_error("some layers have sliding_attention, but sliding_window is null, which transformers does not support.")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -470,10 +472,10 @@ def _qwen_windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
         return ()
     window, first = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]
     if window is not None and first is None:
-        raise _wrong("max_window_layers is null, which transformers does not support.")
+        raise _model_error("max_window_layers is null, which transformers does not support.")
     windows = windows_of({**config, "sliding_window": window}, num_layers, lambda layer: window is not None and layer >= first)
     return windows if config["use_sliding_window"] else ()
 
 
-def _wrong(message: str) -> ConfigError:
+def _model_error(message: str) -> ConfigError:
     return ConfigError([Problem(flags=("model",), message=f"config.json: {message}")])

@@ -100,7 +100,7 @@ def run_program(
         exceeded, last, deadline = "", processes[-1], time.monotonic() + seconds + _STARTUP
         # The processes end themselves after `seconds`, unless the program disabled that.
         while last.poll() is None and not exceeded and time.monotonic() < deadline:
-            exceeded = next(filter(None, (_exceeded(process.pid, folder) for process in processes)), "")
+            exceeded = next(filter(None, (_exceeded_limit(process.pid, folder) for process in processes)), "")
             with suppress(subprocess.TimeoutExpired):
                 last.wait(_LOOK)
         started.close()
@@ -134,7 +134,7 @@ def _started(
         process.wait()
 
 
-def _exceeded(pid: int, folder: str) -> str:
+def _exceeded_limit(pid: int, folder: str) -> str:
     """Return the limit that a process has exceeded; "" if none."""
     try:
         counted = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
@@ -149,10 +149,10 @@ def _exceeded(pid: int, folder: str) -> str:
         return f"{_BYTES >> 20} MiB written"
     if threads > _THREADS:
         return f"{_THREADS} threads"
-    return _crowded(folder)
+    return _directory_limit(folder)
 
 
-def _crowded(folder: str) -> str:
+def _directory_limit(folder: str) -> str:
     """Return the limit on the directory that is exceeded, "" if none.
 
     There are two: the number of files, and a nesting depth at which they cannot be counted.

@@ -119,18 +119,18 @@ def _lock(handle: int, path: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _held(path, _owner(handle)) from None
+        raise _in_use_error(path, _owner(handle)) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         owner, process = _owner(handle), Process.mine()
         alive = Process(process.host, process.machine, owner.get("pid", 0), owner.get("started_ticks", "")).death() is None
         if owner.get("machine") == process.machine and alive:
-            raise _held(path, owner) from None
+            raise _in_use_error(path, owner) from None
         logger.warning("%s: this file system has no locks (%s), so a second run in this directory cannot be detected", path, error.strerror)
 
 
-def _held(path: Path, owner: dict[str, Any]) -> ConfigError:
+def _in_use_error(path: Path, owner: dict[str, Any]) -> ConfigError:
     holder = "another run, which has just started"
     if owner:
         holder = f"another run: pid {owner['pid']} on {owner['host']}, since {owner['started']}"

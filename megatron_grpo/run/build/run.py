@@ -89,7 +89,7 @@ def build_run(
         inputs.rewards, cfg.rewards.reward_weights, should_cancel=stop.should_cancel, most_failed_episodes=cfg.turns.max_failed_episodes
     )
     timers = Timers()
-    on_metrics = partial(_hear, checkpoints.best, parts.listener, stop)
+    on_metrics = partial(_pass_metrics, checkpoints.best, parts.listener, stop)
     # Opened before any model loads: a tracking service that is not installed is an error.
     logger = build_metrics_logger(plan, reward_manager, parallel, timers, on_metrics=on_metrics)
     logger.metrics.open()
@@ -109,7 +109,9 @@ def build_run(
         raise
 
 
-def _hear(best: BestCheckpoint | None, listener: Listener | None, stop: train.StopRequest, step: int, numbers: Mapping[str, Any]) -> None:
+def _pass_metrics(
+    best: BestCheckpoint | None, listener: Listener | None, stop: train.StopRequest, step: int, numbers: Mapping[str, Any]
+) -> None:
     """Pass the metrics of a step or an evaluation to what compares checkpoints and to the listener, which may ask for a stop."""
     if best is not None:
         best.record(step, numbers)

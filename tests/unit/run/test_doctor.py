@@ -47,7 +47,7 @@ def test_without_vllm_it_says_what_is_switched_off_and_what_to_install(monkeypat
 
 def test_a_version_that_does_not_do_is_told_with_the_one_that_does(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.15.0")
-    monkeypatch.setattr(doctor, "_wanted", lambda: {"megatron-core": "<0.20,>=0.16.1"})
+    monkeypatch.setattr(doctor, "_required_versions", lambda: {"megatron-core": "<0.20,>=0.16.1"})
     check = doctor._required("megatron-core", "megatron.core", "mend it.")
     assert (check.status, check.found) == ("fails", "0.15.0, and <0.20,>=0.16.1 is needed")
 
