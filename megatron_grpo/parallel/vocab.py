@@ -145,12 +145,12 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy, slope, vocab_mask):
         num_positions, needs_grad = hidden.shape[0], ctx.needs_input_grad[:2]
         log_normaliser, logprobs, entropy = hidden.new_empty(3, num_positions, dtype=_softmax_dtype(hidden))
-        gradients = grads_of_logprobs = None
+        gradients = grads_of_logprobs = logits = None
         if slope is not None and any(needs_grad):
             gradients = _Gradients(hidden, weight, num_rows, temperature, wants_hidden=needs_grad[0], wants_weight=needs_grad[1])
             grads_of_logprobs = torch.empty_like(logprobs)
         for chunk in _chunks(num_positions, chunk_size):
-            logits = _logits(hidden[chunk], weight[:num_rows], temperature)
+            logits = _logits(hidden[chunk], weight[:num_rows], temperature, logits)
             if vocab_mask is not None:
                 _leave_out(logits, vocab_mask, chunk, vocab_start)
             columns, owned = _own_columns(targets[chunk], vocab_start, num_rows)
@@ -192,8 +192,9 @@ def _again(ctx, grad_logprobs, grad_entropy) -> _Gradients:
     gradients = _Gradients(hidden, weight, ctx.num_rows, ctx.temperature, wants_hidden=needs_grad[0], wants_weight=needs_grad[1])
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(log_normaliser)
+    logits = None
     for chunk in _chunks(hidden.shape[0], ctx.chunk_size):
-        logits = _logits(hidden[chunk], weight[: ctx.num_rows], ctx.temperature)
+        logits = _logits(hidden[chunk], weight[: ctx.num_rows], ctx.temperature, logits)
         if ctx.vocab_mask is not None:
             _leave_out(logits, ctx.vocab_mask, chunk, ctx.vocab_start)
         grad_of_chunk = grad_logprobs[chunk]
@@ -261,10 +262,14 @@ def _softmax_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _logits(hidden: torch.Tensor, words: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the logits [n, rows] in the softmax's dtype, in newly allocated memory (callers work in place)."""
+def _logits(hidden: torch.Tensor, words: torch.Tensor, temperature: float, previous: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits [n, rows] in the softmax's dtype; callers work in place.
+
+    The logits of the previous chunk are overwritten: on a CPU new memory costs a page fault for every 4 KiB.
+    """
     if hidden.dtype == _softmax_dtype(hidden):
-        return (hidden / temperature) @ words.t()
+        is_reusable = previous is not None and len(previous) == len(hidden)
+        return torch.mm(hidden / temperature, words.t(), out=previous if is_reusable else None)
     return (hidden @ words.t()).to(_softmax_dtype(hidden)).div_(temperature)  # coarser hidden states would be rounded once more
 
 
