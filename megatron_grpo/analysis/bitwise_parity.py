@@ -25,8 +25,8 @@ from megatron_grpo.policy import layers, model
 from megatron_grpo.policy.packed_batch import PackedBatch, sequences
 
 
-class _Instead(torch.autograd.Function):
-    """Return `value` in the forward, and pass the gradient to `own` in the backward."""
+class _ReplaceForward(torch.autograd.Function):
+    """Return `value` in the forward, and pass the gradient to `original` in the backward."""
 
     @staticmethod
     def forward(ctx, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def _with_gradient_of(original: Callable[[], torch.Tensor], value: torch.Tensor)
         original: Computes the operation with a gradient; not called if gradients are disabled.
         value: Result to return.
     """
-    return _Instead.apply(original(), value) if torch.is_grad_enabled() else value
+    return _ReplaceForward.apply(original(), value) if torch.is_grad_enabled() else value
 
 
 def _rms_norm(real, x, weight, epsilon):

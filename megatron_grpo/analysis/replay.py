@@ -228,16 +228,16 @@ class RecordedReference:
         pass
 
 
-class _Enough(Exception):
+class _StopStep(Exception):
     """Raised when the gradient is summed, to end the training step."""
 
     def __init__(self, gradient: ReducedGradient):
         self.gradient = gradient
 
 
-class _Looks:
+class _StopAfterGradients:
     def on_gradients_reduced(self, gradient: ReducedGradient) -> None:
-        raise _Enough(gradient)
+        raise _StopStep(gradient)
 
     def on_pre_optimizer_step(self, gradient: ReducedGradient, skipped_step: Any) -> None:
         raise AssertionError("never reached")
@@ -251,8 +251,8 @@ def _forward(policy: Policy, batch: GlobalBatch) -> tuple[ReducedGradient, str |
     """
     with first_not_finite(policy.chunks) as names:
         try:
-            policy.train_step(batch, _Looks())
-        except _Enough as stopped:
+            policy.train_step(batch, _StopAfterGradients())
+        except _StopStep as stopped:
             gradient = stopped.gradient
         else:
             raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")

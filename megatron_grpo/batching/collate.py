@@ -110,14 +110,14 @@ def image_tokens(
     return StreamImages(tuple(image for _, image in images.values()), unique_positions, np.concatenate(token)[first])
 
 
-class _Tree(NamedTuple):
+class _SharedContexts(NamedTuple):
     """Contexts that share their first `shared` computed tokens; without a shared prefix (0), a single context."""
 
     shared: int
     contexts: tuple[ContextSpan, ...]
 
 
-class _Place(NamedTuple):
+class _ContextLocation(NamedTuple):
     """Location of a context in the stream: its first `shared` tokens begin at `shared_prefix`, the others at `own`."""
 
     shared_prefix: int
@@ -254,7 +254,7 @@ def collate_specs(
 
 def _trees(
     sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], prefix_groups: SequenceOf[PrefixGroup], alignment: Alignment
-) -> list[_Tree]:
+) -> list[_SharedContexts]:
     """Return trees that contain every context once."""
     family_of = {row: prefix_group for prefix_group in prefix_groups for row in prefix_group.members}
     by_family: dict[object, list[ContextSpan]] = {}
@@ -270,18 +270,18 @@ def _trees(
                     f"rows {prefix_group.members} must share a prefix of {prefix_group.prefix} tokens; only {common} are equal"
                 )
             shared = num_shared([context.num_computed for context in members], common, prefix_group, alignment)
-        trees += [_Tree(shared, tuple(members))] if shared else [_Tree(0, (context,)) for context in members]
+        trees += [_SharedContexts(shared, tuple(members))] if shared else [_SharedContexts(0, (context,)) for context in members]
     return trees
 
 
-def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tree]) -> dict[ContextSpan, _Place]:
+def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_SharedContexts]) -> dict[ContextSpan, _ContextLocation]:
     """Lay all shared prefixes, then the suffixes of each, then the contexts without a shared prefix.
 
     Each class is ordered by length, so that equal lengths lie side by side.
     """
     prefix_groups = sorted((tree for tree in trees if tree.shared), key=lambda tree: tree.shared)
     unshared = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
-    placed: dict[ContextSpan, _Place] = {}
+    placed: dict[ContextSpan, _ContextLocation] = {}
 
     def part_of(context: ContextSpan, part: slice) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens, positions) of a part of a context. Positions are those of the whole context: an image shifts what follows it."""
@@ -293,14 +293,14 @@ def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tr
     for parent, (tree, shared_prefix) in enumerate(zip(prefix_groups, shared_prefixes, strict=True)):
         for context in sorted(tree.contexts, key=lambda context: context.num_computed):
             suffix = stream.lay(*part_of(context, slice(tree.shared, None)), copies=1, parent=parent)
-            placed[context] = _Place(shared_prefix, tree.shared, suffix)
+            placed[context] = _ContextLocation(shared_prefix, tree.shared, suffix)
     for context in unshared:
-        placed[context] = _Place(stream.length, 0, stream.lay(*part_of(context, slice(None)), copies=1))
+        placed[context] = _ContextLocation(stream.length, 0, stream.lay(*part_of(context, slice(None)), copies=1))
     return placed
 
 
 def _trained(
-    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], placed: dict[ContextSpan, _Place]
+    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], placed: dict[ContextSpan, _ContextLocation]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (indices in the stream, targets, rows) of each context's masked tokens.
 

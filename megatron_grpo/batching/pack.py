@@ -109,7 +109,7 @@ def _full_bins(lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.nda
     """
     clipped = np.clip(lengths, 1, max_tokens)
     by_length = np.argsort(clipped.astype(np.min_scalar_type(max_tokens)), kind="stable")  # 16 bits are sorted six times as fast as 64
-    shelf = _Shelf(np.bincount(clipped, minlength=max_tokens + 1))
+    shelf = _RowCounts(np.bincount(clipped, minlength=max_tokens + 1))
     end = np.cumsum(shelf.left).tolist()  # rows of length n are by_length[end[n] - left[n] : end[n]]
     fillings: list[tuple[int, int]] = []  # (bins that are filled alike, rows in each)
     lines: list[tuple[int, int, int, int]] = []  # (filling, first row in by_length, rows in each bin, rows before them in the bin)
@@ -135,7 +135,7 @@ def _full_bins(lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.nda
     return order, np.repeat(rows, bins)
 
 
-class _Shelf:
+class _RowCounts:
     """Number of remaining rows of each length, with fast queries."""
 
     def __init__(self, counts: np.ndarray):
@@ -179,7 +179,7 @@ class _Shelf:
         return ()
 
 
-def _fill(shelf: _Shelf, max_tokens: int) -> dict[int, int]:
+def _fill(shelf: _RowCounts, max_tokens: int) -> dict[int, int]:
     """Take the rows of one bin from the shelf, beginning with the longest row left; return length -> number of rows."""
     chosen: dict[int, int] = {}
     capacity = max_tokens

@@ -33,7 +33,7 @@ from megatron_grpo.types import Completion, Group, Prompt
 RolloutFunction = Callable[[Sequence[CompletionRequest], "RolloutFuncEngine"], Any]
 
 
-class _Over(BaseException):
+class _RolloutEnded(BaseException):
     """The rollout ended before its function returned. A BaseException, so that `except Exception` in user code does not catch it."""
 
 
@@ -139,7 +139,7 @@ class RolloutFuncEngine:
                 self._counts[entry.number, entry.generation] += 1
             key = entry.number, entry.generation + self.num_generations * count  # unique, since a completion may have several open requests
             future, seed = Future[SampledTurn](), self._seed_of(entry.number, entry.generation, count)
-            cancel = partial(future.set_exception, _Over())
+            cancel = partial(future.set_exception, _RolloutEnded())
             request = TurnRequest(key=key, token_ids=ids, seed=seed, max_tokens=max_new_tokens, sampled=future.set_result, cancel=cancel)
             requests.append((request, future))
         return requests
@@ -200,7 +200,7 @@ class RolloutFuncRunner(RequestingPlayer):
 
     def _ask_for(self, requests: Sequence[TurnRequest]) -> None:
         if self._is_finished or not self._ask(requests):
-            raise _Over
+            raise _RolloutEnded
 
     def _run(self) -> None:
         completions, problem = self._called()
@@ -218,7 +218,7 @@ class RolloutFuncRunner(RequestingPlayer):
             oldest = self._sampler.oldest_version
             version = self._version if oldest is None else oldest
             return completions_of(returned, requests, self.own.limits, version=version, decode=decode), None
-        except _Over:
+        except _RolloutEnded:
             return [], "was ended with the rollout."
         except InvalidRolloutOutputError as invalid:
             return [], str(invalid)

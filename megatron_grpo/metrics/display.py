@@ -72,7 +72,7 @@ class Display:
         """Start displaying phases. Does nothing the second time."""
         if self._handler is not None:
             return
-        self._handler = _Above(self.console)
+        self._handler = _LogAboveLine(self.console)
         logging.getLogger("megatron_grpo").addHandler(self._handler)
         if self.console.is_terminal and self.console.file.isatty():  # with FORCE_COLOR, rich takes a file for a terminal
             self._live = Live(self._line(), console=self.console, auto_refresh=False)
@@ -239,7 +239,7 @@ def describe_phase() -> str:
     return f"{text}, {describe_duration(seconds)}" if seconds >= 1.0 else text
 
 
-class _Above(logging.Handler):
+class _LogAboveLine(logging.Handler):
     """Handler that prints this program's log records above the live line."""
 
     def __init__(self, console: Console):

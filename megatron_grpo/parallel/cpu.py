@@ -20,7 +20,7 @@ import torch.distributed as dist
 _enabled = False
 
 
-class _Immediate:
+class _CpuStream:
     """Stand-in for torch.cuda.Stream and torch.cuda.Event: on a CPU everything is already in order, and already done."""
 
     def __init__(self, *args, **kwargs):
@@ -32,7 +32,7 @@ class _Immediate:
     wait = wait_event = record = synchronize = wait_stream
 
     def record_event(self, event=None):
-        return event or _Immediate()
+        return event or _CpuStream()
 
     def query(self):
         return True
@@ -76,8 +76,8 @@ def _patch_cuda_calls() -> None:
     tensor: Any = torch.Tensor
     cuda.current_device = lambda: torch.device("cpu")  # Megatron often passes "device=torch.cuda.current_device()"
     cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
-    cuda.Stream = cuda.Event = _Immediate
-    cuda.current_stream = cuda.default_stream = lambda *args: _Immediate()
+    cuda.Stream = cuda.Event = _CpuStream
+    cuda.current_stream = cuda.default_stream = lambda *args: _CpuStream()
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.manual_seed = torch.manual_seed  # Megatron keeps one RNG state per parallel role and swaps them
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()

@@ -226,7 +226,7 @@ def rendezvous(
         RunError: A rank has not arrived within `timeout`.
         ConfigError: Another rank has reported why it cannot join, or the port cannot be opened.
     """
-    arrival = _Arrival(
+    arrival = _RankWait(
         launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, interval=interval, print_line=print_line or _print_line
     )
     arrival.store = store = _store_of_the_job(launched, arrival.end, interval, arrival.print_line)
@@ -264,7 +264,7 @@ def _failure_key(launched: Launched) -> str:
     return f"megatron_grpo/refused/{launched.world_size}"
 
 
-class _Arrival:
+class _RankWait:
     """State of a rank that waits for the others. `end` is a time of time.monotonic."""
 
     store: dist.Store  # the job's store, once it is reached

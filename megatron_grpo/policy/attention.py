@@ -147,7 +147,7 @@ def _by_torch(q, k, v, packed: PackedBatch, scale: float | None) -> torch.Tensor
     return out
 
 
-class _RunByRun(NamedTuple):
+class _RunKernel(NamedTuple):
     """Kernel that takes [n, heads, queries, c] and [n, groups, keys, c]."""
 
     attend: Callable
@@ -229,7 +229,7 @@ def _for_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-PLAIN = _RunByRun(_plain_attention, _plain_backward)
+PLAIN = _RunKernel(_plain_attention, _plain_backward)
 _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # torch's kernel for CPUs computes all scores of a causal run of up to 512 tokens, and masks half of them. A run of at least this many
@@ -271,7 +271,7 @@ def _join_halves(first, second):
     return torch.cat([first.transpose(1, 2), second.transpose(1, 2)], dim=1).transpose(1, 2)
 
 
-FLASH_ON_CPU = _RunByRun(_in_halves, _in_halves_backward)
+FLASH_ON_CPU = _RunKernel(_in_halves, _in_halves_backward)
 FLASH_ON_GPU = _Varlen(torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
 FLASH_CAPABILITY = (8, 0)
 

@@ -265,7 +265,7 @@ def find_bad_micro_batches(
     Returns:
         The micro-batches found, the same on every rank; and the number of further ones that ranks reported.
     """
-    local: list[_Told] = []
+    local: list[_MicroBatchReport] = []
     rows: dict[int, Rows] = {}  # by micro-batch of this data-parallel rank, on ranks of the last stage
     for micro, logprobs in each_alone(wrapped, micro_batches, run_alone):
         if logprobs is not None:
@@ -274,7 +274,7 @@ def find_bad_micro_batches(
         norm, dense = float(own_norm(wrapped)), float(own_norm(wrapped, with_experts=False))
         if finite or is_wrong or not math.isfinite(norm):
             reported_norm = norm if math.isfinite(norm) else math.inf
-            local.append(_Told(reported_norm, micro.number, finite or is_wrong or not math.isfinite(dense)))
+            local.append(_MicroBatchReport(reported_norm, micro.number, finite or is_wrong or not math.isfinite(dense)))
     worst = sorted(local, key=lambda entry: -entry.norm)[: 1 if finite else MOST]
     by_micro_batch = _group_by_micro_batch(collectives.all_gather_object((parallel.dp_rank, worst)))
     worst_keys = sorted(by_micro_batch, key=lambda key: -max(entry.norm for entry, _ in by_micro_batch[key]))[: 1 if finite else MOST]
@@ -306,7 +306,7 @@ def each_alone(
         yield micro, logprobs
 
 
-class _Told(NamedTuple):
+class _MicroBatchReport(NamedTuple):
     """Report of one rank about one micro-batch.
 
     Attributes:
@@ -320,7 +320,9 @@ class _Told(NamedTuple):
     is_own: bool
 
 
-def _group_by_micro_batch(reports: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
+def _group_by_micro_batch(
+    reports: Sequence[tuple[int, list[_MicroBatchReport]]],
+) -> dict[tuple[int, int], list[tuple[_MicroBatchReport, int]]]:
     """Group the reports by micro-batch.
 
     Args:
@@ -331,7 +333,7 @@ def _group_by_micro_batch(reports: Sequence[tuple[int, list[_Told]]]) -> dict[tu
         that index without `is_own` are left out.
     """
     origins = {entry.micro_batch for _, entries in reports for entry in entries if entry.is_own}
-    by_micro_batch: dict[tuple[int, int], list[tuple[_Told, int]]] = {}
+    by_micro_batch: dict[tuple[int, int], list[tuple[_MicroBatchReport, int]]] = {}
     for rank, (share, entries) in enumerate(reports):
         for entry in entries:
             if entry.is_own or entry.micro_batch not in origins:
@@ -339,7 +341,7 @@ def _group_by_micro_batch(reports: Sequence[tuple[int, list[_Told]]]) -> dict[tu
     return by_micro_batch
 
 
-def _culprit(entries: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], cause: str) -> BadMicroBatch:
+def _culprit(entries: Sequence[tuple[_MicroBatchReport, int]], rows: tuple[RowKey, ...], cause: str) -> BadMicroBatch:
     norm = max(entry.norm for entry, _ in entries)
     ranks = tuple(rank for entry, rank in entries if entry.norm == norm)  # where it is finite, one has the largest part
     return BadMicroBatch(micro_batch=entries[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=cause)

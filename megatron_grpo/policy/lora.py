@@ -47,7 +47,7 @@ TRAINED, REFERENCE = "lora", "ref"  # prefixes of the matrices: `lora_a` and `lo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Place:
+class _LoraSharding:
     """Sharding of a layer's LoRA matrices over ranks."""
 
     group: Any
@@ -64,7 +64,7 @@ class LoraLinear:
     `Adapters` sets the attributes and registers the matrices.
     """
 
-    lora_place: _Place
+    lora_place: _LoraSharding
     lora_part: torch.Tensor | None  # [rows, P]: one-hot, the module that a row belongs to; None for one module
     lora_use: str | None = None  # the matrices that are added, TRAINED or REFERENCE; None for neither
     lora_dropout = 0.0
@@ -291,7 +291,7 @@ class Adapters:
         """Turn a layer into a `LoraLinear`, in place: its parameters, hooks and sharding stay."""
         linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
         kind = weights.map.entry(f"{stem}.lora_b")
-        linear.lora_place = _Place(
+        linear.lora_place = _LoraSharding(
             group=getattr(linear, "_tp_group", None) or linear.tp_group,  # Transformer Engine's layers have the first
             is_column=kind.cut is not ShardCut.REPLICATED,
             is_gated=kind.cut is ShardCut.GATED_COLUMN,

@@ -146,7 +146,7 @@ class PolicyRouter(TopKRouter):
         number = self.running.in_forward if padding_mask is None else _number_of(padding_mask)
         is_padding = number < 0  # all tokens are padding
         self.copies = logits.new_zeros(len(logits)).long() if is_padding else self.own_share(self.running.batches[number].num_references)
-        self.router_replay: _Asked | None = None if is_padding else _Asked(self, number)
+        self.router_replay: _ReplayHook | None = None if is_padding else _ReplayHook(self, number)
         try:
             return super().routing(logits, self.copies == 0)
         finally:
@@ -168,7 +168,7 @@ class PolicyRouter(TopKRouter):
         per_token = torch.logsumexp(logits.float() if logits.dtype is torch.bfloat16 else logits, dim=-1).square()
         per_token = per_token * self.copies
         # `num_routed_tokens` is 0 if no sequence of the global batch has a token to compute: then all tokens here are padding.
-        return _WithLoss.apply(logits, self.config.moe_z_loss_coeff / max(self.num_routed_tokens, 1) * per_token.sum())
+        return _AddAuxLoss.apply(logits, self.config.moe_z_loss_coeff / max(self.num_routed_tokens, 1) * per_token.sum())
 
     def _apply_expert_bias(self, routing_map, padding_mask=None) -> None:
         """Do nothing: the bias is part of the policy that samples, so it is not balanced here (see `model_config`)."""
@@ -180,7 +180,7 @@ def _number_of(padding_mask: torch.Tensor) -> int:
     return int((digits << torch.arange(digits.shape[1], device=digits.device)).sum(dim=1).max()) - 1
 
 
-class _Asked:
+class _ReplayHook:
     """Replacement for Megatron-Core's RouterReplay, which has one list for all models of a process, with targets that stay set."""
 
     def __init__(self, router: PolicyRouter, number: int):
@@ -191,7 +191,7 @@ class _Asked:
         return self.router.running.choose(scores, chosen, self.router, self.number)
 
 
-class _WithLoss(torch.autograd.Function):
+class _AddAuxLoss(torch.autograd.Function):
     """Return `x` unchanged and add `loss` to what is minimised. Losses are not scaled: float32 and bfloat16 need no loss scale."""
 
     @staticmethod

@@ -144,7 +144,7 @@ class RewardTimeoutError(Exception):
     """The function did not return before its deadline."""
 
 
-class _Stop(BaseException):
+class _StopCall(BaseException):
     """Raised inside a function that has timed out. Not an Exception, so that `except Exception` in a loop does not swallow it."""
 
 
@@ -177,7 +177,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
 
     def interrupt(signum: int, frame: Any) -> None:
         if armed.is_set():
-            raise _Stop
+            raise _StopCall
 
     def watch() -> None:
         pause = min(seconds, _LOOK)
@@ -200,7 +200,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
             return function()
         finally:
             armed.clear()
-    except _Stop:
+    except _StopCall:
         raise (_cancelled() if cancelled.is_set() else RewardTimeoutError()) from None
     finally:
         armed.clear()

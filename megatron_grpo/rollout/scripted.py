@@ -21,7 +21,7 @@ Answer = Callable[[Prompt, int, int], Completion]
 """(prompt, index in its group, version of the weights) -> the completion. The same on every rank."""
 
 
-class _Flight:
+class _ScriptedGeneration:
     """Each rank's part of the completions, computed in a daemon thread, which does not keep the process alive.
 
     Args:
@@ -75,7 +75,7 @@ class ScriptedEngine:
     def __init__(self, answer: Answer, *, score: Callable[[Sequence[int]], list[float]] | None = None):
         self._answer, self._score = answer, score
         self.version, self.has_base = 0, True
-        self._futures: list[_Flight] = []
+        self._futures: list[_ScriptedGeneration] = []
         self.should_cancel: Callable[[], bool] = lambda: False
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
@@ -88,7 +88,7 @@ class ScriptedEngine:
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> GenerationFuture:
         version = self.version
-        future = _Flight(lambda dropped: self._answered(prompts, sampling, version, dropped.is_set), self.should_cancel)
+        future = _ScriptedGeneration(lambda dropped: self._answered(prompts, sampling, version, dropped.is_set), self.should_cancel)
         self._futures.append(future)
         return future
 

@@ -242,11 +242,11 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm.triton_utils.dispatcher")  # it accesses every name in torch
     for name, starts in _HARMLESS.items():
         logger = logging.getLogger(name)
-        if not any(isinstance(existing, _Harmless) for existing in logger.filters):
-            logger.addFilter(_Harmless(starts))
+        if not any(isinstance(existing, _HarmlessMessages) for existing in logger.filters):
+            logger.addFilter(_HarmlessMessages(starts))
 
 
-class _Harmless(logging.Filter):
+class _HarmlessMessages(logging.Filter):
     def __init__(self, starts: tuple[str, ...]):
         super().__init__()
         self.starts = starts

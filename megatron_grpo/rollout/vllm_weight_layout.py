@@ -216,7 +216,7 @@ PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFu
 
 
 @dataclass(slots=True)
-class _Seen:
+class _CopiesOfWeight:
     """Copies into one weight without duplicates, because vLLM loads some twice."""
 
     form: TensorForm
@@ -258,7 +258,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self._parts: dict[int, tuple[str, TensorView, TensorForm]] = {}
         self._zeroed: set[str] = set()  # tensors that vLLM zeroes on this rank
         self._layer: torch.nn.Module | None = None  # layer that vLLM is loading
-        self._seen: dict[tuple[torch.nn.Module, str], _Seen] = {}
+        self._seen: dict[tuple[torch.nn.Module, str], _CopiesOfWeight] = {}
 
     def heard(self, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield clones of the synced tensors, and record their names and shapes.
@@ -289,7 +289,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         module, weight, base = loading.get(_address(target)) or self._kept.get(_address(target)) or (None, "", target)
         if module is None or not base.numel():
             return
-        record = self._seen.setdefault((module, weight), _Seen(TensorForm.of(base)))
+        record = self._seen.setdefault((module, weight), _CopiesOfWeight(TensorForm.of(base)))
         if not isinstance(source, torch.Tensor):
             record.padding[TensorView.of(target, base), source] = None
         elif (name := self._names.get(_address(source))) in self._zeroed:

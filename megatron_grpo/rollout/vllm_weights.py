@@ -190,10 +190,10 @@ def catch_copies(model: torch.nn.Module) -> None:
             loading: Any = shell
             loading.weight_loader = default_weight_loader  # the copies are parts for this rank; vLLM's own loader takes single experts
             loading.weight_loader = layerwise.make_online_process_loader(layer, name)
-            loading.copy_ = _Copy(loading)
+            loading.copy_ = _CopyOnce(loading)
 
 
-class _Copy:
+class _CopyOnce:
     """Replacement of a shell's `copy_`, for one call."""
 
     def __init__(self, shell: Any):

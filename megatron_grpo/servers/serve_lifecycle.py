@@ -41,7 +41,7 @@ SILENCE = 60.0  # seconds between two log lines about the same asyncio error
 Place = tuple[str, int]  # (host, port) of a client
 
 
-class _Stopped(BaseException):
+class _StoppedBySignal(BaseException):
     """A signal arrived while the engine was being built, before the server answered."""
 
 
@@ -73,7 +73,7 @@ def serve(parsed: ParsedConfig) -> int:
 
                 bind_children_to_parent()
                 engine = ServedEngine.build(serving)
-        except _Stopped:
+        except _StoppedBySignal:
             _print_line("stopped while the model was loading")
             return EXIT_DONE
         clean_up.add(engine.close)
@@ -306,7 +306,7 @@ def _remove(path: Path, address: str) -> None:
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
-        raise _Stopped
+        raise _StoppedBySignal
 
     previous = {number: signal.signal(number, stop) for number in STOPPING}
     try:

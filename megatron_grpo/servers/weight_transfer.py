@@ -36,7 +36,7 @@ class TransferCancelledError(LinkError):
     """The trainer cancelled a weight sync before its end."""
 
 
-class _Mark(IntEnum):
+class _MessageKind(IntEnum):
     BUCKET, END, GAVE_UP = 1, 2, 3
 
 
@@ -157,10 +157,10 @@ class WeightSender(_Link):
             try:
                 bucket = next(source, None)
             except BaseException:
-                self._numbers(_Mark.GAVE_UP, number, 0, 0)
+                self._numbers(_MessageKind.GAVE_UP, number, 0, 0)
                 raise
             if bucket is None:
-                self._numbers(_Mark.END, number, count, total)
+                self._numbers(_MessageKind.END, number, count, total)
                 return count, total
             self._send(bucket, number)
             count, total, number = count + len(bucket.names), total + bucket.num_bytes, number + 1
@@ -169,7 +169,7 @@ class WeightSender(_Link):
         header = json.dumps({
             "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "slices": bucket.slices,
         }).encode()  # fmt: skip
-        self._numbers(_Mark.BUCKET, number, len(header), bucket.used)
+        self._numbers(_MessageKind.BUCKET, number, len(header), bucket.used)
         self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device))
         if bucket.used:
             self._broadcast(bucket.flat[: bucket.used])
@@ -210,14 +210,14 @@ class WeightReceiverWorker(_Link):
             count = number = 0
             while True:
                 mark, sender_number, first, second = self._numbers(0, 0, 0, 0)
-                if sender_number != number or mark not in _Mark.__members__.values():
+                if sender_number != number or mark not in _MessageKind.__members__.values():
                     raise LinkError(
                         f"expected message {number} of a weight update on the link {self.name}, received ({mark}, {sender_number})"
                     )
-                if mark == _Mark.GAVE_UP:
+                if mark == _MessageKind.GAVE_UP:
                     is_whole = True
                     raise TransferCancelledError("the trainer cancelled this weight update")
-                if mark == _Mark.END:
+                if mark == _MessageKind.END:
                     if first != count:
                         raise LinkError(f"received {count} of {first} tensors")
                     is_whole = True

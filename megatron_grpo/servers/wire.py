@@ -260,7 +260,7 @@ class LogprobsLine(Message, frozen=True, eq=False):
 Body = TypeVar("Body", bound=Struct)
 
 
-class _Shaped(Message, frozen=True):
+class _ShapedArray(Message, frozen=True):
     """Array with more than one dimension."""
 
     shape: tuple[int, ...]
@@ -325,7 +325,7 @@ def _form_of_array(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{type(value).__name__} is not JSON")
     content = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
-    return content if value.ndim == 1 else _Shaped(shape=value.shape, ids=content)
+    return content if value.ndim == 1 else _ShapedArray(shape=value.shape, ids=content)
 
 
 def _array(kind: Any, form: Any) -> np.ndarray:
@@ -339,7 +339,7 @@ def _array(kind: Any, form: Any) -> np.ndarray:
         ValueError: The bytes do not fit the dtype or the shape.
     """
     dtype: np.dtype = np.dtype(*get_args(get_args(kind)[1]))
-    shaped = msgspec.convert(form if isinstance(form, dict) else {"shape": (-1,), "ids": form}, _Shaped)
+    shaped = msgspec.convert(form if isinstance(form, dict) else {"shape": (-1,), "ids": form}, _ShapedArray)
     return np.frombuffer(shaped.ids, dtype.newbyteorder("<")).astype(dtype).reshape(shaped.shape)
 
 

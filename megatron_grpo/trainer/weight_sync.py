@@ -182,8 +182,8 @@ def sync(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int,
     return replace(stats, num_tensors=num_tensors, num_bytes=num_bytes)
 
 
-def _send_weights(holder: WeightReceiver, update: WeightUpdate) -> _Counted:
-    counted = _Counted(update.tensors)
+def _send_weights(holder: WeightReceiver, update: WeightUpdate) -> _CountingIterator:
+    counted = _CountingIterator(update.tensors)
     with CleanUp(counted.finish):
         holder.take(replace(update, tensors=counted if getattr(holder, "takes_slices", False) else joined(counted)))
     return counted
@@ -213,7 +213,9 @@ def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, vers
         ]
         fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
         with_images = [float(d.max()) for d, probe in zip(differences, probes, strict=True) if probe.images]
-        reports_here[name] = _Report(version=holder.version, fresh=fresh, cached=cached, with_images=max(with_images, default=float("nan")))
+        reports_here[name] = _EngineDifferences(
+            version=holder.version, fresh=fresh, cached=cached, with_images=max(with_images, default=float("nan"))
+        )
     reports = _gather_by_engine(reports_here)
     problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
     if problem:
@@ -275,7 +277,7 @@ def _trial_problem(shares_by_engine: Mapping[str, tuple[float, float]]) -> str |
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Report:
+class _EngineDifferences:
     """Differences of one engine. `cached` covers the probes' last tokens, read through the prefix cache."""
 
     version: int
@@ -284,7 +286,7 @@ class _Report:
     with_images: float = float("nan")  # the largest of a probe with an image
 
 
-def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> str | None:
+def _problem(reports: Mapping[str, _EngineDifferences], version: int, is_coarse: bool) -> str | None:
     """Return the problem with the reports, by the engine's name, or None."""
     other_versions = {name: report.version for name, report in reports.items() if report.version != version}
     if other_versions:
@@ -323,7 +325,7 @@ def _name(version: int) -> str:
     return "the trial adapter" if version == NO_VERSION else f"the weights of version {version}"
 
 
-class _Counted:
+class _CountingIterator:
     """Iterator that passes tensors on and counts them and their bytes."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]]):

@@ -407,7 +407,7 @@ def who_stops_leaves():
 
 
 def who_fails_leaves():
-    weight_sync._Counted.finish = lambda self: None
+    weight_sync._CountingIterator.finish = lambda self: None
 
 
 def sent_before_there_is_room():

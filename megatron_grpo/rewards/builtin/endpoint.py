@@ -146,7 +146,7 @@ class AnswerTooLongError(Exception):
     """The response is larger than `_LONGEST` bytes."""
 
 
-class _Bounded(io.RawIOBase):
+class _BoundedStream(io.RawIOBase):
     """Data from a socket, limited by a deadline and a number of bytes. A socket's timeout only limits each single read."""
 
     def __init__(self, connection: socket.socket, deadline: float):
@@ -176,7 +176,7 @@ class _Response(http.client.HTTPResponse):
     def __init__(self, connection: socket.socket, *args: Any, deadline: float, **options: Any):
         super().__init__(connection, *args, **options)
         self.fp.close()
-        self.fp = io.BufferedReader(_Bounded(connection, deadline))
+        self.fp = io.BufferedReader(_BoundedStream(connection, deadline))
 
 
 def _connection(kind: type[http.client.HTTPConnection], deadline: float) -> Callable[..., http.client.HTTPConnection]:

@@ -1,7 +1,7 @@
 """Run the tests of the reward `code` in a separate process; they call functions of the program in the program's process.
 
 Only data of Python's own types is exchanged, in both directions: arguments, return values, arguments of exceptions. Objects of other
-types stay in their process; the tests get a `_Distant` proxy, which they can call and query, and which compares with nothing. So a
+types stay in their process; the tests get a `_Proxy` proxy, which they can call and query, and which compares with nothing. So a
 program never sees the value a test expects, and takes no part in any comparison.
 
 jail.py loads this file by its path in both processes, so it imports nothing of the package.
@@ -68,7 +68,7 @@ def _holds(node: ast.AST) -> bool:
     return False
 
 
-class _Counting(ast.NodeTransformer):
+class _CountAssertions(ast.NodeTransformer):
     """Transformer that makes a test count the assertions that have held."""
 
     def generic_visit(self, node: ast.AST) -> Any:
@@ -97,7 +97,7 @@ class ObjectLink:
         self.given = [own]
         self.calls, self.unheld = 0, ""
 
-    def ask(self, operation: str, target: _Distant, /, *arguments: Any, **named: Any) -> Any:
+    def ask(self, operation: str, target: _Proxy, /, *arguments: Any, **named: Any) -> Any:
         """Request an operation on an object of the other process, and return its result.
 
         Args:
@@ -173,7 +173,7 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if kind in _VALUES or (value in _VALUES if isinstance(value, type) else isinstance(value, _BASES) or _is_numpys(value)):
             return None
-        return ("yours", value._number) if kind is _Distant else ("mine", self.link.number_of(value))
+        return ("yours", value._number) if kind is _Proxy else ("mine", self.link.number_of(value))
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce subclasses of Python's types, and NumPy's types, to their plain values."""
@@ -206,7 +206,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, since the one in C ha
 
     def persistent_load(self, persistent_id: tuple[str, int]) -> Any:
         owner, number = persistent_id
-        return self.link.given[number] if owner == "yours" else _Distant(self.link, number)
+        return self.link.given[number] if owner == "yours" else _Proxy(self.link, number)
 
 
 def _error(name: str, *, is_next: bool) -> type[Exception]:
@@ -223,7 +223,7 @@ def _change(target: Any, value: Any) -> None:
         (target.update if isinstance(target, (dict, set)) else target.extend)(value)
 
 
-class _Distant:
+class _Proxy:
     """Proxy of an object in the other process."""
 
     _link: ObjectLink
@@ -247,7 +247,7 @@ def _operation(name: str) -> Any:
 
 
 for _name in _OPERATIONS.split():
-    setattr(_Distant, f"__{_name}__", _operation(f"__{_name}__"))
+    setattr(_Proxy, f"__{_name}__", _operation(f"__{_name}__"))
 
 
 # ---- the process of the tests
@@ -258,7 +258,7 @@ class _Names(dict):
 
     def __init__(self, link: ObjectLink):
         super().__init__(__name__="tests", __held__=self.count)
-        self.program = _Distant(link, 0)
+        self.program = _Proxy(link, 0)
         self.held, self.tested, self.modules = 0, "", set[str]()
 
     def count(self) -> None:
@@ -300,7 +300,7 @@ def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
             import unittest
 
             unittest.main = lambda *_, **__: None  # type: ignore[assignment]  # it would look for tests in __main__ and exit
-        exec(compile(ast.fix_missing_locations(_Counting().visit(tree)), "<test>", "exec"), names)
+        exec(compile(ast.fix_missing_locations(_CountAssertions().visit(tree)), "<test>", "exec"), names)
         _run_defined([value for name, value in names.items() if names_before.get(name) is not value])
     except BaseException:  # noqa: BLE001 - a test that exits has not passed
         return link.unheld or False

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_weight_layout import CopyTable, ModuleWeights, TensorCopy, TensorForm, TensorView, _Seen
+from megatron_grpo.rollout.vllm_weight_layout import CopyTable, ModuleWeights, TensorCopy, TensorForm, TensorView, _CopiesOfWeight
 from megatron_grpo.weights.buckets import TensorSlice
 
 ROWS = (2, 3)
@@ -99,7 +99,7 @@ def test_a_tensor_that_was_never_seen_is_refused_by_a_sentence(table, named, sen
 
 def test_a_weight_must_be_covered_once_and_wholly():
     def covered(*places):
-        return _Seen(
+        return _CopiesOfWeight(
             TensorForm((4, 3), (3, 1), torch.float32), {(str(n), place, None): None for n, place in enumerate(places)}
         ).covers_all_once()
 

@@ -34,7 +34,7 @@ class Pusher:
     def __init__(self, server_group, servers):
         self.server_group, self.servers = server_group, servers
 
-    def push(self, update):
+    def send_update(self, update):
         for server in self.servers:
             server.took(update.version)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.trainer.weight_sync import _followed_share, _problem, _Report, _trial_problem
+from megatron_grpo.trainer.weight_sync import _EngineDifferences, _followed_share, _problem, _trial_problem
 from megatron_grpo.weights.buckets import NO_VERSION
 
 
 def report(fresh=0.0, cached=0.0, version=3):
-    return _Report(version=version, fresh=np.full(10, fresh), cached=np.full(4, cached))
+    return _EngineDifferences(version=version, fresh=np.full(10, fresh), cached=np.full(4, cached))
 
 
 def of_ranks(*found):
