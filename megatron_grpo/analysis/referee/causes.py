@@ -105,11 +105,8 @@ def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
         yield Change(cause="mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
     yield Change(cause="masked tokens counted in the mean", weights=_divided_by(lambda row, micro: row.length))
     yield Change(cause="padding in the mean", weights=_divided_by(lambda row, micro: micro.width or row.length))
-    yield Change(
-        cause="masked tokens trained and counted", row=lambda c, row: replace(c, mask=reference.ones_like(c.mask)), weights=_own_tokens
-    )
-    yield Change(cause="masked tokens trained", row=lambda c, row: replace(c, mask=reference.ones_like(c.mask)),
-                 weights=_divided_by(lambda row, micro: row.mask.sum()))  # fmt: skip
+    yield Change(cause="masked tokens trained and counted", row=_unmasked, weights=_own_tokens)
+    yield Change(cause="masked tokens trained", row=_unmasked, weights=_divided_by(lambda row, micro: row.mask.sum()))
     for loss_type, cause in WEIGHTS.items():
         if s.loss_type not in same[loss_type]:
             yield Change(cause=cause, weights=_as(loss_type))
@@ -259,11 +256,8 @@ def advantage_changes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iter
     size, number = s.num_generations, len(rows)
 
     def settings(**values: Any) -> dict[str, Any]:
-        return {
-            "s": SimpleNamespace(
-                **{**vars(s), "advantage_estimator": "grpo", "multi_objective_aggregation": "sum_then_normalize", **values}
-            )
-        }
+        plain = {"advantage_estimator": "grpo", "multi_objective_aggregation": "sum_then_normalize"}
+        return {"s": SimpleNamespace(**{**vars(s), **plain, **values})}
 
     yield "n instead of n - 1 in the standard deviation", {"deviation": population_std}
     for scale, words in (("group", "divided by the deviation of the group"), ("batch", "divided by the deviation of the batch"),
@@ -273,18 +267,14 @@ def advantage_changes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iter
     yield "group over the wrong ranks: every G-th completion is a group", {"groups": [i % max(number // size, 1) for i in range(number)]}
     for parts in (2, 4, 8):
         if size % parts == 0 and size > parts:
-            yield (
-                f"group over the wrong ranks: each part of {size // parts} is normalised by itself",
-                {"groups": [i // (size // parts) for i in range(number)]},
-            )
+            part = size // parts
+            yield f"group over the wrong ranks: each part of {part} is normalised by itself", {"groups": [i // part for i in range(number)]}
     for times in (2, 4, number // size):
         if times > 1 and number % (size * times) == 0:
             words = "the whole batch is one group" if times * size == number else f"{times} prompts are one group"
             yield f"group over the wrong ranks: {words}", {"groups": [i // (size * times) for i in range(number)]}
-    yield (
-        "groups are shifted: they do not begin with a prompt",
-        {"groups": [(i + size // 2) // size % max(number // size, 1) for i in range(number)]},
-    )
+    shifted = [(i + size // 2) // size % max(number // size, 1) for i in range(number)]
+    yield "groups are shifted: they do not begin with a prompt", {"groups": shifted}
     yield "leave-one-out baseline", {"s": SimpleNamespace(**{**vars(s), "advantage_estimator": "rloo"})}
     yield "the group's mean is not subtracted", {"is_centred": False}
     yield "reward_weights are not applied", {"weights": [1.0] * len(rows[0].rewards or ())}
@@ -295,7 +285,5 @@ def advantage_changes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iter
             yield f"{other:g} instead of {epsilon:g} is added to the standard deviation", {"epsilon": other}
     yield "each function is normalised by itself (gdpo)", settings(multi_objective_aggregation="normalize_then_sum")
     yield "the weighted sum of rewards is normalised (not gdpo)", settings()
-    yield (
-        "n instead of n - 1 in the standard deviation, which is that of the batch",
-        settings(scale_rewards="batch") | {"deviation": population_std},
-    )
+    of_batch = settings(scale_rewards="batch") | {"deviation": population_std}
+    yield "n instead of n - 1 in the standard deviation, which is that of the batch", of_batch

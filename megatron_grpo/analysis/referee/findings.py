@@ -384,38 +384,33 @@ def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
     theirs = [np.asarray(row.gradient) * scale for row, scale in zip(dump.rows, scales, strict=True)] if has_gradient else []
     largest = max((np.abs(g).max(initial=0.0) for g in ours.gradients), default=0.0)
     limits = [rounding * largest + 1e-12 + _ties(row, s, rounding) for row in dump.rows]
-    tried: dict[str, Evaluated] = {}
-
-    def variant(change: Change) -> Evaluated:
-        if change.cause not in tried:
-            tried[change.cause] = evaluate(dump, s, change)
-        return tried[change.cause]
+    found, names = [np.asarray(loss)], list[str]()
 
     def reproduced(change: Change) -> bool:
-        other = variant(change)
-        of_loss = not has_loss or _away(np.asarray(loss), np.asarray(other.loss), limit[0]) <= 1
+        other = evaluate(dump, s, change)
+        of_loss = not has_loss or _away(found[0], np.asarray(other.loss), limit[0]) <= 1
         return of_loss and (not has_gradient or max(map(_away, theirs, other.gradients, limits)) <= 1)
 
-    known = [change for change in changes(dump, s) if dump.has_kl or "KL" not in change.cause]
+    def causes(found: Values) -> Iterator[tuple[str, Callable[[], Values]]]:
+        """Yield the cause of both, which is looked for once."""
+        if not names:
+            known = (change.cause for change in changes(dump, s) if (dump.has_kl or "KL" not in change.cause) and reproduced(change))
+            names.append(next(known, None) or _scaled(theirs, ours, limits))
+        yield names[0], lambda: found
+
     if has_loss:
-        causes = ((change.cause, lambda: [np.asarray(loss)]) for change in known if reproduced(change))
-        yield compare(
-            "loss", [np.asarray(loss)], [np.asarray(ours.loss)], limit, [-1], _or_scaled(causes, [np.asarray(loss)], theirs, ours, limits)
-        )
+        yield compare("loss", found, [np.asarray(ours.loss)], limit, [-1], causes(found))
     if has_gradient:
-        causes = ((change.cause, lambda: theirs) for change in known if reproduced(change))
-        yield compare("gradient", theirs, ours.gradients, limits, list(order), _or_scaled(causes, theirs, theirs, ours, limits))
+        yield compare("gradient", theirs, ours.gradients, limits, list(order), causes(theirs))
 
 
-def _or_scaled(
-    causes: Iterable[tuple[str, Any]], found: Values, theirs: Values, ours: Evaluated, limits: Values
-) -> Iterator[tuple[str, Any]]:
-    """Yield the causes, then a common factor of all gradients that none of them explains, with the numbers `found`."""
-    yield from causes
+def _scaled(theirs: Values, ours: Evaluated, limits: Values) -> str:
+    """Describe a common factor of all gradients, if there is one."""
     power = sum(float((o**2).sum()) for o in ours.gradients)
     factor = sum(float((t * o).sum()) for t, o in zip(theirs, ours.gradients)) / power if power and theirs else 0.0
     if factor and max(_away(t, factor * o, limit) for t, o, limit in zip(theirs, ours.gradients, limits, strict=True)) <= 1:
-        yield f"no known cause: every gradient is multiplied by {factor:.5g}", lambda: found
+        return f"no known cause: every gradient is multiplied by {factor:.5g}"
+    return UNKNOWN
 
 
 def _size(formula: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,10 @@ import numpy as np
 Backward = Callable[[Any], Any]  # gradient of the result -> gradient of one operand, before it is summed to the operand's shape
 
 
+def _comparison(operation: Callable[[Any, Any], Any]) -> Callable[[Tracked, Any], Tracked]:
+    return lambda self, other: Tracked(operation(self.value, _tracked(other).value))
+
+
 class Tracked:
     """A float64 array with those methods of a torch tensor that `reference` calls.
 
@@ -128,18 +132,8 @@ class Tracked:
         """Return the numbers as Python's."""
         return self.value.tolist()
 
-    def __gt__(self, other: Any) -> Tracked:
-        return Tracked(self.value > _tracked(other).value)
-
-    def __ge__(self, other: Any) -> Tracked:
-        return Tracked(self.value >= _tracked(other).value)
-
-    def __le__(self, other: Any) -> Tracked:
-        return Tracked(self.value <= _tracked(other).value)
-
-    def __eq__(self, other: Any) -> Tracked:  # type: ignore[override]
-        return Tracked(self.value == _tracked(other).value)
-
+    __gt__, __ge__, __le__ = _comparison(np.greater), _comparison(np.greater_equal), _comparison(np.less_equal)
+    __eq__ = _comparison(np.equal)  # type: ignore[assignment]
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
