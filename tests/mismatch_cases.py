@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {  # arguments of `write_tiny`
     "llama": dict(family="llama", layers=3, vocab=125, hidden=128, std=0.1),
     "hybrid": dict(family="qwen3_5_text", layers=4, vocab=125, hidden=128, std=0.1),
     "MoE": dict(family="qwen3_moe", layers=3, vocab=125, std=0.1),
+    "hybrid MoE": dict(family="qwen3_next", layers=4, vocab=125, hidden=128, std=0.1, moe_intermediate_size=64),
     "mixtral": dict(family="mixtral", layers=3, vocab=125, std=0.1),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -248,6 +249,14 @@ FAULTS = (
     # the gated delta rule
     fault("decay of layer 1, 1 %", "L1 delta rule", lambda b: b.layers[1].self_attention.A_log.data.mul_(1.01), model="hybrid"),
     fault("out of layer 2 stale by 1 %", "L2 o proj", lambda b: _stale(b.layers[2].self_attention.out_proj.weight, 0.01), model="hybrid"),
+    fault(
+        "TP2 SP: in of layer 1 stale on rank 1",
+        "L1 delta rule",
+        lambda b: _stale(b.layers[1].self_attention.in_proj.weight, 0.05) if b.rank == 1 else None,
+        model="hybrid",
+        layout="TP2 SP",
+    ),
+    fault("decay of layer 2, 1 %", "L2 delta rule", lambda b: b.layers[2].self_attention.A_log.data.mul_(1.01), model="hybrid MoE"),
     fault("gates of layer 3", "L3 qkv", lambda b: _swap_halves(b.layers[3].self_attention.linear_qkv.weight), model="hybrid"),
     # tensor parallelism
     fault(
@@ -281,7 +290,7 @@ CLEAN = tuple(
     Fault(what=f"nothing: {model}, {layout}", named="", hurt=lambda b: None, model=model, layout=layout)
     for model in MODELS
     for layout in LAYOUTS
-    if (layout == "1") or (layout == "TP2 SP ETP2") == (model in ("MoE", "mixtral"))
+    if (layout == "1") or (layout == "TP2 SP ETP2") == (model in ("MoE", "hybrid MoE", "mixtral"))
 )
 
 

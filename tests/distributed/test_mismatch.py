@@ -21,6 +21,9 @@ TAKEN = {
     ),
     ("MoE", "1"): ("two experts", "nothing"),
     ("hybrid", "1"): ("decay of layer 1", "out of layer 2", "gates of layer 3", "nothing"),
+    ("hybrid", "TP2 SP"): ("in of layer 1 stale on rank 1", "nothing"),
+    ("hybrid MoE", "1"): ("decay of layer 2", "nothing"),
+    ("hybrid MoE", "TP2 SP ETP2"): ("nothing",),
     ("flat", "1"): ("nothing",),
     ("dense", "TP2 SP"): ("qkv of layer 2 stale on rank 1", "nothing"),
 }
