@@ -181,7 +181,7 @@ def test_only_the_ranks_of_the_first_pipeline_send_to_rank_0_and_nobody_else_tak
     cfg = settings_of("dense", layout, world_size=where.world_size, num_generations=12, global_batch_size=24, vllm_mode="server")
     shape = ModelShape.from_pretrained(path)
     sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=0)
-    told = push.push_of(shape, sizes, cfg, TrainableSpec.of(cfg, shape))
+    told = push.sync_traffic(shape, sizes, cfg, TrainableSpec.of(cfg, shape))
     own = sum(read.nbytes for read in map(HfReader(path), HfReader(path).names))
     first, second, *others = run_ranks(to_the_first, 4, path, layout)
     assert first["sent"] == 0 and first["received"] == second["sent"] and second["received"] == 0
