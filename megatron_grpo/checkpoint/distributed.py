@@ -313,8 +313,8 @@ def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[
     Returns:
         Size and digest of the file, and the position of each piece.
     """
-    placed, is_main = [], threading.current_thread() is threading.main_thread()  # a save in the background is no phase of the run
-    phase = activity.phase("saving", total=len(pieces), unit="tensors") if is_main else nullcontext()
+    placed, is_main_thread = [], threading.current_thread() is threading.main_thread()  # a save in the background is no phase of the run
+    phase = activity.phase("saving", total=len(pieces), unit="tensors") if is_main_thread else nullcontext()
     with HashedFile(path) as file, phase:
         for piece, contents in pieces:
             start = file.tell()
@@ -323,7 +323,7 @@ def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[
             else:
                 torch.save(_alone(contents), cast(IO[bytes], file))
             placed.append(PlacedShard(piece, start, file.tell() - start))
-            if is_main:
+            if is_main_thread:
                 activity.advance()
     return file.entry, placed
 

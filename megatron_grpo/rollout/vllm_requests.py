@@ -48,9 +48,9 @@ def take_logprobs_as_they_come() -> None:
         def from_new_request(cls, tokenizer: Any, request: Any) -> Any:
             if not request.sampling_params.flat_logprobs:  # a request that scores
                 return right.from_new_request(tokenizer, request)
-            processor = super().from_new_request(None, request)
-            processor.logprobs = []
-            return processor
+            created = super().from_new_request(None, request)
+            created.logprobs = []
+            return created
 
         def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
             all_ids, all_logprobs, *_ = logprobs_lists

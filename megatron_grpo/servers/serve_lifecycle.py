@@ -138,13 +138,13 @@ def _app(serving: ServeSettings, engine: Any) -> Any:
 def _http(app: Any, cfg: ServeConfig) -> Any:
     import uvicorn
 
-    class Quiet(uvicorn.Server):
+    class ServerWithoutSignals(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             # uvicorn would raise the signal again after it has stopped, which would end the process before its engine.
             yield
 
-    return Quiet(uvicorn.Config(
+    return ServerWithoutSignals(uvicorn.Config(
         app, ssl_certfile=cfg.ssl_certfile, ssl_keyfile=cfg.ssl_keyfile, ws="none", lifespan="off", access_log=False, log_level="error",
         server_header=False, date_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30, backlog=STRANGERS,
         http="h11", proxy_headers=False,  # h11 limits the size of request headers; clients must not set their own address
