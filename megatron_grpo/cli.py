@@ -223,7 +223,7 @@ def compare_losses(argv: list[str]) -> int:
 
 
 def referee(argv: list[str]) -> int:
-    """Recompute a dumped step of slime, verl, TRL, Megatron-SWIFT or this package, and name the first number that differs.
+    """Recompute a dumped step of slime, verl, TRL, Megatron-SWIFT or this package, and name the first difference.
 
     --of names the system, --config its script or file; settings in its names follow. --step: the step of a directory of dumps. --weights: a
     Hugging Face model with the weights of that step, to recompute log-probs. --png: file of a figure. Exit codes: 0, nothing differs beyond
