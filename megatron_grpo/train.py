@@ -229,15 +229,16 @@ def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: Skipped
 
 
 def sync_weights(run: Run, version: int) -> None:
-    """Sync the policy's weights to the engine and verify that the engine uses them.
+    """Interrupt partial rollouts, sync the policy's weights to the engine, and verify that the engine uses them.
 
-    Does nothing if the engine already has this version.
+    Nothing is synced if the engine already has this version.
 
     Args:
         run: The components of the run.
         version: The version of the weights, which is the number of optimizer steps done.
     """
     with run.logger.timers("weight_sync"):
+        run.rollouts.interrupt()
         run.weight_sync.sync_weights(version)
 
 
@@ -288,6 +289,7 @@ def stop_if_requested(run: Run, progress: Progress, buffer: SampleBuffer, new_ro
     if new_rollouts and run.stop.is_requested(collectives.all_reduce_max):
         if progress.step:
             run.logger.keep(progress)
+            run.rollouts.interrupt()
             save(run, progress, buffer, completely=True)
         raise make_interrupted(run, progress)
 

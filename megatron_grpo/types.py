@@ -379,6 +379,7 @@ class PartialCompletion:
     finish_reason: str = ""  # "stop" or "length"; empty while it is unfinished
     mask_offsets: np.ndarray | None = None  # sampling mask of the n tokens, as in `Sequence`
     mask_ids: np.ndarray | None = None
+    text: str = ""  # of an ended completion from rollout servers; elsewhere it is made from the tokens
 
     @property
     def key(self) -> tuple[int, int]:

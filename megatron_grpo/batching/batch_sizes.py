@@ -43,6 +43,7 @@ class BatchSizes:
     old_logprobs: str = "auto"  # as in the settings; or "always": every slice that will be trained stale gets a forward-only pass
     async_rollout_depth: int = 0  # sampling steps that sampling runs ahead
     partial_rollouts: bool = False  # completions are interrupted at weight syncs and continue with the new weights
+    has_servers: bool = False  # partial rollouts are sampled while the trainer trains
 
     @classmethod
     def from_config(
@@ -69,7 +70,7 @@ class BatchSizes:
         old_logprobs = "always" if cfg.grpo.router_replay_mode == "R2" else cfg.batch.old_logprobs
         inputs = inputs_of(cfg, model)
         sizes = cls.of(inputs, old_logprobs=old_logprobs, async_rollout_depth=cfg.rollout.async_rollout_depth)
-        return replace(sizes, partial_rollouts=cfg.rollout.partial_rollouts)
+        return replace(sizes, partial_rollouts=cfg.rollout.partial_rollouts, has_servers=cfg.rollout.vllm_mode == "server")
 
     @classmethod
     def of(cls, inputs: SizeInputs, *, old_logprobs: str = "auto", async_rollout_depth: int = 0) -> BatchSizes:

@@ -289,9 +289,10 @@ class TrainingSchedule:
         """Return the evaluations that run at step k, by the steps done.
 
         An evaluation needs the weights of its step in the sampler, so it waits while anything is being sampled. With partial rollouts
-        nothing is between two steps.
+        in the trainer's ranks nothing is between two steps.
         """
-        new, is_ahead = self.new_rollouts(k), self.sizes.async_rollout_depth > 0 and not self.sizes.partial_rollouts
+        sizes = self.sizes
+        new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0 and (sizes.has_servers or not sizes.partial_rollouts)
         if new and is_ahead:
             return range(self.version_of(new.start - 1) + 1 if new.start else 0, k + 1)
         is_sampling = is_ahead and len(self._following(new)) > 0

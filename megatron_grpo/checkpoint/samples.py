@@ -23,7 +23,7 @@ from megatron_grpo.types import Sample
 FORMAT = 2
 HEADER = "header"  # JSON: format, version of the writer, and the column type of each field per sample class
 NOT_SAVED = ("images",)  # images: they are found again by the prompt's number
-LEFT_OUT = ("spans",)  # where all values are empty, which is the default: earlier versions can then read the file
+LEFT_OUT = ("spans", "text")  # where all values are empty, which is the default: earlier versions can then read the file
 # Former names of fields, which are still read; and a field that format 1 lacked, when a sample was on-policy at its own version.
 RENAMED = {
     "loss_mask": "mask", "fresh_at": "on_policy_version", "anchored_by": "old_logprobs_from", "is_anchored": "has_old_logprobs",

@@ -261,8 +261,8 @@ class RolloutConfig:
     weight_sync_bucket_mb: int | None = free(None,
         "weights sent at a time; two such buckets are in memory (default: 512 on a GPU, 16 on a CPU)", unit="MiB", at_least=1)
     async_rollout_depth: int = setting(0,
-        "sampling steps by which a rollout may begin early; server: at most 1, the next rollout is sampled during training; "
-        "colocate: completions are interrupted at weight syncs and continue with the new weights; 0: sample, then train",
+        "sampling steps by which a rollout may begin early; server: 1 samples the next rollout during training; colocate, and server "
+        "from 2 on: completions are interrupted at weight syncs and continue with the new weights; 0: sample, then train",
         unit="sampling steps", at_least=0)
     async_generate: bool | None = free(None, "boolean form of async_rollout_depth: true is 1, false is 0")
     verify_weight_sync: bool = free(True, "compare sampler and trainer on a probe prompt after each weight sync",
@@ -278,7 +278,7 @@ class RolloutConfig:
     @property
     def partial_rollouts(self) -> bool:
         """Return whether completions are interrupted at weight syncs and continue with the new weights."""
-        return self.async_rollout_depth > 0 and self.vllm_mode == "colocate"
+        return self.async_rollout_depth > (1 if self.vllm_mode == "server" else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,8 +96,10 @@ def _answered_once(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"told": listed, "names": " ".join(s["name"] for s in settings)} if settings else None
 
 
-def _is_too_far_ahead(c: SimpleNamespace) -> bool:
-    return c.async_rollout_depth > 1 and c.vllm_mode == "server"
+def _depths(c: SimpleNamespace) -> dict[str, Any] | None:
+    """Return the smaller depths, if completions are interrupted at weight syncs."""
+    smaller = [0, 1] if c.vllm_mode == "server" else [0]
+    return {"smaller": smaller, "depths": " or ".join(map(str, smaller))} if c.cfg.rollout.partial_rollouts else None
 
 
 def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -200,27 +202,24 @@ TRAINING = (
 
 SAMPLING = (
     # asynchronous rollouts
-    Rule("async_rollout_depth", _is_too_far_ahead,
-         "async_rollout_depth ({async_rollout_depth}) must be 0 or 1: with a larger depth, weights would be synced during generation, and "
-         "one completion would come from two weight versions. Use 1.", {"async_rollout_depth": [1]}),
-    Rule("async_rollout_depth rollout_importance_sampling_mode old_logprobs", lambda c: c.async_rollout_depth and not _is_too_far_ahead(c)
+    Rule("async_rollout_depth rollout_importance_sampling_mode old_logprobs", lambda c: c.async_rollout_depth
          and c.old_logprobs != "rollout" and c.rollout_importance_sampling_mode == "none",
          "async_rollout_depth {async_rollout_depth} trains on completions of older weights, and old log-probs are those of the weights "
          "when the rollout arrives; with rollout_importance_sampling_mode none nothing corrects for the difference. Use "
          "rollout_importance_sampling_mode token_truncate, or old_logprobs rollout (ratio to the sampler's log-probs).",
          {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
     # partial rollouts
-    Rule("async_rollout_depth stop", lambda c: c.cfg.rollout.partial_rollouts and c.stop,
+    Rule("async_rollout_depth stop", lambda c: c.stop and _depths(c),
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and stop strings are not recognised over an "
-         "interruption. Use stop_token_ids, or async_rollout_depth 0.", {"async_rollout_depth": [0]}),
-    Rule("async_rollout_depth {flag}", lambda c: c.cfg.rollout.partial_rollouts and training_structured_outputs(c.cfg.rollout) is not None
-         and {"flag": flag_of(c.cfg.rollout)},
+         "interruption. Use stop_token_ids, or async_rollout_depth {depths}.", lambda c: {"async_rollout_depth": c.smaller}),
+    Rule("async_rollout_depth {flag}", lambda c: training_structured_outputs(c.cfg.rollout) is not None
+         and (found := _depths(c)) and found | {"flag": flag_of(c.cfg.rollout)},
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and structured outputs begin anew after an "
-         "interruption. Omit them, or use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
-    Rule("async_rollout_depth router_replay_mode", lambda c: c.cfg.rollout.partial_rollouts and c.router_replay_mode == "R3",
+         "interruption. Omit them, or use async_rollout_depth {depths}.", lambda c: {"async_rollout_depth": c.smaller}),
+    Rule("async_rollout_depth router_replay_mode", lambda c: c.router_replay_mode == "R3" and _depths(c),
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and the recorded experts of their parts are "
-         "not joined. Use router_replay_mode R2 or disabled, or async_rollout_depth 0.",
-         {"router_replay_mode": ["R2", "disabled"], "async_rollout_depth": [0]}),
+         "not joined. Use router_replay_mode R2 or disabled, or async_rollout_depth {depths}.",
+         lambda c: {"router_replay_mode": ["R2", "disabled"], "async_rollout_depth": c.smaller}),
     # environments and tools
     Rule("{names}", _answered_once, "{told}: only used with an environment or tools; without them an episode has one turn. Set "
                                     "--environment or --tools, or omit it."),
@@ -256,7 +255,7 @@ SAMPLING = (
          and not c.cfg.turns.has_agent,
          "reward_funcs environment uses the rewards that an environment returns per turn, and --tools alone returns none. Use a reward "
          "function that scores the episode."),
-    Rule("async_rollout_depth {player}", lambda c: c.plays and c.cfg.rollout.partial_rollouts,
+    Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth and c.vllm_mode == "colocate",
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and episodes of {players} cannot be "
          "interrupted. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
     Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth and c.vllm_mode == "server",
@@ -275,7 +274,7 @@ SAMPLING = (
     Rule("rollout_func {player}", lambda c: c.rollout_func is not None and c.plays,
          "rollout_func and {player} cannot be combined: both define how completions are generated. Use one of them.",
          {"rollout_func": ["none"]}),
-    Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.cfg.rollout.partial_rollouts,
+    Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.async_rollout_depth and c.vllm_mode == "colocate",
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and those of rollout_func cannot be "
          "interrupted. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
     Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.async_rollout_depth and c.vllm_mode == "server",

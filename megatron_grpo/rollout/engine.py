@@ -198,6 +198,9 @@ class InterruptibleGeneration(Protocol):
         Each completion is on one rank. The number of engine steps until here is the same at every repetition of the run.
         """
 
+    def sampled(self) -> list[PartialCompletion]:
+        """Return what is known without an interruption: on servers parts that have ended, and in the ranks also those still open."""
+
     def abort(self) -> None:
         """Abort all that is unfinished, and discard it."""
 

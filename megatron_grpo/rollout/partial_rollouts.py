@@ -1,7 +1,7 @@
-"""Completions that are interrupted at a weight sync and continue with the new weights, on one engine in the trainer's ranks.
+"""Completions that are interrupted at a weight sync and continue with the new weights; `PartialGeneration` on an engine in the ranks.
 
 A completion consists of parts, each sampled by one request. The next part has the tokens so far in its prompt, a seed of its own, and the
-rest of the length limit. Interruptions fall on a number of engine steps, never on a time, so a run is repeatable.
+rest of the length limit. In the ranks, interruptions fall on a number of engine steps, never on a time, so a run is repeatable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS_BETWEEN_AGREEMENTS = 16
 class SteppingEngine(Protocol):
     """An engine that samples parts of completions step by step; `rollout.turns.EngineTurns` is one."""
 
-    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, group: int | None = None) -> None:
+    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, num_sampled: int | None = None) -> None:
         """Request a part.
 
         Args:
@@ -36,7 +36,7 @@ class SteppingEngine(Protocol):
             token_ids: Prompt and tokens so far.
             seed: Seed of the part.
             max_tokens: Maximum number of tokens to sample.
-            group: Prompt number, if the prompt is that of a whole group.
+            num_sampled: Number of the last `token_ids` that belong to the completion.
         """
 
     def poll(self) -> Sequence[tuple[Key, SampledTurn]]:
@@ -131,6 +131,7 @@ def append_part(partial: PartialCompletion | None, key: Key, part: SampledTurn, 
         )  # fmt: skip
         if mask is not None and partial.sampling_mask is not None:
             mask = SamplingMask.joined([partial.sampling_mask, mask])
+    completion = replace(completion, text=part.text) if finish_reason and part.text else completion
     return completion if mask is None else replace(completion, mask_offsets=mask.at, mask_ids=mask.ids)
 
 
@@ -203,7 +204,7 @@ class PartialGeneration:
                 seed = part_seed(self._seed, prompt.number, generation, len(tokens), n=n)
                 self._parts.submit(
                     (prompt.number, generation), (*prompt.token_ids, *tokens), seed=seed, max_tokens=limit - len(tokens),
-                    group=None if tokens else prompt.number,
+                    num_sampled=len(tokens),
                 )  # fmt: skip
 
     def _take(self, parts: Iterable[tuple[Key, SampledTurn]]) -> None:
@@ -227,11 +228,11 @@ class PartialGeneration:
                 self._take(self._parts.poll())
         local = [prompt for prompt in prompts if self._share.rank_of(prompt.number) == self._share.rank]
         return [
-            Group(prompt=prompt, completions=tuple(self._completion(prompt, generation) for generation in range(n))) for prompt in local
+            Group(prompt=prompt, completions=tuple(self._completion(prompt, self._found[prompt.number, i]) for i in range(n)))
+            for prompt in local
         ]
 
-    def _completion(self, prompt: Prompt, generation: int) -> Completion:
-        partial = self._found[prompt.number, generation]
+    def _completion(self, prompt: Prompt, partial: PartialCompletion) -> Completion:
         return make_completion(
             prompt.token_ids, partial.token_ids.tolist(), partial.logprobs.tolist(), text=self._text_of(prompt, partial),
             finish_reason=partial.finish_reason, version=partial.versions[0], spans=join_versions(partial.parts),
@@ -241,6 +242,9 @@ class PartialGeneration:
     def interrupt(self) -> list[PartialCompletion]:
         with self._around():
             self._take(self._parts.interrupt())
+        return self.sampled()
+
+    def sampled(self) -> list[PartialCompletion]:
         return [completion for key, completion in sorted(self._found.items()) if self._share.rank_of(key[0]) == self._share.rank]
 
     def abort(self) -> None:

@@ -35,6 +35,7 @@ class SampledTurn:
     is_cut: bool  # truncated at max_tokens
     version: int  # of the weights
     sampling_mask: SamplingMask | None = None  # the sampling mask, where it is returned
+    text: str = ""  # of the completion that it ends, from rollout servers
 
 
 class TurnSampler(Protocol):
@@ -140,7 +141,7 @@ class EngineTurns:
         self._keys: dict[str, Key] = {}
         self._count = 0
 
-    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, group: int | None = None) -> None:
+    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, num_sampled: int | None = None) -> None:
         from vllm.sampling_params import RequestOutputKind
 
         from megatron_grpo.rollout.vllm_requests import sampling_params
@@ -151,7 +152,7 @@ class EngineTurns:
         params = sampling_params(settings, seed, vocab_size=self._vocab_size, output_kind=final, detokenize=words)
         self._count += 1
         # `vllm_scheduling` computes a prompt once for the requests whose names end alike after an underscore.
-        name = f"turn-{self._count}" + ("" if group is None else f"_{PROMPT}{group}")
+        name = f"turn-{self._count}" + (f"_{PROMPT}{key[0]}" if num_sampled == 0 else "")
         self._keys[name] = key
         self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params, lora_request=self._adapter)
 
@@ -220,7 +221,7 @@ class LeadingTurns(EngineTurns):
         self._joining: list[tuple[Key, tuple[int, ...], int, int]] = []
         self._digest = b""  # of the turns that finished in the last step
 
-    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, group: int | None = None) -> None:
+    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, num_sampled: int | None = None) -> None:
         self._joining.append((key, tuple(token_ids), seed, max_tokens))
 
     def poll(self) -> list[tuple[Key, SampledTurn]]:

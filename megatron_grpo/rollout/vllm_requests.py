@@ -131,30 +131,34 @@ def logprobs_and_mask(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) ->
     return normalized.astype(np.float32), SamplingMask(offsets, ids[is_left].astype(np.int32))
 
 
-def sampled_logprobs(output: Any) -> list[float]:
+def sampled_logprobs(output: Any, *, may_be_aborted: bool = False) -> list[float]:
     """Return the log-prob of each token of a finished completion.
 
     Args:
         output: vLLM's CompletionOutput.
+        may_be_aborted: Whether a completion that was aborted is accepted.
 
     Raises:
         RuntimeError: The completion was aborted, or has another number of log-probs than tokens.
     """
-    if output.finish_reason not in ("stop", "length"):
+    if output.finish_reason not in ("stop", "length", *(["abort"] * may_be_aborted)):
         raise RuntimeError(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
-    logprobs = [float(top_logprobs[0]) for _, top_logprobs in output.logprobs]  # the sampled token comes first at each position
+    logprobs = [float(top_logprobs[0]) for _, top_logprobs in output.logprobs or ()]  # the sampled token comes first at each position
     if len(logprobs) != len(output.token_ids):
         raise RuntimeError(f"vLLM returned {len(logprobs)} log-probs for {len(output.token_ids)} tokens")
     return logprobs
 
 
-def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[list[float], SamplingMask | None]:
+def sampled(
+    output: Any, sampling: SamplingSettings, vocab_size: int, *, may_be_aborted: bool = False
+) -> tuple[list[float], SamplingMask | None]:
     """Return (log-probs of a finished completion, its sampling mask or None if it was not requested).
 
     Args:
         output: vLLM's CompletionOutput.
         sampling: Sampling settings of its request.
         vocab_size: Vocabulary size of the model.
+        may_be_aborted: As in `sampled_logprobs`.
 
     Raises:
         RuntimeError: As in `sampled_logprobs`.
@@ -165,12 +169,12 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
             f"vLLM ended a completion with an error under {FIELD} {sampling.more[FIELD]}: no token of the model's vocabulary is "
             "allowed next, because its tokenizer cannot express the required text; or see the log of vLLM for another reason."
         )
-    logprobs = sampled_logprobs(output)
+    logprobs = sampled_logprobs(output, may_be_aborted=may_be_aborted)
     if not sampling.returns_sampling_mask:
         return logprobs, None
     form = len(logprobs), 1 + num_asked(sampling.top_k, vocab_size)
     ids, top_logprobs = np.zeros(form, dtype=np.int32), np.full(form, -np.inf, dtype=np.float32)
-    for index, (kept_ids, values) in enumerate(output.logprobs):
+    for index, (kept_ids, values) in enumerate(output.logprobs or ()):
         ids[index, : len(kept_ids)], top_logprobs[index, : len(kept_ids)] = kept_ids, values
     normalized, sampling_mask = logprobs_and_mask(ids, top_logprobs, vocab_size)
     return normalized.tolist(), sampling_mask

@@ -452,7 +452,7 @@ def _blind(cfg: Config) -> Iterator[str]:
     if cfg.rollout.rollout_func is not None:
         yield "rollout_func does not support them: its return value cannot contain images"
     if cfg.rollout.partial_rollouts:
-        yield "async_rollout_depth does not support them with vllm_mode colocate: interrupted completions continue with text only"
+        yield "async_rollout_depth does not support them where it interrupts completions: these continue with text only"
     if flag := cfg.grpo.teacher_flag:
         yield f"{flag} does not support them: a teacher gets text only"
 

@@ -286,8 +286,9 @@ def placed_images(images: PlacedImages) -> tuple[wire.PlacedImage, ...]:
 
 
 async def generate(
-    member: ServerHandle, body: wire.GenerateRequest, take: Callable[[wire.Request, wire.GenerateLine], object], *, noun: str = "prompts"
-) -> None:
+    member: ServerHandle, body: wire.GenerateRequest, take: Callable[[wire.Request, wire.GenerateLine], object], *, noun: str = "prompts",
+    ends: Callable[[], Collection[str]] = lambda: ENDS,
+) -> None:  # fmt: skip
     """Send a body to /generate of a server, and pass each answer to `take` as it arrives.
 
     Args:
@@ -295,6 +296,7 @@ async def generate(
         body: The requests.
         take: Called with each request and its answer.
         noun: Name of the requests in error messages.
+        ends: Returns the finish reasons that are valid now.
 
     Raises:
         ServerGoneError: The stream ended early.
@@ -312,7 +314,7 @@ async def generate(
             raise wire.MalformedMessageError(f"it returned a response for unknown request ID {answer.key!r}")
         request = remaining.pop(answer.key)
         is_one = answer.error is None and not answer.lacks
-        if is_one and (fault := fault_of_answer(answer.completions, request.n, body.version)):
+        if is_one and (fault := fault_of_answer(answer.completions, request.n, body.version, ends())):
             raise wire.MalformedMessageError(fault)
         take(request, answer)
 
@@ -421,20 +423,21 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         )
 
 
-def fault_of_answer(completions: Sequence[wire.SampledCompletion], n: int, version: int) -> str | None:
+def fault_of_answer(completions: Sequence[wire.SampledCompletion], n: int, version: int, valid: Collection[str] = ENDS) -> str | None:
     """Return why completions do not answer a request.
 
     Args:
         completions: The received completions.
         n: Number of requested completions.
         version: Requested version of the weights.
+        valid: Valid finish reasons.
 
     Returns:
         A clause about the server, or None if they are valid.
     """
     if len(completions) != n:
         return f"it returned {len(completions)} of {n} completions"
-    if ends := {completion.reason for completion in completions} - {*ENDS}:
+    if ends := {completion.reason for completion in completions} - {*valid}:
         return f"a completion has finish reason {ends.pop()!r}"
     other_versions = {span[0] for completion in completions for span in completion.versions} - {version}
     return f"it sampled with the weights of version {other_versions.pop()}, not {version}" if other_versions else None

@@ -30,6 +30,7 @@ from megatron_grpo.servers.serve_state import ImageCache, Ownership, RequestRefu
 
 Done = TypeVar("Done")
 Line = TypeVar("Line", bound=Struct)
+SECONDS_BETWEEN_ABORTS = 0.1
 
 
 class AuthenticationMiddleware:
@@ -119,7 +120,7 @@ class App:
 
     def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
         """Return the handlers of POST routes. The name of a handler is the path of its route."""
-        return (self.claim, self.release, self.join, self.weights, self.adapter, self.generate, self.score)
+        return (self.claim, self.release, self.join, self.weights, self.adapter, self.generate, self.abort, self.score)
 
     async def stop(self) -> None:
         """End all response streams and cancel their requests."""
@@ -273,6 +274,19 @@ class App:
                 )
 
         return self._streamed(answers, lambda answer: "error" if answer.error is not None else "answered")
+
+    async def abort(self, request: Request) -> Response:
+        """Answer POST /abort: end all running requests. Their streams answer with what was sampled. Responds when nothing runs."""
+        self._require_owner(request)
+        body = await body_of(request, wire.AbortRequest)
+        self._require_owner(request)
+        self.ownership.require_version(body.version)
+        work, epoch_end = set(self._work), self._over
+        while work and not epoch_end.done():  # again for a request that had not reached the engine
+            await self._engine.abort(clear_cache=False)
+            await asyncio.wait(work, timeout=SECONDS_BETWEEN_ABORTS)
+            work = {task for task in work if not task.done()}
+        return self._state()
 
     def _streamed(self, coroutines: Callable[[], Iterable[Coroutine[Any, Any, Line]]], outcome_of: Callable[[Line], str]) -> Response:
         return StreamingResponse(self._as_they_end(coroutines, outcome_of, self._over), media_type=wire.STREAM_TYPE)

@@ -149,16 +149,27 @@ class ServedEngine:
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.GenerateLine(key=request.key, error=str(error))
         try:
-            draws = [vllm_requests.sampled(output_item, settings, self.vocab_size) for output_item in output.outputs]
+            draws = [vllm_requests.sampled(output_item, settings, self.vocab_size, may_be_aborted=True) for output_item in output.outputs]
         except ConfigError as error:
             return wire.GenerateLine(key=request.key, error=str(error))
         sampled = tuple(
-            _sampled_completion(completion, *draw, self._routed_experts(completion, len(request.ids), number))
+            _sampled_completion(
+                completion, *draw, self._routed_experts(completion, len(request.ids), number), self._text(request, completion, settings)
+            )
             for number, (completion, draw) in enumerate(zip(output.outputs, draws, strict=True))
         )
         if any(spans != version for completion in sampled for spans, _, _ in completion.versions):
             raise RuntimeError(f"request {request.key} was not sampled entirely by version {version}")
         return wire.GenerateLine(key=request.key, completions=sampled)
+
+    def _text(self, request: wire.Request, output: Any, sampling: SamplingSettings) -> str:
+        if not request.num_sampled or output.finish_reason == "abort":
+            return output.text
+        begin = len(request.ids) - request.num_sampled
+        return vllm_requests.text_of(
+            self._llm.get_tokenizer(), request.ids[:begin], [*request.ids[begin:], *output.token_ids], sampling,
+            is_stopped=output.finish_reason == "stop",
+        )  # fmt: skip
 
     def _routed_experts(self, output: Any, opening: int, index: int) -> np.ndarray | None:
         return completion_routes(self._experts.read(output.routed_experts), opening, index) if self._experts is not None else None
@@ -232,9 +243,13 @@ class ServedEngine:
         )
         return [output async for output in stream][-1]
 
-    async def abort(self) -> None:
-        """Abort all running requests and clear the prefix cache."""
-        await self._llm.pause_generation(mode="abort")
+    async def abort(self, *, clear_cache: bool = True) -> None:
+        """Abort all running requests. Their outputs contain what they have sampled so far.
+
+        Args:
+            clear_cache: Whether to clear the prefix cache.
+        """
+        await self._llm.pause_generation(mode="abort", clear_cache=clear_cache)
         await self._llm.resume_generation()
 
     # ---- weights
@@ -353,13 +368,13 @@ def _options(serving: ServeSettings, lora: LoraSync | None, *, on_gpu: bool) -> 
 
 
 def _sampled_completion(
-    output: Any, logprobs: list[float], sampling_mask: SamplingMask | None, experts: np.ndarray | None
+    output: Any, logprobs: list[float], sampling_mask: SamplingMask | None, experts: np.ndarray | None, text: str
 ) -> wire.SampledCompletion:
     return wire.SampledCompletion(
         logprobs=np.array(logprobs, np.float32),
         sampling_mask=sampling_mask,
         tokens=np.array(output.token_ids, np.int32),
-        text=output.text,
+        text=text,
         reason=output.finish_reason,
         versions=tuple((int(span.version), span.start, span.end) for span in output.weight_versions or ()),
         experts=experts,

@@ -7,7 +7,7 @@ another one: the open turn is sent there with the same seed. Used on rank 0 alon
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from megatron_grpo.base.errors import RunError
@@ -104,17 +104,26 @@ class ServerTurns:
                 raise NoServerError
             return
         by_member: dict[str, dict[Key, wire.Request]] = {}
-        for key in waiting:
-            server = self._dp_ranks.get(key, "")
-            if server not in members:
-                episodes = list(self._dp_ranks.values())
-                server = self._dp_ranks[key] = min(members, key=episodes.count)
+        for key, server in self._servers_of(waiting, members).items():
             self._flying[key] = members[server]
             by_member.setdefault(server, {})[key] = self._open[key]
         for name, requests in by_member.items():
             task = asyncio.create_task(self._call(members[name], requests))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
+
+    def _servers_of(self, waiting: Collection[Key], members: Mapping[str, ServerHandle]) -> dict[Key, str]:
+        """Return the server that each turn is sent to now. Turns that are missing wait."""
+        for key in waiting:
+            if self._dp_ranks.get(key) not in members:
+                episodes = list(self._dp_ranks.values())
+                self._dp_ranks[key] = min(members, key=episodes.count)
+        return {key: self._dp_ranks[key] for key in waiting}
+
+    async def _generate(
+        self, member: ServerHandle, body: wire.GenerateRequest, take: Callable[[wire.Request, wire.GenerateLine], object]
+    ) -> None:
+        await generate(member, body, take, noun="turns")
 
     async def _call(self, member: ServerHandle, requests: Mapping[Key, wire.Request]) -> None:
         keys = {request.key: key for key, request in requests.items()}
@@ -125,7 +134,7 @@ class ServerTurns:
 
         is_lost = False
         try:
-            is_lost = await self._server_group.during(member, generate(member, body, take, noun="turns"))
+            is_lost = await self._server_group.during(member, self._generate(member, body, take))
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._refusal = self._refusal or error
         finally:
@@ -138,16 +147,20 @@ class ServerTurns:
         sampled = SampledTurn(
             token_ids=tuple(completion.tokens.tolist()),
             logprobs=tuple(completion.logprobs.tolist()),
-            is_cut=completion.reason == "length",
+            is_cut=completion.reason != "stop",
             sampling_mask=completion.sampling_mask,
             version=version,
+            text=completion.text,
         )
         if self._open.get(key) is request:  # else another server has answered the turn
             del self._open[key]
             self._flying.pop(key, None)
             self._deaths.pop(key, None)
-            self._found.append((key, sampled))
-            self._changed.set()
+            self._add_sampled(key, sampled)
+
+    def _add_sampled(self, key: Key, sampled: SampledTurn) -> None:
+        self._found.append((key, sampled))
+        self._changed.set()
 
     def _ended(self, member: ServerHandle, requests: Mapping[Key, wire.Request], *, is_lost: bool) -> None:
         """Queue the unanswered turns of a finished call again.

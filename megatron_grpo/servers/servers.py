@@ -34,9 +34,10 @@ from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import Server, new_incarnation, run_name, run_name_of, trust_of
 from megatron_grpo.servers.requests import GenerationRequest, ImagesToSend, placed_images
 from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
+from megatron_grpo.servers.server_parts import ServerGeneration, ServerParts, round_robin
 from megatron_grpo.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.servers.weight_broadcast import WeightBroadcaster
-from megatron_grpo.types import Completion, Group, Prompt, make_completion
+from megatron_grpo.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.types import Sequence as TokenSequence
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.weights.shape import ModelShape
@@ -87,7 +88,7 @@ class ServerEngine:
         self._broadcaster: WeightBroadcaster | None = None  # on rank 0
         # The weights that a server was started with are never version 0: it is unknown which files it has read.
         self.version, self.has_base = NO_VERSION, False
-        self._questions = WeakSet[GenerationRequest]()  # requests that may still be awaited; on rank 0 alone
+        self._questions = WeakSet[GenerationRequest | ServerParts]()  # requests that may still be awaited; on rank 0 alone
         self._answering: tuple[object, ServerGenerationFuture] | None = None  # arguments of `generate`, and the answers so far
         self._deaths: dict[Key, list[str]] = {}  # turn -> servers that died while it was in flight, during one `play`
         self.should_cancel: Callable[[], bool] = lambda: False
@@ -140,7 +141,7 @@ class ServerEngine:
             image_spec=image_spec,
         )
 
-    def _run_on_rank_zero(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
+    def run_on_rank_zero(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
         """Execute `work` on rank 0, and return its result or raise its exception on every rank. Collective."""
         return collectives.run_on_rank_zero(lambda: work(cast(WeightBroadcaster, self._broadcaster)), REPORTED)
 
@@ -155,7 +156,7 @@ class ServerEngine:
             has_new = not all(member.is_proven for member in members)
             return dtype, min(state.max_model_len for state in states), all(state.has_base for state in states), has_new
 
-        self.dtype, self._max_model_len, self.has_base, has_new = self._run_on_rank_zero(gathered)
+        self.dtype, self._max_model_len, self.has_base, has_new = self.run_on_rank_zero(gathered)
         return has_new
 
     def take(self, update: WeightUpdate) -> None:
@@ -173,7 +174,7 @@ class ServerEngine:
             with CleanUp(use_up):
                 broadcaster.send_update(update)
 
-        self._run_on_rank_zero(sync)
+        self.run_on_rank_zero(sync)
         self.version = update.version
         self.has_base = self.has_base or update.kind == "weights"
 
@@ -182,7 +183,7 @@ class ServerEngine:
 
     def scores(self, sequences: Sequence[TokenSequence]) -> Mapping[str, list[list[float]]]:
         scores: dict[str, list[list[float]]] = {}  # of all servers on rank 0, empty on other ranks
-        self._run_on_rank_zero(lambda broadcaster: scores.update(broadcaster.scores(sequences, self.version, self._image_spec)))
+        self.run_on_rank_zero(lambda broadcaster: scores.update(broadcaster.scores(sequences, self.version, self._image_spec)))
         return scores
 
     # ---- sampling
@@ -239,7 +240,7 @@ class ServerEngine:
             parts.update(round_robin(player.groups()))
             return 0
 
-        self._require_all(play, "{} turns are not sampled", "{} turns are not sampled")
+        self.require_all(play, "{} turns are not sampled", "{} turns are not sampled")
         return [group for part in collectives.exchange(parts) for group in part]
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerGenerationFuture:
@@ -253,6 +254,22 @@ class ServerEngine:
             self._questions.add(question)
             question.ask(self._broadcaster.server_group)
         return ServerGenerationFuture(self, prompts, question)
+
+    def resume(
+        self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]
+    ) -> ServerGeneration:
+        self.require_weights()
+
+        def make_parts() -> ServerParts:
+            server_group = cast(WeightBroadcaster, self._broadcaster).server_group
+            parts = ServerParts(
+                server_group, _on_the_wire(sampling), version=self.version, deaths=self._deaths,
+                name_of=lambda key: f"completion {key[1]} of prompt {key[0]}",
+            )  # fmt: skip
+            self._questions.add(parts)
+            return parts
+
+        return ServerGeneration(self, make_parts, sampling, seed=seed).begin(prompts, partial)
 
     def require_weights(self) -> None:
         """Check that the servers have weights of a version.
@@ -281,9 +298,9 @@ class ServerEngine:
                 question.ask(broadcaster.server_group)
             return question.wait(self.should_cancel)
 
-        self._require_all(wait, "{} prompts are not completed", "{} prompts are not completed")
+        self.require_all(wait, "{} prompts are not completed", "{} prompts are not completed")
 
-    def _require_all(self, work: Callable[[WeightBroadcaster], int], waiting_text: str, lost_text: str) -> None:
+    def require_all(self, work: Callable[[WeightBroadcaster], int], waiting_text: str, lost_text: str) -> None:
         """Execute `work` on rank 0. Collective.
 
         Args:
@@ -302,7 +319,7 @@ class ServerEngine:
                 )
             return count
 
-        if count := self._run_on_rank_zero(counted):
+        if count := self.run_on_rank_zero(counted):
             version, self.version, self.has_base = self.version, NO_VERSION, False
             raise WeightsLostError(f"No rollout server has the weights of version {version} any more, and {lost_text.format(count)}")
 
@@ -356,18 +373,6 @@ class ServerGenerationFuture:
     @property
     def seconds(self) -> float:
         return 0.0 if self._question is None else self._question.seconds
-
-
-def round_robin(values: Sequence[Value]) -> dict[int, Sequence[Value]]:
-    """Deal things to the ranks that score them, round-robin.
-
-    Args:
-        values: One per prompt, in the order of the prompts.
-
-    Returns:
-        Rank -> its things; ranks without any are missing.
-    """
-    return {rank: values[rank :: collectives.num_ranks()] for rank in range(min(collectives.num_ranks(), len(values)))}
 
 
 def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Request:

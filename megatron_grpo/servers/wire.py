@@ -111,15 +111,22 @@ class PlacedImage(Message, frozen=True):
     tokens: int  # number of its tokens
 
 
-class Request(Message, frozen=True):
-    """Request for one group: n completions of one prompt."""
+class AbortRequest(Message, frozen=True):
+    """Body of POST /abort: running requests end, and are answered with what they have sampled (`SampledCompletion.reason` "abort")."""
+
+    version: int  # of the weights that sample them; another version is refused with 409
+
+
+class Request(Message, frozen=True, omit_defaults=True):
+    """Request for one group: n completions of one prompt; or for the rest of a completion that was interrupted."""
 
     key: str  # the answer carries the same key
-    ids: tuple[int, ...]  # token IDs of the prompt
+    ids: tuple[int, ...]  # token IDs of the prompt, and of what was sampled before
     seed: int  # completion i is sampled with seed + i
     n: int  # completions
     max_tokens: int  # limit for one completion
     images: tuple[PlacedImage, ...] = ()
+    num_sampled: int = 0  # the last tokens of `ids` that belong to the completion: its text includes them
 
 
 class PixelBounds(Message, frozen=True):
@@ -156,7 +163,7 @@ class ScoreResponse(Message, frozen=True):
 
 
 class ServerState(Message, frozen=True):
-    """Response to GET /state, and to POST /claim, /release, /weights and /adapter."""
+    """Response to GET /state, and to POST /claim, /release, /weights, /adapter and /abort."""
 
     boot: str  # random name that changes with every start of the server
     version: int | None  # of the weights; None: no weight sync has completed, or the last one failed
@@ -186,7 +193,7 @@ class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
     tokens: NDArray[np.int32]  # [T]
     logprobs: NDArray[np.float32]  # [T], natural logs
     text: str
-    reason: str  # finish reason: "stop" or "length"; the client rejects any other
+    reason: str  # finish reason: "stop" or "length", or "abort" after POST /abort; the client rejects any other
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) in tokens of the completion
     experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k], as `experts.completion_routes` returns them
     sampling_mask: SamplingMask | None = None  # tokens that sampling could choose from at each of the T positions
@@ -361,6 +368,8 @@ def fault_of(request: Request, max_model_len: int) -> str | None:
         The end of a sentence about the request, or None if it is valid.
     """
     num_needed = len(request.ids) + request.max_tokens
+    if not 0 <= request.num_sampled < max(1, len(request.ids)) or (request.num_sampled and request.n > 1):
+        return f"num_sampled ({request.num_sampled}) must be below the number of its tokens ({len(request.ids)}), and n then 1"
     if any(image.place < 0 or image.tokens < 1 or image.place + image.tokens > len(request.ids) for image in request.images):
         return f"an image position is outside its prompt of {len(request.ids)} tokens"
     if not request.ids:

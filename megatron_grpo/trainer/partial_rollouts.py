@@ -1,13 +1,14 @@
 """Partial rollouts: completions that are interrupted at weight syncs and continue with the new weights, and the check of their versions.
 
 Rollouts arrive in order, each at its own sampling step. The prompts of later rollouts are sampled in slots of the engine that are free
-while the last long completions of the arriving rollout end. What is unfinished then is kept here until the next sampling step.
+while the last long completions of the arriving rollout end. In the trainer's ranks, what is unfinished then is interrupted and kept here
+until the next sampling step. Rollout servers continue while the trainer trains, and are interrupted before the next weight sync.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_grpo.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
+STATS = ("rollout/partial_rows", "rollout/partial_tokens", "rollout/recomputed_tokens", "rollout/ahead_share")
 
 
 class PartialRollouts:
@@ -35,15 +37,19 @@ class PartialRollouts:
     Args:
         sampler: The engine.
         check: Check of the tokens' versions; None without one.
+        in_background: Whether the sampler needs nothing of the trainer's ranks, so completions continue until `interrupt`.
     """
 
-    def __init__(self, sampler: InterruptibleSampler, *, check: VersionCheck | None = None):
-        self._sampler, self._check = sampler, check
-        self._kept: list[PartialCompletion] = []  # of this rank, as of the last `commit`
-        self._found: list[PartialCompletion] = []  # of this rank, after the last `sampling`
+    def __init__(self, sampler: InterruptibleSampler, *, check: VersionCheck | None = None, in_background: bool = False):
+        self._sampler, self._check, self._in_background = sampler, check, in_background
+        self._kept: list[PartialCompletion] = []  # of this rank, as of the last `commit` or `interrupt`
+        self._found: list[PartialCompletion] = []  # of this rank, after the last interruption
         self._generation: InterruptibleGeneration | None = None
         self._prompts: dict[int, Prompt] = {}  # of the last `sampling`, by number
         self._version = 0  # that the last `sampling` sampled with
+        self._first = 0  # number of the first prompt that the next rollout needs
+        self._restart: Callable[[], None] = lambda: None
+        self._stats: dict[str, float] = dict.fromkeys(STATS, 0.0)  # of the last interruption
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         if self._generation is None:
@@ -58,7 +64,8 @@ class PartialRollouts:
     def sampling(self, prompts: Sequence[tuple[Prompt, int]], sampling: SamplingSettings, *, seed: int) -> Iterator[None]:
         """Continue and begin the completions of these prompts inside the block, and interrupt them at its end. Collective.
 
-        Nothing changes before `commit`, so a checkpoint that is saved after an error inside the block has what was there before it.
+        In the background, they continue after the block until `interrupt`. Nothing changes before `commit`, so a checkpoint that is saved
+        after an error inside the block has what was there before it.
 
         Args:
             prompts: (prompt, oldest version that its tokens may have), in the order in which they are needed. Completions with an older
@@ -77,18 +84,39 @@ class PartialRollouts:
                 num_dropped,
             )
         generation = self._sampler.resume([prompt for prompt, _ in prompts], sampling, seed=seed, partial=usable)
-        self._generation, self._version = generation, generation.version
-        with CleanUp(self._close):
+        self._generation, self._version, continues = generation, generation.version, False
+        with CleanUp(lambda: None if continues else self._close()):
             yield
-            self._found = generation.interrupt()
+            continues = self._in_background
+            if not continues:
+                self._found = generation.interrupt()
+
+        def restart() -> None:
+            later = [prompt for prompt, _ in prompts if prompt.number >= self._first]
+            self._generation = self._sampler.resume(later, sampling, seed=seed, partial=self._found)
+
+        self._restart = restart
 
     def _close(self) -> None:
         generation, self._generation = self._generation, None
         if generation is not None:
             generation.abort()
 
+    def interrupt(self, *, restarts: bool = False) -> None:
+        """Interrupt what is sampled in the background, and keep it for the next `sampling` and for checkpoints. Collective.
+
+        Args:
+            restarts: Continue it at once, with the same weights.
+        """
+        generation, self._generation = self._generation, None
+        if generation is not None:
+            self._found = generation.interrupt()
+            self._kept = self._count(self._first)
+            if restarts:
+                self._restart()
+
     def stats(self, first: int) -> dict[str, float]:
-        """Return the metrics of the last `sampling`, and check the versions of what it interrupted. Collective.
+        """Return the metrics of the last interruption, and check the versions of tokens that the present weights sampled. Collective.
 
         Args:
             first: Number of the first prompt that the next rollout needs.
@@ -96,6 +124,11 @@ class PartialRollouts:
         Raises:
             WeightSyncError: The log-probs of interrupted completions are not those of the weights that sampled them.
         """
+        later = self._generation.sampled() if self._generation is not None else self._count(first)
+        return self._stats | (self._check(later, self._prompts, self._version) if self._check else {})
+
+    def _count(self, first: int) -> list[PartialCompletion]:
+        """Set the metrics of an interruption, and return what it left for later rollouts. Collective."""
         unfinished = [completion for completion in self._found if completion.prompt_number >= first]
         num_sampled = [completion.num_sampled_by(self._version) for completion in self._found]
         counts = np.array([
@@ -104,13 +137,8 @@ class PartialRollouts:
             sum(completion.num_sampled_by(self._version) for completion in unfinished), sum(num_sampled),
         ])  # fmt: skip
         rows, tokens, recomputed, ahead_tokens, all_tokens = sum(collectives.all_gather_object(counts)).tolist()
-        stats = {
-            "rollout/partial_rows": rows,
-            "rollout/partial_tokens": tokens,
-            "rollout/recomputed_tokens": recomputed,
-            "rollout/ahead_share": ahead_tokens / max(1, all_tokens),
-        }
-        return stats | (self._check(unfinished, self._prompts, self._version) if self._check else {})
+        self._stats = dict(zip(STATS, (rows, tokens, recomputed, ahead_tokens / max(1, all_tokens)), strict=True))
+        return unfinished
 
     def commit(self, first: int) -> None:
         """Keep what was sampled for later rollouts, for the next `sampling` and for checkpoints.
@@ -118,7 +146,8 @@ class PartialRollouts:
         Args:
             first: Number of the first prompt that the next rollout needs.
         """
-        self._kept, self._found = [completion for completion in self._found if completion.prompt_number >= first], []
+        found = self._kept if self._in_background else self._found
+        self._kept, self._found, self._first = [completion for completion in found if completion.prompt_number >= first], [], first
 
     def to_save(self) -> list[PartialCompletion]:
         """Return the partial completions that this rank writes to a checkpoint."""

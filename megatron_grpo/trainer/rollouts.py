@@ -232,6 +232,15 @@ class Rollouts:
         self.prompts.give_back(len(prompts))
         return [(prompt, self.schedule.oldest_version(numbers[index // count])) for index, prompt in enumerate(prompts)]
 
+    def interrupt(self, *, restarts: bool = False) -> None:
+        """Interrupt partial rollouts that are sampled in the background, and keep what they have. Collective.
+
+        Args:
+            restarts: Continue them at once, with the same weights.
+        """
+        if self.partial is not None:
+            self.partial.interrupt(restarts=restarts)
+
     def launch(self, number: int) -> None:
         """Begin to sample a rollout with the engine's current weights. Returns at once. Collective.
 
@@ -263,10 +272,13 @@ class Rollouts:
     def drain(self, step: int, *, at_most: float | None = None) -> list[Rollout]:
         """Collect all launched rollouts early, for a checkpoint. `collect` does not return them again. Collective.
 
+        Partial rollouts are only interrupted: the checkpoint has what they have sampled.
+
         Args:
             step: Number of optimizer steps done.
             at_most: Largest time to wait, in seconds; None for no limit. If it passes, all launched rollouts are dropped.
         """
+        self.interrupt(restarts=at_most is None)
         numbers = list(self._under_way)
         if not numbers:
             return []

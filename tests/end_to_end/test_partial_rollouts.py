@@ -13,10 +13,13 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from megatron_grpo.checkpoint.samples import read_samples
+from megatron_grpo.types import PartialCompletion
 from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
 from tests.end_to_end.test_many_steps import weights_of
 from tests.mistakes import mistake
 from tests.ranks import RanksFailed, run_ranks
+from tests.servers import ASKS, Server
 
 STEPS = 5
 AHEAD = ["--async_rollout_depth", "1", "--rollout_importance_sampling_mode", "token_truncate"]
@@ -198,3 +201,104 @@ def test_two_ranks_train_the_same_twice(tmp_path):
         assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / name)], timeout=180) == [0, 0]
     assert_same(tmp_path / "one", tmp_path / "other")
     assert any(len(eval(spans)) > 1 for _, _, spans, _ in rows_of(tmp_path / "one").values())
+
+
+# ---- rollout servers: they continue while the trainer trains ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(whole, tmp_path_factory):
+    """(flags of a run on a server, of six slots too, two rollouts ahead)."""
+    _, flags = whole
+    folder = tmp_path_factory.mktemp("served")
+    flags, model = [*flags], Path(flags[flags.index("--model") + 1])
+    for name in ("--vllm_max_num_seqs", "--vllm_kv_cache_memory_mb", "--oversample_ratio"):
+        at = flags.index(name)
+        del flags[at : at + 2]
+    server = Server(folder / "server", model, "--vllm_max_num_seqs", "6", "--vllm_max_model_len", "256")
+    try:
+        server.wait()
+        yield [
+            *flags,
+            "--max_completion_length",
+            "200",
+            "--async_rollout_depth",
+            "2",
+            "--vllm_mode",
+            "server",
+            "--vllm_server_host",
+            f"@{server.address_file}",
+        ]
+    finally:
+        server.close()
+
+
+def on_servers(rank: int, world_size: int, flags: list[str], moment: str = "") -> int:
+    """A run without vLLM in its process, which is killed at a moment."""
+    sys.modules["vllm"] = None
+    if not moment:
+        return train(rank, world_size, flags)
+    MOMENTS.update(SERVED)
+    return killed(rank, world_size, flags, moment)
+
+
+SERVED = {
+    "before the interruption": ("trainer.partial_rollouts", "PartialRollouts", "interrupt", 4),
+    "while servers are interrupted": ("servers.server_parts", "ServerParts", "_abort", 3),
+    "between interruption and push": ("servers.servers", "ServerEngine", "take", 3),
+    "while it waits for completions": ("servers.server_parts", "ServerParts", "poll", 12),
+    "while it trains and servers sample": ("policy.policy", "Policy", "train_step", 3),
+    "while a checkpoint is written and servers sample": ("checkpoint.distributed", "ShardedWriter", "told", 3),
+}
+
+
+def assert_is_whole(out: Path, whole: Path) -> None:
+    """The prompts of each rollout are those of any depth; every token is of a version within the bound."""
+    rows = rows_of(out)
+    prompts = {(rollout, prompt) for rollout, prompt, _ in rows_of(whole)}
+    assert {(rollout, prompt) for rollout, prompt, _ in rows} == prompts and len(rows) == 8 * STEPS
+    for (rollout, *_), (tokens, _, spans, _) in rows.items():
+        spans = eval(spans)
+        assert {version for version, *_ in spans} <= set(range(max(0, rollout - 2), rollout + 1))
+        assert sum(end - begin for _, begin, end in spans) <= len(tokens)
+
+
+def test_a_run_on_servers_goes_on_over_pushes_and_knows_the_version_of_each_token(served, whole, tmp_path):
+    flags = [*served, "--output_dir", str(tmp_path)]
+    assert run_ranks(on_servers, 1, flags, env=ASKS, timeout=240) == [0]
+    assert_is_whole(tmp_path, whole[0])
+    steps = records(tmp_path / "metrics.jsonl")
+    assert len(steps) == STEPS and all(step["sampling/version_error/max"] < 1e-4 for step in steps if "sampling/version_error/max" in step)
+    assert sum("sampling/version_error/max" in step for step in steps) >= 2
+    assert any(step["rollout/ahead_share"] > 0 for step in steps) and any(step["rollout/partial_rows"] > 0 for step in steps[1:])
+    assert 1 <= max(step.get("staleness/tokens/max", 0) for step in steps) <= 2
+
+
+@pytest.mark.parametrize("moment", SERVED)
+def test_a_run_on_servers_that_is_killed_goes_on_from_what_was_saved(served, whole, tmp_path, moment):
+    flags = [*served, "--output_dir", str(tmp_path)]
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(on_servers, 1, flags, moment, env=ASKS, timeout=240)
+    done = len(records(tmp_path / "metrics.jsonl"))
+    assert run_ranks(on_servers, 1, flags, env=ASKS, timeout=240) == [0]
+    assert_is_whole(tmp_path, whole[0])
+    assert len(records(tmp_path / "metrics.jsonl")) == STEPS and 0 < done < STEPS
+
+
+def on_servers_stopped(rank: int, world_size: int, flags: list[str]) -> int:
+    stop_after_steps(flags, 2)
+    return on_servers(rank, world_size, flags)
+
+
+def test_a_signal_keeps_what_servers_have_sampled(served, whole, tmp_path):
+    flags = [*served, "--output_dir", str(tmp_path), "--save_steps", "100"]
+    assert run_ranks(on_servers_stopped, 1, flags, env=ASKS, timeout=240) == [3]
+    [file] = list((tmp_path / "checkpoints").glob("iter_*/grpo/partial/rank_00000.npz"))
+    kept = read_samples(file, PartialCompletion)
+    assert kept and all(len(one.token_ids) and one.text == "" for one in kept if not one.finish_reason)
+    assert run_ranks(on_servers, 1, flags, env=ASKS, timeout=240) == [0]
+    assert_is_whole(tmp_path, whole[0])
+    rows = rows_of(tmp_path)
+    for one in kept:  # every token of it is trained
+        _, logprobs, *_ = rows[next(key for key in rows if key[1:] == one.key)]
+        assert one.logprobs.tobytes() in logprobs

@@ -26,7 +26,7 @@ from tests.servers import TOKEN, Asked, Refusal, Server, Trainer, push
 from tests.small_server import certificate_in
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
-ROUTES = ("/state", "/metrics", "/claim", "/release", "/join", "/weights", "/adapter", "/generate", "/score")
+ROUTES = ("/state", "/metrics", "/claim", "/release", "/join", "/weights", "/adapter", "/generate", "/abort", "/score")
 MODULES = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")  # that have an adapter
 RANK, ALPHA = 4, 16
 WARM = 0.8
@@ -168,13 +168,13 @@ def test_a_token_in_the_body_or_half_a_request_opens_nothing(servers):
         assert head.split(b" ")[1:2] in ([], [b"400"], [b"401"]), (said, head)
 
 
-def test_with_the_token_there_are_nine_routes_and_each_says_what_is_wrong(servers, plain):
+def test_with_the_token_there_are_ten_routes_and_each_says_what_is_wrong(servers, plain):
     for path, method, status in (("/nothing", "GET", 404), ("/docs", "GET", 404), ("/v1/models", "GET", 404), ("/state", "DELETE", 405),
                                  ("/generate", "GET", 405), ("/claim", "GET", 405)):  # fmt: skip
         connection, answer = plain.request(method, path)
         with closing(connection):
             assert answer.status == status and wire.decode_error(answer.read())
-    for path in ("/claim", "/join", "/weights", "/adapter", "/generate", "/score"):
+    for path in ("/claim", "/join", "/weights", "/adapter", "/generate", "/abort", "/score"):
         for body, says in ((b"", "is not JSON"), (b"\xff\xfe", "is not JSON"), (b"[]", "Expected `object`, got `array`"),
                            (b'{"x": 1}', "unknown field `x`")):  # fmt: skip
             connection, answer = plain.request("POST", path, body)
@@ -187,7 +187,7 @@ def test_a_stranger_with_the_token_is_told_to_claim_and_changes_nothing(plain):
     mine, plain.incarnation = plain.incarnation, "stranger"
     join = wire.JoinRequest(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
     bodies = {"/release": wire.EmptyBody(), "/join": join, "/weights": wire.WeightUpdateRequest(version=1, link="x"), "/generate": asked(1),
-              "/score": wire.ScoreRequest(sequences=()), "/state": None,
+              "/score": wire.ScoreRequest(sequences=()), "/abort": wire.AbortRequest(version=0), "/state": None,
               "/adapter": wire.AdapterUpdateRequest(version=1, link="x", config={}, modules=())}  # fmt: skip
     for path, body in bodies.items():
         status, says = refusal(lambda path=path, body=body: plain.call(path, body))

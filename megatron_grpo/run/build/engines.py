@@ -169,7 +169,8 @@ def partial_rollouts_of(cfg: Config, policy: Policy, sampler: Engine) -> Partial
         policy=policy, count=cfg.rollout.verify_versions, temperature=cfg.rollout.temperature,
         is_coarse=cfg.model.torch_dtype != "float32" or sampler.dtype != "float32",
     )  # fmt: skip
-    return PartialRollouts(cast(InterruptibleSampler, sampler), check=check if check.count else None)
+    in_background = cfg.rollout.vllm_mode == "server"
+    return PartialRollouts(cast(InterruptibleSampler, sampler), check=check if check.count else None, in_background=in_background)
 
 
 def sampler_of_run(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:

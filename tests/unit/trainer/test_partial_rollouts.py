@@ -48,8 +48,8 @@ class Slots:
     drawn: list[tuple[int, int, int]]  # (prompt, place, index in the completion) of every token that was ever sampled
     open: dict[tuple[int, int], SimpleNamespace] = field(default_factory=dict)
 
-    def submit(self, key, token_ids, *, seed, max_tokens, group=None):
-        assert key not in self.open and max_tokens > 0 and (group == key[0]) == (len(token_ids) == 2)
+    def submit(self, key, token_ids, *, seed, max_tokens, num_sampled=None):
+        assert key not in self.open and max_tokens > 0 and num_sampled == len(token_ids) - 2
         self.open[key] = SimpleNamespace(begin=len(token_ids) - 2, seed=seed, most=max_tokens, tokens=[])
 
     def _turn(self, one, *, is_cut):

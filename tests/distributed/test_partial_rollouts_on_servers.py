@@ -1,0 +1,252 @@
+"""Completions that live over weight syncs on real rollout servers: each token against transformers at its version, and servers that go.
+
+Four servers are started once. They end one after the other, so the tests run in their order.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.servers import wire
+from tests.distributed.test_rollout_servers import named_in, prompts, trainer
+from tests.ranks import run_ranks
+from tests.servers import ASKS, Asked, Server
+from tests.tiny_models import write_tiny
+
+SEED, LIMIT, GROUP = 5, 120, 3
+VERSIONS, NUM_PROMPTS = 3, 20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Checkpoints of one architecture with different weights: those of each version."""
+    folder = tmp_path_factory.mktemp("models")
+    return [write_tiny(folder / str(seed), tied=False, seed=seed, max_positions=512) for seed in range(VERSIONS)]
+
+
+@pytest.fixture(scope="module")
+def servers(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    started = [Server(folder / str(i), models[0], "--vllm_max_model_len", "256", "--vllm_max_num_seqs", "6") for i in range(4)]
+    try:
+        yield [server.wait() for server in started]
+    finally:
+        for server in started:
+            server.close()
+
+
+def settings(**more):
+    from megatron_grpo.rollout.engine import SamplingSettings
+
+    return replace(SamplingSettings(n=GROUP, max_completion_length=LIMIT, temperature=0.8, stop_token_ids=(4,)), **more)
+
+
+def push(policy, weight_sync, paths, version):
+    from megatron_grpo.weights.hf_files import HfReader
+
+    policy.exchange.load(policy.chunks, HfReader(paths[version]))
+    assert weight_sync.sync_weights(version).logp_difference_max < 1e-4
+
+
+def worst_of(paths, prompt_ids, tokens, logprobs, parts, temperature=0.8):
+    """|sampled log-prob - transformers'| at the version that each token names, of a completion."""
+    from tests.tiny_models import hf_logprobs, load_tiny
+
+    worst = 0.0
+    for version, begin, end in parts:
+        expected = hf_logprobs(load_tiny(paths[version]), [*prompt_ids, *tokens], temperature).numpy()[len(prompt_ids) - 1 :]
+        worst = max([worst, *np.abs(expected[begin:end] - logprobs[begin:end])])
+    return worst
+
+
+def live_over_pushes(rank, world, paths, named, out, seconds):
+    """Three pushes after random times; of this rank: prompt -> tokens, spans and text; the largest gap; what each push interrupted."""
+    asked, found, left, kept = prompts(NUM_PROMPTS), {}, [], []
+    rng, to_check = random.Random(seconds), []  # checked at the end: servers go on meanwhile
+    with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
+        for version in range(VERSIONS):
+            push(policy, weight_sync, paths, version)
+            wanted = asked[3 * version : 3 * version + 3 if version + 1 < VERSIONS else NUM_PROMPTS]
+            generation = engine.resume(asked[3 * version :], settings(), seed=SEED, partial=kept)
+            groups = generation.groups(wanted[:1]) + generation.groups(wanted[1:])
+            time.sleep(seconds * rng.random())  # as the trainer trains
+            kept = [one for one in generation.interrupt() if one.prompt_number > wanted[-1].number]
+            for group in groups:
+                begin = len(group.prompt.token_ids)
+                for place, one in enumerate(group.completions):
+                    spans = [(by, first - begin, last - begin) for by, first, last in one.versions]
+                    to_check.append((group.prompt.token_ids, one.answer_ids, one.logprobs[begin:], spans))
+                    found[group.prompt.number, place] = (list(one.answer_ids), spans, one.text, one.finish_reason)
+            to_check += [(asked[one.prompt_number].token_ids, one.token_ids, one.logprobs, one.parts) for one in kept]
+            left.append([(one.key, one.versions, len(one.token_ids), one.finish_reason) for one in kept])
+    return found, max(worst_of(paths, *one) for one in to_check), left
+
+
+@pytest.mark.parametrize(("world", "seconds"), [(1, 0.1), (2, 0.3)])
+def test_each_token_is_of_the_version_it_names_whenever_weights_are_pushed(models, servers, tmp_path, world, seconds):
+    from transformers import AutoTokenizer
+
+    named = named_in(tmp_path / "names", *servers[:2])
+    parts = run_ranks(live_over_pushes, world, models, named, tmp_path / "out", seconds, env=ASKS, timeout=240)
+    found = {key: one for part in parts for key, one in part[0].items()}
+    assert set(found) == {(number, place) for number in range(NUM_PROMPTS) for place in range(GROUP)}
+    assert sum(len(part[0]) for part in parts) == len(found)  # each is on one rank
+    assert max(part[1] for part in parts) < 1e-5
+    assert [part[2] for part in parts][1:] == [[[], [], []]] * (world - 1)  # rank 0 has all that is unfinished
+    for tokens, spans, _, reason in found.values():
+        assert spans[0][1] == 0 and spans[-1][2] == len(tokens) <= LIMIT and (reason == "stop" or len(tokens) == LIMIT)
+    assert all(count for rows in parts[0][2] for _, _, count, _ in rows)
+    assert any(len(spans) > 1 for _, spans, _, _ in found.values())
+    assert all(version <= number // 3 for (number, _), (_, spans, _, _) in found.items() for version, *_ in spans)
+    tokenizer = AutoTokenizer.from_pretrained(models[0])
+    for tokens, _, text, reason in found.values():
+        whole = tokenizer.decode(tokens[:-1] if reason == "stop" else tokens, skip_special_tokens=True)
+        assert text.strip() == whole.strip()
+
+
+def interrupt_and_kill(rank, world, paths, named, out, moment, pids):
+    """A server is killed at a moment of a push; what the others then sample."""
+    asked = prompts(NUM_PROMPTS)
+    with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
+        push(policy, weight_sync, paths, 0)
+        generation = engine.resume(asked, settings(), seed=SEED, partial=[])
+        groups = generation.groups(asked[:1])
+        kept = generation.interrupt()
+        before = {one.key: len(one.token_ids) for one in kept}
+        if moment == "between interruption and push":
+            kill(pids)
+        take = engine.take
+
+        def taken(update):
+            if moment == "in the push":
+                kill(pids)
+            take(update)
+
+        engine.take = taken
+        push(policy, weight_sync, paths, 1)
+        generation = engine.resume(asked, settings(), seed=SEED, partial=kept)
+        if moment == "after the push":
+            kill(pids)
+        groups += generation.groups(asked[1:])
+        found = generation.interrupt()
+        worst = max(worst_of(paths, asked[one.prompt_number].token_ids, one.token_ids, one.logprobs, one.parts) for one in found)
+        return [group.prompt.number for group in groups], worst, before, {one.key: (len(one.token_ids), one.versions) for one in found}
+
+
+def kill(pids):
+    while pids:
+        os.killpg(pids.pop(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["between interruption and push", "in the push", "after the push"])
+def test_a_server_that_is_killed_at_a_push_costs_at_most_its_tokens_since_then(models, servers, tmp_path, moment):
+    place = ["between interruption and push", "in the push", "after the push"].index(moment)
+    doomed, last = servers[1 + place], servers[0]
+    named = named_in(tmp_path / "names", last, doomed)
+    [(numbers, worst, before, found)] = run_ranks(
+        interrupt_and_kill, 1, models, named, tmp_path / "out", moment, [doomed.process.pid], env=ASKS, timeout=240
+    )
+    assert numbers == list(range(NUM_PROMPTS)) and worst < 1e-5
+    assert len(found) == NUM_PROMPTS * GROUP
+    for key, count in before.items():  # what rank 0 had is not sampled again
+        assert found[key][0] >= count and found[key][1][0] == 0
+    assert any(1 in versions for _, versions in found.values())
+
+
+def test_abort_answers_with_what_was_sampled_and_the_server_goes_on(models, servers, tmp_path):
+    server = servers[0]
+    named = named_in(tmp_path / "names", server)
+    run_ranks(hold, 1, models, named, tmp_path / "out", server.address_file.parent / "claimed", env=ASKS, timeout=240)
+
+
+def hold(rank, world, paths, named, out, file):
+    """Requests of several completions and of one, some of which have ended when POST /abort comes."""
+    from megatron_grpo.servers.http import begun
+
+    with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
+        push(policy, weight_sync, paths, 0)
+        [member] = engine._broadcaster.server_group.used
+        asked = prompts(4)
+        requests = [
+            wire.Request(key=str(i), ids=one.token_ids, seed=i, n=4, max_tokens=[2, 200, 200, 200][i]) for i, one in enumerate(asked)
+        ]
+        lines = []
+        body = wire.GenerateRequest(version=0, sampling=wire.Sampling(), requests=tuple(requests))
+        stream = begun(member.server.stream("/generate", body, lines.append))
+        while not any(line.strip() for line in lines):
+            time.sleep(0.01)  # between two looks
+        wrong = begun(member.server.call("POST", "/abort", wire.AbortRequest(version=7), timeout=30.0))
+        with pytest.raises(Exception, match="this server has version 0, but version 7 was requested"):
+            wrong.result()
+        state = wire.decode(
+            wire.ServerState, begun(member.server.call("POST", "/abort", wire.AbortRequest(version=0), timeout=30.0)).result()
+        )
+        assert state.running == 0 and state.version == 0
+        stream.result()
+        answers = {answer.key: answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None}
+        assert set(answers) == set("0123")
+        for i, prompt in enumerate(asked):
+            assert len(answers[str(i)].completions) == 4
+            for one in answers[str(i)].completions:
+                assert one.reason == ("length" if i == 0 else "abort") or one.reason == "stop"
+                assert len(one.tokens) == len(one.logprobs)
+                parts = [(0, 0, len(one.tokens))]
+                assert worst_of(paths, prompt.token_ids, one.tokens.tolist(), one.logprobs, parts, temperature=1.0) < 1e-5
+        assert any(one.reason == "abort" and len(one.tokens) for answer in answers.values() for one in answer.completions)
+        # The same completion in two parts has one text.
+        rest = wire.Request(key="r", ids=(*asked[1].token_ids, *answers["1"].completions[0].tokens.tolist()), seed=1, n=1, max_tokens=3,
+                            num_sampled=len(answers["1"].completions[0].tokens))  # fmt: skip
+        lines.clear()
+        begun(member.server.stream("/generate", replace_requests(body, rest), lines.append)).result()
+        [answer] = [answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None]
+        assert answer.completions[0].text.startswith(answers["1"].completions[0].text.rstrip("�"))
+
+
+def replace_requests(body, *requests):
+    return wire.GenerateRequest(version=body.version, sampling=body.sampling, requests=requests)
+
+
+def test_all_servers_lost_and_one_that_returns_goes_on_from_what_was_kept(models, servers, tmp_path):
+    server = servers[0]
+    named = named_in(tmp_path / "names", server)
+    [(versions, worst)] = run_ranks(lose_all, 1, models, named, tmp_path / "out", server.process.pid, env=ASKS, timeout=240)
+    assert worst < 1e-5 and versions
+
+
+def lose_all(rank, world, paths, named, out, pid):
+    """The only server is stopped for longer than a stream may be silent, then continued: all weights are lost, and synced again."""
+    from megatron_grpo.rollout.engine import WeightsLostError
+    from megatron_grpo.servers import http
+
+    http.SILENCE = 2.0
+    asked = prompts(4)
+    with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
+        push(policy, weight_sync, paths, 0)
+        kept = []
+        while not kept:  # something must be unfinished
+            generation = engine.resume(asked, settings(), seed=SEED, partial=[])
+            generation.groups(asked[:1])
+            kept = [one for one in generation.interrupt() if not one.finish_reason]
+        before = {one.key: len(one.token_ids) for one in kept}
+        push(policy, weight_sync, paths, 1)
+        generation = engine.resume(asked, settings(), seed=SEED, partial=kept)
+        os.killpg(pid, signal.SIGSTOP)
+        lost = Asked(lambda: generation.groups(asked))
+        time.sleep(4.0)  # longer than a silence
+        os.killpg(pid, signal.SIGCONT)
+        with pytest.raises(WeightsLostError, match="completions are not sampled"):
+            lost.answer()
+        assert engine.version < 0
+        push(policy, weight_sync, paths, 1)
+        assert [group.prompt.number for group in generation.groups(asked)] == [0, 1, 2, 3]
+        found = generation.interrupt()
+        assert all(len(one.token_ids) >= before.get(one.key, 0) for one in found)
+        worst = max(worst_of(paths, asked[one.prompt_number].token_ids, one.token_ids, one.logprobs, one.parts) for one in found)
+        return [one.versions for one in found], worst
