@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.servers import ASKS, Asked, Server
 from tests.tiny_models import write_tiny
 
 SEED, LIMIT, GROUP = 5, 120, 3
-VERSIONS, NUM_PROMPTS = 3, 20
+VERSIONS, NUM_PROMPTS = 3, 40
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +56,21 @@ def push(policy, weight_sync, paths, version):
     assert weight_sync.sync_weights(version).logp_difference_max < 1e-4
 
 
+@cache
+def model_of(path):
+    from tests.tiny_models import load_tiny
+
+    return load_tiny(path)
+
+
 def worst_of(paths, prompt_ids, tokens, logprobs, parts, temperature=0.8):
-    """|sampled log-prob - transformers'| at the version that each token names, of a completion."""
-    from tests.tiny_models import hf_logprobs, load_tiny
+    """|sampled log-prob - transformers'| at the version that each token names, of a completion; in nats at temperature 1."""
+    from tests.tiny_models import hf_logprobs
 
     worst = 0.0
     for version, begin, end in parts:
-        expected = hf_logprobs(load_tiny(paths[version]), [*prompt_ids, *tokens], temperature).numpy()[len(prompt_ids) - 1 :]
-        worst = max([worst, *np.abs(expected[begin:end] - logprobs[begin:end])])
+        expected = hf_logprobs(model_of(paths[version]), [*prompt_ids, *tokens], temperature).numpy()[len(prompt_ids) - 1 :]
+        worst = max([worst, *(temperature * np.abs(expected[begin:end] - logprobs[begin:end]))])
     return worst
 
 
@@ -89,7 +97,7 @@ def live_over_pushes(rank, world, paths, named, out, seconds):
     return found, max(worst_of(paths, *one) for one in to_check), left
 
 
-@pytest.mark.parametrize(("world", "seconds"), [(1, 0.1), (2, 0.3)])
+@pytest.mark.parametrize(("world", "seconds"), [(1, 0.0), (2, 0.1)])
 def test_each_token_is_of_the_version_it_names_whenever_weights_are_pushed(models, servers, tmp_path, world, seconds):
     from transformers import AutoTokenizer
 
