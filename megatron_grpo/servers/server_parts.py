@@ -21,7 +21,7 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration
 from megatron_grpo.rollout.turns import Key, SampledTurn
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import ServerRefusedError, begun
+from megatron_grpo.servers.http import ServerRefusedError, start_coroutine
 from megatron_grpo.servers.requests import ENDS, generate
 from megatron_grpo.servers.server_group import ServerHandle
 from megatron_grpo.servers.server_turns import BETWEEN_CALLS, NoServerError, ServerTurns
@@ -45,7 +45,7 @@ class ServerParts(ServerTurns):
         super().__init__(*args, **more)
         self._joining: deque[tuple[Key, wire.Request]] = deque()  # filled by the main thread, emptied by the event loop
         self._is_aborting, self._has_more = False, True
-        self._sending = begun(self._keep_sending())
+        self._sending = start_coroutine(self._keep_sending())
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, num_sampled: int | None = None) -> None:
         request = wire.Request(
@@ -60,7 +60,7 @@ class ServerParts(ServerTurns):
         Raises:
             RunError: A part cannot be sampled by any server.
         """
-        return begun(self._interrupted()).result()
+        return start_coroutine(self._interrupted()).result()
 
     def abort(self) -> None:
         self.abandon()

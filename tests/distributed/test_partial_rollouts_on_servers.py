@@ -176,7 +176,7 @@ def test_abort_answers_with_what_was_sampled_and_the_server_goes_on(models, serv
 
 def hold(rank, world, paths, named, out, file):
     """Requests of several completions and of one, some of which have ended when POST /abort comes."""
-    from megatron_grpo.servers.http import begun
+    from megatron_grpo.servers.http import start_coroutine
 
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
         push(policy, weight_sync, paths, 0)
@@ -187,14 +187,14 @@ def hold(rank, world, paths, named, out, file):
         ]
         lines = []
         body = wire.GenerateRequest(version=0, sampling=wire.Sampling(), requests=tuple(requests))
-        stream = begun(member.server.stream("/generate", body, lines.append))
+        stream = start_coroutine(member.server.stream("/generate", body, lines.append))
         while not any(line.strip() for line in lines):
             time.sleep(0.01)  # between two looks
-        wrong = begun(member.server.call("POST", "/abort", wire.AbortRequest(version=7), timeout=30.0))
+        wrong = start_coroutine(member.server.call("POST", "/abort", wire.AbortRequest(version=7), timeout=30.0))
         with pytest.raises(Exception, match="this server has version 0, but version 7 was requested"):
             wrong.result()
         state = wire.decode(
-            wire.ServerState, begun(member.server.call("POST", "/abort", wire.AbortRequest(version=0), timeout=30.0)).result()
+            wire.ServerState, start_coroutine(member.server.call("POST", "/abort", wire.AbortRequest(version=0), timeout=30.0)).result()
         )
         assert state.running == 0 and state.version == 0
         stream.result()
@@ -212,7 +212,7 @@ def hold(rank, world, paths, named, out, file):
         rest = wire.Request(key="r", ids=(*asked[1].token_ids, *answers["1"].completions[0].tokens.tolist()), seed=1, n=1, max_tokens=3,
                             num_sampled=len(answers["1"].completions[0].tokens))  # fmt: skip
         lines.clear()
-        begun(member.server.stream("/generate", replace_requests(body, rest), lines.append)).result()
+        start_coroutine(member.server.stream("/generate", replace_requests(body, rest), lines.append)).result()
         [answer] = [answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None]
         assert answer.completions[0].text.startswith(answers["1"].completions[0].text.rstrip("�"))
 
