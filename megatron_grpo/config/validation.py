@@ -213,7 +213,7 @@ SAMPLING = (
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and stop strings are not recognised over an "
          "interruption. Use stop_token_ids, or async_rollout_depth {depths}.", lambda c: {"async_rollout_depth": c.smaller}),
     Rule("async_rollout_depth {flag}", lambda c: training_structured_outputs(c.cfg.rollout) is not None
-         and (found := _depths(c)) and found | {"flag": flag_of(c.cfg.rollout)},
+         and (depths := _depths(c)) and depths | {"flag": flag_of(c.cfg.rollout)},
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and structured outputs begin anew after an "
          "interruption. Omit them, or use async_rollout_depth {depths}.", lambda c: {"async_rollout_depth": c.smaller}),
     Rule("async_rollout_depth router_replay_mode", lambda c: c.router_replay_mode == "R3" and _depths(c),

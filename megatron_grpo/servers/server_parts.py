@@ -85,8 +85,8 @@ class ServerParts(ServerTurns):
         self._open.clear()
         if self._refusal is not None:
             raise self._refusal
-        found, self._found = self._found, []
-        return found
+        sampled, self._found = self._found, []
+        return sampled
 
     async def _abort(self, member: ServerHandle) -> None:
         await member.server.call("POST", "/abort", wire.AbortRequest(version=self._version), timeout=ABORT_SECONDS)
@@ -148,7 +148,7 @@ class ServerGeneration(PartialGeneration):
     def __init__(self, engine: ServerEngine, make_parts: Callable[[], ServerParts], sampling: SamplingSettings, *, seed: int):
         self._engine, self._make_parts, self._prompts = engine, make_parts, dict[int, Prompt]()
         super().__init__(
-            cast(ServerParts, None), sampling, seed=seed, version=engine.version, text_of=lambda _, one: one.text,
+            cast(ServerParts, None), sampling, seed=seed, version=engine.version, text_of=lambda _, completion: completion.text,
             share=EngineShare(rank=0, num_engines=1, ranks_per_engine=1), should_cancel=lambda: engine.should_cancel(),
         )  # fmt: skip
 
@@ -162,7 +162,7 @@ class ServerGeneration(PartialGeneration):
         Returns:
             This object.
         """
-        self._found = {one.key: one for part in collectives.exchange({0: list(partial)}) for one in part}
+        self._found = {completion.key: completion for part in collectives.exchange({0: list(partial)}) for completion in part}
         self._engine.run_on_rank_zero(lambda _: self._ask_servers(prompts))
         return self
 
@@ -176,7 +176,7 @@ class ServerGeneration(PartialGeneration):
 
     def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         self._engine.require_weights()
-        keys = [(prompt.number, place) for prompt in prompts for place in range(self._sampling.n)]
+        keys = [(prompt.number, generation) for prompt in prompts for generation in range(self._sampling.n)]
 
         def wait(_: object) -> int:
             self._ask_servers(prompts)
@@ -194,12 +194,12 @@ class ServerGeneration(PartialGeneration):
 
         self._engine.require_all(wait, "{} completions are not sampled", "{} completions are not sampled")
         n = self._sampling.n
-        asked = [] if self._parts is None else [[self._found[key] for key in keys[i : i + n]] for i in range(0, len(keys), n)]
-        mine = [sampled for part in collectives.exchange(round_robin(asked)) for sampled in part]
+        groups = [] if self._parts is None else [[self._found[key] for key in keys[i : i + n]] for i in range(0, len(keys), n)]
+        local = [sampled for part in collectives.exchange(round_robin(groups)) for sampled in part]
         own = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
-            Group(prompt=prompt, completions=tuple(self._completion(prompt, one) for one in sampled))
-            for prompt, sampled in zip(own, mine, strict=True)
+            Group(prompt=prompt, completions=tuple(self._completion(prompt, completion) for completion in sampled))
+            for prompt, sampled in zip(own, local, strict=True)
         ]
 
     def interrupt(self) -> list[PartialCompletion]:

@@ -146,8 +146,8 @@ class PartialRollouts:
         Args:
             first: Number of the first prompt that the next rollout needs.
         """
-        found = self._kept if self._in_background else self._found
-        self._kept, self._found, self._first = [completion for completion in found if completion.prompt_number >= first], [], first
+        sampled = self._kept if self._in_background else self._found
+        self._kept, self._found, self._first = [completion for completion in sampled if completion.prompt_number >= first], [], first
 
     def to_save(self) -> list[PartialCompletion]:
         """Return the partial completions that this rank writes to a checkpoint."""
