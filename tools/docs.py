@@ -3,13 +3,15 @@
     python tools/docs.py gather     build/docs: docs/, the examples' READMEs, and the generated pages
     python tools/docs.py check      build/docs/site: writes redirects for moved pages, then follows every link to its page and anchor
     python tools/docs.py write      the generated tables of pages in docs/, which a test holds equal to their source
+    python tools/docs.py notebooks  output/notebooks: executes the notebooks on output/quickstart; `gather` publishes their outputs
 
-`tools/docs.sh` calls the first two. Nothing of torch is needed.
+`tools/docs.sh` calls the first two. Nothing of torch is needed, except by the notebooks.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -70,6 +72,8 @@ def sources() -> dict[Path, Path]:
             found[page] = place.with_name("index.md") if place.name == "README.md" else place
     for page in (ROOT / "examples").glob("*/README.md"):
         found[page] = Path("examples") / f"{page.parent.name}.md"
+    for page in NOTEBOOKS.glob("*.py"):
+        found[page] = Path("examples") / "notebooks" / f"{page.stem}.md"
     return found
 
 
@@ -204,18 +208,84 @@ def argument_pages() -> dict[str, str]:
     return {f"arguments/{system}": page(system) for system in SYSTEMS}
 
 
+NOTEBOOKS, EXECUTED = ROOT / "examples" / "notebooks", ROOT / "output" / "notebooks"
+
+
+def execute_notebooks() -> None:
+    """Execute every notebook on the quickstart's run, with its outputs in `EXECUTED`. They are published and not committed."""
+    import jupytext
+    from nbclient import NotebookClient
+
+    EXECUTED.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    for path in sorted(NOTEBOOKS.glob("*.py")):
+        notebook = jupytext.read(path)
+        NotebookClient(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+        jupytext.write(notebook, EXECUTED / f"{path.stem}.ipynb")
+        print(f"[docs] executed {path.relative_to(ROOT)}")
+
+
+def cells_of(text: str) -> list[tuple[bool, str]]:
+    """Return (whether it is code, its text) of each cell of a notebook in percent format."""
+    cells = []
+    for part in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
+        kind, _, body = part.partition("\n")
+        is_code = "[markdown]" not in kind
+        cells.append((is_code, (body if is_code else re.sub(r"^# ?", "", body, flags=re.MULTILINE)).strip()))
+    return cells
+
+
+def notebook_page(text: str, outputs: list[list[dict]]) -> str:
+    """Return a notebook as a page.
+
+    Args:
+        text: The notebook in percent format.
+        outputs: Outputs of each code cell; empty if the notebook was not executed.
+    """
+    lines, left = [], iter(outputs)
+    for is_code, body in cells_of(text):
+        lines += ["```python", body, "```", ""] if is_code else [body, ""]
+        outputs_of_cell = list(next(left, [])) if is_code else []
+        printed = "".join("".join(output["text"]) for output in outputs_of_cell if output["output_type"] == "stream")
+        lines += ["```text", printed.strip(), "```", ""] if printed else []
+        for data in (output["data"] for output in outputs_of_cell if "data" in output):
+            if "image/png" in data:
+                lines += [f'<img alt="Output of the cell" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">', ""]
+            elif "text/html" in data:  # a blank line would end the element for Markdown
+                html = re.sub(r"<style.*?</style>", "", "".join(data["text/html"]), flags=re.DOTALL)
+                lines += [re.sub(r"\n\s*(?=\n)", "", html).strip(), ""]
+            else:
+                lines += ["```text", "".join(data["text/plain"]), "```", ""]
+    return "\n".join(lines)
+
+
+def notebook_pages() -> dict[str, str]:
+    """Return the notebooks as pages, by name; with outputs where one was executed as it is now."""
+    pages = {}
+    for path in sorted(NOTEBOOKS.glob("*.py")):
+        text, outputs, executed = path.read_text(encoding="utf-8"), [], EXECUTED / f"{path.stem}.ipynb"
+        if executed.exists():
+            cells = [cell for cell in json.loads(executed.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+            if ["".join(cell["source"]).strip() for cell in cells] == [body for is_code, body in cells_of(text) if is_code]:
+                outputs = [cell["outputs"] for cell in cells]
+        pages[f"examples/notebooks/{path.stem}"] = notebook_page(text, outputs)
+    return pages
+
+
 def gather() -> None:
     shutil.rmtree(PAGES.parent, ignore_errors=True)
     places = sources()
     for page, place in places.items():
+        if page.suffix != ".md":
+            continue
         (PAGES / place).parent.mkdir(parents=True, exist_ok=True)
         (PAGES / place).write_text(relinked(page.read_text(encoding="utf-8"), page, place, places), encoding="utf-8")
     shutil.copytree(ROOT / "docs" / "assets", PAGES / "assets", dirs_exist_ok=True)
     made = {"settings": settings_page(), "command_line": commands_page()} | argument_pages()
     for title, modules in API.items():
         made[f"api/{title.lower().replace(' ', '_')}"] = "\n\n".join([f"# {title}", *(f"::: megatron_grpo.{name}" for name in modules), ""])
-    for name, text in made.items():
-        path = PAGES / "reference" / f"{name}.md"
+    for name, text in [*((f"reference/{name}", text) for name, text in made.items()), *notebook_pages().items()]:
+        path = PAGES / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     shutil.copy(ROOT / "docs" / "mkdocs.yml", PAGES.parent / "mkdocs.yml")
@@ -274,9 +344,9 @@ def check() -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["gather", "check", "write"])
+    parser.add_argument("what", choices=["gather", "check", "write", "notebooks"])
     what = parser.parse_args().what
     if what == "check":
         sys.exit(1 if check() else 0)
     sys.path.insert(0, str(ROOT))
-    gather() if what == "gather" else write()
+    {"gather": gather, "write": write, "notebooks": execute_notebooks}[what]()
