@@ -36,6 +36,20 @@ def test_python_on_mathematics_is_planned(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["memory"]["fits"]
 
 
+def test_mini_swe_agent_is_planned(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "config.json"
+    row = {"prompt": [{"role": "user", "content": "x"}], "module": "a.py", "files": {"a.py": ""}, "tests": ""}
+    rows.write_text(f"{json.dumps(row)}\n" * 47)
+    config.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **COMMON, **MODELS["Qwen3ForCausalLM"]}))
+    words = ["--config", EXAMPLES / "agent_swe/config.yaml", "--model", config, "--dataset", rows]
+    words += ["--eval_datasets", f"held_out={rows}", "--world_size", "8", "--gpu_memory_gb", "80"]
+    code = main(["plan", "--json", *map(str, words)])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["memory"]["fits"], found
+    assert not [said for said in found["warnings"] if "max_agents" in said]
+
+
 def figures(found: dict) -> dict[str, str]:
     """As the tables of the pages word them."""
     memory, cost = found["memory"], found["cost"]

@@ -1,0 +1,43 @@
+"""mini-swe-agent on one row: writes the row's files into the working folder, and runs the agent as it comes from PyPI.
+
+With AGENT_IMAGE every command runs in a container of that image without a network; without it, with your rights on this machine.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"MSWEA_SILENT_STARTUP": "1", "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_GLOBAL_CONFIG_DIR": os.environ["TMPDIR"]}
+
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.docker import DockerEnvironment
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.openrouter_model import OpenRouterModel
+
+SYSTEM = "You are a programmer who works in a shell. Each answer is one call of bash. Commands run in the folder of the task."
+TASK = "{{task}}\n\nWhen it is done, run: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+
+def main() -> None:
+    row, here = json.loads(Path(os.environ["AGENT_ROW"]).read_text()), Path.cwd()
+    for name, text in row["files"].items():
+        (here / name).write_text(text)
+    if image := os.environ.get("AGENT_IMAGE"):
+        mounted = ["--rm", "--network", "none", "--memory", "2g", "-v", f"{here}:/task"]
+        shell = DockerEnvironment(image=image, cwd="/task", run_args=mounted, timeout=30)
+    else:
+        shell = LocalEnvironment(cwd=str(here), timeout=30)
+    model = OpenRouterModel(model_name="policy")  # chat completions by plain HTTP, whatever its name says
+    model._api_url, model._api_key = f"{os.environ['OPENAI_BASE_URL']}/chat/completions", os.environ["OPENAI_API_KEY"]
+    agent = DefaultAgent(model, shell, system_template=SYSTEM, instance_template=TASK, cost_limit=0)
+    try:
+        agent.run(row["prompt"][-1]["content"])
+    except Exception as error:
+        if type(error).__name__ != "OpenRouterAuthenticationError":  # the endpoint's 401: a limit of the episode is reached
+            raise
+        print("the episode is over", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
