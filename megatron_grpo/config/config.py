@@ -309,6 +309,10 @@ class TurnsConfig:
     agent_timeout: float = setting(900.0, "time of an agent's episode", unit="seconds", above=0)
     agent_memory_mb: int = free(0, "limit for the address space of a program's process; 0: none", unit="MiB", at_least=0)
     max_agents: int = free(16, "agents of a rank that run at a time", unit="agents", at_least=1)
+    agent_host: str = free("127.0.0.1", "address on which the endpoint of agents listens, on each rank that samples (docs/agents.md)")
+    agent_port: int = free(0, "its port on the first rank of a machine, then one more per rank; 0: free ones", at_least=0, at_most=65_000)
+    agent_ssl_certfile: str | None = free(None, "TLS certificate of the endpoint of agents (PEM)")
+    agent_ssl_keyfile: str | None = free(None, "its TLS private key (default: in agent_ssl_certfile)")
     max_agent_contexts: int = setting(16, "limit of contexts of an agent's episode: edits, sub-agents, parallel requests", at_least=1)
 
     @property

@@ -24,7 +24,8 @@ from megatron_grpo.config.tuner import tuner_rules
 from megatron_grpo.config.write import find_secrets
 
 REWARD = "environment"  # the built-in reward that an environment gives
-AGENTS = ("agent_verdict", "agent_columns", "agent_env", "agent_memory_mb", "agent_timeout", "max_agents", "max_agent_contexts")
+AGENTS = ("agent_verdict", "agent_columns", "agent_env", "agent_memory_mb", "agent_timeout", "max_agents", "max_agent_contexts",
+          "agent_host", "agent_port", "agent_ssl_certfile", "agent_ssl_keyfile")  # fmt: skip
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), its square is still finite
 
 
@@ -238,6 +239,8 @@ SAMPLING = (
     Rule("{player} vllm_max_model_len", lambda c: c.cfg.turns.has_agent and c.vllm_max_model_len is None,
          "{player} requires vllm_max_model_len: the length of an agent's prompts is not known before it sends them. Set it to the length "
          "of the longest conversation in tokens, which servers must support too."),
+    Rule("agent_ssl_keyfile agent_ssl_certfile", lambda c: c.agent_ssl_keyfile is not None and c.agent_ssl_certfile is None,
+         "agent_ssl_keyfile ({agent_ssl_keyfile}) needs a certificate. Set agent_ssl_certfile."),
     Rule("reward_funcs agent_verdict", lambda c: c.agent_command is not None and c.agent_verdict is None and REWARD in c.reward_funcs,
          "reward_funcs environment with agent_command requires agent_verdict, which returns the reward of an episode. Set it, or use "
          "reward functions that read the conversation."),

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_grpo.base.errors import one_line
+from megatron_grpo.base.errors import RunError, one_line
 from megatron_grpo.environments import agent_forms
 from megatron_grpo.environments.agent_session import AgentRefusalError, AgentSession, AgentTurn, episode_over
 from megatron_grpo.rollout.engine import SamplingSettings
@@ -23,6 +23,32 @@ SECONDS_BETWEEN_COMMENTS = 10.0  # of a stream that waits for its answer
 _LOG = logging.getLogger(__name__)
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointAddress:
+    """Where the endpoint of agents listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    certfile: str | None = None  # TLS
+    keyfile: str | None = None
+
+    def listen(self) -> tuple[socket.socket, str]:
+        """Return the listening socket, and its URL without a path. The URL of a wildcard address has the name of the machine.
+
+        Raises:
+            RunError: The address is in use or not of this machine.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            listening = socket.create_server((self.host, self.port), family=family, backlog=1024)
+        except OSError as error:
+            raise RunError(
+                f"The endpoint of agents cannot listen on {self.host} port {self.port} (agent_host, agent_port): {error}."
+            ) from error
+        name = socket.gethostname() if self.host in ("0.0.0.0", "::") else f"[{self.host}]" if ":" in self.host else self.host
+        return listening, f"{'https' if self.certfile else 'http'}://{name}:{listening.getsockname()[1]}"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +92,7 @@ class AgentServer:
         sampling: Sampling settings of the run.
         on_call: Passes a call to the engine's thread. `answered` is called when its turn is sampled.
         overruled: Receives a description of each sampling parameter that is not the run's.
+        address: Where it listens.
 
     Attributes:
         url: Where it listens, without a path.
@@ -73,15 +100,14 @@ class AgentServer:
 
     def __init__(
         self, episodes: Sequence[OpenEpisode], sampling: SamplingSettings, *, on_call: Callable[[AgentCall], None],
-        overruled: Callable[[str], None],
+        overruled: Callable[[str], None], address: EndpointAddress = EndpointAddress(),
     ):  # fmt: skip
         entries = [_Entry(episode) for episode in episodes]
         self._agents = {_digest(entry.episode.api_key): entry for entry in entries}
         self._verdicts = {_digest(entry.episode.verdict_key): entry for entry in entries}
         self._sampling, self._ask, self._overruled = sampling, on_call, overruled
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._loop, self._server = asyncio.new_event_loop(), _server(self._app)
+        self._socket, self.url = address.listen()
+        self._loop, self._server = asyncio.new_event_loop(), _server(self._app, address)
         self._thread = threading.Thread(target=self._run, name="agents' endpoint", daemon=True)
         self._thread.start()
 
@@ -244,11 +270,12 @@ def _finish(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _server(app: Any) -> Any:
+def _server(app: Any, address: EndpointAddress) -> Any:
     import uvicorn
 
     return uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none",
-                                         timeout_keep_alive=60, interface="asgi3", proxy_headers=False))  # fmt: skip
+                                         timeout_keep_alive=60, interface="asgi3", proxy_headers=False,
+                                         ssl_certfile=address.certfile, ssl_keyfile=address.keyfile))  # fmt: skip
 
 
 def _digest(key: str) -> bytes:

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -97,9 +98,10 @@ def load_agent(cfg: Config) -> type[AgentEnvironment]:
         cfg: The settings of the run.
 
     Raises:
-        ConfigError: The function, the program or the verdict cannot be used.
+        ConfigError: The function, the program, the verdict or the TLS certificate cannot be used.
     """
     turns = cfg.turns
+    _check_certificate(turns.agent_ssl_certfile, turns.agent_ssl_keyfile)
     if turns.agent is not None:
         solve = _function(turns.agent, "agent", "row, endpoint")
         return type("Agent", (AgentEnvironment,), {"solve": staticmethod(solve), "timeout_of_call": turns.agent_timeout})
@@ -110,6 +112,17 @@ def load_agent(cfg: Config) -> type[AgentEnvironment]:
     )  # fmt: skip
     longest = 2 * turns.agent_timeout + SECONDS_AFTER_END + SECONDS_TO_TERMINATE  # the program's time, and the verdict's
     return type("Agent", (AgentEnvironment,), {"solve": program, "timeout_of_call": longest})
+
+
+def _check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    if certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: b"")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        key, reason = f" and agent_ssl_keyfile ({keyfile})" if keyfile else "", getattr(error, "strerror", None) or str(error)
+        message = f"agent_ssl_certfile ({certfile}){key} cannot be used: {reason}. Use PEM files, and a key without a password."
+        raise config_error("agent_ssl_certfile", message) from error
 
 
 def _function(spec: str, flag: str, arguments: str) -> Callable[..., Any]:

@@ -15,10 +15,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import describe_exception
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.validation import REWARD
-from megatron_grpo.environments.agent_app import AgentCall, AgentServer
+from megatron_grpo.environments.agent_app import AgentCall, AgentServer, EndpointAddress
 from megatron_grpo.environments.agent_programs import (
     SECONDS_TO_TERMINATE,
     AgentEnvironment,
@@ -51,6 +52,7 @@ class AgentRunnerFactory(PlayerFactory):
     limits: SessionLimits
     needs_reward: bool  # whether the built-in reward `environment` is used
     reader: Callable[[Sequence[Mapping[str, Any]]], ReadCalls]
+    address: EndpointAddress = EndpointAddress()
 
     @classmethod
     def of(
@@ -79,6 +81,10 @@ class AgentRunnerFactory(PlayerFactory):
             concurrency=turns.max_agents,
             needs_reward=REWARD in cfg.rewards.reward_funcs,
             reader=lambda tools: make_reader(json.dumps(list(tools), sort_keys=True)),
+            address=EndpointAddress(
+                host=turns.agent_host, port=turns.agent_port and turns.agent_port + launcher.read().local_rank,
+                certfile=turns.agent_ssl_certfile, keyfile=turns.agent_ssl_keyfile,
+            ),
         )  # fmt: skip
 
 
@@ -116,7 +122,8 @@ class AgentPlayer(RequestingPlayer):
             for generation in range(self.n)
         }
         self._running = set(self.episodes)
-        self._server = AgentServer(list(self.episodes.values()), sampling, on_call=self._ask_turn, overruled=overruled)
+        episodes = list(self.episodes.values())
+        self._server = AgentServer(episodes, sampling, on_call=self._ask_turn, overruled=overruled, address=stage.address)
         self._workers = WorkerPool(concurrency=stage.concurrency, timeout=stage.agent.timeout_of_call)
         for episode in self.episodes.values():
             self._workers.submit(episode.key, partial(self._play, episode))

@@ -209,6 +209,16 @@ def test_with_servers_a_rank_has_no_engine_and_a_push_goes_to_rank_0(ask, archit
     assert [said for said in found["warnings"] if "are sent unencrypted to http://a:8000, http://b:8000" in said]
 
 
+def test_the_plan_names_an_engine_that_too_few_agents_leave_empty_and_an_endpoint_in_the_clear(ask):
+    agents = "--agent e.py:solve --vllm_max_model_len 4096 --num_generations 8 --global_batch_size 64 --max_agents"
+    _, few = ask("Qwen3ForCausalLM", f"{agents} 4 --agent_host 10.0.0.1")
+    _, many = ask("Qwen3ForCausalLM", f"{agents} 64 --agent_host 127.0.0.2")
+    told, silent = ([said for said in found["warnings"] if "agent" in said] for found in (few, many))
+    assert not silent and len(told) == 2
+    assert told[0].startswith("agent_host (10.0.0.1): requests and keys of agents are sent unencrypted.")
+    assert "max_agents (4) leaves the engine partly empty: a rank could sample" in told[1]
+
+
 def test_with_servers_nothing_is_offloaded(ask):
     code, found = ask("Qwen3ForCausalLM", f"{SERVERS} --offload_model true")
     assert code == 0 and [

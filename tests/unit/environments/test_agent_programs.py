@@ -183,6 +183,7 @@ def settings(**turns) -> Config:
         ({"agent_command": "no_such_program x"}, "no_such_program is not a program on this machine"),
         ({"agent_command": "python 'unclosed"}, "No closing quotation"),
         ({"agent_command": " "}, "nothing is not a program"),
+        ({"agent": "SOLVE:whole", "agent_ssl_certfile": "none.pem"}, r"agent_ssl_certfile \(none.pem\) cannot be used: No such file"),
         ({"agent": "SOLVE:takes_one"}, "must be a function that accepts"),
         ({"agent": "SOLVE:Class"}, "not a plain function"),
         ({"agent": "SOLVE:missing"}, "missing"),
@@ -190,6 +191,8 @@ def settings(**turns) -> Config:
     ],
 )
 def test_an_agent_that_cannot_be_used_is_refused_before_the_run(tmp_path, turns, words):
-    (tmp_path / "solve.py").write_text("def takes_one(row): pass\nclass Class:\n    def __init__(self, row, endpoint): pass\n")
+    (tmp_path / "solve.py").write_text(
+        "def takes_one(row): pass\ndef whole(row, endpoint): pass\nclass Class:\n    def __init__(self, row, endpoint): pass\n"
+    )
     with pytest.raises(ConfigError, match=words):
         load_agent(settings(**{name: value.replace("SOLVE", str(tmp_path / "solve.py")) for name, value in turns.items()}))

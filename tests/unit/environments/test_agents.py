@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 import time
 
@@ -14,6 +15,7 @@ import openai
 import pytest
 from anthropic import Anthropic, AuthenticationError, BadRequestError
 
+from megatron_grpo.base.errors import RunError
 from megatron_grpo.environments.agents import AgentPlayer, AgentSampler
 from megatron_grpo.rollout.engine import SamplingSettings
 from tests.agents import KINDS, TOOLS, Agent, Ledger, compare, parallel, plain, played, prompt, stage
@@ -360,6 +362,44 @@ def test_a_key_is_refused_after_its_episode_and_after_the_rollout():
     assert [row.finish_reason for row in rows] == ["done", "done"]
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", int(keys[0].url.rpartition(":")[2])), timeout=1)
+
+
+def test_the_endpoint_listens_where_it_is_told_with_tls_and_again_in_the_next_rollout(tmp_path):
+    from megatron_grpo.environments.agent_app import EndpointAddress
+    from tests.small_server import certificate_in
+
+    certificate, key = map(str, certificate_in(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = EndpointAddress(host="localhost", port=port, certfile=certificate, keyfile=key)
+
+    def solve(row, endpoint):
+        assert endpoint.url == f"https://localhost:{port}"
+        client = httpx.Client(verify=ssl.create_default_context(cafile=certificate))
+        with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=client) as trusting:
+            trusting.chat.completions.create(model="policy", messages=CHAT)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{port}/v1/models")
+        return 1.0
+
+    for _ in range(2):
+        (row,), _ = played(solve, Ledger(), address=address)
+        assert (row.finish_reason, row.record.numbers.fault) == ("done", "")
+
+
+def test_an_address_that_is_in_use_ends_the_run_with_its_settings():
+    from megatron_grpo.environments.agent_app import EndpointAddress
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="cannot listen on 127.0.0.1 port .*agent_port"):
+        played(lambda row, endpoint: 1.0, Ledger(), address=EndpointAddress(port=taken.getsockname()[1]))
+
+
+def test_the_url_of_a_wildcard_address_names_the_machine():
+    from megatron_grpo.environments.agent_app import EndpointAddress
+
+    listening, url = EndpointAddress(host="0.0.0.0").listen()
+    with listening:
+        assert url == f"http://{socket.gethostname()}:{listening.getsockname()[1]}"
 
 
 # ---- the run around it
