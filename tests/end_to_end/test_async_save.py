@@ -31,7 +31,7 @@ def killed_in(rank, world_size, flags, who, where, count):
 
     places = {"a tensor": (distributed.HashedFile, "write"), "telling": (distributed.ShardedWriter, "told"),
               "the description": (distributed, "write_file"), "the manifest": (manifest.Folder, "commit"),
-              "the pointer": (manifest, "write_whole")}  # fmt: skip
+              "the pointer": (manifest, "atomic_write_text")}  # fmt: skip
     owner, name = places[where]
     whole, calls = getattr(owner, name), []
 
