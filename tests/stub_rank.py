@@ -1,4 +1,4 @@
-"""A rank without a model, for tests of `api.launch`: `python -m tests.stub_rank FOLDER`. The object `act` is what it does."""
+"""A rank without a model, for tests of `api.launch`: `python -m tests.stub_rank FOLDER`. The first object is what it does."""
 
 from __future__ import annotations
 
@@ -9,4 +9,5 @@ from pathlib import Path
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    sys.exit(pickle.loads((folder / "objects.pkl").read_bytes())["act"](folder, int(os.environ["RANK"])))
+    act = pickle.loads((folder / "objects.pkl").read_bytes())
+    sys.exit(act(folder, int(os.environ["RANK"])))

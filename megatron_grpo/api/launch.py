@@ -9,14 +9,13 @@ import contextlib
 import json
 import os
 import pickle
-import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,28 +76,19 @@ def write_launch(folder: Path, command: str, words: Sequence[str], objects: Mapp
         import cloudpickle
     except ImportError as error:
         raise ConfigError("Starting ranks from a Python program needs cloudpickle: pip install 'megatron-grpo[api]'.") from error
-    try:
-        pickled = cloudpickle.dumps(dict(objects))
-    except Exception as error:
-        name = next((name for name, value in objects.items() if not _is_picklable(value)), "an object")
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"{name} cannot be sent to the ranks ({reason}). Create what it holds inside the function.") from error
     launch = {
         "command": command, "words": list(words), "path": sys.path, "argv": sys.argv, "listens": listens,
         "fingerprints": {name: given.fingerprint(name) for name in objects},
     }  # fmt: skip
     (folder / LAUNCH).write_bytes(pickle.dumps(launch))
-    (folder / OBJECTS).write_bytes(pickled)
-
-
-def _is_picklable(value: Any) -> bool:
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(value)
-    except Exception:  # noqa: BLE001 - whatever the pickling of a user's object raises
-        return False
-    return True
+    with (folder / OBJECTS).open("wb") as stream:
+        pickler = cloudpickle.Pickler(stream)  # one for all: what two objects share, they share in the ranks
+        for name, value in objects.items():
+            try:
+                pickler.dump(value)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {one_line(error)}"
+                raise ConfigError(f"{name} cannot be sent to the ranks ({reason}). Create what it holds inside the function.") from error
 
 
 class RankProcesses:
@@ -113,11 +103,11 @@ class RankProcesses:
 
     def __init__(self, folder: Path, number: int, *, listen: Listen | None, echo: bool):
         self.folder, self.number, self.listen, self.echo = folder, number, listen, echo
-        # Ranks write to a terminal themselves. Elsewhere, in a notebook above all, this thread prints their lines.
+        # Ranks write to a terminal themselves. Elsewhere, in a notebook above all, this thread prints their lines, from a file each.
         self._inherits = echo and sys.__stdout__ is not None and sys.stdout is sys.__stdout__ and sys.__stdout__.isatty()
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen] = []
-        self._is_stopping, self._num_read = False, 0  # bytes of the metrics of rank 0
+        self._is_stopping = False
+        self._num_read: Counter[str] = Counter()  # bytes of each file that the ranks write
         self._first_failed: int | None = None
         self._failed_at = float("inf")
 
@@ -131,12 +121,11 @@ class RankProcesses:
             KeyboardInterrupt: After Ctrl-C, once the ranks have saved.
             RunError: If a rank ended without a reason. Otherwise the exception that ended the first rank.
         """
-        interrupted, readers = False, []
+        interrupted = False
         try:
             port = _free_port()
             for rank in range(self.number):
                 self._processes.append(self._start(rank, port))
-            readers = [] if self._inherits else [self._reader(process) for process in self._processes]
             while None in [process.poll() for process in self._processes]:  # each is polled: `_look` reads their exit codes
                 try:
                     self._look()
@@ -149,9 +138,7 @@ class RankProcesses:
             self._signal(signal.SIGKILL)
             for process in self._processes:
                 process.wait()
-            for reader in readers:
-                reader.join(5)
-            self._print()
+            self._print(has_ended=True)
         self._call_back()
         codes = [process.returncode for process in self._processes]
         if interrupted:
@@ -182,22 +169,14 @@ class RankProcesses:
         env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         for name in () if self._inherits else _COLOURS:
             env.pop(name, None)
-        output: dict[str, Any] = {} if self._inherits else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        # A session of their own keeps a Ctrl-C of the terminal from reaching ranks whose output is piped; `run` forwards it.
-        return subprocess.Popen(
-            [sys.executable, "-m", RANK_MODULE, str(self.folder)],
-            env=env, stdin=subprocess.DEVNULL, start_new_session=not self._inherits, **output,
-        )  # fmt: skip
-
-    def _reader(self, process: subprocess.Popen) -> threading.Thread:
-        def forward_output() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                self._lines.put(line)
-
-        thread = threading.Thread(target=forward_output, daemon=True)
-        thread.start()
-        return thread
+        command = [sys.executable, "-m", RANK_MODULE, str(self.folder)]
+        if self._inherits:
+            return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+        # A session of their own keeps a Ctrl-C of the terminal from reaching these ranks; `run` forwards it.
+        with (self.folder / f"output.{rank}").open("ab") as output:
+            return subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def _look(self) -> None:
         """Wait a moment, print and call back, and end the other ranks some time after one has failed."""
@@ -211,28 +190,30 @@ class RankProcesses:
             if time.monotonic() - self._failed_at > SECONDS_TO_END:
                 self._signal(signal.SIGKILL)
 
-    def _print(self) -> None:
-        """Print the lines so far, in this thread: a notebook shows the output of another thread below a later cell."""
-        while not self._lines.empty():
-            line = self._lines.get()
-            if self.echo:
-                print(line.decode(errors="replace"), end="", flush=True)
+    def _print(self, *, has_ended: bool = False) -> None:
+        """Print the new lines in this thread: a notebook shows the output of another thread below a later cell."""
+        for rank in range(self.number):
+            for line in self._new_lines(f"output.{rank}", has_ended=has_ended):
+                if self.echo:
+                    print(line.decode(errors="replace"), end="", flush=True)
 
     def _call_back(self) -> None:
         """Call back with the metrics that rank 0 has written since the last call."""
-        if self.listen is None or not (metrics := self.folder / METRICS).exists():
-            return
-        with metrics.open("rb") as stream:
-            stream.seek(self._num_read)
-            lines = stream.readlines()
-        for line in lines:
-            if not line.endswith(b"\n"):  # it is still being written
-                break
-            self._num_read += len(line)
+        for line in self._new_lines(METRICS) if self.listen else ():
             record = json.loads(line)
-            if self.listen(record["step"], record["numbers"]) and not self._is_stopping:
+            if self.listen and self.listen(record["step"], record["numbers"]) and not self._is_stopping:
                 self._is_stopping = True
                 self._signal(signal.SIGTERM)
+
+    def _new_lines(self, name: str, *, has_ended: bool = False) -> Iterator[bytes]:
+        """Yield the lines that a rank has added to a file; the last one may be incomplete if the rank has ended."""
+        with contextlib.suppress(FileNotFoundError), (self.folder / name).open("rb") as stream:
+            stream.seek(self._num_read[name])
+            for line in stream:
+                if not line.endswith(b"\n") and not has_ended:  # it is still being written: a second read could return its rest
+                    return
+                self._num_read[name] += len(line)
+                yield line
 
     def _signal(self, number: int) -> None:
         for process in self._processes:

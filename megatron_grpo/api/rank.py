@@ -36,7 +36,9 @@ def run_command(folder: Path) -> int:
     sys.path[:], sys.argv = launch["path"], launch["argv"]
     parts = {"listener": _writer(folder / METRICS)} if launch["listens"] else {}
     try:
-        given.provide(pickle.loads((folder / OBJECTS).read_bytes()), launch["fingerprints"])
+        with (folder / OBJECTS).open("rb") as stream:
+            objects = pickle.Unpickler(stream)
+            given.provide({name: objects.load() for name in launch["fingerprints"]}, launch["fingerprints"])
         return cli.run(launch["command"], launch["words"], parts)
     except BaseException as error:  # noqa: BLE001 - reported below, and raised again in the program
         _write_error(folder, error)

@@ -156,6 +156,17 @@ def test_what_cannot_be_pickled_is_named_and_nothing_is_started(run):
         run(act)
 
 
+def test_what_two_objects_share_they_share_in_the_ranks(tmp_path):
+    calls = []
+    with launch.launch_folder(tmp_path) as folder:
+        launch.write_launch(folder, "train", [], {"one": lambda: calls.append(1), "other": lambda: len(calls)}, listens=False)
+        with (folder / "objects.pkl").open("rb") as stream:
+            objects = pickle.Unpickler(stream)
+            one, other = objects.load(), objects.load()
+    one()
+    assert other() == 1 and calls == []
+
+
 def test_a_function_of_a_module_beside_the_script_is_found(run, tmp_path, monkeypatch):
     (tmp_path / "beside_the_script.py").write_text("def act(folder, rank):\n    return 0\n")
     monkeypatch.syspath_prepend(tmp_path)
