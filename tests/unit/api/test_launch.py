@@ -16,6 +16,7 @@ import pytest
 
 from megatron_grpo.api import launch
 from megatron_grpo.base.errors import ConfigError, RunError
+from tests.terminal import Terminal
 
 
 @pytest.fixture
@@ -128,6 +129,100 @@ def test_ctrl_c_lets_the_ranks_save_and_is_raised_in_the_program(run, tmp_path, 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt, match="exit codes of its ranks: 3, 3"):
         run(saves_on(signal.SIGINT))
+
+
+def test_a_second_ctrl_c_ends_ranks_that_are_still_saving(run, tmp_path, default_sigint):
+    def saving(folder, rank):
+        signal.signal(signal.SIGINT, lambda *_: (folder / f"saving.{rank}").touch())
+        (folder / f"ready.{rank}").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    ranks = []
+
+    def interrupt_twice():
+        for name in ("ready", "saving"):
+            while len(found := [*tmp_path.glob(f"out/.started/*/{name}.*")]) < 2:
+                time.sleep(0.01)
+            if name == "ready":
+                while not all(path.read_text() for path in found):
+                    time.sleep(0.01)
+                ranks.extend(psutil.Process(int(path.read_text())) for path in found)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_twice, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(saving)
+    assert len(ranks) == 2 and not any(one.is_running() for one in ranks)
+
+
+NOTEBOOK_CELL = """
+import os, signal, sys, time
+from pathlib import Path
+from megatron_grpo.api import launch
+
+launch.RANK_MODULE = "tests.stub_rank"
+
+def act(folder, rank):
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(3))
+    print("ready", flush=True)
+    time.sleep(600)
+
+with launch.launch_folder(Path(os.environ["OUT"])) as folder:
+    launch.write_launch(folder, "train", [], {"act": act}, listens=False)
+    launch.RankProcesses(folder, 1, listen=None, echo=True).run()
+print("the next line")
+"""
+
+
+def test_interrupt_in_a_notebook_ends_the_cell_after_the_save_and_the_kernel_lives_on(tmp_path, monkeypatch):
+    manager = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed (pip install 'megatron-grpo[dev]')")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed (pip install 'megatron-grpo[dev]')")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    kernel, client = manager.start_new_kernel(kernel_name="python3")
+    printed = []
+
+    def heard(message):
+        printed.append(message["content"].get("text", ""))
+        if "ready" in printed[-1]:
+            kernel.interrupt_kernel()
+
+    try:
+        ended = client.execute_interactive(NOTEBOOK_CELL, timeout=120, output_hook=heard)
+        assert (ended["content"]["status"], ended["content"]["ename"]) == ("error", "KeyboardInterrupt")
+        assert ended["content"]["evalue"].endswith("exit codes of its ranks: 3") and "the next line" not in "".join(printed)
+        assert client.execute_interactive("1 + 1", timeout=60, output_hook=heard)["content"]["status"] == "ok"
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+
+
+IN_A_TERMINAL = """
+import os, sys
+from pathlib import Path
+from megatron_grpo.api import launch
+
+launch.RANK_MODULE = "tests.stub_rank"
+
+def act(folder, rank):
+    print("terminal" if sys.stdout.isatty() else "file", os.environ.get("FORCE_COLOR"), flush=True)
+
+with launch.launch_folder(Path("out")) as folder:
+    launch.write_launch(folder, "train", [], {"act": act}, listens=False)
+    launch.RankProcesses(folder, 1, listen=None, echo=True).run()
+"""
+
+
+def test_in_a_terminal_the_ranks_write_to_it_themselves_so_the_live_lines_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    terminal = Terminal([sys.executable, "-c", IN_A_TERMINAL], tmp_path)
+    try:
+        terminal.say("", r"terminal 1\r\n")
+    finally:
+        terminal.close()
+    ended = subprocess.run([sys.executable, "-c", IN_A_TERMINAL], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "file None\n", ended.stderr
 
 
 def test_the_program_raises_what_the_first_rank_raised_and_ends_the_others(run, monkeypatch):
