@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,13 @@ def test_the_number_of_ranks(monkeypatch):
     assert [of(), of(3), of(world_size=4), of(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)] == [1, 3, 4, 4]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert of() == 2
+
+
+def test_the_docstring_and_the_page_say_that_changes_in_the_ranks_are_lost_and_what_to_use():
+    page = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text()
+    [limit] = [line for line in page.splitlines() if "have copies" in line]
+    for text in (limit, " ".join((GRPOTrainer.__doc__ or "").split())):
+        assert "appends to a list of the program is lost" in text and "callback" in text
 
 
 def test_functions_of_one_name_have_two_names_and_words_stay_words():
