@@ -15,6 +15,7 @@ REQUIRED = [
     "numpy",
     "pyyaml",
     "rich",
+    "autograd>=1.8",  # gradients of `referee` without torch
     "psutil",  # parquet files; and megatron-core imports it and does not declare it
     "torch>=2.6; sys_platform == 'linux'",
     "megatron-core>=0.16.1,<0.20; sys_platform == 'linux'",

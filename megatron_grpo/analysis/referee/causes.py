@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_grpo.analysis.referee.reference import Counted, ReferenceCompletio
 
 TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo", "fipo")
 ROW_MEANS = ("grpo", "sapo")
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 Row = Callable[[ReferenceCompletion, DumpedRow], ReferenceCompletion]
 # (counted completions, settings, max_completion_length, micro-batch, its rows) -> token weights
 Weights = Callable[[Counted, Any, int, DumpedMicroBatch, Sequence[DumpedRow]], list[Any]]
@@ -26,7 +27,7 @@ def rule(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Se
     return reference.token_weights(batch, s, longest)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """What makes a cause of the reference.
 
@@ -42,6 +43,7 @@ class Change:
 
     cause: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    _: KW_ONLY
     row: Row = lambda completion, row: completion
     formulas: Mapping[str, Any] = field(default_factory=dict)
     weights: Weights = rule
@@ -50,20 +52,17 @@ class Change:
 
     def apply(self, s: Any) -> SimpleNamespace:
         """Return the settings with those that differ."""
-        return SimpleNamespace(**{**vars(s), **self.settings})
+        return SimpleNamespace(**vars(s) | self.settings)
 
 
 # ---- token weights -----------------------------------------------------------------------------------------------------------------------
 
 
 def _as(loss_type: str) -> Weights:
-    def weights(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
-        return rule(batch, SimpleNamespace(**{**vars(s), "loss_type": loss_type}), longest, micro, rows)
-
-    return weights
+    return lambda batch, s, longest, micro, rows: rule(batch, SimpleNamespace(**vars(s) | {"loss_type": loss_type}), longest, micro, rows)
 
 
-def _own_tokens(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
+def _own_tokens(batch: Counted, s: Any, longest: int, *unused: Any) -> list[Any]:
     return reference.token_weights(batch, s, longest)
 
 
@@ -81,12 +80,12 @@ def _divided_by(count: Callable[[DumpedRow, DumpedMicroBatch], float]) -> Weight
     return weights
 
 
-WEIGHTS = {
-    "grpo": "length bias: each completion is divided by its own length",
-    "dapo": "a mean over all tokens, instead of a mean over completions",
-    "bnpo": "a mean over the tokens of each micro-batch, instead of a mean over completions",
-    "dr_grpo": "a sum over tokens divided by max_completion_length",
-    "sequence_sum": "a sum over the tokens of each completion, divided by no length",
+WEIGHTS = {  # loss_type -> loss types with the same weights, cause
+    "grpo": (ROW_MEANS, "length bias: each completion is divided by its own length"),
+    "dapo": (TOKEN_MEANS, "a mean over all tokens, instead of a mean over completions"),
+    "bnpo": (TOKEN_MEANS, "a mean over the tokens of each micro-batch, instead of a mean over completions"),
+    "dr_grpo": (("dr_grpo",), "a sum over tokens divided by max_completion_length"),
+    "sequence_sum": (("sequence_sum", "luspo"), "a sum over the tokens of each completion, divided by no length"),
 }
 
 
@@ -96,78 +95,75 @@ def _unmasked(c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
 
 def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
     """Yield causes in the token weights and in the rows that count."""
-    same = {"grpo": ROW_MEANS, "dapo": TOKEN_MEANS, "bnpo": TOKEN_MEANS, "dr_grpo": ("dr_grpo",), "sequence_sum": ("sequence_sum", "luspo")}
     if s.overlong_filter:
-        yield Change(cause="truncated rows kept: overlong_filter is not applied", settings={"overlong_filter": False})
+        yield Change("truncated rows kept: overlong_filter is not applied", {"overlong_filter": False})
     else:
-        yield Change(cause="truncated rows left out, although overlong_filter is off", settings={"overlong_filter": True})
+        yield Change("truncated rows left out, although overlong_filter is off", {"overlong_filter": True})
     if s.loss_type in TOKEN_MEANS:
-        yield Change(cause="mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
-    yield Change(cause="masked tokens counted in the mean", weights=_divided_by(lambda row, micro: row.length))
-    yield Change(cause="padding in the mean", weights=_divided_by(lambda row, micro: micro.width or row.length))
-    yield Change(cause="masked tokens trained and counted", row=_unmasked, weights=_own_tokens)
-    yield Change(cause="masked tokens trained", row=_unmasked, weights=_divided_by(lambda row, micro: row.mask.sum()))
-    for loss_type, cause in WEIGHTS.items():
-        if s.loss_type not in same[loss_type]:
-            yield Change(cause=cause, weights=_as(loss_type))
-    yield Change(cause="rows without a trained token left out of the mean", drops=lambda row: not row.mask.any())
+        yield Change("mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
+    yield Change("masked tokens counted in the mean", weights=_divided_by(lambda row, micro: row.length))
+    yield Change("padding in the mean", weights=_divided_by(lambda row, micro: micro.width or row.length))
+    yield Change("masked tokens trained and counted", row=_unmasked, weights=_own_tokens)
+    yield Change("masked tokens trained", row=_unmasked, weights=_divided_by(lambda row, micro: row.mask.sum()))
+    for loss_type, (same, cause) in WEIGHTS.items():
+        if s.loss_type not in same:
+            yield Change(cause, weights=_as(loss_type))
+    yield Change("rows without a trained token left out of the mean", drops=lambda row: not row.mask.any())
     if s.exclude_zero_std_groups:
-        yield Change(cause="groups with equal rewards kept in the mean", settings={"exclude_zero_std_groups": False})
+        yield Change("groups with equal rewards kept in the mean", {"exclude_zero_std_groups": False})
     else:
-        yield Change(cause="groups with equal rewards left out of the mean", drops=lambda row: row.is_zero_std or row.advantage == 0)
+        yield Change("groups with equal rewards left out of the mean", drops=lambda row: row.is_zero_std or row.advantage == 0)
 
 
 # ---- ratio, clip, correction, KL, entropy ----------------------------------------------------------------------------------------------
 
 
-def _wrong_side(c: ReferenceCompletion, r: Any, s: Any) -> Any:
-    a = reference.token_advantage(c, s)
-    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
-    return (r * -a).minimum(r.clamp(1.0 - s.epsilon, 1.0 + high) * -a)
+def _high(s: Any) -> float:
+    return s.epsilon if s.epsilon_high is None else s.epsilon_high
 
 
 def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
     """Yield causes in the importance ratio, its clip and the sign of the advantage."""
-    yield Change(cause="staleness ignored: the ratio is 1", row=lambda c, row: replace(c, old_logp=None))
-    yield Change(cause="old log-probs of the wrong version: they are the sampler's",
-                 row=lambda c, row: replace(c, old_logp=c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old)))  # fmt: skip
-    yield Change(cause="old log-probs of the wrong version: they are the reference's", row=lambda c, row: replace(c, old_logp=c.ref_logp))
-    yield Change(cause="the importance ratio is inverted: old over current",
-                 formulas={"objective": lambda c, r, t: reference.objective(c, 1.0 / r, t)})  # fmt: skip
+    yield Change("staleness ignored: the ratio is 1", row=lambda c, row: replace(c, old_logp=None))
+    yield Change(
+        "old log-probs of the wrong version: they are the sampler's",
+        row=lambda c, row: replace(c, old_logp=c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old)),
+    )
+    yield Change("old log-probs of the wrong version: they are the reference's", row=lambda c, row: replace(c, old_logp=c.ref_logp))
+    inverted = {"objective": lambda c, r, t: reference.objective(c, 1.0 / r, t)}
+    yield Change("the importance ratio is inverted: old over current", formulas=inverted)
     levels = {"token": "of each token", "sequence": "of the sequence", "sequence_token": "of the sequence, with the gradient of each token"}
     for level, words in levels.items():
         if level != s.importance_sampling_level:
-            yield Change(cause=f"the importance ratio is that {words}", settings={"importance_sampling_level": level})
-    yield Change(cause="the sign of the advantages is flipped", row=lambda c, row: replace(c, advantage=-c.advantage))
+            yield Change(f"the importance ratio is that {words}", {"importance_sampling_level": level})
+    yield Change("the sign of the advantages is flipped", row=lambda c, row: replace(c, advantage=-c.advantage))
     if s.loss_type == "cispo":
         high = 5.0 if s.epsilon_high is None else s.epsilon_high
-        yield Change(cause="not clipped: cispo's bound is not applied", settings={"epsilon_high": math.inf})
-        yield Change(cause="cispo's bound is 1 + epsilon_high instead of epsilon_high", settings={"epsilon_high": 1.0 + high})
-        yield Change(cause="the weight of cispo is not detached", formulas={"objective": _cispo_with_gradient})
+        yield Change("not clipped: cispo's bound is not applied", {"epsilon_high": math.inf})
+        yield Change("cispo's bound is 1 + epsilon_high instead of epsilon_high", {"epsilon_high": 1.0 + high})
+        yield Change(
+            "the weight of cispo is not detached", formulas={"objective": lambda c, r, t: -r.clamp(max=high) * c.advantage * c.logp}
+        )
     elif s.loss_type == "sapo":
-        swapped = {"sapo_temperature_pos": s.sapo_temperature_neg, "sapo_temperature_neg": s.sapo_temperature_pos}
-        yield Change(cause="sapo's temperatures are swapped", settings=swapped)
+        negative, positive = s.sapo_temperature_neg, s.sapo_temperature_pos
+        yield Change("sapo's temperatures are swapped", {"sapo_temperature_pos": negative, "sapo_temperature_neg": positive})
     else:
         yield from clip_changes(s)
 
 
-def _cispo_with_gradient(c: ReferenceCompletion, r: Any, s: Any) -> Any:
-    return -r.clamp(max=5.0 if s.epsilon_high is None else s.epsilon_high) * c.advantage * c.logp
-
-
 def clip_changes(s: Any) -> Iterator[Change]:
     """Yield causes in the bounds of the ratio."""
-    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
-    yield Change(cause="clip on the wrong side: the larger surrogate is taken",
-                 formulas={"objective": _wrong_side})  # fmt: skip
+    high = _high(s)
+    larger = {"objective": lambda c, r, t: reference.clipped(r, -reference.token_advantage(c, t), t)}
+    yield Change("clip on the wrong side: the larger surrogate is taken", {"delta": None}, formulas=larger)
+    yield Change("clip on the wrong side: epsilon and epsilon_high are swapped", {"epsilon": high, "epsilon_high": s.epsilon})
+    yield Change("epsilon_high is not applied: both bounds are epsilon", {"epsilon_high": s.epsilon})
+    yield Change("not clipped", {"epsilon": math.inf, "epsilon_high": math.inf, "delta": None})
+    yield Change("delta (dual clip) is not applied", {"delta": None})
     yield Change(
-        cause="clip on the wrong side: epsilon and epsilon_high are swapped", settings={"epsilon": high, "epsilon_high": s.epsilon}
+        "the ratio is clipped without the minimum, so that clipped tokens of both signs lose their gradient",
+        formulas={"objective": lambda c, r, t: r.clamp(1.0 - t.epsilon, 1.0 + high) * -c.advantage},
     )
-    yield Change(cause="epsilon_high is not applied: both bounds are epsilon", settings={"epsilon_high": s.epsilon})
-    yield Change(cause="not clipped", settings={"epsilon": math.inf, "epsilon_high": math.inf, "delta": None})
-    yield Change(cause="delta (dual clip) is not applied", settings={"delta": None})
-    yield Change(cause="the ratio is clipped without the minimum, so that clipped tokens of both signs lose their gradient",
-                 formulas={"objective": lambda c, r, t: r.clamp(1.0 - t.epsilon, 1.0 + high) * -c.advantage})  # fmt: skip
 
 
 def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
@@ -177,49 +173,43 @@ def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
         return lambda c, row: replace(c, correction=of(reference.rollout_importance(c, s)))
 
     if s.rollout_importance_sampling_mode != "none" or any(row.correction is not None for row in dump.rows):
-        yield Change(cause="the correction for the sampler is applied twice", row=factor(lambda rho: rho * rho))
-        yield Change(cause="the correction for the sampler is not applied", row=factor(lambda rho: reference.ones_like(rho)))
-        yield Change(cause="the correction for the sampler is applied to the wrong side: it divides",
-                     row=factor(lambda rho: 1.0 / rho.clamp(min=1e-6)))  # fmt: skip
+        yield Change("the correction for the sampler is applied twice", row=factor(lambda rho: rho * rho))
+        yield Change("the correction for the sampler is not applied", row=factor(lambda rho: reference.ones_like(rho)))
+        divides = factor(lambda rho: 1.0 / rho.clamp(min=1e-6))
+        yield Change("the correction for the sampler is applied to the wrong side: it divides", row=divides)
     else:
-        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
-            yield Change(cause=f"a correction for the sampler is applied ({mode}), although it is off",
-                         settings={"rollout_importance_sampling_mode": mode})  # fmt: skip
+        for mode in MODES:
+            cause = f"a correction for the sampler is applied ({mode}), although it is off"
+            yield Change(cause, {"rollout_importance_sampling_mode": mode})
     if s.off_policy_sequence_mask_delta is not None:
-        yield Change(cause="off_policy_sequence_mask_delta is not applied", settings={"off_policy_sequence_mask_delta": None})
+        yield Change("off_policy_sequence_mask_delta is not applied", {"off_policy_sequence_mask_delta": None})
     if s.top_entropy_quantile < 1:
-        yield Change(cause="top_entropy_quantile is not applied", settings={"top_entropy_quantile": 1.0})
-        yield Change(
-            cause="top_entropy_quantile keeps the tokens with the lowest entropy", row=lambda c, row: replace(c, entropy=-c.entropy)
-        )
+        yield Change("top_entropy_quantile is not applied", {"top_entropy_quantile": 1.0})
+        yield Change("top_entropy_quantile keeps the tokens with the lowest entropy", row=lambda c, row: replace(c, entropy=-c.entropy))
     if s.entropy_coef:
-        yield Change(cause="the entropy bonus has the wrong sign", settings={"entropy_coef": -s.entropy_coef})
-        yield Change(cause="the entropy bonus is not applied", settings={"entropy_coef": 0.0})
-
-
-def _reversed(c: ReferenceCompletion, r: Any, s: Any) -> Any:
-    """Estimate the KL with current and reference log-probs exchanged."""
-    d = (c.logp - c.ref_logp).clamp(-20.0, 20.0)
-    estimate = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: d.exp() - d - 1.0}[s.kl_estimator]()
-    return estimate * r if s.use_bias_correction_kl else estimate
+        yield Change("the entropy bonus has the wrong sign", {"entropy_coef": -s.entropy_coef})
+        yield Change("the entropy bonus is not applied", {"entropy_coef": 0.0})
 
 
 def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
     """Yield causes in the KL term."""
     if not s.beta:
         return
-    yield Change(cause="KL of the wrong sign: it is subtracted", settings={"beta": -s.beta})
-    yield Change(cause="KL of the wrong sign: log-probs of policy and reference are exchanged", formulas={"kl": _reversed})
+    yield Change("KL of the wrong sign: it is subtracted", {"beta": -s.beta})
+    exchanged = {"kl": lambda c, r, t: reference.kl(replace(c, logp=c.ref_logp, ref_logp=c.logp), r, t)}
+    yield Change("KL of the wrong sign: log-probs of policy and reference are exchanged", formulas=exchanged)
     for estimator in ("k1", "k2", "k3"):
         if estimator != s.kl_estimator:
-            yield Change(cause=f"another KL estimator: {estimator} instead of {s.kl_estimator}", settings={"kl_estimator": estimator})
+            yield Change(f"another KL estimator: {estimator} instead of {s.kl_estimator}", {"kl_estimator": estimator})
     said = "is not multiplied by" if s.use_bias_correction_kl else "is multiplied by"
-    yield Change(cause=f"the KL estimate {said} the importance ratio", settings={"use_bias_correction_kl": not s.use_bias_correction_kl})
-    yield Change(cause="the KL term is not applied", settings={"beta": 0.0})
-    yield Change(cause="the KL term is in the loss, and kl_in_reward has it in the reward" if s.kl_in_reward else
-                 "the KL term is added twice", settings={"kl_in_reward": False} if s.kl_in_reward else {"beta": 2 * s.beta})  # fmt: skip
-    yield Change(cause="the KL estimate is corrected for the sampler",
-                 formulas={"kl": lambda c, r, t: reference.kl(c, r, t) * reference.rollout_importance(c, t)})  # fmt: skip
+    yield Change(f"the KL estimate {said} the importance ratio", {"use_bias_correction_kl": not s.use_bias_correction_kl})
+    yield Change("the KL term is not applied", {"beta": 0.0})
+    if s.kl_in_reward:
+        yield Change("the KL term is in the loss, and kl_in_reward has it in the reward", {"kl_in_reward": False})
+    else:
+        yield Change("the KL term is added twice", {"beta": 2 * s.beta})
+    corrected = {"kl": lambda c, r, t: reference.kl(c, r, t) * reference.rollout_importance(c, t)}
+    yield Change("the KL estimate is corrected for the sampler", formulas=corrected)
 
 
 def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
@@ -227,8 +217,8 @@ def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
     micro_batches = len(dump.micro_batches) / dump.ranks
     for count, words in ((micro_batches, "the number of micro-batches"), (dump.ranks, "the number of ranks")):
         if count > 1:
-            yield Change(cause=f"not divided by {words}", factor=count)
-            yield Change(cause=f"divided by {words} once more", factor=1 / count)
+            yield Change(f"not divided by {words}", factor=count)
+            yield Change(f"divided by {words} once more", factor=1 / count)
 
 
 def changes(dump: Dump, s: Any) -> Iterator[Change]:

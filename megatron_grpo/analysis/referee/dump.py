@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class DumpedRow:
         tokens: Token ids of prompt and completion.
     """
 
-    mask: np.ndarray
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0))
     length: int = 0
     group: Any = None
     rewards: Sequence[float | None] | None = None
@@ -118,21 +118,6 @@ class Dump:
         return self.scored or self.rows
 
 
-def require_version(path: Path, found: str, supported: str) -> None:
-    """Refuse a file of another version.
-
-    Args:
-        path: The file.
-        found: System and version that it names.
-        supported: Beginning of the system and version that this package reads.
-
-    Raises:
-        ConfigError: `found` does not begin with it.
-    """
-    if not found.startswith(supported):
-        raise config_error("referee", f"referee: {path} was written by {found or 'an unknown version'}. This version reads {supported}.")
-
-
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file, floats as float64.
 
@@ -146,15 +131,16 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         raise config_error("referee", f"referee: {path} cannot be read ({error}).") from None
 
 
-def files_of_step(path: Path, step: int | None) -> list[dict[str, np.ndarray]]:
+def files_of_step(path: Path, step: int | None, version: str) -> list[dict[str, np.ndarray]]:
     """Return the arrays of a hook's files of one step, in the order of their names; the last step without a number.
 
     Args:
         path: An .npz file, or the directory of several.
         step: Number of the step as the hook wrote it.
+        version: Beginning of the system and version that this package reads.
 
     Raises:
-        ConfigError: There is no such file, or a file of a rank is missing.
+        ConfigError: There is no such file, a file is of another version, or a file of a rank is missing.
     """
     paths = [path] if path.is_file() else sorted(path.glob("*.npz"))
     if not paths:
@@ -163,66 +149,80 @@ def files_of_step(path: Path, step: int | None) -> list[dict[str, np.ndarray]]:
     for one, arrays in zip(paths, found, strict=True):
         if "system" not in arrays or "step" not in arrays:
             raise config_error("referee", f"referee: {one} was not written by a hook of `referee`: it names no system and step.")
+        if not str(arrays["system"]).startswith(version):
+            raise config_error("referee", f"referee: {one} was written by {arrays['system']}. This version reads {version}.")
     steps = sorted({int(arrays["step"]) for arrays in found})
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise config_error("referee", f"referee: {path} has no step {wanted}. It has: {', '.join(map(str, steps))}.")
     chosen = [arrays for arrays in found if int(arrays["step"]) == wanted]
-    ranks = {int(arrays["rank"]) for arrays in chosen}
-    if len(ranks) < int(chosen[0]["ranks"]) and path.is_dir():
-        missing = sorted(set(range(int(chosen[0]["ranks"]))) - ranks)
+    missing = sorted(set(range(int(chosen[0]["ranks"]))) - {int(arrays["rank"]) for arrays in chosen})
+    if missing and path.is_dir():
         raise config_error("referee", f"referee: {path} lacks the files of rank {', '.join(map(str, missing))} for step {wanted}.")
     return chosen
 
 
-def rows_of(arrays: Mapping[str, np.ndarray], names: Mapping[str, str], **common: Any) -> list[DumpedRow]:
-    """Return the rows of one file.
+ReadMicroBatch = Callable[[dict[str, Any]], DumpedMicroBatch | None]
+
+
+def dump_of(files: Sequence[dict[str, Any]], names: Mapping[str, str], micro_batch: ReadMicroBatch, **facts: Any) -> Dump:
+    """Return the dump of a hook's files.
 
     Args:
-        arrays: Arrays [B, T], or [tokens of all rows] with `lengths` [B].
+        files: Arrays of each file.
         names: Name of the array of each field of a row; those that are not there are None.
-        common: Fields of every row.
+        micro_batch: Returns the micro-batch of a file, or None if the file has rows as they were scored. It may add arrays.
+        facts: Other fields of the dump.
 
     Raises:
         ConfigError: Advantages differ within a row.
     """
-    ends = np.cumsum(arrays["lengths"]).astype(int)[:-1] if "lengths" in arrays else None
+    rows: list[DumpedRow] = []
+    scored: list[DumpedRow] = []
+    micro_batches: list[DumpedMicroBatch] = []
+    for arrays in files:
+        made = micro_batch(arrays)
+        if made is None:
+            scored += _rows_of(arrays, names)
+        else:
+            rows += _rows_of(arrays, names, micro_batch=len(micro_batches))
+            micro_batches.append(made)
+    first = files[0]
+    return Dump(
+        source=str(first["system"]), rows=rows, scored=scored, micro_batches=micro_batches, ranks=int(first["ranks"]),
+        step=int(first["step"]), dtype=str(first["dtype"]), **facts,
+    )  # fmt: skip
 
-    def split(name: str) -> Any:
-        array = arrays.get(names.get(name, ""))
-        return None if array is None or not array.ndim else array if ends is None else np.split(array, ends)
 
-    masks, advantages = split("mask"), split("advantage")
-    assert masks is not None
-    found = {name: split(name) for name in ("logp", "old", "ref", "sampler", "entropy", "correction", "gradient")}
+OF_A_ROW: dict[str, Callable[[Any], Any]] = {
+    "is_truncated": bool, "group": str, "position": int, "length": int, "tokens": lambda ids: ids.astype(np.int64),
+    "rewards": lambda values: [None if np.isnan(one) else float(one) for one in np.atleast_1d(values)],
+}  # fmt: skip
+
+
+def _rows_of(arrays: Mapping[str, Any], names: Mapping[str, str], **common: Any) -> list[DumpedRow]:
+    """Return the rows of arrays [B, T], or of [tokens of all rows] with `lengths` [B]."""
+    there = {name: arrays[key] for name, key in names.items() if key in arrays and arrays[key].ndim}
+    if "lengths" in arrays:
+        ends = np.cumsum(arrays["lengths"]).astype(int)[:-1]
+        there = {name: np.split(array, ends) for name, array in there.items()}
     rows = []
-    for i, mask in enumerate(masks):
-        trained = np.flatnonzero(mask)
-        length = int(arrays["lengths"][i]) if ends is not None else int(trained[-1]) + 1 if len(trained) else 0
-        if "length" in names:
-            length = int(arrays[names["length"]][i])
-        values: dict[str, Any] = {name: None if of is None else np.broadcast_to(of[i], mask.shape)[:length] for name, of in found.items()}
-        values = {
-            name: None if of is None else np.where(mask[:length] > 0, of, 0.0) if name == "correction" else of
-            for name, of in values.items()
-        }
-        flags: dict[str, Any] = {name: bool(arrays[names[name]][i]) for name in ("is_truncated",) if names.get(name) in arrays}
-        group: dict[str, Any] = {"group": str(arrays[names["group"]][i])} if names.get("group") in arrays else {}
-        rewards = arrays.get(names.get("rewards", ""))
-        if names.get("position") in arrays:
-            group["position"] = int(arrays[names["position"]][i])
-        if rewards is not None:
-            group["rewards"] = [None if np.isnan(one) else float(one) for one in np.atleast_1d(rewards[i])]
-        rows.append(DumpedRow(mask=mask[:length].astype(np.float64), length=length, advantage=_advantage(advantages, i, mask),
-                              **values, **flags, **group, **common))  # fmt: skip
+    for i, mask in enumerate(there["mask"]):
+        values: dict[str, Any] = {name: OF_A_ROW[name](of[i]) for name, of in there.items() if name in OF_A_ROW}
+        length = values.setdefault("length", len(mask) if "lengths" in arrays else len(np.trim_zeros(mask, "b")))
+        for name in there.keys() - OF_A_ROW.keys() - {"advantage"}:
+            values[name] = np.broadcast_to(there[name][i], mask.shape)[:length]
+        if "correction" in values:
+            values["correction"] = np.where(values["mask"] > 0, values["correction"], 0.0)
+        if "advantage" in there:
+            values["advantage"] = _advantage(there["advantage"][i], mask, i)
+        rows.append(DumpedRow(**values, **common))
     return rows
 
 
-def _advantage(advantages: Sequence[np.ndarray] | None, row: int, mask: np.ndarray) -> float | None:
-    if advantages is None:
-        return None
-    values = np.atleast_1d(advantages[row])
-    values = values[mask > 0] if values.shape == mask.shape else values
+def _advantage(given: np.ndarray, mask: np.ndarray, row: int) -> float:
+    values = np.broadcast_to(given, mask.shape)
+    values = values[mask > 0] if mask.any() else values[:1]
     if len(values) and np.ptp(values) > 1e-6 * max(1.0, np.abs(values).max()):
         raise config_error("referee", f"referee: the advantages of row {row} differ by token (a teacher, or GAE), which is not supported.")
     return float(values[0]) if len(values) else 0.0

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.analysis.referee import reference
-from megatron_grpo.analysis.referee.causes import Change, advantage_changes, changes
-from megatron_grpo.analysis.referee.dump import ROUNDING, Dump, DumpedRow
+from megatron_grpo.analysis.referee.causes import MODES, Change, advantage_changes, changes
+from megatron_grpo.analysis.referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow
 from megatron_grpo.analysis.referee.reference import Formulas, ReferenceCompletion
-from megatron_grpo.analysis.referee.tracked import Tracked
+from megatron_grpo.analysis.referee.tracked import Tracked, value_and_gradients
 
 LOGPROBS = {"float32": 1e-4, "bfloat16": 3e-2}  # nats: mean difference of two forwards of the same weights
 Values = Sequence[np.ndarray]
@@ -129,7 +129,7 @@ def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Seq
     weights = weights or s.reward_weights or [1.0] * len(rewards[0][0])
     penalty = None
     if s.kl_in_reward and s.beta:
-        completions = [[_completion(rows[i], Change()) for i in group] for group in places.values()]
+        completions = [[_completion(rows[i]) for i in group] for group in places.values()]
         penalty = [reference.kl_penalty(group, s.beta) for group in completions]
     values = reference.advantages(rewards, weights, s, penalty, epsilon=epsilon, deviation=deviation)
     found = np.zeros(len(rows))
@@ -235,15 +235,13 @@ def _correction(dump: Dump, s: Any) -> Iterator[Finding]:
 
     def factors(change: Change = Change(), power: float = 1.0) -> list[np.ndarray]:  # noqa: B008 - frozen
         settings = change.apply(s)
-        made = [change.row(replace(_completion(dump.rollout[i], Change()), correction=None), dump.rollout[i]) for i in order]
+        made = [change.row(replace(_completion(dump.rollout[i]), correction=None), dump.rollout[i]) for i in order]
         return [reference.rollout_importance(c, settings).value ** power * dump.rollout[i].mask for c, i in zip(made, order, strict=True)]
 
     theirs = [dump.rollout[i].correction * dump.rollout[i].mask for i in order]
     ours = factors()
-    unbounded = Change(
-        cause="the correction for the sampler is not bounded",
-        settings={"rollout_importance_sampling_threshold": np.inf, "rollout_importance_sampling_min": None},
-    )
+    bounds_off = {"rollout_importance_sampling_threshold": np.inf, "rollout_importance_sampling_min": None}
+    unbounded = Change("the correction for the sampler is not bounded", bounds_off)
     rounding, is_mask = ROUNDING[dump.dtype], s.rollout_importance_sampling_mode.endswith("mask")
     bounds = [s.rollout_importance_sampling_threshold, s.rollout_importance_sampling_min or np.inf] if is_mask else []
     limits = [
@@ -251,20 +249,19 @@ def _correction(dump: Dump, s: Any) -> Iterator[Finding]:
         for o, rho in zip(ours, factors(unbounded), strict=True)
     ]
     changed = [
-        Change(cause="the correction for the sampler is applied to the wrong side: sampler over trainer",
+        Change("the correction for the sampler is applied to the wrong side: sampler over trainer",
                row=lambda c, row: replace(c, old_logp=c.sampler_logp, sampler_logp=c.old)),
-        Change(cause="the correction for the sampler uses the current log-probs instead of the old ones",
+        Change("the correction for the sampler uses the current log-probs instead of the old ones",
                row=lambda c, row: replace(c, old_logp=None)),
         unbounded,
-        Change(cause="the lower bound of the correction is not applied", settings={"rollout_importance_sampling_min": None}),
-        Change(cause="the correction of a sequence is the geometric mean" if not s.rollout_is_geometric else
-               "the correction of a sequence is the product", settings={"rollout_is_geometric": not s.rollout_is_geometric}),
-        *(Change(cause=f"the correction is {mode}", settings={"rollout_importance_sampling_mode": mode})
-          for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")),
+        Change("the lower bound of the correction is not applied", {"rollout_importance_sampling_min": None}),
+        Change(f"the correction of a sequence is the {'product' if s.rollout_is_geometric else 'geometric mean'}",
+               {"rollout_is_geometric": not s.rollout_is_geometric}),
+        *(Change(f"the correction is {mode}", {"rollout_importance_sampling_mode": mode}) for mode in MODES),
     ]  # fmt: skip
-    variants: Variants = [("the correction for the sampler is applied twice", partial(factors, power=2.0))]
-    variants.append(("the correction for the sampler is not applied", partial(factors, power=0.0)))
-    variants += [(change.cause, partial(factors, change)) for change in changed]
+    variants: Variants = [("the correction for the sampler is applied twice", partial(factors, power=2.0)),
+                          ("the correction for the sampler is not applied", partial(factors, power=0.0)),
+                          *((change.cause, partial(factors, change)) for change in changed)]  # fmt: skip
     yield compare("correction", theirs, ours, limits, order, variants)
 
 
@@ -301,7 +298,7 @@ def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
         settings, formula = change.apply(s), change.formulas.get("kl", reference.kl)
         total = 0.0
         for row in rows:
-            c = change.row(_completion(row, change), row)
+            c = change.row(_completion(row), row)
             value = formula(c, reference.ratio(c, settings), settings).value * row.mask
             total += float(np.abs(value).sum() if is_size else value.sum())
         return [np.asarray(total / sum(tokens))]
@@ -324,7 +321,7 @@ class Evaluated:
     gradients: list[np.ndarray]
 
 
-def _completion(row: DumpedRow, change: Change) -> ReferenceCompletion:
+def _completion(row: DumpedRow) -> ReferenceCompletion:
     def array(values: np.ndarray | None, missing: float = 0.0) -> Tracked:
         full = np.full_like(row.mask, missing) if values is None else values
         return Tracked(full if np.isnan(missing) else np.where(row.mask > 0, np.nan_to_num(full, nan=missing), np.nan_to_num(full)))
@@ -350,20 +347,21 @@ def evaluate(dump: Dump, s: Any, change: Change = Change()) -> Evaluated:  # noq
     for number, micro in enumerate(dump.micro_batches):
         mine = [i for i, row in enumerate(dump.rows) if row.micro_batch == number]
         kept = [i for i in mine if not change.drops(dump.rows[i]) and (dump.counts_empty_rows or dump.rows[i].mask.any())]
-        batch = [change.row(_completion(dump.rows[i], change), dump.rows[i]) for i in kept]
-        counted = [dump.rows[i] for i in kept if not (s.exclude_zero_std_groups and dump.rows[i].is_zero_std)]
-
-        def weights(batch: Any, s: Any, longest: int, micro: Any = micro, counted: Any = counted) -> list[Any]:
-            return change.weights(batch, s, longest, micro, counted)
-
-        value = reference.grpo_loss(batch, s, s.max_completion_length, Formulas(weights=weights, **change.formulas))
-        share = change.factor * len(mine) / len(dump.rows)
-        if isinstance(value, Tracked):
-            value.backward()
-            loss += share * value.item()
-        for i, c in zip(kept, batch, strict=True):
-            gradients[i] = share * c.logp.grad
+        rows, share = [dump.rows[i] for i in kept], change.factor * len(mine) / len(dump.rows)
+        value, found = value_and_gradients(
+            partial(_micro_batch_loss, rows, micro, s, change), [_completion(row).logp.array for row in rows]
+        )
+        loss += share * value
+        for i, gradient in zip(kept, found, strict=True):
+            gradients[i] = share * gradient
     return Evaluated(loss, gradients)
+
+
+def _micro_batch_loss(rows: Sequence[DumpedRow], micro: DumpedMicroBatch, s: Any, change: Change, logps: Sequence[Tracked]) -> Any:
+    counted = [row for row in rows if not (s.exclude_zero_std_groups and row.is_zero_std)]
+    batch = [change.row(replace(_completion(row), logp=logp), row) for row, logp in zip(rows, logps, strict=True)]
+    formulas = Formulas(weights=lambda batch, s, longest: change.weights(batch, s, longest, micro, counted), **change.formulas)
+    return reference.grpo_loss(batch, s, s.max_completion_length, formulas)
 
 
 def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
@@ -421,7 +419,7 @@ def _ties(row: DumpedRow, s: Any, rounding: float) -> np.ndarray:
     """Return infinity for tokens whose ratio is so close to a bound that rounding decides whether it is clipped."""
     if row.old is None or row.logp is None:
         return np.zeros_like(row.mask)
-    ratio = reference.ratio(_completion(row, Change()), s).value
+    ratio = reference.ratio(_completion(row), s).value
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
     bounds = [1 - s.epsilon, 1 + high, high if s.loss_type == "cispo" else np.inf, s.delta or np.inf]
     return sum((_near(np.abs(ratio - bound), rounding) for bound in bounds), np.zeros_like(row.mask))

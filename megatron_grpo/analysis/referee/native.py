@@ -32,10 +32,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         s: Settings.
     """
     if path.suffix == ".parquet":
-        rows = [
-            DumpedRow(mask=np.zeros(0), group=str(row["prompt_number"]), rewards=_rewards(row), advantage=row["advantage"])
-            for row in _table(path)
-        ]
+        rows = [DumpedRow(group=str(row["prompt_number"]), rewards=_rewards(row), advantage=row["advantage"]) for row in _table(path)]
         return Dump(source=f"native table {path.name}", rows=rows, lacks=[LACKS["table"]])
     if (path / "step_dump.json").is_file():
         return _of_step_dump(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, files_of_step, require_version, rows_of
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step
 from megatron_grpo.base.errors import config_error
 
 VERSION, FORMAT = "slime 0.3.", 2
@@ -19,6 +19,7 @@ NAMES = {
     "mask": "loss_masks", "advantage": "advantages", "logp": "logps", "old": "log_probs", "ref": "ref_log_probs",
     "sampler": "rollout_log_probs", "entropy": "entropy", "gradient": "gradient",
 }  # fmt: skip
+NO_REWARDS = "The hook has no rewards. --save-debug-train-data has the advantages: run the command on it too."
 LACKS = "The file has neither loss nor gradient. For these use the hook of docs/referee_slime.md."
 
 
@@ -32,24 +33,17 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """
     if path.suffix == ".pt":
         return _of_train_data(path, s)
-    files = files_of_step(path, step)
+    files = files_of_step(path, step, VERSION)
     number, tokens = sum(len(arrays["lengths"]) for arrays in files), sum(float(arrays["loss_masks"].sum()) for arrays in files)
-    rows: list[DumpedRow] = []
-    micro_batches: list[DumpedMicroBatch] = []
-    for arrays in files:
-        require_version(path, str(arrays["system"]), VERSION)
-        rows += rows_of(arrays, NAMES, micro_batch=len(micro_batches))
+
+    def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch:
         mine = len(arrays["lengths"])
         counted = tokens * mine / number  # slime sums: over tokens, or over means of samples
         scale = 1 / counted if s.loss_type == "dapo" else 1 / mine
         loss = None if s.entropy_coef else float(arrays["loss"]) * scale  # its bonus is a mean of samples' means
-        micro_batches.append(DumpedMicroBatch(loss=loss, tokens=counted, width=int(arrays["lengths"].max()), scale=scale))
-    first = files[0]
-    return Dump(
-        source=str(first["system"]), rows=rows, micro_batches=micro_batches, ranks=int(first["ranks"]), step=int(first["step"]),
-        epsilon=1e-6, dtype=str(first["dtype"]),
-        lacks=["The hook has no rewards. --save-debug-train-data has the advantages: run the command on it too."],
-    )  # fmt: skip
+        return DumpedMicroBatch(loss=loss, tokens=counted, width=int(arrays["lengths"].max()), scale=scale)
+
+    return dump_of(files, NAMES, micro_batch, epsilon=1e-6, lacks=[NO_REWARDS])
 
 
 def _of_train_data(path: Path, s: Any) -> Dump:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, files_of_step, require_version, rows_of
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step
 from megatron_grpo.base.errors import config_error
 
 VERSION = "swift 4.6."
@@ -21,6 +21,7 @@ NAMES = {
     "is_truncated": "truncated_mask",
 }  # fmt: skip
 COLUMNS = ("gen_step", "prompt", "completion", "advantages")
+NO_REWARDS = "The hook has no rewards. completions.jsonl has the advantages: run the command on it too."
 LACKS = "completions.jsonl has rewards and advantages only. For log-probs, loss and gradient use the hook of docs/referee_swift.md."
 
 
@@ -34,23 +35,15 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """
     if path.suffix == ".jsonl":
         return _of_completions(path, step, s)
-    rows: list[DumpedRow] = []
-    micro_batches: list[DumpedMicroBatch] = []
-    files = files_of_step(path, step)
-    for arrays in files:
-        require_version(path, str(arrays["system"]), VERSION)
+
+    def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch:
         if s.rollout_importance_sampling_mode == "sequence_mask" and "rollout_per_token_logps" in arrays:
             arrays["correction"] = _masked_by_sequence(arrays, s)
             del arrays["rollout_per_token_logps"]  # the factors are the rule's and not theirs, so that they are not compared
-        rows += rows_of(arrays, NAMES, micro_batch=len(micro_batches))
         counted = float(arrays["num_items_in_batch"]) / int(arrays["ranks"]) if "num_items_in_batch" in arrays else None
-        width = arrays["completion_mask"].shape[1]
-        micro_batches.append(DumpedMicroBatch(loss=float(arrays["loss"]), tokens=counted, width=width))
-    first = files[0]
-    return Dump(
-        source=str(first["system"]), rows=rows, micro_batches=micro_batches, ranks=int(first["ranks"]), step=int(first["step"]),
-        dtype=str(first["dtype"]), lacks=["The hook has no rewards. completions.jsonl has the advantages: run the command on it too."],
-    )  # fmt: skip
+        return DumpedMicroBatch(loss=float(arrays["loss"]), tokens=counted, width=arrays["completion_mask"].shape[1])
+
+    return dump_of(files_of_step(path, step, VERSION), NAMES, micro_batch, lacks=[NO_REWARDS])
 
 
 def _masked_by_sequence(arrays: dict[str, np.ndarray], s: Any) -> np.ndarray:
@@ -68,7 +61,7 @@ def _of_completions(path: Path, step: int | None, s: Any) -> Dump:
         table = tables[number]
         functions = [name for name in table if name not in COLUMNS]
         rows = [
-            DumpedRow(mask=np.zeros(0), group=str(i // s.num_generations), rewards=list(rewards), advantage=advantage)
+            DumpedRow(group=str(i // s.num_generations), rewards=list(rewards), advantage=advantage)
             for i, (advantage, *rewards) in enumerate(zip(table["advantages"], *(table[name] for name in functions), strict=True))
         ]
     except (ValueError, KeyError, TypeError, IndexError) as error:

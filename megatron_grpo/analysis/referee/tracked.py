@@ -1,128 +1,75 @@
-"""Arrays that remember how they were made, for gradients without torch: importing torch takes longer than all else that `referee` does."""
+"""Arrays that autograd differentiates, for gradients without torch: importing torch takes longer than all else that `referee` does."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import autograd
+import autograd.numpy as anp
 import numpy as np
+from autograd.extend import defvjp, primitive
+from autograd.tracer import getval
 
-Backward = Callable[[Any], Any]  # gradient of the result -> gradient of one operand, before it is summed to the operand's shape
+_clip = primitive(np.clip)
+defvjp(_clip, lambda clipped, x, *bounds: lambda g: g * (clipped == x), argnums=(0,))  # 1 at a bound, as torch's; autograd's own is 0
 
 
-def _comparison(operation: Callable[[Any, Any], Any]) -> Callable[[Tracked, Any], Tracked]:
-    return lambda self, other: Tracked(operation(self.value, _tracked(other).value))
+def _of_one(function: Callable[[Any], Any]) -> Callable[[Any], Tracked]:
+    return lambda self: Tracked(function(self.array))
+
+
+def _of_two(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tracked]:
+    return lambda self, other: Tracked(function(self.array, getattr(other, "array", other)))
+
+
+def _reversed(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tracked]:
+    return _of_two(lambda x, y: function(y, x))
 
 
 class Tracked:
-    """A float64 array with those methods of a torch tensor that `reference` calls.
+    """An array with those methods of a torch tensor that `reference` calls.
 
     Args:
-        value: Numbers, [T] or a scalar.
-        operands: (operand, its backward) of the operation that made it.
+        array: Numbers, [T] or a scalar: of numpy, or what autograd follows.
     """
 
     __array_ufunc__ = None  # numpy leaves `array * tracked` to this class
 
-    def __init__(self, value: Any, operands: Sequence[tuple[Tracked, Backward]] = ()):
-        self.value = np.asarray(value, dtype=np.float64)
-        self.operands = operands
-        self.grad: Any = np.zeros_like(self.value)
+    def __init__(self, array: Any):
+        self.array = array
 
-    def backward(self) -> None:
-        """Add the gradient of this scalar to `grad` of all arrays that it was made from."""
-        order: list[Tracked] = []
-        seen, stack = set[int](), [(self, False)]
-        while stack:
-            node, is_done = stack.pop()
-            if is_done:
-                order.append(node)
-            elif id(node) not in seen:
-                seen.add(id(node))
-                stack += [(node, True), *((operand, False) for operand, _ in node.operands)]
-        self.grad = np.ones_like(self.value)
-        for node in reversed(order):
-            for operand, backward in node.operands:
-                part = backward(node.grad)
-                operand.grad = operand.grad + (np.sum(part) if operand.value.ndim == 0 else part)
+    @property
+    def value(self) -> np.ndarray:
+        """The numbers."""
+        return np.asarray(getval(self.array), dtype=np.float64)
 
-    def __add__(self, other: Any) -> Tracked:
-        other = _tracked(other)
-        return Tracked(self.value + other.value, [(self, lambda g: g), (other, lambda g: g)])
-
-    def __mul__(self, other: Any) -> Tracked:
-        other = _tracked(other)
-        return Tracked(self.value * other.value, [(self, lambda g: g * other.value), (other, lambda g: g * self.value)])
-
-    def __truediv__(self, other: Any) -> Tracked:
-        other = _tracked(other)
-        value = self.value / other.value
-        return Tracked(value, [(self, lambda g: g / other.value), (other, lambda g: -g * value / other.value)])
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __neg__(self) -> Tracked:
-        return self * -1.0
-
-    def __sub__(self, other: Any) -> Tracked:
-        return self + _tracked(other) * -1.0
-
-    def __rsub__(self, other: Any) -> Tracked:
-        return _tracked(other) - self
-
-    def __rtruediv__(self, other: Any) -> Tracked:
-        return _tracked(other) / self
-
-    def _of(self, value: Any, slope: Any) -> Tracked:
-        return Tracked(value, [(self, lambda g: g * slope)])
-
-    def exp(self) -> Tracked:
-        """Return e to the power of each number."""
-        return self._of(value := np.exp(self.value), value)
-
-    def log(self) -> Tracked:
-        """Return natural logarithms."""
-        return self._of(np.log(self.value), 1.0 / self.value)
-
-    def sigmoid(self) -> Tracked:
-        """Return 1 / (1 + exp(-x))."""
-        return self._of(value := 1.0 / (1.0 + np.exp(-self.value)), value * (1.0 - value))
+    _operators = (operator.add, operator.sub, operator.mul, operator.truediv)
+    __add__, __sub__, __mul__, __truediv__ = map(_of_two, _operators)
+    __radd__, __rsub__, __rmul__, __rtruediv__ = map(_reversed, _operators)
+    __gt__, __ge__, __le__, __eq__ = map(_of_two, (operator.gt, operator.ge, operator.le, operator.eq))  # type: ignore[assignment]
+    __hash__ = object.__hash__
+    __neg__, exp, log, sum = map(_of_one, (operator.neg, anp.exp, anp.log, anp.sum))
+    detach, double = map(_of_one, (getval, lambda x: x * 1.0))
+    sigmoid = _of_one(lambda x: 1.0 / (1.0 + anp.exp(-x)))
+    minimum = _of_two(anp.minimum)
 
     def clamp(self, min: float = -np.inf, max: float = np.inf) -> Tracked:
-        """Return the numbers inside two bounds. At a bound the gradient is 1, as torch's."""
-        return self._of(self.value.clip(min, max), (self.value >= min) & (self.value <= max))
-
-    def minimum(self, other: Tracked) -> Tracked:
-        """Return the smaller of each pair. Where they are equal both get half of the gradient, as torch's."""
-        share = 0.5 * ((self.value < other.value) + (self.value <= other.value) * 1.0)
-        value = np.minimum(self.value, other.value)
-        return Tracked(value, [(self, lambda g: g * share), (other, lambda g: g * (1.0 - share))])
+        """Return the numbers inside two bounds."""
+        return Tracked(_clip(self.array, min, max))
 
     def where(self, condition: Tracked, other: Tracked) -> Tracked:
         """Return these numbers where the condition holds, else the other ones."""
-        is_mine = condition.value != 0
-        value = np.where(is_mine, self.value, other.value)
-        return Tracked(value, [(self, lambda g: np.where(is_mine, g, 0.0)), (other, lambda g: np.where(is_mine, 0.0, g))])
+        return Tracked(anp.where(condition.value != 0, self.array, other.array))
 
     def nan_to_num(self, nan: float) -> Tracked:
         """Return the numbers with NaN replaced."""
-        return self._of(np.where(np.isnan(self.value), nan, self.value), ~np.isnan(self.value))
-
-    def sum(self) -> Tracked:
-        """Return the sum of all numbers."""
-        return self._of(self.value.sum(), np.ones_like(self.value))
-
-    def detach(self) -> Tracked:
-        """Return the same numbers as constants."""
-        return Tracked(self.value)
-
-    def double(self) -> Tracked:
-        """Return itself: it is float64."""
-        return self
+        return Tracked(anp.where(np.isnan(self.value), nan, self.array))
 
     def new_tensor(self, values: Sequence[float]) -> Tracked:
         """Return constants."""
-        return Tracked(values)
+        return Tracked(np.array(values))
 
     def item(self) -> float:
         """Return the number of a scalar."""
@@ -132,19 +79,18 @@ class Tracked:
         """Return the numbers as Python's."""
         return self.value.tolist()
 
-    __gt__, __ge__, __le__ = _comparison(np.greater), _comparison(np.greater_equal), _comparison(np.less_equal)
-    __eq__ = _comparison(np.equal)  # type: ignore[assignment]
-    __hash__ = object.__hash__
+    __float__ = item
 
     def __bool__(self) -> bool:
         return bool(self.value)
 
-    def __float__(self) -> float:
-        return float(self.value)
 
-    def __len__(self) -> int:
-        return len(self.value)
+def value_and_gradients(loss: Callable[[list[Tracked]], Any], arrays: Sequence[np.ndarray]) -> tuple[float, list[np.ndarray]]:
+    """Return a loss and its derivative by each array.
 
-
-def _tracked(value: Any) -> Tracked:
-    return value if isinstance(value, Tracked) else Tracked(value)
+    Args:
+        loss: Computes a scalar from the tracked arrays.
+        arrays: Arrays of float64.
+    """
+    value, gradients = autograd.value_and_grad(lambda given: (loss([Tracked(one) for one in given]) * Tracked(1.0)).array)(list(arrays))
+    return float(value), gradients

@@ -9,9 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, files_of_step, require_version, rows_of
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step
 from megatron_grpo.base.errors import config_error
 
 VERSION = "verl 0.8."
@@ -35,34 +33,26 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """
     if path.suffix == ".jsonl":
         return _of_samples(path)
-    scored: list[DumpedRow] = []
-    rows: list[DumpedRow] = []
-    micro_batches: list[DumpedMicroBatch] = []
-    files = files_of_step(path, step)
-    for arrays in files:
-        require_version(path, str(arrays["system"]), VERSION)
+
+    def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch | None:
         if "loss" not in arrays:
-            arrays["rewards"] = arrays["token_level_scores"].sum(axis=1)
-            scored += rows_of(arrays, NAMES | {"old": "old_log_probs"})
-            continue
+            arrays |= {"rewards": arrays["token_level_scores"].sum(axis=1), "old_log_prob": arrays["old_log_probs"]}
+            return None
         number, width = arrays["response_mask"].shape
         # seq-mean-token-sum-norm does not divide by the number of rows
         scale = 1 / number if s.loss_type == "dr_grpo" else 1.0
         s.max_completion_length = width
-        rows += rows_of(arrays, NAMES, micro_batch=len(micro_batches))
-        micro_batches.append(DumpedMicroBatch(loss=float(arrays["loss"]) * scale, width=width, scale=scale))
-    first = files[0]
-    return Dump(
-        source=str(first["system"]), rows=rows, scored=scored, micro_batches=micro_batches, ranks=int(first["ranks"]),
-        step=int(first["step"]), epsilon=1e-6, counts_empty_rows=False, has_kl=False, dtype=str(first["dtype"]),
-        lacks=["The loss is verl's pg_loss, without KL term and entropy bonus."] if s.beta or s.entropy_coef else [],
-    )  # fmt: skip
+        return DumpedMicroBatch(loss=float(arrays["loss"]) * scale, width=width, scale=scale)
+
+    lacks = ["The loss is verl's pg_loss, without KL term and entropy bonus."] if s.beta or s.entropy_coef else []
+    files = files_of_step(path, step, VERSION)
+    return dump_of(files, NAMES, micro_batch, epsilon=1e-6, counts_empty_rows=False, has_kl=False, lacks=lacks)
 
 
 def _of_samples(path: Path) -> Dump:
     try:
         found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        rows = [DumpedRow(mask=np.zeros(0), group=row["input"], rewards=[float(row["score"])]) for row in found]
+        rows = [DumpedRow(group=row["input"], rewards=[float(row["score"])]) for row in found]
         return Dump(source=f"{VERSION}x samples {path.name}", rows=rows, step=found[0]["step"], epsilon=1e-6, lacks=[LACKS])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise config_error("referee", f"referee: {path} is no file of verl's rollout_data_dir ({type(error).__name__}: {error}).") from None

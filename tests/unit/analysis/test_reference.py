@@ -13,16 +13,28 @@ import pytest
 import torch
 
 from megatron_grpo.analysis.referee import reference
-from megatron_grpo.analysis.referee.tracked import Tracked
+from megatron_grpo.analysis.referee.tracked import Tracked, value_and_gradients
 from megatron_grpo.config.config import GrpoConfig
 from tests.reference.packing import MAX_COMPLETION_LENGTH, random_batch
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "grpo.json").read_text())
 
 
-def tracked(c: reference.ReferenceCompletion) -> reference.ReferenceCompletion:
-    arrays = {name: getattr(c, name) for name in ("mask", "logp", "entropy", "sampler_logp", "ref_logp", "old_logp")}
-    return dataclasses.replace(c, **{name: None if a is None else Tracked(a.detach().numpy()) for name, a in arrays.items()})
+ARRAYS = ("mask", "logp", "entropy", "sampler_logp", "ref_logp", "old_logp")
+
+
+def loss_and_gradients(batch, cfg):
+    """Loss, gradients by log-probs, gradients by entropies."""
+    numpy = [{name: getattr(c, name).detach().numpy() for name in ARRAYS if getattr(c, name) is not None} for c in batch]
+
+    def loss(given):
+        of = [{name: Tracked(x) for name, x in arrays.items()} for arrays in numpy]
+        inputs = zip(given[: len(batch)], given[len(batch) :], strict=True)
+        made = [dataclasses.replace(c, **x | {"logp": p, "entropy": h}) for c, x, (p, h) in zip(batch, of, inputs, strict=True)]
+        return reference.grpo_loss(made, cfg, MAX_COMPLETION_LENGTH)
+
+    value, gradients = value_and_gradients(loss, [x[name] for name in ("logp", "entropy") for x in numpy])
+    return value, gradients[: len(batch)], gradients[len(batch) :]
 
 
 @pytest.mark.parametrize("number", range(len(GOLDEN["losses"])))
@@ -31,23 +43,22 @@ def test_the_reference_needs_no_torch(number):
     cfg = GrpoConfig(**settings)
     for seed in range(5):
         with_torch = random_batch(1000 * number + seed)
-        without = [tracked(c) for c in with_torch]
-        losses = [reference.grpo_loss(batch, cfg, MAX_COMPLETION_LENGTH) for batch in (with_torch, without)]
-        for loss in losses:
-            loss.backward()
-        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-12, abs=1e-14)
-        for one, other in zip(with_torch, without, strict=True):
-            for name in ("logp", "entropy"):
-                np.testing.assert_allclose(getattr(other, name).grad, getattr(one, name).grad.numpy(), rtol=1e-11, atol=1e-15)
+        loss, of_logp, of_entropy = loss_and_gradients(with_torch, cfg)
+        reference.grpo_loss(with_torch, cfg, MAX_COMPLETION_LENGTH).backward()
+        assert loss == pytest.approx(reference.grpo_loss(with_torch, cfg, MAX_COMPLETION_LENGTH).item(), rel=1e-12, abs=1e-14)
+        for name, gradients in (("logp", of_logp), ("entropy", of_entropy)):
+            for c, gradient in zip(with_torch, gradients, strict=True):
+                np.testing.assert_allclose(gradient, getattr(c, name).grad.numpy(), rtol=1e-11, atol=1e-15)
 
 
-def test_a_tie_of_minimum_halves_the_gradient_as_torch_does():
+@pytest.mark.parametrize("function", [lambda a, b: a.minimum(b).sum(), lambda a, b: a.clamp(0.0, 1.0).sum() + b.clamp(max=0.0).sum()])
+def test_ties_and_bounds_have_torchs_gradient(function):
     for one in (-1.0, 0.0, 1.0):
-        a, b = Tracked([one, 0.0]), Tracked([0.0, one])
-        x, y = (torch.tensor(t.value, requires_grad=True) for t in (a, b))
-        a.minimum(b).sum().backward()
-        x.minimum(y).sum().backward()
-        np.testing.assert_array_equal([a.grad, b.grad], [x.grad.numpy(), y.grad.numpy()])
+        arrays = [np.array([one, 0.0]), np.array([0.0, one])]
+        x, y = (torch.tensor(array, requires_grad=True) for array in arrays)
+        function(x, y).backward()
+        _, gradients = value_and_gradients(lambda given: function(*given), arrays)
+        np.testing.assert_array_equal(gradients, [x.grad.numpy(), y.grad.numpy()])
 
 
 def test_it_imports_neither_torch_nor_another_part_of_the_package():
