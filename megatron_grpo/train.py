@@ -112,7 +112,9 @@ def train(run: Run) -> Progress:
         RunError: `max_skipped_steps` optimizer steps in a row were skipped.
     """
     policy, rollouts, timers = run.policy, run.rollouts, run.logger.timers
-    empty = SampleBuffer(parallel=run.parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient)
+    empty = SampleBuffer(
+        parallel=run.parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient, partial_rollouts=rollouts.partial is not None
+    )
     progress, buffer = run.checkpoints.restore(policy, run.prompts, empty)
     run.logger.start(progress)
 

@@ -800,7 +800,7 @@ class GlobalBatch:
     counts: np.ndarray  # int64 [data-parallel ranks, micro-batches]: rows of each
     staleness: np.ndarray  # int64 [N], of each sequence of the whole step, in optimizer steps
     lag: np.ndarray  # int64 [N], of each sequence: the part of its staleness that it had on arrival, because sampling ran ahead
-    by_token: Mapping[str, float] = field(default_factory=dict)  # metrics of staleness by token, if a sequence has several versions
+    by_token: Mapping[str, float] = field(default_factory=dict)  # metrics of staleness by token, with partial rollouts
 
     def rows_by_micro_batch(self) -> list[list[list[list[int]]]]:
         """Return (rollout, row) of the rows of the whole step, indexed by micro-batch, data-parallel rank and row."""

@@ -65,7 +65,7 @@ class SmallServer:
     def __init__(self, lines: Lines = all_at_once, *, port: int = 0, certificate: tuple[Path, Path] | None = None, **state):
         self.state, self.lines, self.claim = replace(STATE, **state), lines, None
         self.asked: list[tuple[str, ...]] = []  # keys, by call
-        self.claims = 0
+        self.claims = self.aborts = 0
         self.is_frozen = False
         self._http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"server_of": self}))
         self._http.daemon_threads = True
@@ -120,6 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
                 server.state = replace(server.state, owner=claim.run)
             elif (mine is not None or self.path != "/state") and not is_owner:
                 return self._send(409, wire.encode_error("this server belongs to somebody else; claim it first"))
+            server.aborts += self.path == "/abort"
             if self.path == "/generate":
                 return self._generate(wire.decode(wire.GenerateRequest, body))
             self._send(200, wire.encode(server.state))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 ABORT = "abort"  # finish reason of a completion that POST /abort ended
 ABORT_SECONDS = 60.0  # longest wait for POST /abort, which lasts as long as an engine step
+SECONDS_BETWEEN_LOOKS = 0.5  # at whether the server that should answer is silent
 
 
 class ServerParts(ServerTurns):
@@ -89,9 +90,18 @@ class ServerParts(ServerTurns):
         return sampled
 
     async def _abort(self, member: ServerHandle) -> None:
-        await member.server.call("POST", "/abort", wire.AbortRequest(version=self._version), timeout=ABORT_SECONDS)
+        call = member.server.call("POST", "/abort", wire.AbortRequest(version=self._version), timeout=ABORT_SECONDS)
+        answer = asyncio.ensure_future(call)
+        # Streams have heartbeats, so they notice a silent server long before the time of /abort is up.
+        while not answer.done() and not member.is_silent:
+            await asyncio.wait([answer], timeout=SECONDS_BETWEEN_LOOKS)
+        if answer.done():
+            await answer
+        else:
+            answer.cancel()
 
     async def _end(self) -> None:
+        self._is_aborting = True  # nothing is sent after this
         self._sending.cancel()
         await super()._end()
 

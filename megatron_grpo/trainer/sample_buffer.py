@@ -211,6 +211,7 @@ class SampleBuffer:
     parallel: ParallelState
     cut: BatchPartitioner
     zero_gradient: frozenset[RowKind] = frozenset()
+    partial_rollouts: bool = False  # whether completions continue over weight syncs
     rows: TrainingRows = field(default_factory=TrainingRows)
     samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # samples that this data-parallel rank holds
 
@@ -342,7 +343,7 @@ class SampleBuffer:
             counts=micro_specs.packed.counts,
             staleness=step.index - rows.version,
             lag=arrived_at - rows.version,
-            by_token=staleness_by_token(rows, step.index),
+            by_token=staleness_by_token(rows, step.index) if self.partial_rollouts or (rows.num_versions > 1).any() else {},
         )
         return self._with_dp_ranks(index[chosen], micro_specs.dp_ranks, local), batch
 
@@ -443,14 +444,12 @@ class SampleBuffer:
 
 
 def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
-    """Return the metrics of staleness by token; none if each row was sampled by one version, where the metrics by row say as much.
+    """Return the metrics of staleness by token.
 
     Args:
         rows: Rows of an optimizer step.
         step: Number of optimizer steps done before it.
     """
-    if not (rows.num_versions > 1).any():
-        return {}
     trains = rows.num_masked > 0
     ages = (step - rows.version) * rows.num_masked - rows.version_excess * trains
     return {

@@ -102,8 +102,11 @@ def test_each_token_is_of_the_version_it_names_whenever_weights_are_pushed(model
     from transformers import AutoTokenizer
 
     named = named_in(tmp_path / "names", *servers[:2])
-    parts = run_ranks(live_over_pushes, world, models, named, tmp_path / "out", seconds, env=ASKS, timeout=240)
-    found = {key: one for part in parts for key, one in part[0].items()}
+    for again in range(5):  # on a busy machine the servers may end everything before the first interruption
+        parts = run_ranks(live_over_pushes, world, models, named, tmp_path / f"out-{again}", seconds, env=ASKS, timeout=240)
+        found = {key: one for part in parts for key, one in part[0].items()}
+        if any(len(spans) > 1 for _, spans, _, _ in found.values()):
+            break
     assert set(found) == {(number, place) for number in range(NUM_PROMPTS) for place in range(GROUP)}
     assert sum(len(part[0]) for part in parts) == len(found)  # each is on one rank
     assert max(part[1] for part in parts) < 1e-5

@@ -120,6 +120,20 @@ def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_toke
     assert (sorted(first) == before) == (max_tokens is None), "a token budget sends rows to other shares, and nothing else does"
 
 
+def test_staleness_by_token_is_reported_with_partial_rollouts_also_if_each_row_has_one_version():
+    def body(rank, world_size):
+        pending, cut = start(rank, world_size)
+        pending = pending.with_old_logprobs(Scorer(), step(2, (), cut, old_logprob_slices=[(0, number) for number in range(8)]))
+        batches = [
+            dataclasses.replace(pending, partial_rollouts=partial).batch(step(2, range(8), cut), token_weight_fn=token_weight_fn)[1]
+            for partial in (True, False)
+        ]
+        return [batch.by_token for batch in batches]
+
+    [found] = run_ranks(body, 1, timeout=120)
+    assert found == [{"staleness/tokens/mean": 2.0, "staleness/tokens/max": 2, "staleness/versions_per_row": 1.0}, {}]
+
+
 def test_a_row_that_two_passes_of_a_step_train_is_on_every_rank_that_trains_it_and_waits_on_one():
     def body(rank, world_size):
         pending, cut = start(rank, world_size, max_tokens=14)
