@@ -150,9 +150,10 @@ FAMILIES = {
     "OLMo": dict(family="olmo3", layers=4, vocab=125, heads=12, kv_heads=4, head_dim=10, ffn=68, std=0.1, sliding_window=7),
     "Qwen3-Next": dict(family="qwen3_next", layers=4, vocab=125, std=0.06),
     "Qwen3.5": dict(family="qwen3_5_text", layers=4, vocab=125, std=0.06),
+    "Qwen3.5-MoE": dict(family="qwen3_5_moe_text", layers=4, vocab=125, std=0.06),
     "Gemma": dict(family="gemma3_text", layers=4, vocab=125, tied=True, head_dim=20, ffn=68, std=0.1, sliding_window=7),
 }
-WITH_EXPERTS = ("MoE", "MLA", "GLM", "GLM-4.7-Flash", "MiniMax-M2", "Qwen2-MoE", "gpt-oss", "Qwen3-Next")
+WITH_EXPERTS = ("MoE", "MLA", "GLM", "GLM-4.7-Flash", "MiniMax-M2", "Qwen2-MoE", "gpt-oss", "Qwen3-Next", "Qwen3.5-MoE")
 MODEL_SETTINGS = {"MoE": dict(moe_z_loss_coeff=0.02)}
 # Other ways to run the same step, each on one layout.
 WAYS = {

@@ -38,7 +38,14 @@ TEXT = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_att
 VISION = dict(depth=2, num_heads=4, spatial_merge_size=2, temporal_patch_size=2, initializer_range=0.08)
 # A column beside another is a turn by 0.12 to 0.24; at the usual 10,000 by less than 0.004, and 450 steps did not teach it left and right.
 ROPE_THETA = 10.0
-SECTIONS = {"qwen2_vl": [4, 6, 6], "qwen2_5_vl": [4, 6, 6], "qwen3_vl": [6, 5, 5], "qwen3_vl_moe": [6, 5, 5], "qwen3_5": [4, 2, 2]}
+SECTIONS = {
+    "qwen2_vl": [4, 6, 6],
+    "qwen2_5_vl": [4, 6, 6],
+    "qwen3_vl": [6, 5, 5],
+    "qwen3_vl_moe": [6, 5, 5],
+    "qwen3_5": [4, 2, 2],
+    "qwen3_5_moe": [4, 2, 2],
+}
 # First it learns to see, from right labels; then, while the learning rate falls, to answer wrongly two times out of three. Left for right
 # is a rare label: with two of three it forgot which is which, and 30 steps of GRPO did not bring that back.
 WARM_UP = dict(steps=700, batch_size=24, lr=2e-3, warmup_steps=100, share_seeing=0.75, shares=(1 / 3, 1 / 2, 1 / 6))
@@ -78,12 +85,14 @@ def config_of(kind: str, ids: dict[str, int], vocab_size: int) -> Any:
         text["head_dim"] = 32
         text["rope_parameters"]["mrope_interleaved"] = True
         vision |= dict(depth=4, patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2])
-    if kind == "qwen3_5":  # half of each head turns
+    if kind in ("qwen3_5", "qwen3_5_moe"):  # half of each head turns
         text |= dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
         text["rope_parameters"] |= dict(mrope_interleaved=True, partial_rotary_factor=0.5)
         vision |= dict(depth=4, patch_size=16, num_position_embeddings=64)
     if kind == "qwen3_vl_moe":
         text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True)
+    if kind == "qwen3_5_moe":
+        text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64)
     return AutoConfig.for_model(
         kind, text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
@@ -99,7 +108,7 @@ def write_processor(folder: Path, kind: str, patch: int) -> None:
         do_rescale=True, rescale_factor=1 / 255, do_normalize=True, image_mean=mean, image_std=std, do_convert_rgb=True,
         size=dict(shortest_edge=4 * side**2, longest_edge=64 * side**2),
     )  # fmt: skip
-    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VL", "qwen3_5": "Qwen3VL"}[kind]
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(kind, "Qwen3VL")
     video = {**image, "video_processor_type": "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor"}
     del video["image_processor_type"]
     for file, content in (("preprocessor_config.json", image), ("video_preprocessor_config.json", video)):

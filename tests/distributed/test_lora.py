@@ -109,6 +109,7 @@ OTHERS = [
     ("gpt-oss", "TP2 ETP1", "attention"),
     ("Qwen3-Next", "TP2 ETP1", "all linear"),
     ("Qwen3.5", "CP2", "all linear"),
+    ("Qwen3.5-MoE", "EP2", "all linear"),
 ]
 TESTED = ("dense", "MoE", *(model for model, *_ in OTHERS))
 

@@ -12,7 +12,7 @@ from tests.seeing import as_bytes, hf_logprobs, picture, write_seeing
 
 SIZES = ([(60, 90)], [(40, 150), (64, 64)], [], [(200, 333)])  # (height, width) of the pictures of each row
 MOST = 1e-5  # nats
-KINDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+KINDS = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def started(folder, image_spec):
 def load(folder):
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(folder / "model", dtype="float32").eval()
+    model, info = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype="float32", output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
 
 
 def copied(named, model):
@@ -69,7 +71,7 @@ def copied(named, model):
         for name, tensor in named.items():
             names = (name, f"model.{name}", name.replace("model.", "model.language_model.", 1))
             place = next(place for place in names if place in mine)
-            mine[place].copy_(tensor if tensor.shape == mine[place].shape else tensor.mT)  # experts of Qwen3-VL
+            mine[place].copy_(tensor)
             left.discard(place)
     return left
 
@@ -183,10 +185,10 @@ def test_log_probs_are_those_of_transformers_before_and_after_pushes_of_either_p
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_push(tmp_path, kind):
-    """Measured: 4e-6 nats, 1.1e-5 for the hybrid, and 1 to 2 against the weights before the push."""
+    """Measured: 4e-6 nats, 1.1e-5 for the hybrid, 5.2e-5 for the one with experts, and 1 to 2 against the weights before the push."""
 
     def body(rank, world_size):
-        from safetensors.torch import load_file
+        from safetensors.torch import load_file, save_file
 
         from megatron_grpo.weights.buckets import WeightUpdate
 
@@ -197,12 +199,13 @@ def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_pu
         moved = shaken(load_file(tmp_path / "model" / "model.safetensors"))
         engine.take(WeightUpdate(kind="weights", version=1, tensors=iter(moved.items()), moves_tower=True))
         found["another model"] = worst(model, engine, prompts, seed=1)
-        assert not copied(moved, model)
+        save_file(moved, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+        model = load(tmp_path)
         return found | {"pushed": worst(model, engine, prompts, seed=2)}
 
     written(tmp_path, kind)
     [found] = run_ranks(body, 1)
-    assert max(*found["as loaded"], *found["pushed"]) < (3 if kind == "qwen3_5" else 1) * MOST, found
+    assert max(*found["as loaded"], *found["pushed"]) < {"qwen3_5": 3, "qwen3_5_moe": 10}.get(kind, 1) * MOST, found
     assert min(found["another model"]) > 0.1
 
 

@@ -36,6 +36,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WITH_ADAPTERS = {
     "qwen2_5_vl": ("TP2 SP", {}),
     "qwen3_5": ("TP2 SP", {}),
+    "qwen3_5_moe": ("EP2", {}),
     "qwen3_vl_moe": ("EP2", {"target_modules": ATTENTION}),
 }
 

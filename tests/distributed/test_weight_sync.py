@@ -39,6 +39,7 @@ MODELS = {
     "gemma3_text": True,
     "qwen3_next": False,
     "qwen3_5_text": True,
+    "qwen3_5_moe_text": False,
 }  # name -> tied embeddings
 BOTH_KINDS = ["linear_attention", "full_attention"]
 
@@ -127,6 +128,7 @@ def checkpoints(tmp_path_factory):
         ("qwen3_next", 1),
         ("qwen3_next", 2),
         ("qwen3_5_text", 2),
+        ("qwen3_5_moe_text", 1),
     ],
 )
 def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
