@@ -132,7 +132,7 @@ def measure(rank: int, world: int, models: Sequence[Odd], settings: Mapping[str,
 
 def _measure_one(rank: int, world: int, odd: Odd, cfg, parallel, tamper) -> Outcome:
     from megatron_grpo.weights.hf_files import HfReader
-    from megatron_grpo.weights.stored import stored_names
+    from megatron_grpo.weights.safetensors_files import stored_names
 
     seen: dict[str, Any] = {}
 

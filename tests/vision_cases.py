@@ -258,7 +258,7 @@ def score_and_train(rank, world, path, cfg, batches, parallel=None, tamper=None)
     import torch
 
     from megatron_grpo.weights.hf_files import HfReader
-    from megatron_grpo.weights.stored import stored_names
+    from megatron_grpo.weights.safetensors_files import stored_names
 
     found = []
 

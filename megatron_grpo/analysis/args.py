@@ -15,7 +15,7 @@ from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.grpo import validation
-from megatron_grpo.run.opened import settings_over, undamaged_checkpoint
+from megatron_grpo.run.open_checkpoint import settings_over, undamaged_checkpoint
 from megatron_grpo.run.terminal import note_renamed
 from megatron_grpo.types import Sample
 
@@ -143,7 +143,7 @@ TRIED = frozenset(
     teacher_kl_coef""".split()
 )
 SIZES = ("global_batch_size", "staleness")
-# Settings of the run that are not applied, in addition to those of `run.opened`: micro-batches must suit the layout of this job.
+# Settings of the run that are not applied, in addition to those of `run.open_checkpoint`: micro-batches must suit the layout of this job.
 _OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "record_rows", "sync_ref_model")
 OWN = "the run's own"
 

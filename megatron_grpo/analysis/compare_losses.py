@@ -40,7 +40,7 @@ from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.run.build import PolicyParts
-from megatron_grpo.run.opened import load_weights
+from megatron_grpo.run.open_checkpoint import load_weights
 from megatron_grpo.trainer.sample_buffer import SampleBuffer, score_rows
 from megatron_grpo.types import GlobalBatch, RowKey, Sample, SampleWithOldLogprobs
 from megatron_grpo.weights.shape import ModelShape

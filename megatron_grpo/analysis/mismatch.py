@@ -41,7 +41,7 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
-from megatron_grpo.run.opened import layout_of
+from megatron_grpo.run.open_checkpoint import layout_of
 from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.shape import ModelShape

@@ -29,7 +29,7 @@ from megatron_grpo.policy.policy import Policy, ReducedGradient
 from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_policy
-from megatron_grpo.run.opened import layout_of, load_weights, undamaged_checkpoint
+from megatron_grpo.run.open_checkpoint import layout_of, load_weights, undamaged_checkpoint
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey
 from megatron_grpo.weights.shape import ModelShape

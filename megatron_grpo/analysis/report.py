@@ -14,7 +14,7 @@ import numpy as np
 from megatron_grpo.analysis.args import MismatchArgs
 from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
 from megatron_grpo.config.evaluation import in_current_metrics
-from megatron_grpo.metrics.draw import apply_style, can_draw, new_figure, write_png
+from megatron_grpo.metrics.plots import apply_style, can_draw, new_figure, write_png
 
 BINS = 40
 DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from megatron_grpo.api.rank import LAUNCH, METRICS, OBJECTS
-from megatron_grpo.base import given, launcher
+from megatron_grpo.base import launcher, python_objects
 from megatron_grpo.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, one_line
 
 RANK_MODULE = "megatron_grpo.api.rank"  # the program of each rank
@@ -78,7 +78,7 @@ def write_launch(folder: Path, command: str, words: Sequence[str], objects: Mapp
         raise ConfigError("Starting ranks from a Python program needs cloudpickle: pip install 'megatron-grpo[api]'.") from error
     launch = {
         "command": command, "words": list(words), "path": sys.path, "argv": sys.argv, "listens": listens,
-        "fingerprints": {name: given.fingerprint(name) for name in objects},
+        "fingerprints": {name: python_objects.fingerprint(name) for name in objects},
     }  # fmt: skip
     (folder / LAUNCH).write_bytes(pickle.dumps(launch))
     with (folder / OBJECTS).open("wb") as stream:

@@ -28,7 +28,7 @@ def run_command(folder: Path) -> int:
         folder: Folder that `api.launch` has written.
     """
     from megatron_grpo import cli
-    from megatron_grpo.base import given
+    from megatron_grpo.base import python_objects
     from megatron_grpo.run.terminal import replace_unencodable
 
     replace_unencodable()
@@ -38,7 +38,7 @@ def run_command(folder: Path) -> int:
     try:
         with (folder / OBJECTS).open("rb") as stream:
             objects = pickle.Unpickler(stream)
-            given.provide({name: objects.load() for name in launch["fingerprints"]}, launch["fingerprints"])
+            python_objects.provide({name: objects.load() for name in launch["fingerprints"]}, launch["fingerprints"])
         return cli.run(launch["command"], launch["words"], parts)
     except BaseException as error:  # noqa: BLE001 - reported below, and raised again in the program
         _write_error(folder, error)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.api.settings import explicit_settings
-from megatron_grpo.base import given
+from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.html import grid
 
@@ -62,7 +62,7 @@ def score(reward_funcs: Any, rows: Sequence[Mapping[str, Any]], args: Any = None
     parsed = trainer.parsed()
     if parsed.problems:
         raise ConfigError(parsed.problems)
-    given.provide(trainer.objects)
+    python_objects.provide(trainer.objects)
     if incomplete := [number for number, row in enumerate(rows) if "completion" not in row]:
         raise config_error("rows", f"rows: row {incomplete[0]} has no `completion` ({len(incomplete)} of {len(rows)} rows have none).")
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in ("prompt", "completion", "completion_ids")]

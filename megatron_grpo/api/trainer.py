@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.api import launch
 from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.api.settings import explicit_settings, write_settings
-from megatron_grpo.base import given, launcher
+from megatron_grpo.base import launcher, python_objects
 from megatron_grpo.base.errors import EXIT_DONE, RunInterruptedError, config_error
 from megatron_grpo.base.html import table
 from megatron_grpo.metrics.records import Records
@@ -187,7 +187,7 @@ class GRPOTrainer:
         """
         from megatron_grpo.run.validate import validate_run
 
-        given.provide(self.objects)
+        python_objects.provide(self.objects)
         return validate_run(self.parsed(self._num_ranks()))
 
     @property
@@ -240,13 +240,13 @@ class GRPOTrainer:
         own_name = getattr(value, "__name__", "")
         name = own_name if own_name.isidentifier() and own_name not in self.objects else name
         self.objects[name] = value
-        return given.PREFIX + name
+        return python_objects.PREFIX + name
 
     # ---- running
 
     def _run(self, command: str, settings: Mapping[str, Any], number: int, output_dir: Path) -> int:
         """Run a command in this process if it is a rank, else in `number` ranks, and return its exit code."""
-        given.provide(self.objects)  # fingerprints are taken here, where sources of notebooks can be read
+        python_objects.provide(self.objects)  # fingerprints are taken here, where sources of notebooks can be read
         listen = self._callbacks.listen if command == "train" and self._callbacks.callbacks else None
         if launcher.read().is_launched:
             return _run_here(command, settings, {"listener": listen} if listen else {})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo import __version__, installed_version
-from megatron_grpo.base import given
+from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.checkpoint.resume_compatibility import FLAGS
@@ -93,8 +93,8 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
     sources = {f"reward {spec}": spec for spec in cfg.rewards.reward_funcs} | {"rollout_func": cfg.rollout.rollout_func or ""}
     sources |= {name: getattr(cfg.turns, name) or "" for name in ("agent", "agent_verdict")}
     for name, spec in sources.items():
-        if given.is_given(spec):
-            fingerprints |= {name: of_object} if (of_object := given.fingerprint(spec)) else {}
+        if python_objects.is_given(spec):
+            fingerprints |= {name: of_object} if (of_object := python_objects.fingerprint(spec)) else {}
         elif (source := _source(spec)) is not None:
             fingerprints[name] = _of_files([source])
     if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():

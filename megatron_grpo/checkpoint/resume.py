@@ -17,9 +17,9 @@ from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
 from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
+from megatron_grpo.checkpoint.output_files import holds_run, overwrite_obstacle, restart_obstacle
 from megatron_grpo.checkpoint.resume_compatibility import FREEZING, ResumeDifference, changes_since, problems_of
 from megatron_grpo.checkpoint.samples import files_of_partial_completions, files_of_samples, unreadable_reason
-from megatron_grpo.checkpoint.written import holds_run, overwrite_obstacle, restart_obstacle
 from megatron_grpo.types import PartialCompletion
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from megatron_grpo.base.files import atomic_write, write_mark
 from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
 from megatron_grpo.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, find_damage, manifest_content
+from megatron_grpo.checkpoint.output_files import RUN, BestCheckpoint
 from megatron_grpo.checkpoint.resume import OURS, Resume, ResumeCandidate, join_faults, unusable
 from megatron_grpo.checkpoint.resume_compatibility import ResumeDifference, sampling_settings
 from megatron_grpo.checkpoint.samples import file_of, files_of_partial_completions, files_of_samples, read_samples
-from megatron_grpo.checkpoint.written import RUN, BestCheckpoint
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import PartialCompletion, Progress
 

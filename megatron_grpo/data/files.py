@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatron_grpo.base import given
+from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import config_error, first_line, one_line
 from megatron_grpo.data.hub import SUFFIXES, from_hub, is_path, saved_by_datasets
 
@@ -129,7 +129,7 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
     """
     kind = _kind_of(dataset, flag)
     if kind == "object":
-        rows = Rows([(given.get(dataset, flag), by_row(_own_name(dataset)))])
+        rows = Rows([(python_objects.get(dataset, flag), by_row(_own_name(dataset)))])
     elif kind == "files":
         rows = Rows([_read_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
     else:
@@ -153,7 +153,7 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
     """
     kind = _kind_of(dataset, flag)
     if kind == "object":
-        return _mapped(_own_name(dataset), given.get(dataset, flag))
+        return _mapped(_own_name(dataset), python_objects.get(dataset, flag))
     if kind == "hub":
         return _hub(dataset, lambda: from_hub(dataset, split, flag, streaming=True), flag)
     if kind == "saved":
@@ -186,7 +186,7 @@ def _kind_of(dataset: str, flag: str) -> Literal["object", "saved", "files", "hu
     path = Path(dataset)
     if not dataset:
         raise config_error(flag, f"{flag} is missing. Use a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
-    if given.is_given(dataset):
+    if python_objects.is_given(dataset):
         return "object"
     if path.is_dir() and (path / "state.json").is_file():
         return "saved"
@@ -212,7 +212,7 @@ def plain_name(name: str) -> str:
 
 
 def _own_name(dataset: str) -> str:
-    return dataset.removeprefix(given.PREFIX)
+    return dataset.removeprefix(python_objects.PREFIX)
 
 
 def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base import given
+from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import config_error, first_line, one_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
@@ -20,7 +20,10 @@ def is_path(name: str) -> bool:
         name: Name from `--dataset` or `--model`.
     """
     return (
-        given.is_given(name) or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
+        python_objects.is_given(name)
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or Path(name.partition("#")[0]).suffix in SUFFIXES
     )
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.evaluation import curve_of
-from megatron_grpo.metrics import draw, registry
+from megatron_grpo.metrics import plots, registry
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import EvaluationResult, Evaluations, compare_evaluations, curves_in, describe, score_of_record
 from megatron_grpo.metrics.records import EVENTS, BestEffort, Events, Records, to_python_number
@@ -197,7 +197,7 @@ class Metrics:
     def refresh_plots(self) -> list[Path]:
         """Draw plots/*.png from everything logged so far and return their paths."""
         with self._best_effort("plots"):
-            return draw.refresh(self.output_dir, self._history) if self.tells else []
+            return plots.refresh(self.output_dir, self._history) if self.tells else []
         return []
 
     def print_line(self, text: str) -> None:
@@ -285,11 +285,11 @@ class Metrics:
 
     def _remember(self, record: Mapping[str, Any]) -> None:
         self.learnt.take(record)
-        draw.remember(self._history, record)
+        plots.remember(self._history, record)
 
     def _remember_evaluations(self) -> None:
         curves = curves_in(self.evaluations.records)
-        for name in [name for name in self._history if draw.is_held_out(name)]:
+        for name in [name for name in self._history if plots.is_held_out(name)]:
             del self._history[name]
         self._history |= curves
         self._display.show(**{name: points[-1][1] for name, points in curves.items()})

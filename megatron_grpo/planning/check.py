@@ -26,8 +26,8 @@ from megatron_grpo.rollout.adapters import lora_sync
 from megatron_grpo.weights import trainable_parameters
 from megatron_grpo.weights.layout_validation import engine_problems, length_problems
 from megatron_grpo.weights.lora import LoraSettings, linear_modules
+from megatron_grpo.weights.safetensors_files import adapter_problems
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.stored import adapter_problems
 
 _SEES = "false (vision-language model)"
 _TARGETS = ("target_modules", "target_regex", "exclude_modules")

@@ -216,7 +216,7 @@ def draw_png(schedule: TrainingSchedule, num_rollouts: int, path: str) -> None:
     Raises:
         ConfigError: If matplotlib is not installed, or does not know the suffix.
     """
-    from megatron_grpo.metrics.draw import can_draw, new_figure
+    from megatron_grpo.metrics.plots import can_draw, new_figure
 
     if not can_draw():
         raise ConfigError([Problem(flags=("png",), message="png needs matplotlib: pip install 'megatron-grpo[plot]'.")])

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_grpo.base import given
+from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import ConfigError, Problem, describe_value, one_line
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.process_isolation import ExitRequestedError, isolated
@@ -89,7 +89,7 @@ def may_exist(spec: str) -> bool:
         spec: An entry of `--reward_funcs`.
     """
     module, colon, _ = spec.rpartition(":")
-    if not colon or given.is_given(spec):
+    if not colon or python_objects.is_given(spec):
         return True  # a built-in name, or a typing error; or an object of the program
     return Path(module).expanduser().is_file() if module.endswith(".py") else importlib.util.find_spec(module.partition(".")[0]) is not None
 
@@ -180,8 +180,8 @@ def _load(spec: str, name: str, config: Config, directory: Path) -> RewardFuncti
 
 def _named(spec: str, directory: Path) -> Any:
     """Return the callable that `path/to/file.py:name`, `package.module:name` or `python:name` refers to. Raises ConfigError."""
-    if given.is_given(spec):
-        value = given.get(spec, "reward_funcs")
+    if python_objects.is_given(spec):
+        value = python_objects.get(spec, "reward_funcs")
         if not callable(value):
             raise _fail(f"{spec} is {describe_value(value)}, which cannot be called. Pass a function.")
         return value

@@ -12,7 +12,7 @@ from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.base.files import write_mark
 from megatron_grpo.checkpoint.manifest import read_manifest
-from megatron_grpo.checkpoint.written import overwrite_obstacle
+from megatron_grpo.checkpoint.output_files import overwrite_obstacle
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import sets_of
@@ -30,7 +30,7 @@ from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.build.run import build_evaluator, generator_of
 from megatron_grpo.run.inputs import OF_A_RUN, ValidatedInputs, read_inputs
 from megatron_grpo.run.lifecycle import take_output_dir
-from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
+from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
 from megatron_grpo.trainer.reward_manager import RewardManager
 from megatron_grpo.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.weights.layout_validation import engine_problems

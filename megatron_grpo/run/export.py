@@ -36,14 +36,14 @@ from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import bytes_of, table
 from megatron_grpo.data.hub import find_model
-from megatron_grpo.metrics.card import CARD, CURVES, ModelCard, write_card
+from megatron_grpo.metrics.model_card import CARD, CURVES, ModelCard, write_card
 from megatron_grpo.metrics.records import BestEffort
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.policy.reference import FrozenPolicy
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
-from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
+from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
 from megatron_grpo.weights.adapters import from_file, merged, write_adapter
 from megatron_grpo.weights.hf_files import HfReader, HfWriter
 from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name

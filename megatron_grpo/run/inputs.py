@@ -24,8 +24,8 @@ from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rew
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.run.build import plug_ins
 from megatron_grpo.weights.layout_validation import length_problems
+from megatron_grpo.weights.safetensors_files import stored_names
 from megatron_grpo.weights.shape import ModelShape, read_config
-from megatron_grpo.weights.stored import stored_names
 
 if TYPE_CHECKING:
     from megatron_grpo.checkpoint.resume import Resume

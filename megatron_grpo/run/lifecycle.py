@@ -14,9 +14,9 @@ from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunError, RunInterruptedError, one_line
 from megatron_grpo.base.files import MARK
-from megatron_grpo.checkpoint.written import check_output_dir
+from megatron_grpo.checkpoint.output_files import check_output_dir
 from megatron_grpo.config.config import Config
-from megatron_grpo.metrics.card import ModelCard
+from megatron_grpo.metrics.model_card import ModelCard
 from megatron_grpo.metrics.records import EVENTS, Events
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.state import ParallelState
@@ -30,7 +30,7 @@ from megatron_grpo.run.export import export_model, merged_directory, open_reposi
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
-from megatron_grpo.run.opened import load_weights
+from megatron_grpo.run.open_checkpoint import load_weights
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.signals import StopSignal
 from megatron_grpo.run.supervisor import launcher_pid

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_grpo.base import given
+from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config import ParsedConfig, remote_code
 from megatron_grpo.config.config import Config
@@ -126,7 +126,7 @@ def user_code(cfg: Config) -> list[tuple[str, str, str]]:
 
 def _is_file(spec: str) -> bool:
     """Return whether an entry names a function of a file or module, not a built-in and not an object of a program."""
-    return ":" in spec and not given.is_given(spec)
+    return ":" in spec and not python_objects.is_given(spec)
 
 
 def _not_loaded(cfg: Config, flag: str, spec: str) -> str:
@@ -146,7 +146,7 @@ def _is_guest(cfg: Config, name: str) -> bool:
 def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     if not value:
         return False
-    return not given.is_given(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
+    return not python_objects.is_given(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
 
 
 def load_inputs(parsed: ParsedConfig, *, has_sampler: bool = False) -> tuple[Plan, ValidatedInputs]:

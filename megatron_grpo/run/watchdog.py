@@ -29,9 +29,9 @@ from typing import Any
 
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.errors import EXIT_CRASH
-from megatron_grpo.run import hung
+from megatron_grpo.run import hang_report
 from megatron_grpo.run.failures import PREFIX, print_error
-from megatron_grpo.run.hung import RankReport, keep
+from megatron_grpo.run.hang_report import RankReport, keep
 from megatron_grpo.run.peers import Process
 
 LONGEST_PERIOD = 10.0  # seconds between two pulses
@@ -188,8 +188,8 @@ class Watchdog:
         self.leaves_behind: Callable[[str], object] | None = None  # called when ranks hang; it dumps the current step
         self._alarms = HangDetector(timeout, self.period)
         self._main = threading.main_thread().ident or 0
-        hung.register()
-        hung.write_down(output_dir=str(output_dir))
+        hang_report.register()
+        hang_report.write_down(output_dir=str(output_dir))
         self._ended, self._alarm = threading.Event(), threading.Event()
         self._pulse = Heartbeat()
         self._write(f"pulse/{rank}", self._pulse)
@@ -244,7 +244,7 @@ class Watchdog:
         except RuntimeError:  # the store is closed, and the job has ended: `run.peers` reports that
             self._store_is_gone = True
         finally:
-            hung.write_down(timeout=0.0)
+            hang_report.write_down(timeout=0.0)
 
     def _speak_once(self) -> None:
         phases = activity.current()
@@ -258,7 +258,7 @@ class Watchdog:
         )
         # For the parent of this process. In a job with several ranks the others must notice first, because they know more.
         seconds = (self.timeout + self._pulse.pause) * (1.0 if len(self.processes) == 1 else 2.0)
-        hung.write_down(beats=self._pulse.beat, timeout=seconds)
+        hang_report.write_down(beats=self._pulse.beat, timeout=seconds)
         self._write(f"pulse/{self.rank}", self._pulse)
         moving = self._store.add("moving", int(vouches))
         neighbour = self._pulse_of(self._neighbour) if self._neighbour != self.rank else None
@@ -363,10 +363,10 @@ class Watchdog:
     def _my_account(self) -> RankReport:
         phases = activity.current()
         stuck = any(phase.is_alone for phase in phases) and self._alarms.mine.seconds > self.timeout + sum(phase.pause for phase in phases)
-        text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.own_stacks())
+        text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", hang_report.own_stacks())
         return RankReport(
             words=activity.describe(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
-            waits=waiting_collective(self._main), where=hung.innermost(text),
+            waits=waiting_collective(self._main), where=hang_report.innermost(text),
         )  # fmt: skip
 
     def _without_account(self, expected: Collection[int]) -> list[int]:
@@ -407,7 +407,7 @@ class Watchdog:
     def _look_at(self, rank: int, *, age: float) -> RankReport:
         """Report on a silent rank of this machine."""
         process = self.processes[rank]
-        return hung.inspect_process(process.pid, rank, self.output_dir, age=age, death=process.death())
+        return hang_report.inspect_process(process.pid, rank, self.output_dir, age=age, death=process.death())
 
     def _verdict(self, silent: Collection[int]) -> str:
         """Return the verdict, from the reports of live ranks and from what was found of silent ones.
@@ -430,7 +430,7 @@ class Watchdog:
 
     def _told(self, accounts: Mapping[int, RankReport]) -> str:
         hosts = {rank: process.host for rank, process in enumerate(self.processes)}
-        text = f"{PREFIX}{hung.verdict(accounts, hosts, self.timeout)}\n{hung.stacks_hint(self.output_dir)}"
+        text = f"{PREFIX}{hang_report.verdict(accounts, hosts, self.timeout)}\n{hang_report.stacks_hint(self.output_dir)}"
         return keep(self.output_dir, "report.txt", text)
 
     def _kill(self, ranks: Sequence[int]) -> None:
@@ -441,7 +441,7 @@ class Watchdog:
     def _end_without_store(self) -> None:
         """End the run because the store, which rank 0 or its launcher holds, does not answer. A rank on its machine reports on rank 0."""
         self._alarm.set()
-        keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.own_stacks())
+        keep(self.output_dir, f"rank_{self.rank:05d}.txt", hang_report.own_stacks())
         host, own_ranks = self.processes[0].host, []
         text = f"{PREFIX}the job's store on {host} has not answered for {self.timeout:g} s (rank_heartbeat_timeout), so the run ends."
         if self.rank != 0 and 0 in self._here() and self._is_first_here([0]) and not launcher.read().launcher_holds_store:

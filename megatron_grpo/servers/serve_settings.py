@@ -24,8 +24,8 @@ from megatron_grpo.config.validation import RANGE
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.data.image_processing import ImageProcessorSpec, image_spec_of
 from megatron_grpo.weights.layout_validation import engine_problems, length_problems
+from megatron_grpo.weights.safetensors_files import stored_names
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.stored import stored_names
 
 if TYPE_CHECKING:
     from megatron_grpo.rollout.experts import ExpertLayers

@@ -20,8 +20,8 @@ from megatron_grpo.weights import lora
 from megatron_grpo.weights.hf_files import checkpoint_directory, save_tensors
 from megatron_grpo.weights.lora import A, B, LoraSettings, Sizes
 from megatron_grpo.weights.mapping import WeightMap
+from megatron_grpo.weights.safetensors_files import adapter_problems
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.stored import adapter_problems
 
 Read = Callable[[str], torch.Tensor]
 

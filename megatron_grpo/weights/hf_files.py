@@ -24,8 +24,8 @@ from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.base.files import atomic_directory
 from megatron_grpo.config.remote_code import files_named
 from megatron_grpo.weights.families import FAMILIES, family_of, text_config
+from megatron_grpo.weights.safetensors_files import INDEX, SINGLE, file_error, stored_names
 from megatron_grpo.weights.shape import ModelShape, read_config
-from megatron_grpo.weights.stored import INDEX, SINGLE, file_error, stored_names
 
 # Names of experts in transformers 5, which keeps all experts in one tensor and may write them so.
 _FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")

@@ -132,7 +132,7 @@ def wanted(path, sequences, dtype: str = "float32") -> list[np.ndarray]:
 def logprobs_as_loaded(policy, path, sequences):
     """What a policy says that has not been trained; what it exports is the checkpoint, bit for bit."""
     from megatron_grpo.weights.hf_files import HfReader
-    from megatron_grpo.weights.stored import stored_names
+    from megatron_grpo.weights.safetensors_files import stored_names
 
     read, exported = HfReader(path), dict(policy.named_weights())
     is_stored_otherwise = cases._family(path).fused_experts  # than the table has it: all experts in one tensor

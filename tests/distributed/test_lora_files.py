@@ -65,7 +65,7 @@ def worst(one, other) -> float:
 
 def use(rank, world, model, cfg, adapters, out):
     """For each adapter: log-probs of its model; it is exported, and so is the merged model."""
-    from megatron_grpo.metrics.card import ModelCard
+    from megatron_grpo.metrics.model_card import ModelCard
     from megatron_grpo.run.export import export_model
 
     parallel, found = cases.join(cfg, world), {}
@@ -163,7 +163,7 @@ def export_and_listen(rank, world, model, adapters, out):
     cfg, heard = cases.settings(), {}
     parallel = cases.join(cfg, world)
     for kind, adapter in adapters.items():
-        from megatron_grpo.metrics.card import ModelCard
+        from megatron_grpo.metrics.model_card import ModelCard
         from megatron_grpo.run.export import export_model
 
         own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter)})

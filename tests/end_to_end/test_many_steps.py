@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.config.parse import resolve
-from megatron_grpo.metrics.draw import PARTS_OF_A_STEP
+from megatron_grpo.metrics.plots import PARTS_OF_A_STEP
 from megatron_grpo.weights.lora import PREFIX
 from tests import parity_cases
 from tests.end_to_end import scripted

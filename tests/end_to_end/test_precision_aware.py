@@ -6,7 +6,7 @@ import pytest
 
 from megatron_grpo.config import parse
 from megatron_grpo.config.validation import validate
-from megatron_grpo.run.opened import settings_of_checkpoint
+from megatron_grpo.run.open_checkpoint import settings_of_checkpoint
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
 from tests.end_to_end.test_async_save import SAVES, TINY, UNEVEN, fingerprints, killed_in

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_grpo.analysis.referee.dump import Dump
 from megatron_grpo.analysis.referee.findings import Finding
-from megatron_grpo.metrics.draw import apply_style, can_draw, new_figure, write_png
+from megatron_grpo.metrics.plots import apply_style, can_draw, new_figure, write_png
 
 
 def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:

@@ -25,13 +25,13 @@ import torch
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.checkpoint.fingerprints import values_equal_on_ranks
+from megatron_grpo.checkpoint.output_files import LOCK as NAME
+from megatron_grpo.checkpoint.output_files import BestCheckpoint, check_output_dir, claim, remove_run
 from megatron_grpo.checkpoint.saving import Checkpoints
-from megatron_grpo.checkpoint.written import LOCK as NAME
-from megatron_grpo.checkpoint.written import BestCheckpoint, check_output_dir, claim, remove_run
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import is_greater_better, metric_of
 from megatron_grpo.config.write import write_config
-from megatron_grpo.metrics import Metrics, card
+from megatron_grpo.metrics import Metrics, model_card
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.summary import LogpDifferenceMonitor
@@ -213,8 +213,8 @@ def versions_on(device: torch.device) -> dict[str, str]:
         device: Device of this rank.
     """
     if device.type != "cuda":
-        return {**card.versions(), "device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
-    versions = {**card.versions(), "device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+        return {**model_card.versions(), "device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
+    versions = {**model_card.versions(), "device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
     driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", read_if_exists(Path("/proc/driver/nvidia/version")))
     return {**versions, "driver": driver[1]} if driver else versions
 

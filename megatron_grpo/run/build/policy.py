@@ -33,7 +33,7 @@ from megatron_grpo.policy.reference import FrozenPolicy, FrozenReference, Refere
 from megatron_grpo.policy.validation import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.policy.vision import build_tower, keep_outputs
 from megatron_grpo.run.build import PolicyParts
-from megatron_grpo.run.opened import begin_with, copy_weights, load_weights
+from megatron_grpo.run.open_checkpoint import begin_with, copy_weights, load_weights
 from megatron_grpo.weights.adapters import from_file, initial_adapter
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.hf_files import HfReader, check_tied_head

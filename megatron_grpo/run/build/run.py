@@ -14,8 +14,8 @@ import torch
 from megatron_grpo import train
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.checkpoint.output_files import BestCheckpoint
 from megatron_grpo.checkpoint.saving import Checkpoints
-from megatron_grpo.checkpoint.written import BestCheckpoint
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.evaluation import describe_rules, eval_sampling, most_of, score_of
 from megatron_grpo.data.prompts import PromptStream

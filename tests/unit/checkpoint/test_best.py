@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, manifest_content
-from megatron_grpo.checkpoint.written import BestCheckpoint
+from megatron_grpo.checkpoint.output_files import BestCheckpoint
 from megatron_grpo.types import Progress
 
 

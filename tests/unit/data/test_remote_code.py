@@ -198,7 +198,7 @@ def test_plan_refuses_names_the_files_and_runs_nothing(model, mark, capsys, monk
 
 def test_a_checkpoint_does_not_say_that_code_may_run(monkeypatch):
     from megatron_grpo.config.config import Config
-    from megatron_grpo.run.opened import settings_over
+    from megatron_grpo.run.open_checkpoint import settings_over
 
     assert settings_over(Config(), {"trust_remote_code": True, "seed": 5}).model.trust_remote_code is False
     assert settings_over(Config(), {"trust_remote_code": True, "seed": 5}).run.seed == 5
@@ -247,7 +247,7 @@ def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(mod
 
 def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
     from megatron_grpo.config.config import Config
-    from megatron_grpo.metrics.card import ModelCard, text_of
+    from megatron_grpo.metrics.model_card import ModelCard, text_of
 
     for source, trusts in ((model, True), (plain, False)):
         text = text_of(ModelCard(kind="model", cfg=Config(), source=source), [], name="out", has_curves=False)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.analysis.report import drift_of, metrics_records
-from megatron_grpo.checkpoint.written import BestCheckpoint
+from megatron_grpo.checkpoint.output_files import BestCheckpoint
 from megatron_grpo.cli import main
 from megatron_grpo.config import parse
 from megatron_grpo.config.evaluation import FORMER_METRICS, in_current_metrics

@@ -142,7 +142,7 @@ def test_an_evaluation_that_is_the_first_thing_told_forgets_later_ones(tmp_path)
 
 
 def test_the_score_is_in_the_line_and_in_the_plots_also_after_a_resume(tmp_path, monkeypatch):
-    from megatron_grpo.metrics import draw as plots
+    from megatron_grpo.metrics import plots as plots
 
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
@@ -189,7 +189,7 @@ def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monk
 
 
 def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):
-    from megatron_grpo.metrics import draw as plots
+    from megatron_grpo.metrics import plots as plots
 
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
@@ -244,7 +244,7 @@ def test_plots_are_pictures_of_what_was_logged(tmp_path):
 def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypatch, caplog):
     import importlib.util
 
-    from megatron_grpo.metrics import draw as plots
+    from megatron_grpo.metrics import plots as plots
 
     monkeypatch.setattr(plots, "_warned", False)
     real = importlib.util.find_spec
@@ -676,7 +676,7 @@ def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_bein
 
 
 def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
-    from megatron_grpo.metrics.draw import PLOTS, _curves, plotted_metrics
+    from megatron_grpo.metrics.plots import PLOTS, _curves, plotted_metrics
 
     record = {"step": 1, "reward": 1.5, "rewards/format/mean": 1.0, "rewards/task/mean": 0.25, "rewards/task/std": 0.1, "loss": 0.0}
     history = {name: [(1, record[name])] for name in plotted_metrics(record)} | {"eval": [(0, 0.5)]}

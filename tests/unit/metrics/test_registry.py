@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_grpo.config import parse
 from megatron_grpo.config.evaluation import _training
 from megatron_grpo.metrics import registry
-from megatron_grpo.metrics.draw import PLOTS
+from megatron_grpo.metrics.plots import PLOTS
 from megatron_grpo.metrics.rollout import ENDS
 
 PACKAGE = Path(registry.__file__).parents[1]

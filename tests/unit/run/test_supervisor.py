@@ -140,6 +140,11 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
 
 
 def test_a_command_that_is_not_watched_may_be_silent():
-    lines = ["from megatron_grpo.run.hung import register, write_down", "register()", "write_down(timeout=1.0)", "write_down(timeout=0.0)"]
+    lines = [
+        "from megatron_grpo.run.hang_report import register, write_down",
+        "register()",
+        "write_down(timeout=1.0)",
+        "write_down(timeout=0.0)",
+    ]
     program = "\n".join([*lines, "time.sleep(4)", "return 0"])
     assert end(start(program))[0] == 0

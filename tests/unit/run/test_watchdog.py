@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.run import hung
-from megatron_grpo.run.hung import RankReport, culprits, verdict
+from megatron_grpo.run import hang_report
+from megatron_grpo.run.hang_report import RankReport, culprits, verdict
 from megatron_grpo.run.watchdog import HangDetector, Heartbeat, TimeSinceChange
 from tests.ranks import run_ranks
 
@@ -147,12 +147,12 @@ def test_a_stopped_process_tells_where_it_is():
         try:
             child.stdout.readline()
             os.kill(child.pid, signal.SIGSTOP)
-            while hung.state_of(child.pid) != hung.STATES["T"]:
+            while hang_report.state_of(child.pid) != hang_report.STATES["T"]:
                 pass
-            told = hung.stacks_of_process(child.pid)
+            told = hang_report.stacks_of_process(child.pid)
         finally:
             child.kill()
-    assert hung.innermost(told).endswith(", here"), told
+    assert hang_report.innermost(told).endswith(", here"), told
 
 
 # ---- real processes ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Parts of completions on rollout servers: what an interruption returns, and what it costs. Over real HTTP, with servers without an engine."""
+"""Interruption of completions on servers without an engine, over real HTTP: what is sent, what /abort waits for, and its end."""
 
 from __future__ import annotations
 

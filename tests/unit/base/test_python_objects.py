@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from megatron_grpo.base import given
+from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.fingerprints import content_of
 from megatron_grpo.config import resolve
@@ -18,8 +18,8 @@ from megatron_grpo.run.validate import user_code
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    monkeypatch.setattr(given, "_objects", {})
-    monkeypatch.setattr(given, "_fingerprints", {})
+    monkeypatch.setattr(python_objects, "_objects", {})
+    monkeypatch.setattr(python_objects, "_fingerprints", {})
 
 
 def closing_over(right):
@@ -34,13 +34,13 @@ def settings(*words):
 
 
 def test_rewards_are_found_under_their_names():
-    given.provide({"equal": closing_over("b")})
+    python_objects.provide({"equal": closing_over("b")})
     [reward] = load_rewards(settings("--reward_funcs", "python:equal"))
     assert reward.name == "equal" and reward.function(completions=["a", "b"]) == [0.0, 1.0]
 
 
 def test_rows_are_read_whole_and_streamed():
-    given.provide({"rows": [{"prompt": "a"}, {"prompt": "b"}], "none": []})
+    python_objects.provide({"rows": [{"prompt": "a"}, {"prompt": "b"}], "none": []})
     rows = read_rows("python:rows")
     assert [*rows] == [{"prompt": "a"}, {"prompt": "b"}] and rows.place(1) == "rows row 1"
     assert [one.row for one in open_source("python:rows", "train", "dataset")(1)] == [{"prompt": "b"}]
@@ -55,7 +55,7 @@ def test_an_object_of_another_program_is_a_sentence(read):
 
 
 def test_an_object_that_cannot_be_called_is_refused():
-    given.provide({"number": 3})
+    python_objects.provide({"number": 3})
     with pytest.raises(ConfigError, match="python:number is the int 3, which cannot be called"):
         load_rewards(settings("--reward_funcs", "python:number"))
 
@@ -66,17 +66,23 @@ def test_it_is_neither_a_hub_name_nor_a_file_of_the_users():
 
 
 def test_a_fingerprint_covers_the_code_and_the_plain_values_that_it_closes_over():
-    one = given.fingerprint_of(closing_over("a"))
-    assert one == given.fingerprint_of(closing_over("a"))
-    others = [closing_over("b"), closing_over, functools.partial(closing_over("a"), x=1), functools.partial(closing_over("a"), x=2), given]
-    assert len({one, *map(given.fingerprint_of, others)}) == 6
+    one = python_objects.fingerprint_of(closing_over("a"))
+    assert one == python_objects.fingerprint_of(closing_over("a"))
+    others = [
+        closing_over("b"),
+        closing_over,
+        functools.partial(closing_over("a"), x=1),
+        functools.partial(closing_over("a"), x=2),
+        python_objects,
+    ]
+    assert len({one, *map(python_objects.fingerprint_of, others)}) == 6
 
 
 def test_code_without_a_source_has_a_fingerprint_too():
     def made(text):
         space = {}
         exec(f"def reward(completions): return [{text} for _ in completions]", space)
-        return given.fingerprint_of(space["reward"])
+        return python_objects.fingerprint_of(space["reward"])
 
     assert made("1.0") == made("1.0") != made("2.0")
 
@@ -89,13 +95,17 @@ def test_an_attribute_of_a_reward_object_counts():
         def __call__(self, completions):
             return [self.weight for _ in completions]
 
-    assert given.fingerprint_of(Reward(1.0)) == given.fingerprint_of(Reward(1.0)) != given.fingerprint_of(Reward(2.0))
+    assert (
+        python_objects.fingerprint_of(Reward(1.0))
+        == python_objects.fingerprint_of(Reward(1.0))
+        != python_objects.fingerprint_of(Reward(2.0))
+    )
 
 
 def test_a_resumed_run_compares_the_fingerprint():
     cfg = settings("--reward_funcs", "python:equal")
     found = []
     for right in "aab":
-        given.provide({"equal": closing_over(right)})
+        python_objects.provide({"equal": closing_over(right)})
         found.append(content_of(cfg)["reward python:equal"])
     assert found[0] == found[1] != found[2]

@@ -22,7 +22,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.remote_code import problem_of
 from megatron_grpo.config.write import find_secrets
 from megatron_grpo.data.hub import is_path
-from megatron_grpo.metrics import draw
+from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.evaluations import curves_in
 from megatron_grpo.metrics.records import Records
 
@@ -186,9 +186,9 @@ def _records(card: ModelCard, file: str) -> Iterable[dict[str, Any]]:
 def _draw(folder: Path, records: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> bool:
     history: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        draw.remember(history, record)
+        plots.remember(history, record)
     history |= curves_in(evaluations)
-    return draw.draw_together(folder / CURVES, ("reward", "kl", "length"), history)
+    return plots.draw_together(folder / CURVES, ("reward", "kl", "length"), history)
 
 
 def _ends(records: list[dict[str, Any]], name: str) -> str | None:
