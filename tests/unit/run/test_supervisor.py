@@ -37,7 +37,7 @@ def test_a_command_that_ends_ends_the_program_with_its_exit_code(code):
 def test_the_end_of_a_command_waits_for_threads_and_calls_what_is_registered_for_it_in_pythons_order():
     body = """import atexit, threading
 from concurrent.futures import ThreadPoolExecutor
-def say(word): time.sleep(0.3); print(word, end=' ')
+def say(word): time.sleep(0.3); sys.stdout.write(word + ' ')
 atexit.register(say, 'atexit')
 ThreadPoolExecutor(1).submit(say, 'pool')
 threading.Thread(target=say, args=['thread']).start()
@@ -122,10 +122,10 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
     """Alone it has no other rank that could notice."""
     lines = [
         "from megatron_grpo.base import activity",
-        "from megatron_grpo.run import hung",
-        "hung.register()",
+        "from megatron_grpo.run import hang_report",
+        "hang_report.register()",
         "activity.report_step(7)",
-        f"hung.write_down(timeout=2.0, beats=1, output_dir={str(tmp_path)!r})",
+        f"hang_report.write_down(timeout=2.0, beats=1, output_dir={str(tmp_path)!r})",
         "with activity.phase('reward', total=3, unit='scores'):",
         *(f"    {line}" for line in how.splitlines()),
         "return 0",

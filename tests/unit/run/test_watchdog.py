@@ -140,7 +140,7 @@ def test_of_16384_ranks_few_are_named():
 
 
 def test_a_stopped_process_tells_where_it_is():
-    lines = ["from megatron_grpo.run import hung", "import time", "hung.register()"]
+    lines = ["from megatron_grpo.run import hang_report", "import time", "hang_report.register()"]
     program = "\n".join([*lines, "def here():", "    print('x', flush=True)", "    time.sleep(600)", "here()"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as child:
