@@ -29,19 +29,9 @@ from megatron_grpo.rewards.loading import user_object
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_AFTER_END = 10.0  # in which a program may end by itself after its episode has ended
 SECONDS_TO_TERMINATE = 5.0  # between SIGTERM and SIGKILL
+SECONDS_TO_KILL = 5.0  # for what the program has started
 OUTPUT, MOST_OUTPUT = 64 << 10, 16 << 20  # bytes of a program's output: that reward functions get, and that it may write
-
-# Runs in a program's process before the program. When the thread that started it is gone, so is the run, and the kernel kills the program.
-_BEGIN = """
-import ctypes, os, resource, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the run has ended")
-if memory := int(sys.argv[2]) << 20:
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-os.execvp(sys.argv[3], sys.argv[3:])
-"""
+_SUPERVISOR = Path(__file__).with_name("program_supervisor.py")
 
 
 class AgentError(Exception):
@@ -59,7 +49,7 @@ class Endpoint:
     is_over: Callable[[], bool] = field(repr=False)  # whether the episode has ended, so further requests are refused
     messages: Callable[[], list[dict[str, Any]]] = field(repr=False)  # the conversation so far, as the last request saw it
     closed: threading.Event = field(repr=False, default_factory=threading.Event)  # set when the rollout ends early
-    ended: threading.Event = field(repr=False, default_factory=threading.Event)  # set when a program and its group have ended
+    ended: threading.Event = field(repr=False, default_factory=threading.Event)  # set when a program and all that it started have ended
 
     @property
     def base_url(self) -> str:
@@ -110,7 +100,8 @@ def load_agent(cfg: Config) -> type[AgentEnvironment]:
         _split_command(turns.agent_command or ""), verdict=verdict, columns=turns.agent_columns, variables=turns.agent_env,
         memory_mb=turns.agent_memory_mb,
     )  # fmt: skip
-    longest = 2 * turns.agent_timeout + SECONDS_AFTER_END + SECONDS_TO_TERMINATE  # the program's time, and the verdict's
+    to_end = SECONDS_AFTER_END + SECONDS_TO_TERMINATE + SECONDS_TO_KILL
+    longest = 2 * turns.agent_timeout + to_end  # the program's time, and the verdict's
     return type("Agent", (AgentEnvironment,), {"solve": program, "timeout_of_call": longest})
 
 
@@ -173,7 +164,7 @@ def as_result(value: Any, source: str) -> AgentResult:
 
 
 class AgentProgram:
-    """Starts a program for each episode, in a folder and with an environment of its own, and ends it with its process group.
+    """Starts a program for each episode, in a folder and with an environment of its own, and ends it with all that it has started.
 
     Args:
         words: Program and arguments.
@@ -221,10 +212,10 @@ class AgentProgram:
         """Run the program to its end. Returns whether its time was over."""
         inherited = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ", *self.variables) if name in os.environ}
         own_variables = {"HOME": str(folder), "TMPDIR": str(folder), "AGENT_ROW": str(folder.parent / "row.json")}
+        supervisor = [sys.executable, "-I", "-S", str(_SUPERVISOR), str(os.getpid()), str(self.memory_mb << 20), str(SECONDS_TO_TERMINATE)]
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _BEGIN, str(os.getpid()), str(self.memory_mb), *self.words],
-            cwd=folder, env=inherited | own_variables | endpoint.variables, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [*supervisor, *self.words], cwd=folder, env=inherited | own_variables | endpoint.variables, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         deadline, is_late = time.monotonic() + endpoint.timeout, False
         try:
@@ -236,32 +227,24 @@ class AgentProgram:
                 if is_late := time.monotonic() >= deadline:
                     break
         finally:
-            _end_group(process)
+            _end(process)
             endpoint.ended.set()
         if endpoint.closed.is_set():
             raise AgentError("was ended with the rollout")
         if process.returncode and not is_late and not endpoint.is_over():
             output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT))
             lines = output.read().decode("utf-8", "replace").strip().splitlines()
-            end = f"exit status {process.returncode}" if process.returncode > 0 else signal.Signals(-process.returncode).name
+            number = -process.returncode if process.returncode < 0 else process.returncode - 128
+            end = signal.Signals(number).name if number in set(signal.Signals) else f"exit status {process.returncode}"
             raise AgentError(f"ended with {end}: {lines[-1][:300] if lines else 'it has written nothing'}")
         return is_late
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a program and the remaining processes of its group."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program and all that it has started."""
+    process.terminate()
     try:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(SECONDS_TO_TERMINATE)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
-        pass
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        deadline = time.monotonic() + SECONDS_TO_TERMINATE
-        while time.monotonic() < deadline:  # the kernel ends the others of the group a moment later
-            os.killpg(process.pid, 0)
-            time.sleep(0.005)  # no process can wait for those that are not its children
-    except ProcessLookupError:
+        process.wait(SECONDS_TO_TERMINATE + SECONDS_TO_KILL)
+    except subprocess.TimeoutExpired:  # it starts processes faster than they can be killed
+        process.kill()
         process.wait()

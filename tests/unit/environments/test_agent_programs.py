@@ -123,13 +123,27 @@ time.sleep(300)
     assert row.sequence.mask.any() and not alive(mark)
 
 
-def test_what_a_program_leaves_behind_is_ended_before_the_verdict(tmp_path):
+LEFT_BEHIND = {
+    "a child": 'subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", MARK])',
+    "a daemon": """
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(300)", MARK])
+    os._exit(0)
+""",
+    "one that always starts another": r"""
+if not os.fork():
+    os.execv(sys.executable, [sys.executable, "-c", "import os\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()", MARK])
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT_BEHIND)
+def test_what_a_program_leaves_behind_is_ended_before_the_verdict(tmp_path, kind):
     mark = f"left-behind-{os.getpid()}"
-    text = f"""
-ask()
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "{mark}"])
-"""
     seen = []
+    text = f"MARK = {mark!r}\nask()\n{LEFT_BEHIND[kind]}\ntime.sleep(0.3)"
     row = play(tmp_path, text, verdict=lambda *args: float(seen.append(alive(mark)) is None))
     assert row.finish_reason == "done" and seen == [[]]
 
