@@ -261,7 +261,8 @@ def _flops(
             "matrix products only, 2 FLOPs per multiply-add; causal attention at half of the full square; a backward pass costs "
             f"{total.backward / total.forward:.3g} forward passes",
             "per rollout, over all ranks; the output layer at completion positions only",
-            "rollout: prompts are computed once per group" if shares_prompts else "rollout: prompts are computed once per completion",
+            f"rollout: prompts are computed once per {'group' if shares_prompts else 'completion'}"
+            + " (the sampler has no prefix cache for the gated delta rule)" * (shape.delta_net is not None),
         ],
     }
 

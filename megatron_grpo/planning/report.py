@@ -260,7 +260,7 @@ def _sampler_lines(memory: dict[str, Any]) -> Iterator[Line]:
         adapters = f"adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else ""
         cache = f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB ({sampler['kv_cache_tokens']:,} tokens)"
         if states := sampler["state_bytes_per_sequence"] * sampler["sequences_at_once"]:
-            cache += f", {gigabytes(states)} GB of it for the recurrent states of {sampler['sequences_at_once']} sequences"
+            cache += f", of which the recurrent states of {sampler['sequences_at_once']} sequences need {gigabytes(states)} GB"
         yield f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, {adapters}{cache}"
         yield describe_offload(memory["offload"])
     if staged := memory["staged_bytes"]:

@@ -305,8 +305,8 @@ RULES = (
          "model: Megatron-Core scores a group of experts by its best num_experts_per_tok / topk_group ({moe.topk} / {moe.group_topk} "
          "= {best}) experts, the model by its best 2. Use a model in which the quotient is 2, or topk_group is n_group "
          "({moe.num_groups})."),
-    Rule("context_parallel_size", lambda c: c.shape.delta_net
-         and c.shape.delta_net.num_key_heads % (c.tensor_model_parallel_size * c.context_parallel_size),
+    Rule("context_parallel_size", lambda c: c.shape.delta_net and c.shape.delta_net.num_key_heads % c.tensor_model_parallel_size == 0
+         and c.shape.delta_net.num_key_heads // c.tensor_model_parallel_size % c.context_parallel_size,
          "context_parallel_size ({context_parallel_size}): the gated delta rule distributes key heads over ranks, and "
          "linear_num_key_heads ({shape.delta_net.num_key_heads}) is not a multiple of TP {tensor_model_parallel_size} x CP "
          "{context_parallel_size}. Use fewer ranks."),

@@ -167,6 +167,8 @@ def _hybrid(config: Config, common: Config, *, is_grouped: bool) -> dict[str, An
         kinds = [HYBRID_KINDS[(layer + 1) % config["full_attention_interval"] == 0] for layer in range(layers)]
     if len(kinds) != layers or not set(kinds) <= set(HYBRID_KINDS):
         raise _model_error(f"layer_types must name {' or '.join(HYBRID_KINDS)} for each of {layers} layers, got {kinds!r}.")
+    if HYBRID_KINDS[1] not in kinds:
+        raise _model_error(f"none of the {layers} layers has full_attention, without which transformers does not run a hybrid.")
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % keys:
         raise _model_error(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}).")
