@@ -26,14 +26,14 @@ MODELS = {  # what their authors call the models
     "Olmo3ForCausalLM": "OLMo 3",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
     "Qwen3NextForCausalLM": "Qwen3-Next",
-    "Qwen3_5ForCausalLM": "Qwen3.5, 3.6 (text)",
-    "Qwen3_5MoeForCausalLM": "Qwen3.5, 3.6 with experts (text)",
+    "Qwen3_5ForCausalLM": "Qwen3.5, 3.6, 3.8 (text)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5, 3.6, 3.8 with experts (text)",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL with experts",
-    "Qwen3_5ForConditionalGeneration": "Qwen3.5, 3.6",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5, 3.6 with experts",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5, 3.6, 3.8",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5, 3.6, 3.8 with experts",
 }
 
 

@@ -128,6 +128,10 @@ _NOT_YET = (
      "its softcapping of attention scores and logits is not implemented; use Gemma 3, which has none (Gemma3ForCausalLM)"),
     (r"google/gemma-3-(4|12|27)b", "Gemma3ForConditionalGeneration",
      f"{_SEES}; use the text models of Gemma 3 (Gemma3ForCausalLM)"),
+    (r"Qwen/Qwen3\.8-Flash-Next", "Qwen4ExpForConditionalGeneration Qwen4ExpForCausalLM", (
+        "its hyper-connections, n-gram embeddings and sparse attention are not implemented; use Qwen3.8-27B "
+        "(Qwen3_5ForConditionalGeneration)"
+    )),
     (r"google/gemma-3n-", "Gemma3nForConditionalGeneration Gemma3nForCausalLM", _SIZES),
 )  # fmt: skip
 NOT_YET = {name: reason for _, names, reason in _NOT_YET for name in names.split()}

@@ -417,6 +417,7 @@ def test_a_path_that_is_too_long_for_a_file_is_a_sentence(capsys, flag):
     [
         ("zai-org/GLM-5", True),
         ("Qwen/Qwen3.6-35B-A3B", False),
+        ("Qwen/Qwen3.8-Flash-Next", True),
         ("google/gemma-2-9b", True),
         ("Qwen/Qwen3-8B", False),
         ("me/gemma-2-9", False),

@@ -163,11 +163,56 @@ def test_hybrids_have_the_defaults_of_their_class_and_its_parameters(name):
     assert shape.moe is None or (shape.moe.norm_topk_prob and shape.moe.has_shared_gate)
 
 
+# The text model's part of config.json of Qwen3.6 and 3.8, but for sizes, and the vision tower's.
+ROPE = {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rope_type": "default",
+}
+TEXT = dict(attention_bias=False, attention_dropout=0.0, attn_output_gate=True, dtype="bfloat16", eos_token_id=248044,
+            full_attention_interval=4, head_dim=256, hidden_act="silu", initializer_range=0.02, linear_conv_kernel_dim=4,
+            linear_key_head_dim=128, linear_num_key_heads=16, linear_value_head_dim=128, mamba_ssm_dtype="float32",
+            max_position_embeddings=262144, mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False, output_gate_type="swish",
+            partial_rotary_factor=0.25, rms_norm_eps=1e-6, rope_parameters=ROPE, tie_word_embeddings=False, use_cache=True,
+            vocab_size=248320)  # fmt: skip
+TOWER = dict(deepstack_visual_indexes=[], depth=27, hidden_act="gelu_pytorch_tanh", hidden_size=1152, in_channels=3, intermediate_size=4304,
+             num_heads=16, num_position_embeddings=2304, patch_size=16, spatial_merge_size=2, temporal_patch_size=2)  # fmt: skip
+MOE_OF_3_6 = dict(
+    num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512, mlp_only_layers=[]
+)
+# name -> (architecture, number of layers, sizes, parameters as transformers counts them). The published files of Qwen3.8-27B have
+# 55,562,855,904 bytes: two for each of these, and for 424,699,392 of `mtp.*`.
+PUBLISHED = {
+    "Qwen3.6-35B-A3B": ("Qwen3_5MoeForConditionalGeneration", 40, dict(hidden_size=2048, num_attention_heads=16, num_key_value_heads=2,
+                        linear_num_value_heads=32, **MOE_OF_3_6), 35_107_181_936),
+    "Qwen3.8-27B": ("Qwen3_5ForConditionalGeneration", 64, dict(hidden_size=5120, num_attention_heads=24, num_key_value_heads=4,
+                    linear_num_value_heads=48, intermediate_size=17408), 27_356_728_560),
+    "Qwen3.8-2.4T-A95B": ("Qwen3_5MoeForCausalLM", 92, dict(hidden_size=8192, num_attention_heads=64, num_key_value_heads=4,
+                          linear_num_value_heads=128, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=2048,
+                          shared_expert_intermediate_size=2048), 2_419_804_697_984),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_hybrids_are_read_as_their_config_json_has_them(name):
+    architecture, layers, sizes, parameters = PUBLISHED[name]
+    kinds = [("linear_attention", "full_attention")[(layer + 1) % 4 == 0] for layer in range(layers)]
+    text = {**TEXT, **sizes, "num_hidden_layers": layers, "layer_types": kinds}
+    config = {"architectures": [architecture], "image_token_id": 248056, "tie_word_embeddings": False, "text_config": text,
+              "vision_config": {**TOWER, "out_hidden_size": text["hidden_size"]}}  # fmt: skip
+    shape = ModelShape.from_hf(config if architecture.endswith("Generation") else {"architectures": [architecture], **text})
+    assert num_parameters(shape) == parameters
+    assert (shape.rope.theta, shape.rope.dim, shape.num_attention_layers) == (1e7, 64, layers // 4)
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"attn_output_gate": False}, r"attn_output_gate is False, which is not supported\. Leave it out, or use true\."),
     ({"output_gate_type": "sigmoid"}, r"output_gate_type is 'sigmoid', which transformers ignores\."),
     ({"layer_types": ["full_attention"] * 3}, r"layer_types must name linear_attention or full_attention for each of 4 layers"),
     ({"layer_types": ["sliding_attention"] * 4}, r"layer_types must name linear_attention or full_attention for each of 4 layers"),
+    ({"layer_types": ["linear_attention"] * 4}, r"none of the 4 layers has full_attention, without which transformers"),
     ({"linear_num_value_heads": 10}, r"linear_num_value_heads \(10\) must be a multiple of linear_num_key_heads \(4\)\."),
 ])  # fmt: skip
 def test_hybrids_that_would_be_computed_in_another_way_are_refused(changes, message):
