@@ -116,14 +116,15 @@ def _gpt_oss(rng, chosen) -> dict[str, Any]:
 
 def _hybrid(rng, chosen, *, tp: int) -> dict[str, Any]:
     keys = tp * rng.choice([1, 2, 3])
-    kinds = rng.choice([None, [rng.choice(HYBRID_KINDS) for _ in range(chosen["layers"])]])
+    kinds = [rng.choice(HYBRID_KINDS) for _ in range(chosen["layers"])]
+    kinds[rng.randrange(len(kinds))] = HYBRID_KINDS[1]  # transformers runs no model without attention
     return _bias(rng, chosen) | {
         "linear_num_key_heads": keys,
         "linear_num_value_heads": keys * rng.choice([1, 2, 3]),
         "linear_key_head_dim": rng.choice([5, 12, 20]),
         "linear_value_head_dim": rng.choice([6, 11, 20]),
         "linear_conv_kernel_dim": rng.choice([2, 4, 5]),
-        "layer_types": kinds,
+        "layer_types": None if chosen["layers"] > 3 and _coin(rng) else kinds,
         "head_dim": rng.choice([8, 12, 16]),
         "std": 0.06,
     }
