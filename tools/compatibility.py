@@ -112,7 +112,12 @@ def tables() -> str:
     """Return the generated part of docs/composition.md: the table of pairs, and the reasons of the refusals."""
     rows, found, with_images = features(), refusals(), refused_with_images()
     reasons: dict[str, list[str]] = {}
-    lines = [f"| | |{'|'.join(str(k + 1) for k in range(len(rows)))}|", f"|---|---|{'|'.join(['---'] * len(rows))}|"]
+    lines = [
+        '<div class="compact" markdown>',
+        "",
+        f"| | |{'|'.join(str(k + 1) for k in range(len(rows)))}|",
+        f"|---|---|{'|'.join(['---'] * len(rows))}|",
+    ]
     for j, other in enumerate(rows):
         cells = []
         for i, one in enumerate(rows[:j]):
@@ -123,6 +128,6 @@ def tables() -> str:
             if messages:
                 reasons.setdefault(messages[0], []).append(f"{one.name} × {other.name}")
         lines.append(f"|{j + 1}|[{other.name}]({other.page})|{'|'.join([*cells, ''])}{'|' * (len(rows) - j)}")
-    lines += ["", "## Refused pairs", ""]
+    lines += ["", "</div>", "", "## Refused pairs", ""]
     lines += [f"* **{'; '.join(pairs)}**: {message}" for message, pairs in reasons.items()]
     return "\n".join(lines)

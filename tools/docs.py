@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -24,32 +25,18 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, SITE = ROOT / "build" / "docs" / "pages", ROOT / "build" / "docs" / "site"
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
-COMMANDS = (
-    "train",
-    "plan",
-    "dry-run",
-    "doctor",
-    "eval",
-    "export",
-    "serve",
-    "mismatch",
-    "replay",
-    "compare-losses",
-    "report",
-    "watch",
-    "init",
-    "completion",
-)
 MOVED = {  # a page that was there -> where it went, both as the site has them
     "ahead": "async_rollouts",
     "audit": "replica_check",
     "capsules": "step_dumps",
     "guard": "gradient_check",
     "rehearse": "dry_run",
+    "same_bits": "proof/#bitwise-parity-of-trainer-and-sampler",
     "stops": "checkpoints/#stop-a-run",
     "whatif": "compare_losses",
 }
 API = {
+    "Trainer and scores": ["api.trainer", "api.score"],
     "Training loop": ["train"],
     "Data types": ["types"],
     "Loss and advantages": ["grpo.loss", "grpo.objectives", "grpo.advantages"],
@@ -135,14 +122,21 @@ def settings_page() -> str:
 
 def commands_page() -> str:
     """What `--help` of each command says before its settings."""
-    env = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="100")
+    from megatron_grpo.cli import COMMANDS
+    from megatron_grpo.config.show import print_help, print_overview
+
+    os.environ["COLUMNS"] = "84"
     lines = ["# Command line", ""]
     for command in ("", *COMMANDS):
-        asked = [sys.executable, "-m", "megatron_grpo", *command.split(), "--help"]
-        shown = subprocess.run(asked, capture_output=True, text=True, check=True, env=env).stdout
-        lines += [f"## `megatron-grpo {command}`".replace(" `", "`") if not command else f"## `megatron-grpo {command}`", ""]
-        lines += ["```text", shown.split("\n  --config")[0].strip(), "```", ""]
-    return "\n".join(lines)
+        shown = io.StringIO()
+        with redirect_stdout(shown):
+            print_help(command, COMMANDS[command]) if command else print_overview(COMMANDS)
+        lines += [f"## `{' '.join(['megatron-grpo', *command.split()])}`", ""]
+        lines += ["```text", re.split(r"\n(Names may be written|  --config)", shown.getvalue())[0].strip(), "```", ""]
+    lines += [
+        "Commands that take settings read names with `-` or `_`. The command line wins over files, and a later file over an earlier one."
+    ]
+    return "\n".join([*lines, ""])
 
 
 def metrics_tables() -> str:
@@ -272,6 +266,11 @@ def notebook_pages() -> dict[str, str]:
     return pages
 
 
+def with_attribute_docstrings(source: str) -> str:
+    """Return a module's source with the comment behind each field of a class as the field's docstring, which the API pages show."""
+    return re.sub(r"^(    \w+: [^#\n]*\S)  # (?!type:|noqa)(.+)$", r'\1\n    r"""\2."""', source, flags=re.MULTILINE)
+
+
 def gather() -> None:
     shutil.rmtree(PAGES.parent, ignore_errors=True)
     places = sources()
@@ -283,6 +282,13 @@ def gather() -> None:
     shutil.copytree(ROOT / "docs" / "assets", PAGES / "assets", dirs_exist_ok=True)
     made = {"settings": settings_page(), "command_line": commands_page()} | argument_pages()
     for title, modules in API.items():
+        for name in modules:
+            path = Path(f"megatron_grpo/{name.replace('.', '/')}.py")
+            for package in [*path.parents][:-1]:
+                (PAGES.parent / "source" / package).mkdir(parents=True, exist_ok=True)
+                (PAGES.parent / "source" / package / "__init__.py").touch()
+            source = with_attribute_docstrings((ROOT / path).read_text(encoding="utf-8"))
+            (PAGES.parent / "source" / path).write_text(source, encoding="utf-8")
         made[f"api/{title.lower().replace(' ', '_')}"] = "\n\n".join([f"# {title}", *(f"::: megatron_grpo.{name}" for name in modules), ""])
     for name, text in [*((f"reference/{name}", text) for name, text in made.items()), *notebook_pages().items()]:
         path = PAGES / f"{name}.md"
