@@ -1,6 +1,6 @@
-"""The table of docs/models.md: what each architecture can do, and which test compares it. `python tools/docs.py write` writes it.
+"""The tables of docs/models.md and README.md: what each architecture can do, and which test compares it.
 
-The architectures are those that the loader reads. Which test has a model of one is read from the tests' own lists.
+`python tools/docs.py write` writes them. The loader's table has the architectures; the tests' own lists say which test has a model of one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ def tested() -> dict[str, dict[str, list[str]]]:
     """{column: {test: architectures of which it has a model}}"""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    from tests.distributed import test_families, test_logprobs, test_lora, test_sampled_pictures, test_vision, test_weight_sync
+    from tests.distributed import (
+        test_bitwise_parity,
+        test_families,
+        test_logprobs,
+        test_lora,
+        test_sampled_pictures,
+        test_vision,
+        test_weight_sync,
+    )
 
     text = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "gemma3_text": "Gemma3ForCausalLM"}
 
@@ -63,6 +71,7 @@ def tested() -> dict[str, dict[str, list[str]]]:
         },
         "sampled": {
             "test_weight_sync": of(name.partition("-")[0] for name in test_weight_sync.MODELS),
+            "test_bitwise_parity": of(test_bitwise_parity.DENSE),
             "test_sampled_pictures": with_images(test_sampled_pictures.KINDS),
         },
     }
@@ -82,3 +91,16 @@ def table() -> str:
         cells = (MODELS[name], f"`{name}`", cell("full", name), f"{lora}, {by}" if by else lora, "yes" if family.tower else "-")
         lines.append(f"| {' | '.join((*cells, cell('sampled', name) or '-'))} |")
     return "\n".join(lines)
+
+
+def summary() -> str:
+    """Return the rows of README.md: models that can do the same, together."""
+    found = tested()
+    trained, sampled = ({name for names in found[column].values() for name in names} for column in ("full", "sampled"))
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, family in FAMILIES.items():
+        verified = " and ".join(["training"] * (name in trained) + ["sampling"] * (name in sampled))
+        can = ("yes", "attention only" if family.fused_experts else "yes", "yes" if family.tower else "-", verified)
+        rows.setdefault(can, []).append(MODELS[name].removesuffix(" (weights in bfloat16)"))
+    lines = ["| Models | Full | LoRA | Images | Verified on CPU | Verified on GPU |", "|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {', '.join(names)} | {' | '.join(can)} | not yet |" for can, names in rows.items())])

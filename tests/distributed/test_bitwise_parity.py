@@ -37,13 +37,15 @@ def assert_exact(of_ranks):
         assert total.is_exact, f"{name}: {total} log-probs are equal"
 
 
+DENSE = {"qwen3": 2, "qwen2": 1, "llama": 1, "mistral": 1}  # family -> optimizer steps
+
+
 def test_so_they_are_of_every_dense_family_on_one_rank(tmp_path):
-    steps = {"qwen3": 2, "qwen2": 1, "llama": 1, "mistral": 1}
-    paths = [cases.write(tmp_path / name, name) for name in steps]
+    paths = [cases.write(tmp_path / name, name) for name in DENSE]
 
     def body(rank, world):
         parallel = parity.join(parity.settings(), world)
-        return [cases.compare(rank, world, path, parallel=parallel, steps=steps[path.name]) for path in paths]
+        return [cases.compare(rank, world, path, parallel=parallel, steps=DENSE[path.name]) for path in paths]
 
     for found in run_ranks(body, 1, timeout=180)[0]:
         assert_exact([found])
