@@ -127,6 +127,7 @@ def apply_patches(*, on_gpu: bool) -> None:
         from vllm.distributed.device_communicators import cpu_communicator
 
         _keep_cpu_experts()
+        _multiply_adapters_once()
         _bind_no_memory()
         shm: Any = cpu_communicator._CPUSHMDistributed
         # The name is a constant for every torchrun job, so two jobs on a machine collide and a killed one blocks the next.
@@ -159,6 +160,7 @@ def patch_worker(*, on_gpu: bool) -> None:
     patch_start(on_gpu=on_gpu)
     if not on_gpu:
         _keep_cpu_experts()
+        _multiply_adapters_once()
         patch_delta_net()
         _bind_no_memory()
         _unlink_segments_early()
@@ -181,6 +183,36 @@ def _keep_cpu_experts() -> None:
             return select(dataclasses.replace(moe_config, is_lora_enabled=False))
 
         method.select_unquantized_moe_backend = without_adapters
+
+
+def _multiply_adapters_once() -> None:
+    """Multiply all tokens of a step with an adapter's matrices at once, if they have the same adapter.
+
+    vLLM's CPU kernels copy the matrices for every token, and multiply it with its own copies.
+    """
+    import vllm.lora.punica_wrapper.punica_cpu as punica
+
+    shrink, expand = punica.sgmv_shrink, punica.sgmv_expand_slice
+    if shrink.__name__ == "shrink_once":
+        return
+
+    def product(x: Any, weights: Any, indices: Any, dtype: Any) -> Any:
+        return x.to(dtype) @ weights[indices[0]].view(-1, weights.shape[-1]).to(dtype).T
+
+    def shrink_once(x: Any, weights: Any, y: Any, starts: Any, lengths: Any, indices: Any, num_adapters: int, *rest: Any) -> None:
+        if num_adapters > 1:
+            return shrink(x, weights, y, starts, lengths, indices, num_adapters, *rest)
+        *_, scale = rest
+        y[:, : weights.shape[-2]] = scale * product(x, weights, indices, y.dtype)
+
+    def expand_once(x: Any, weights: Any, y: Any, starts: Any, lengths: Any, indices: Any, num_adapters: int, *rest: Any) -> None:
+        if num_adapters > 1:
+            return expand(x, weights, y, starts, lengths, indices, num_adapters, *rest)
+        *_, offset, size, is_added = rest
+        part, added = y[:, offset : offset + size], product(x, weights, indices, y.dtype)
+        part.copy_(part + added if is_added else added)
+
+    punica.sgmv_shrink, punica.sgmv_expand_slice = shrink_once, expand_once
 
 
 def _keep_process_groups(*args: object, **kwargs: object) -> None:
