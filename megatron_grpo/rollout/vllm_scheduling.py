@@ -76,11 +76,13 @@ class _Patches:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Execute a step, and copy blocks after it rather than before it, because the step may compute them."""
-        from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
-
         self._copies, scheduler_output.kv_cache_block_copies = scheduler_output.kv_cache_block_copies or [], None
         result = self._execute(scheduler_output, *args, **kwargs)
-        copy_kv_cache_blocks_inplace(self._runner.kv_caches, self._runner.kv_cache_config.num_blocks, self._copies)
+        if self._copies:  # vLLM's own function copies byte by byte. A few blocks at a time: new memory costs more than the copies
+            for source, copy in torch.tensor(self._copies).T.split(16, dim=1):
+                for cache in self._runner.kv_caches:
+                    blocks = cache.unflatten(0, (self._runner.kv_cache_config.num_blocks, -1))
+                    blocks.index_copy_(0, copy, blocks.index_select(0, source))
         return result
 
     def build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
