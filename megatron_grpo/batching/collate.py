@@ -169,18 +169,16 @@ class _Stream:
             self._add(Segment(start=self.length, end=total, length=0), np.zeros(0, dtype=np.int64), self.positions_of(0, ()), 0)
 
     def _add(self, segment: Segment, tokens: np.ndarray, token_positions: np.ndarray, copies: int) -> None:
-        size = segment.end - segment.start
-        padding = (0, size - segment.length)
         self.segments.append(segment)
-        self.tokens.append(np.pad(tokens, padding))
-        padding_positions = (
-            token_positions[..., -1:] + np.arange(1, padding[1] + 1)
-            if segment.length
-            else np.broadcast_to(np.arange(size), (*token_positions.shape[:-1], size))
-        )
-        self.positions.append(np.concatenate([token_positions, padding_positions], axis=-1))
-        self.num_references.append(np.pad(np.full(segment.length, copies), padding))
         self.length = segment.end
+        self.tokens.append(tokens)
+        self.positions.append(token_positions)
+        self.num_references.append(np.full(segment.length, copies))
+        if num_padded := segment.end - segment.start - segment.length:
+            begin = token_positions[..., -1:] + 1 if segment.length else np.zeros((*token_positions.shape[:-1], 1), dtype=np.int64)
+            self.tokens.append(np.zeros(num_padded, dtype=np.int64))
+            self.positions.append(begin + np.arange(num_padded))
+            self.num_references.append(np.zeros(num_padded, dtype=np.int64))
 
 
 def collate(
