@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from math import gcd, isqrt, lcm
 
@@ -30,7 +31,7 @@ def exact_quotient(top: int, bottom: int) -> int | float:
     return top // bottom if top % bottom == 0 else top / bottom
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchSizes:
     """Every size of docs/batching.md section 1. Counted in completions unless a name says prompts, steps or ranks."""
 
@@ -93,22 +94,22 @@ class BatchSizes:
             async_rollout_depth=async_rollout_depth,
         )
 
-    @property
+    @cached_property
     def dp_size(self) -> int:
         """Number of data-parallel ranks."""
         return self.layout.dp_size
 
-    @property
+    @cached_property
     def completions_per_micro_step(self) -> int:
         """Completions of one micro-step, over all DP ranks."""
         return self.micro_batch_size * self.dp_size
 
-    @property
+    @cached_property
     def gradient_accumulation_steps(self) -> int:
         """A: micro-steps in one optimizer step."""
         return self.global_batch_size // self.completions_per_micro_step
 
-    @property
+    @cached_property
     def micro_steps_per_rollout(self) -> int:
         """W: micro-steps in one pass over a rollout, which are also its slices."""
         return self.generation_batch_size // self.completions_per_micro_step

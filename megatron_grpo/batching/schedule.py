@@ -180,13 +180,13 @@ class TrainingSchedule:
             sampled_by_version=oldest_version,
             on_policy_version=on_policy_version,
             staleness=step - oldest_version,
-            old_logprobs=self._label(step, rollout, pass_index),
+            old_logprobs=self._label(step, pass_index, oldest_version, on_policy_version),
         )
 
-    def _label(self, step: int, rollout: int, pass_index: int) -> Label:
+    def _label(self, step: int, pass_index: int, oldest_version: int, on_policy_version: int) -> Label:
         if self.sizes.old_logprobs == "rollout":
-            return "on_policy" if step == self.oldest_version(rollout) else "rollout"
-        if step == self.version_of(rollout):
+            return "on_policy" if step == oldest_version else "rollout"
+        if step == on_policy_version:
             return "on_policy"
         return "recompute" if pass_index == 0 or self.sizes.old_logprobs == "always" else "cached"
 
