@@ -37,10 +37,10 @@ def measured(path, settings, samples, steps: int):
         class Timed(ReplicaCheck):
             seconds = 0.0
 
-            def look(self, *args):
+            def compare(self, *args):
                 began = time.process_time()
                 try:
-                    return super().look(*args)
+                    return super().compare(*args)
                 finally:
                     self.seconds += time.process_time() - began
 

@@ -169,7 +169,7 @@ def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool)
             found = {"memcpy": time.process_time() - begin}
             for way, engine._weights in loaders.items():
                 packing[0], begin = 0.0, time.process_time()
-                engine.take(WeightUpdate(kind="weights", version=turn, tensors=exchange.stream(mine, "weights", in_slices=True)))
+                engine.load_weights(WeightUpdate(kind="weights", version=turn, tensors=exchange.stream(mine, "weights", in_slices=True)))
                 found[way] = time.process_time() - begin
             found["packing"] = packing[0]
             for way, seconds in found.items() if turn > 1 else ():

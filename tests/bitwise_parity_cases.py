@@ -153,7 +153,7 @@ class Pair:
         keys = sorted(trained.logprobs)
         ours, theirs = [trained.logprobs[key] for key in keys], [drawn(completions[row]) for _, row in keys]
         for update in self.policy.updates(step + 1, has_base=True):
-            self.engine.take(update)
+            self.engine.load_weights(update)
         return Count.of(ours, theirs)
 
 

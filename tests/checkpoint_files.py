@@ -13,10 +13,10 @@ def write_sharded(state: dict[str, Any], directory: Path) -> None:
     from megatron_grpo.checkpoint.distributed import ShardedWriter, errors_on_all_ranks
 
     writer = ShardedWriter()
-    write = writer.taken(state, {})
+    write = writer.capture(state, {})
     with errors_on_all_ranks(f"writing {directory}"):
         written = write(directory)
-    sync_weights = writer.told(written)
+    sync_weights = writer.gather_files(written)
     with errors_on_all_ranks(f"writing {directory}"):
         if sync_weights is not None:
             sync_weights(directory)

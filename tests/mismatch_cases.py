@@ -143,14 +143,14 @@ def _keeps_copy(place: Callable[[Bench], Any]) -> Hurt:
     """A push leaves what the kernel of this layer reads in place of its weight as it was."""
 
     def hurt(bench: Bench) -> None:
-        take, layer = bench.engine.take, place(bench)
+        take, layer = bench.engine.load_weights, place(bench)
         before = layer.cpu_linear
 
         def take_but_one(update: Any) -> None:
             take(update)
             layer.cpu_linear = before
 
-        bench.engine.take = take_but_one
+        bench.engine.load_weights = take_but_one
 
     return hurt
 

@@ -52,7 +52,7 @@ class Looks:
         if self.late is not None:
             self.late(self.policy, self.policy.parallel.rank)
         self.metrics = dict(seen.metrics)
-        self.found = self.check.look(self.policy, seen.batch, seen.metrics, seen.logprobs)
+        self.found = self.check.compare(self.policy, seen.batch, seen.metrics, seen.logprobs)
 
     def on_pre_optimizer_step(self, seen, skipped_step):
         pass

@@ -220,7 +220,7 @@ class OneRank:
         self.completions = Told(self.folder, reward_names=["right"], rank=self.me, node=node)
         return MetricsLogger(
             Metrics(self.folder, rank=self.me), self.completions,
-            timers=Timers(), reward_weights=[1.0], tells_selection=False,
+            timers=Timers(), reward_weights=[1.0], logs_selection=False,
         )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def here(dialect: Dialect, name: str) -> str:
             said += [f"`{ours}{of}`" + (f" = {' x '.join(flags)}" if len(flags) > 1 else "")] if size in flags else []
         return f"a size: {'; '.join(said)}"
     if row is not None:
-        return row.says
+        return row.description
     native = native_of(dialect, name)
     return f"`{native}`" if native else ""
 

@@ -44,9 +44,9 @@ def tested() -> dict[str, dict[str, list[str]]]:
     from tests.distributed import (
         test_bitwise_parity,
         test_families,
+        test_image_rollouts,
         test_logprobs,
         test_lora,
-        test_sampled_pictures,
         test_vision,
         test_weight_sync,
     )
@@ -72,7 +72,7 @@ def tested() -> dict[str, dict[str, list[str]]]:
         "sampled": {
             "test_weight_sync": of(name.partition("-")[0] for name in test_weight_sync.MODELS),
             "test_bitwise_parity": of(test_bitwise_parity.DENSE),
-            "test_sampled_pictures": with_images(test_sampled_pictures.KINDS),
+            "test_image_rollouts": with_images(test_image_rollouts.KINDS),
         },
     }
 

@@ -33,7 +33,7 @@ ROOMS = {
         "metrics/metrics_logger metrics/records metrics/rollout",  # without what takes seconds
         "tests/unit/trainer/test_rollouts.py": "trainer/rollouts",
         "tests/unit/trainer/test_partial_rollouts.py": "trainer/partial_rollouts rollout/partial_rollouts",
-        "tests/unit/policy/test_guard.py": "policy/gradient_check",
+        "tests/unit/policy/test_gradient_check.py": "policy/gradient_check",
         "tests/unit/grpo/test_metrics.py": "grpo/metrics",
         "tests/unit/grpo/test_zero_gradient.py": "grpo/zero_gradient",
         "tests/unit/config tests/unit/compat": "config/parse compat/*",

@@ -147,7 +147,7 @@ SIZES = ("global_batch_size", "staleness")
 _OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "record_rows", "sync_ref_model")
 OWN = "the run's own"
 
-_said, _refused = partial(problem_with, "variant"), partial(config_error, "compare-losses")
+_problem, _refused = partial(problem_with, "variant"), partial(config_error, "compare-losses")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +262,7 @@ def _variant(
     pairs = [word.partition("=") for word in text.split()]
     if not pairs or not all(equals and value for _, equals, value in pairs):
         example = '--variant "loss_type=dapo epsilon_high=0.28"'
-        return None, [_said(f"variant ({text}) needs name=value, several in one pair of quotes: {example}.")]
+        return None, [_problem(f"variant ({text}) needs name=value, several in one pair of quotes: {example}.")]
     texts = {name.replace("-", "_"): value for name, _, value in pairs}
     num_rows, staleness, problems = len(samples), 0, list[Problem]()
     group = cfg.batch.num_generations
@@ -271,7 +271,7 @@ def _variant(
         num_rows = int(word) if word.isdecimal() else 0
         if not 0 < num_rows <= len(samples) or num_rows % group:
             nearest = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
-            problems.append(_said(f"variant: global_batch_size ({word}) must be whole groups of {group} of the {len(samples)} rows that "
+            problems.append(_problem(f"variant: global_batch_size ({word}) must be whole groups of {group} of the {len(samples)} rows that "
                                   f"the step trained, for example {' or '.join(map(str, nearest))}."))  # fmt: skip
     if "staleness" in texts:
         word = texts.pop("staleness")
@@ -279,23 +279,23 @@ def _variant(
         if staleness and staleness not in later_checkpoints:
             available = ", ".join(map(str, sorted(later_checkpoints))) or "none"
             problems.append(
-                _said(f"variant: staleness ({word}) needs a checkpoint of the run that many steps later. Available: {available}.")
+                _problem(f"variant: staleness ({word}) needs a checkpoint of the run that many steps later. Available: {available}.")
             )
     parsed = parse([part for name, value in texts.items() for part in (f"--{name}", value)])
     problems += parsed.problems
     typed_names = set(parsed.config.typed)
     if not_allowed := sorted(typed_names - TRIED):
-        problems.append(_said(f"variant: {', '.join(not_allowed)} changes which rows are sampled or their rewards, but the rows are those "
-            "that "
-                              f"the run recorded. Supported: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
+        problems.append(_problem(
+            f"variant: {', '.join(not_allowed)} changes which rows are sampled or their rewards, but the rows are those that the run "
+            f"recorded. Supported: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
     values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed_names & TRIED}
     changed = cfg.with_values(values)
     problems += validation.problems(changed)
     if changed.grpo.kl_in_reward and values.get("beta") is not None:
-        problems.append(_said("variant: beta is in the reward of this run (kl_in_reward), so the recorded advantages contain it."))
+        problems.append(_problem("variant: beta is in the reward of this run (kl_in_reward), so the recorded advantages contain it."))
     if "teacher_kl_coef" in values and cfg.grpo.teacher_flag is None:
-        problems.append(_said("variant: teacher_kl_coef weights a teacher's log-probs, and this run had no teacher."))
+        problems.append(_problem("variant: teacher_kl_coef weights a teacher's log-probs, and this run had no teacher."))
     keys = {(sample.rollout, sample.prompt_number) for sample in samples[:num_rows]}
     if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
-        problems.append(_said("variant: loss_type real needs whole groups, and the recorded step has incomplete ones."))
+        problems.append(_problem("variant: loss_type real needs whole groups, and the recorded step has incomplete ones."))
     return (None if problems else Variant(name=" ".join(text.split()), cfg=changed, num_rows=num_rows, staleness=staleness)), problems

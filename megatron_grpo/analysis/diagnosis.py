@@ -185,15 +185,15 @@ def _finite_in_replay(
         total = math.fsum(row.norm for row in rows)
         lines.append(f"The largest gradient is that of {_name(worst)}: norm {worst.norm:.4g} alone, {worst.norm / total:.0%} of "
                      f"the sum over {len(rows)} rows.")  # fmt: skip
-    if step_dump.facts["parted"] and not step_dump.parted():
-        first = step_dump.facts["parted"][0]
+    if step_dump.facts["mismatches"] and not step_dump.replicas():
+        first = step_dump.facts["mismatches"][0]
         lines.append(f"Replicas of {first['name']} ({first['kind']}) differed, and their values were not recorded.")
     return lines or ["The step is reproduced, and nothing in it is wrong: the cause is outside the step."]
 
 
 def _differing_elements(step_dump: StepDump) -> list[str]:
     """Describe the elements at which copies of a tensor on several ranks differ."""
-    copies = step_dump.parted()
+    copies = step_dump.replicas()
     labels = list(dict.fromkeys(label for of_rank in copies.values() for label in of_rank))
     lines = []
     for label in labels[:SHOWN]:

@@ -71,12 +71,12 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
     layout, problems = layout_of(cfg, shape)
     if problems := [*problems, *_problems(layout, shape)]:
         raise ConfigError(problems)
-    picture = _folder(args, cfg) / f"step_{args.step:06d}.png"
+    figure = _folder(args, cfg) / f"step_{args.step:06d}.png"
     try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
-        raise config_error("output_dir", f"{picture.parent} cannot be written. Name another --output_dir.") from None
-    if "output_dir" in cfg.typed and (obstacle := plot_obstacle(picture)):
+        raise config_error("output_dir", f"{figure.parent} cannot be written. Name another --output_dir.") from None
+    if "output_dir" in cfg.typed and (obstacle := plot_obstacle(figure)):
         raise config_error("output_dir", f"output_dir: {obstacle}")
     with CleanUp() as clean_up:
         parallel = start_parallel(cfg, layout, content={"question": f"{args.name} {args.row} {args.num_rows}"})
@@ -84,8 +84,8 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
         report = compare_rows(args, cfg, shape, model_path, parallel, clean_up)
         verdict = report.verdict
         if collectives.rank() == 0:
-            is_drawn = draw(picture, report)
-            print_report(as_json(report), report_lines(report, picture if is_drawn else None), as_json=cfg.plan.json)
+            is_drawn = draw(figure, report)
+            print_report(as_json(report), report_lines(report, figure if is_drawn else None), as_json=cfg.plan.json)
     return EXIT_CRASH if verdict else EXIT_DONE
 
 
@@ -128,9 +128,11 @@ def compare_rows(
     # Fill the prefix cache before the sync, so that entries that survive the sync show up.
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)
     WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).sync_weights(args.step)
-    rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
+    rows = rows or _sample_rows(engine, prompts, sampling, seed=cfg.run.seed)
     scored = model.scorer.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
-    compared = [replace(row, trainer=np.where(row.drawn, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)]
+    compared = [
+        replace(row, trainer=np.where(row.is_sampled, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)
+    ]
     chosen = worst_row(compared) if args.row is None else args.row
     operations: Sequence[Operation] = ()
     limit = max(LIMITS[dtype], LIMITS[engine.dtype])
@@ -238,7 +240,7 @@ def _rows(path: Path) -> list[ComparedRow]:
         for tokens, logprobs in rows
         if tokens is not None
     ]
-    return [row for row in compared if row.drawn.any() and row.prompt]
+    return [row for row in compared if row.is_sampled.any() and row.prompt]
 
 
 def evenly_spaced(rows: list[ComparedRow], max_rows: int) -> list[ComparedRow]:
@@ -255,7 +257,7 @@ def _prompt(number: int, tokens: Sequence[int]) -> Prompt:
     return Prompt(number=number, row=number, raw="", token_ids=tuple(tokens), columns={})
 
 
-def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[ComparedRow]:
+def _sample_rows(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[ComparedRow]:
     """Sample one completion per prompt. Collective; returns all rows on every rank, in the order of the prompts."""
     groups = [group for part in collectives.all_gather_object(engine.generate(prompts, sampling, seed=seed)) for group in part]
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]

@@ -105,13 +105,13 @@ class ComparedRow:
 
     Args:
         tokens: Token IDs of prompt and completion, int64 [T].
-        drawn: Whether a token was sampled, bool [T].
+        is_sampled: Whether a token was sampled, bool [T].
         sampler: The sampler's log-probs, float32 [T].
         trainer: The trainer's log-probs, float32 [T].
     """
 
     tokens: np.ndarray  # int64 [T]
-    drawn: np.ndarray  # bool [T]
+    is_sampled: np.ndarray  # bool [T]
     sampler: np.ndarray  # float32 [T]
     trainer: np.ndarray  # float32 [T]
 
@@ -124,7 +124,7 @@ class ComparedRow:
             logprobs: The sampler's log-probs, float32 [T]; NaN at tokens that were not sampled.
         """
         is_sampled, zeros = ~np.isnan(logprobs), np.zeros(len(tokens), dtype=np.float32)
-        return cls(tokens=tokens, drawn=is_sampled, sampler=np.nan_to_num(logprobs), trainer=zeros)
+        return cls(tokens=tokens, is_sampled=is_sampled, sampler=np.nan_to_num(logprobs), trainer=zeros)
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -134,12 +134,12 @@ class ComparedRow:
     @property
     def opening(self) -> int:
         """Number of tokens before the first sampled one."""
-        return int(np.argmax(self.drawn))
+        return int(np.argmax(self.is_sampled))
 
     @property
     def differences(self) -> np.ndarray:
         """Trainer minus sampler log-probs of the sampled tokens in nats, float64."""
-        return self.trainer[self.drawn].astype(np.float64) - self.sampler[self.drawn]
+        return self.trainer[self.is_sampled].astype(np.float64) - self.sampler[self.is_sampled]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ def compare_operations(side: ModelPair, row: ComparedRow) -> list[Operation]:
     cached = np.array(vllm_traced.force(side.engine, tokens, opening, temperature=side.temperature))
     (scored,) = side.score([sequence_of(tokens, opening)])
     operations, fresh, size = _compared(side, tokens, opening)
-    is_sampled = row.drawn[opening:]
+    is_sampled = row.is_sampled[opening:]
     comparisons = [
         (RECORDED, row.sampler[opening:][is_sampled], cached[is_sampled]),
         (CACHED, cached, fresh),

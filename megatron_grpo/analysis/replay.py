@@ -83,7 +83,7 @@ def _settings(step_dump: StepDump, typed_cfg: Config) -> tuple[Config, Path, Pat
     values = {name: _read(known_settings[name], value) for name, value in of_run.items() if name in known_settings and name not in _OTHERS}
     flags = {name: getattr(section, name) for section in typed_cfg.groups().values() for name in vars(section) if name in typed_cfg.typed}
     weights, checkpoint = facts["weights"], None
-    if facts["pictures"]:
+    if facts["has_images"]:
         raise config_error("replay", "its rows have images, which a step dump does not contain: replay supports text only.")
     if facts["settings"].get("beta") and "beta" not in flags and not step_dump.forward("references"):
         raise config_error("replay", "its loss has a KL term (beta), and no log-probs of the reference were recorded: ranks hung. "
@@ -355,7 +355,7 @@ def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dic
     """
     mismatches = []
     tensors = tensors_of(policy)
-    for rank, copies in sorted(step_dump.parted().items()):
+    for rank, copies in sorted(step_dump.replicas().items()):
         for label, raw in copies.items():
             tensor_name, dtype, shape = label.split("|")
             kind, _, name = tensor_name.partition(" ")

@@ -90,19 +90,19 @@ class ReplicaCheckResult:
     Args:
         step: Optimizer step that was about to run, counted from 1.
         equal_at: Step of the last check without differences; None if there was none.
-        parted: Differences.
+        mismatches: Differences.
         mine: This rank's copies of the first differences, by "kind name".
     """
 
     step: int
     equal_at: int | None
-    parted: tuple[ReplicaMismatch, ...]
+    mismatches: tuple[ReplicaMismatch, ...]
     mine: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        num_more = len(self.parted) - SHOWN
+        num_more = len(self.mismatches) - SHOWN
         since_text = "this is the first check" if self.equal_at is None else f"all replicas were equal at step {self.equal_at}"
-        lines = "; ".join(map(str, self.parted[:SHOWN])) + (f"; and {num_more} more" if num_more > 0 else "")
+        lines = "; ".join(map(str, self.mismatches[:SHOWN])) + (f"; and {num_more} more" if num_more > 0 else "")
         return f"replica check before optimizer step {self.step} ({since_text}): {lines}"
 
 
@@ -128,7 +128,7 @@ class ReplicaCheck:
         return self.every > 0 and (not self._has_looked or step % self.every == 0)
 
     @torch.no_grad()
-    def look(
+    def compare(
         self, policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]
     ) -> ReplicaCheckResult | None:
         """Compare all replicas, after the gradient is summed and before the optimizer runs. Collective; the same result on every rank.
@@ -153,11 +153,11 @@ class ReplicaCheck:
             self._equal_at = batch.step + 1
             return None
         of_all_ranks = dict.fromkeys(mismatch for part in collectives.all_gather_object(mismatches) for mismatch in part)
-        parted = tuple(sorted(of_all_ranks, key=lambda mismatch: KINDS.index(mismatch.kind)))
-        first = {f"{mismatch.kind} {mismatch.name}" for mismatch in parted[:SHOWN]}
+        sorted_mismatches = tuple(sorted(of_all_ranks, key=lambda mismatch: KINDS.index(mismatch.kind)))
+        first = {f"{mismatch.kind} {mismatch.name}" for mismatch in sorted_mismatches[:SHOWN]}
         tensors = {f"{kind} {name}": value for kind, name, _, value in values if isinstance(value, torch.Tensor)}
         return ReplicaCheckResult(
-            step=batch.step + 1, equal_at=self._equal_at, parted=parted,
+            step=batch.step + 1, equal_at=self._equal_at, mismatches=sorted_mismatches,
             mine={name: tensor for name, tensor in tensors.items() if name in first},
         )  # fmt: skip
 

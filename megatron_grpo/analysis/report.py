@@ -93,12 +93,12 @@ def metrics_records(run: Path) -> list[dict[str, Any]]:
     return [in_current_metrics(record) for record in records if isinstance(record, dict)]
 
 
-def report_lines(report: MismatchReport, picture: Path | None) -> list[str]:
+def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:
     """Format the findings as lines of text.
 
     Args:
         report: Findings.
-        picture: Image that was written; None without one.
+        figure: Image that was written; None without one.
     """
     numbers = report.numbers
     ranks = "one rank" if report.num_ranks == 1 else f"{report.num_ranks} tensor-parallel ranks"
@@ -131,7 +131,7 @@ def report_lines(report: MismatchReport, picture: Path | None) -> list[str]:
         ]
     lines += ["", *report.notes, *([report.weight_sync_problem] if report.weight_sync_problem else [])]
     lines.append(report.verdict or "Nothing differs by more than rounding.")
-    return [*lines, *([f"Figure: {picture}"] if picture else [])]
+    return [*lines, *([f"Figure: {figure}"] if figure else [])]
 
 
 def _line(op: Operation) -> str:
@@ -222,7 +222,7 @@ def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: int) -
     tokens: list[dict[str, Any]] = [
         {"row": number, "place": int(index), "text": "", "sampler": float(row.sampler[index]), "trainer": float(row.trainer[index])}
         for number, row in enumerate(rows)
-        for index in np.flatnonzero(row.drawn)
+        for index in np.flatnonzero(row.is_sampled)
     ]
     for token in tokens:
         token["difference"] = token["trainer"] - token["sampler"]
@@ -314,8 +314,8 @@ def _histogram(axes: Any, report: MismatchReport) -> None:
 
 
 def _tokens(axes: Any, report: MismatchReport) -> None:
-    sampler = np.concatenate([row.sampler[row.drawn] for row in report.rows])
-    trainer = np.concatenate([row.trainer[row.drawn] for row in report.rows])
+    sampler = np.concatenate([row.sampler[row.is_sampled] for row in report.rows])
+    trainer = np.concatenate([row.trainer[row.is_sampled] for row in report.rows])
     low = float(min(np.nanmin(sampler), np.nanmin(trainer)))
     axes.plot([low, 0], [low, 0], color=GREY, linewidth=1.0)
     axes.plot(sampler, trainer, ".", color=BLUE, markersize=4, alpha=0.6)

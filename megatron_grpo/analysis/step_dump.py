@@ -6,7 +6,7 @@ OUTPUT_DIR/debug_dump/step_000012_not_finite/
     forward/        log-probs of the training forward and of the reference, by row
     rng.npz         random generators of all ranks
     weights/        the model before the step (a Hugging Face checkpoint), or adapter/; neither if it is too large
-    parted/         each rank's copies that differ, if the replica check found some
+    replicas/       each rank's copies that differ, if the replica check found some
 
 The directory gets its name when it is complete. `analysis.replay` reads it, and those of earlier versions: capsules/*/capsule.json.
 """
@@ -46,7 +46,8 @@ from megatron_grpo.weights.hf_files import HfWriter
 from megatron_grpo.weights.lora import peft_name
 
 FORMAT, FACTS, FORMER_FACTS = 1, "step_dump.json", "capsule.json"
-MOST_PARTED = 64 * 1024**2  # maximum bytes of differing copies that a rank writes
+_FORMER_KEYS = {"parted": "mismatches", "pictures": "has_images"}
+MAX_REPLICA_BYTES = 64 * 1024**2  # maximum bytes of differing copies that a rank writes
 GB = 1000**3
 
 
@@ -133,7 +134,7 @@ class StepDumps:
             if first:
                 for leftover in self.folder.glob(".step_*.partial"):  # left by a run that was killed while it wrote
                     shutil.rmtree(leftover, ignore_errors=True)
-                for part in ("rows", "forward", "parted"):
+                for part in ("rows", "forward", "replicas"):
                     (partial / part).mkdir(parents=True)
         try:
             yield partial
@@ -154,8 +155,8 @@ class StepDumps:
             "format": FORMAT, "written_by": f"megatron_grpo {__version__}", "torch": torch.__version__,
             "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
             "micro_steps": [_as_dict(micro) for micro in step.micro_steps],
-            "parted": [asdict(part) for part in moment.finding.parted] if moment.finding else [],
-            "pictures": any(sample.images for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
+            "mismatches": [asdict(mismatch) for mismatch in moment.finding.mismatches] if moment.finding else [],
+            "has_images": any(sample.images for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
             "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
                       | {"sequence_parallel": buffer.parallel.sequence_parallel},
         }  # fmt: skip
@@ -217,20 +218,21 @@ class StepDump:
         written = self.facts.get("format") if isinstance(self.facts, dict) else None
         if written != FORMAT:
             raise ValueError(f"{path} has format {written}; this version reads format {FORMAT}")
+        self.facts = {_FORMER_KEYS.get(name, name): value for name, value in self.facts.items()}
         for file in (facts, *sorted(self.path.glob("*/rank_*.npz")), *self.path.glob(rng_state.FILE)):
             try:
-                self._look_at(file)
+                self._check_file(file)
             except Exception as error:  # noqa: BLE001 - np.load and zipfile raise various exceptions for a truncated or foreign file
                 raise ValueError(f"{path} is not a complete step dump: {file.name if file.parent == self.path else file} cannot be read "
                                  f"({type(error).__name__}: {error})") from None  # fmt: skip
 
-    def _look_at(self, file: Path) -> None:
+    def _check_file(self, file: Path) -> None:
         """Read the parts of a file that a replay uses, to check them. Raises any exception."""
         if file.name in (FACTS, FORMER_FACTS):
             if not self.step.micro_steps:
                 raise ValueError("its step has no rows")
             {name: float(value) for name, value in self.facts.get("metrics", {}).items()}
-            required = ("kind", "why", "pictures", "model", "parted")
+            required = ("kind", "why", "has_images", "model", "mismatches")
             _ = [self.facts[name] for name in required], dict(self.facts["settings"]), dict(self.facts["weights"])["folder"]
         elif file.parent.name == "rows":
             read_samples(file)
@@ -272,10 +274,10 @@ class StepDump:
                  f"its generators ({rng_state.FILE}): dropout differs": (self.path / rng_state.FILE).exists()}  # fmt: skip
         return [words for words, is_there in parts.items() if not is_there]
 
-    def parted(self) -> dict[int, dict[str, np.ndarray]]:
+    def replicas(self) -> dict[int, dict[str, np.ndarray]]:
         """Return the copies that differ: by rank, raw bytes by "kind name|dtype|shape"."""
         copies = {}
-        for path in sorted((self.path / "parted").glob("rank_*.npz")):
+        for path in sorted(path for folder in ("replicas", "parted") for path in (self.path / folder).glob("rank_*.npz")):
             with np.load(path, allow_pickle=False) as file:
                 copies[int(path.stem.removeprefix("rank_"))] = {name: file[name] for name in file.files}
         return copies
@@ -311,16 +313,18 @@ def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: 
         arrays = {f"logprobs/{r}/{i}": values for (r, i), values in gradient.logprobs.items()}
         arrays |= {f"references/{r}/{i}": values for (r, i), values in gradient.references.items()}
         (partial / "forward" / name).write_bytes(_npz(arrays))
-    if moment.finding is not None and policy.parallel.rank in {rank for part in moment.finding.parted[:1] for rank, _ in part.copies}:
+    if moment.finding is not None and policy.parallel.rank in {
+        rank for mismatch in moment.finding.mismatches[:1] for rank, _ in mismatch.copies
+    }:
         saved_arrays: dict[str, np.ndarray] = {}
         for label, tensor in moment.finding.mine.items():
-            if sum(array.nbytes for array in saved_arrays.values()) + tensor.nbytes <= MOST_PARTED:
+            if sum(array.nbytes for array in saved_arrays.values()) + tensor.nbytes <= MAX_REPLICA_BYTES:
                 raw = tensor.detach().cpu().contiguous()
                 saved_arrays[f"{label}|{str(raw.dtype).removeprefix('torch.')}|{','.join(map(str, raw.shape))}"] = (
                     raw.reshape(-1).view(torch.uint8).numpy().copy()
                 )
         if saved_arrays:
-            (partial / "parted" / name).write_bytes(_npz(saved_arrays))
+            (partial / "replicas" / name).write_bytes(_npz(saved_arrays))
 
 
 def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:

@@ -126,9 +126,9 @@ class RankProcesses:
             port = _free_port()
             for rank in range(self.number):
                 self._processes.append(self._start(rank, port))
-            while None in [process.poll() for process in self._processes]:  # each is polled: `_look` reads their exit codes
+            while None in [process.poll() for process in self._processes]:  # each is polled: `_poll` reads their exit codes
                 try:
-                    self._look()
+                    self._poll()
                 except KeyboardInterrupt:  # once: the ranks save and exit; twice: they are killed
                     if interrupted:
                         raise
@@ -178,7 +178,7 @@ class RankProcesses:
                 command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Wait a moment, print and call back, and end the other ranks some time after one has failed."""
         time.sleep(SECONDS_BETWEEN_LOOKS)
         self._print()

@@ -95,7 +95,7 @@ class Launched:
     problems: tuple[Problem, ...] = ()
 
     @property
-    def speaks(self) -> bool:
+    def is_logging_rank(self) -> bool:
         """Whether this rank prints where ranks cannot agree on one: the first rank of each machine."""
         return self.rank == 0 or (self.is_launched and self.local_rank == 0)
 

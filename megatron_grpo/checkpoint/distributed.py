@@ -102,7 +102,7 @@ class ShardedWriter:
         self._known: list[PlacedShard] | None = None  # the placement that rank 0 has received
         self._metadata = b""
 
-    def taken(self, state: dict[str, Any], other_files: dict[str, bytes]) -> Callable[[Path], WrittenFiles]:
+    def capture(self, state: dict[str, Any], other_files: dict[str, bytes]) -> Callable[[Path], WrittenFiles]:
         """Capture the current state, and return a function that writes it into a directory without communication. Collective.
 
         With `staged` the model may change before the function runs.
@@ -126,7 +126,7 @@ class ShardedWriter:
                 other_files = {"common.pt": stream.getvalue(), "metadata.json": config_json, **other_files}
         return partial(_write, pieces, other_files, rank=collectives.rank())
 
-    def told(self, written: WrittenFiles) -> Callable[[Path], dict[str, Entry]] | None:
+    def gather_files(self, written: WrittenFiles) -> Callable[[Path], dict[str, Entry]] | None:
         """Gather the files of all ranks on rank 0. Collective.
 
         Args:

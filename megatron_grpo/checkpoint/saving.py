@@ -55,13 +55,13 @@ class PendingSave:
         step: Optimizer step of the checkpoint.
         facts: Contents of its manifest besides step, number and files.
         task: The part in progress.
-        publishes: Whether the files are written and rank 0 is publishing; other ranks have nothing to do then.
+        is_publishing: Whether the files are written and rank 0 is publishing; other ranks have nothing to do then.
     """
 
     step: int
     facts: Mapping[str, Any]
     task: Future[Any]
-    publishes: bool = False
+    is_publishing: bool = False
 
 
 RECORDED = "trained.npz"  # rows of the first step after a checkpoint; in its directory, but not among the files of its manifest
@@ -184,7 +184,7 @@ class Checkpoints:
             if random is not None:
                 other_files[f"{OURS}/{rng_state.FILE}"] = random
             with policy.on_device("all"):
-                write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), other_files)
+                write = self._sharded.capture(policy.sharded_state_dict(is_loading=False), other_files)
                 task = self._begun(partial(write, self.folder.being_written(step)))
                 self._underway = PendingSave(step, self._facts(progress, buffer), task)
         if not self.cfg.async_save:
@@ -219,7 +219,7 @@ class Checkpoints:
     def _complete_part(self, save: PendingSave) -> None:
         """Wait until all ranks have finished this part, and start the next."""
         with self._removed_if_it_fails(save.step):
-            if save.publishes:
+            if save.is_publishing:
                 with errors_on_all_ranks(f"publishing {self.folder.directory(save.step)}"):
                     save.task.result()
                 self._saved_step, self._underway = save.step, None
@@ -230,9 +230,9 @@ class Checkpoints:
                 return
             with errors_on_all_ranks(f"writing {self.folder.being_written(save.step)}"):
                 written = save.task.result()
-            publish = self._sharded.told(written)
+            publish = self._sharded.gather_files(written)
             save.task = self._begun(partial(self._publish, save, publish))
-            save.publishes = True
+            save.is_publishing = True
 
     def _begun(self, work: Callable[[], Any]) -> Future[Any]:
         return run_in_thread(work, name="checkpoint", in_thread=self.cfg.async_save)

@@ -96,7 +96,7 @@ class ForeignArg:
     is_label: bool = False
 
     @property
-    def says(self) -> str:
+    def description(self) -> str:
         """Phrase for the argument mapping on what the name is here."""
         words = ", ".join(f"`{foreign}` is `{native}`" for foreign, native in self.values.items())
         if self.native:
@@ -118,8 +118,8 @@ class ForeignArg:
             args: All names of this run with their words.
         """
         remedies = [remedy.split() for remedy in self.instead]
-        is_said = any(name in args and (not value or list(args[name]) == value) for name, *value in remedies)
-        return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_said
+        is_given = any(name in args and (not value or list(args[name]) == value) for name, *value in remedies)
+        return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_given
 
 
 UNKNOWN = "\x01"  # marks a word whose value cannot be determined from a script

@@ -36,7 +36,7 @@ class Translation:
         self.origins: dict[str, SizeOrigin] = {}  # how native sizes follow from them
         self.hides = dialect.hides if dialect else ()  # native names that are unknown in this dialect
         self.args = ForeignArgs()  # every foreign name with its words, as typed
-        self.said: set[str] = set()  # names whose values are known, at any position
+        self.given: set[str] = set()  # names whose values are known, at any position
         self.notes: list[str] = []
         self.aside: dict[str, list[str]] = {}  # names without effect, by source
         self.repeated: list[str] = []
@@ -48,7 +48,7 @@ class Translation:
         self._lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> refused (name, words)
         for entry in settings:  # names that are read together need each other's words, in any order
             if entry.raw != () and not any(UNKNOWN in word for word in words_of(entry.raw)):
-                self.said.add(entry.name)
+                self.given.add(entry.name)
                 self.args[self._row(entry.name)[0]] = words_of(entry.raw) or ["true"]
         self.entries = [translated for entry in settings for translated in self._translated(entry)]
         if "$NPROC_PER_NODE" in self._launcher:
@@ -108,9 +108,9 @@ class Translation:
             return False
         setting = names().get(row.native if row else entry.name)
         is_label = setting is not None and setting.name in _LABELS or row is not None and row.is_label
-        if is_label and entry.name not in self.said:
+        if is_label and entry.name not in self.given:
             self.notes.append(f"{entry.source}: {entry.name} {' '.join(unknown)} cannot be determined from the script and is ignored.")
-        elif entry.name not in self.said:
+        elif entry.name not in self.given:
             self._unknowable.setdefault(entry.source, []).append((entry.name, f"{entry.name} {' '.join(unknown)}"))
         return True
 

@@ -181,12 +181,12 @@ def _repeated(root: Any) -> list[str]:
     """
     import yaml
 
-    repeated, stack, looked_at = [], [root], set()
+    repeated, stack, visited = [], [root], set()
     while stack:
         node = stack.pop()
-        if id(node) in looked_at:
+        if id(node) in visited:
             continue
-        looked_at.add(id(node))
+        visited.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             stack += node.value
         if isinstance(node, yaml.MappingNode):

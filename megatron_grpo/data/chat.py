@@ -73,7 +73,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
 @cache
 def _warn_once(path: str) -> None:
     warning = remote_code.warning_of(Path(path))
-    if warning and launcher.read().speaks:
+    if warning and launcher.read().is_logging_rank:
         logger.warning("%s", warning)
 
 

@@ -350,16 +350,16 @@ def open_stream(
     checks.check_template(rows, tokenizer, flag)
     encode = PromptEncoder.of(cfg, tokenizer, image_spec, tools)
 
-    def looked_at() -> TokenTable:
+    def tokenized() -> TokenTable:
         checks.check_images(rows)
         return checks.tokenised(rows, encode, flag)
 
     if cfg.load_from_cache_file and len(rows) > FEW:
         rows = replace(rows, digest=rows.fingerprint())
         stamp = f" {rows.image_store.stamp()}" if rows.image_store is not None else ""
-        tokens = cached_table(key_of(rows.fingerprint() + stamp, encode), looked_at)
+        tokens = cached_table(key_of(rows.fingerprint() + stamp, encode), tokenized)
     else:
-        tokens = looked_at()
+        tokens = tokenized()
     rows = checks.check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)
     return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
 

@@ -103,7 +103,7 @@ def open_prompts(
     return open_function(cfg, tokenizer, seed=seed, image_spec=image_spec, tools=tools)
 
 
-def rows_to_look_at(cfg: DataConfig, *, image_spec: ImageProcessorSpec | None, is_blind: bool, seed: int) -> PromptRows:
+def rows_to_check(cfg: DataConfig, *, image_spec: ImageProcessorSpec | None, is_blind: bool, seed: int) -> PromptRows:
     """Return checked rows of the training set: all, or the first block with `streaming`. Needs no tokenizer.
 
     Args:
@@ -148,7 +148,7 @@ def open_streamed(
     flag, names = "dataset", names_of(cfg, None, "dataset")
     encode = PromptEncoder.of(cfg, tokenizer, image_spec, tools)
 
-    def look(rows: Rows) -> PromptRows:
+    def check(rows: Rows) -> PromptRows:
         prompts = checks.check_rows(rows, cfg, names, image_spec=image_spec)
         checks.check_without_images(prompts, flag, _BLIND)
         if tools is not None:
@@ -156,7 +156,7 @@ def open_streamed(
         checks.check_template(prompts, tokenizer, flag)
         return checks.check_lengths(prompts, encode, cfg, tokens=checks.tokenised(prompts, encode, flag), may_be_none=True)
 
-    return StreamedPrompts(open_sets(cfg, names, flag), look, encode, cfg=cfg, seed=seed)
+    return StreamedPrompts(open_sets(cfg, names, flag), check, encode, cfg=cfg, seed=seed)
 
 
 class StreamedPrompts(PromptStream):
@@ -164,19 +164,19 @@ class StreamedPrompts(PromptStream):
 
     COMPARED = (("seed", "seed", "{}"), ("shuffle", "dataset_shuffle", "{}"), ("block_size", "shuffle_buffer_size", "{}"))
 
-    def __init__(self, source: Source, look: Callable[[Rows], PromptRows], encode: Encode, *, cfg: DataConfig, seed: int):
+    def __init__(self, source: Source, check: Callable[[Rows], PromptRows], encode: Encode, *, cfg: DataConfig, seed: int):
         """Read blocks until one has a prompt.
 
         Args:
             source: Rows of the data set from any position.
-            look: Checks the rows of a block; raises ConfigError.
+            check: Checks the rows of a block; raises ConfigError.
             encode: Maps a prompt to token IDs.
             cfg: Data settings.
             seed: Seed of the order.
         """
         empty = PromptRows(rows=Rows([([], str)]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
         super().__init__(empty, encode, seed=seed, shuffle=cfg.dataset_shuffle)
-        self._source, self._look, self._size = source, look, max(1, cfg.shuffle_buffer_size)
+        self._source, self._check, self._size = source, check, max(1, cfg.shuffle_buffer_size)
         self._ask: Ask = lambda gathered: [gathered]
         self._reader_ahead: tuple[Any, Iterator[SourceRow]] | None = None  # (position, reader at that position)
         self._held: dict[tuple[int, int], tuple[BlockPosition, PromptRows]] = {}
@@ -309,7 +309,7 @@ in another output_dir."
         if not entries:
             return None
         with _named(block * self._size, len(entries), "dataset"):
-            return self._look(_rows_of(entries, "dataset"))
+            return self._check(_rows_of(entries, "dataset"))
 
     def _read(self, begin: Any) -> tuple[list[SourceRow], Any]:
         """Read one block from a position. Return its rows and the position after them, None at the end of the epoch."""
@@ -331,7 +331,7 @@ in another output_dir."
     def _remember(self, mark: BlockPosition) -> None:
         self._marks = [*self._marks[:1], *self._marks[1:][-MOST_MARKS:], mark]
         count = mark.num_rows - mark.num_prompts
-        if count and launcher.read().speaks:
+        if count and launcher.read().is_logging_rank:
             logger.warning(
                 "dataset: %d of %s are longer than max_prompt_length and are left out (truncation_strategy delete); %s so far.",
                 *(count, self._named(mark).lower(), f"{mark.left_out:,}"),

@@ -213,5 +213,5 @@ def _forget_unused(folder: Path) -> None:
 
 
 def _print_line(folder: Path, error: OSError) -> None:
-    if launcher.read().speaks:
+    if launcher.read().is_logging_rank:
         logger.warning("Cannot use %s (%s): every rank tokenizes the whole data set.", folder, error.strerror or error)

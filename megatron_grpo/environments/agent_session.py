@@ -243,7 +243,7 @@ class AgentSession:
         known_turns: list[AgentTurn] = []
         previous = None
         for index, message in enumerate(messages):
-            turn = self._said(message, index, previous) if message["role"] == "assistant" else None
+            turn = self._find_turn(message, index, previous) if message["role"] == "assistant" else None
             if turn is not None:
                 known_turns.append(turn)
                 messages_shown.append({"role": "assistant", "content": turn.content})
@@ -252,7 +252,7 @@ class AgentSession:
             previous = turn if message["role"] == "assistant" else previous
         return messages_shown, known_turns
 
-    def _said(self, message: Message, index: int, previous: AgentTurn | None) -> AgentTurn | None:
+    def _find_turn(self, message: Message, index: int, previous: AgentTurn | None) -> AgentTurn | None:
         """Return the turn that an assistant's message repeats. IDs of calls decide first, then the turn before."""
         canonical = _canonical(message)  # a turn whose own request had this message, such as an example of the agent's, is not the one
         candidates = [

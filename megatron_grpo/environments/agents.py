@@ -172,7 +172,7 @@ class AgentPlayer(RequestingPlayer):
 
     # ---- between the threads
 
-    def _hear(self, seconds: float) -> None:
+    def _receive(self, seconds: float) -> None:
         if seconds:
             self._wait(min(seconds, SECONDS_BETWEEN_LOOKS))
         for outcome in self._workers.take(0.0):

@@ -121,7 +121,7 @@ class EpisodeRunner(RequestingPlayer):
             for prompt in self.prompts
         ]
 
-    def _hear(self, seconds: float) -> None:
+    def _receive(self, seconds: float) -> None:
         for outcome in self._workers.take(seconds):
             self._returned(outcome)
 
@@ -153,7 +153,7 @@ class EpisodeRunner(RequestingPlayer):
                 episode.version = self._version
                 self._started(episode, outcome.value)
             else:
-                self._heard(episode, outcome.value)
+                self._handle_result(episode, outcome.value)
         except CallTimeoutError:
             self._finish(episode, "timeout", f"{kind} did not return within {self.stage.timeout:g} s")
         except InvalidReplyError as error:
@@ -193,7 +193,7 @@ class EpisodeRunner(RequestingPlayer):
     def _room(self, episode: _Episode) -> int:
         """Return the limit for the next turn in tokens."""
         assert episode.transcript is not None
-        num_used = episode.transcript.num_sampled + episode.transcript.num_heard
+        num_used = episode.transcript.num_sampled + episode.transcript.num_environment_tokens
         return min(self.stage.max_completion_length - num_used, self.stage.max_model_len - len(episode.transcript.ids))
 
     def _is_long(self, messages: Sequence[Message], max_tokens: int) -> bool:
@@ -222,7 +222,7 @@ class EpisodeRunner(RequestingPlayer):
         turn = Turn(number=number, text=text, messages=tuple(dict(message) for message in episode.messages), is_last=is_last)
         self._workers.submit(("step", episode.key), partial(episode.environment.step, turn))
 
-    def _heard(self, episode: _Episode, value: Any) -> None:
+    def _handle_result(self, episode: _Episode, value: Any) -> None:
         """Process the output of the environment."""
         assert episode.transcript is not None
         step = as_step_output(value)

@@ -86,7 +86,7 @@ class RequestingPlayer:
         self._turns, self._version = turns, version
         deadline = time.monotonic() + seconds
         while True:
-            self._hear(0.0 if turns.num_running else min(self.patience, max(0.0, deadline - time.monotonic())))
+            self._receive(0.0 if turns.num_running else min(self.patience, max(0.0, deadline - time.monotonic())))
             self._submit(turns)
             for key, sampled in turns.poll():
                 self._asked.pop(key).sampled(sampled)
@@ -111,7 +111,7 @@ class RequestingPlayer:
         for request in open_requests:
             request.cancel()
 
-    def _hear(self, seconds: float) -> None:
+    def _receive(self, seconds: float) -> None:
         """Process events that occurred outside the sampler.
 
         Args:

@@ -92,9 +92,6 @@ class Environment:
         """
 
 
-Reply = StepOutput  # former name
-
-
 class InvalidReplyError(ValueError):
     """The environment returned an invalid value. The message completes a sentence about the environment."""
 

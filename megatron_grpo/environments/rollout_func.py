@@ -168,7 +168,7 @@ class RolloutFuncRunner(RequestingPlayer):
         self._completions: list[Completion] = []
         self._thread: threading.Thread | None = None
         self._is_finished = False
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
 
     @property
     def is_over(self) -> bool:
@@ -181,17 +181,17 @@ class RolloutFuncRunner(RequestingPlayer):
         parts = [self._completions[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
         return [Group(prompt=prompt, completions=tuple(part)) for prompt, part in zip(self.prompts, parts, strict=True)]
 
-    def _hear(self, seconds: float) -> None:
+    def _receive(self, seconds: float) -> None:
         """Wait for a request or the end of the function. After its timeout, set `problem` and abandon the function."""
         if self._thread is None:
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="rollout_func", daemon=True)
             self._thread.start()
         if seconds:
             self._wait(seconds, is_done=lambda: self._is_finished)
         if self._waiting or self._asked:
-            self._heard_at = time.monotonic()
-        elif time.monotonic() - self._heard_at > self.own.timeout and not self._is_finished:
+            self._received_at = time.monotonic()
+        elif time.monotonic() - self._received_at > self.own.timeout and not self._is_finished:
             self.problem = f"has neither called the sampler nor returned for {self.own.timeout:g} s (rollout_func_timeout)."
             self._is_finished = True
             self.close()

@@ -235,7 +235,7 @@ class Trajectory:
     Attributes:
         messages: The conversation so far, with guards.
         opening: Token IDs of the opening.
-        num_heard: Number of tokens from the environment, each counted once.
+        num_environment_tokens: Number of tokens from the environment, each counted once.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Trajectory:
         self._end, self._turn_text = "", ""  # of the last turn
         self._contexts = [ContextTokens(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
         self.opening = tuple(self.ids)
-        self.num_heard = 0  # tokens, each counted once
+        self.num_environment_tokens = 0  # tokens, each counted once
 
     @property
     def ids(self) -> list[int]:
@@ -307,14 +307,14 @@ class Trajectory:
             if self.history == "sampled":
                 self._go_on(tail.removeprefix(self._end))
             else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
-                self.num_heard += len(self.template.encode(tail, self.guards))
+                self.num_environment_tokens += len(self.template.encode(tail, self.guards))
                 self._contexts.append(ContextTokens(self.template.encode(full, self.guards)))
         self._shown = full
         self._prefill = self._of_turns
 
     def _go_on(self, tail: str) -> None:
         token_ids = self.template.encode(tail, self.guards)
-        self.num_heard += len(token_ids)
+        self.num_environment_tokens += len(token_ids)
         self.ids.extend(token_ids)
 
     def _tail(self, new_messages: Sequence[Message]) -> str:

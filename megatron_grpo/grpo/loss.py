@@ -330,7 +330,7 @@ class GrpoLoss:
 
         units = is_trained * sequences.one_over_length if self.sequence_clip else is_trained
         clips = clip_logs(per_token, units)
-        sums |= {name: (units * value).sum() for name, value in per_token.told.items()}
+        sums |= {name: (units * value).sum() for name, value in per_token.metrics.items()}
         sampler_logprobs = tensors.sampler_logprobs.double()
         is_scored = is_trained * tensors.is_compared * (~sampler_logprobs.isnan())
         mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, old_logprobs, importance, is_trained, is_scored)

@@ -118,7 +118,7 @@ def teacher_logs(log_ratio: torch.Tensor, is_seen: torch.Tensor) -> dict[str, to
 
 
 # Metrics of single objectives, under TRL's and Megatron-SWIFT's names: means over the units of a clip decision (tokens or sequences).
-TOLD = ("vespo/phi_seq_mean", "fipo/future_kl_mean", "fipo/influence_weight_mean", "fipo/safety_keep_ratio")
+OBJECTIVE_METRICS = ("vespo/phi_seq_mean", "fipo/future_kl_mean", "fipo/influence_weight_mean", "fipo/safety_keep_ratio")
 
 
 def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
@@ -147,7 +147,7 @@ def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, 
         # A token is clipped below for A < 0 or above for A > 0, never both.
         metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
         metrics["clip_ratio/low_min"], metrics["clip_ratio/high_max"] = -float(maxima["clip_low"]), float(maxima["clip_high"])
-    for name in TOLD:
+    for name in OBJECTIVE_METRICS:
         mean(name, name, "clip_units")
     mean("sampling/importance_sampling_ratio/mean", "importance", "importance_units")
     mean("sampling/sampling_logp_difference/mean", "logp_difference", "num_scored_tokens")

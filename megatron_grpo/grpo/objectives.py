@@ -323,13 +323,13 @@ class PerToken(NamedTuple):
         loss: [C].
         is_low: bool [C], whether the lower bound determined the loss (for the clip metrics).
         is_high: bool [C], whether the upper bound determined the loss.
-        told: Further metrics by name, [C] each; the metric is the mean.
+        metrics: Further metrics by name, [C] each; the metric is the mean.
     """
 
     loss: torch.Tensor
     is_low: torch.Tensor
     is_high: torch.Tensor
-    told: Mapping[str, torch.Tensor] = {}
+    metrics: Mapping[str, torch.Tensor] = {}
 
 
 Objective = Callable[[Tokens], PerToken]
@@ -458,7 +458,7 @@ def fipo(
                 influence = torch.where(is_unsafe, influence.clamp(0.8, 1.0), influence)
         metrics = {"fipo/future_kl_mean": future, "fipo/influence_weight_mean": influence, "fipo/safety_keep_ratio": (~is_unsafe).double()}
         plain = surrogate(tokens)
-        return plain._replace(loss=influence * plain.loss, told=metrics)
+        return plain._replace(loss=influence * plain.loss, metrics=metrics)
 
     return objective
 

@@ -42,13 +42,13 @@ def zero_gradient_kinds(settings: Mapping[str, Any]) -> frozenset[RowKind]:
         kinds.add("truncated")
     if get("exclude_zero_std_groups"):
         kinds.add("zero_std")
-    looked_at = (
+    reasons = (
         get("beta") and not get("kl_in_reward"),  # the KL in the loss; a KL in the reward is part of the advantage
         get("teacher_model") or get("teacher_model_server"),  # a token's advantage is the row's plus that of the teacher
         get("entropy_coef") or get("use_adaptive_entropy"),  # the bonus, and the mean that adapts its coefficient
         get("top_entropy_quantile", 1.0) < 1.0,  # the entropies of these tokens move the threshold of the others
     )
-    if not any(looked_at):
+    if not any(reasons):
         kinds.add("zero_advantage")
     return frozenset(kinds)
 

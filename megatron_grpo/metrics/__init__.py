@@ -64,14 +64,14 @@ class Metrics:
         if problems:
             raise ConfigError(problems)
         self.output_dir = Path(output_dir)
-        self.tells = rank == 0
+        self.is_logging = rank == 0
         self.total_steps, self.plot_steps, self.config = total_steps, plot_steps, dict(config or {})
         self._services = services(report_to)
         self._reporters: dict[str, BackgroundReporter] = {}
         self._completions: Table | None = None  # rows of a rollout that the next step trains
         self._display = Display(console, total=total_steps, folder=self.output_dir)
         self._best_effort = BestEffort()
-        self._heard = on_metrics or (lambda step, numbers: None)
+        self._on_metrics = on_metrics or (lambda step, numbers: None)
         self._steps = Records(self.output_dir / "metrics.jsonl")
         self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
         self._events = Events(self.output_dir / EVENTS)
@@ -82,11 +82,11 @@ class Metrics:
         )
         self._started = False
         self._num_tokens = 0
-        self._untold: list[dict[str, Any]] = []  # steps not yet sent to the services
+        self._unsent: list[dict[str, Any]] = []  # steps not yet sent to the services
 
     def open(self) -> None:
         """Start displaying phases and recording warnings. Loading comes before `start`."""
-        if self.tells:
+        if self.is_logging:
             self._display.open()
             self._events.open()
 
@@ -96,7 +96,7 @@ class Metrics:
         Args:
             progress: Position of the run.
         """
-        if not self.tells or self._started:
+        if not self.is_logging or self._started:
             return
         self._started = True
         self._steps.begin(progress.step)
@@ -120,7 +120,7 @@ class Metrics:
             progress: Progress that includes this step.
             stats: Metrics by name, including `time/step` (seconds).
         """
-        if not self.tells:
+        if not self.is_logging:
             return
         if not self._started:
             self.start(Progress(step=progress.step - 1, num_tokens=0))
@@ -131,10 +131,10 @@ class Metrics:
         self._num_tokens = progress.num_tokens
         self._steps.append(record)
         self._remember(record)
-        self._untold.append(record)
-        self._heard(progress.step, record)
+        self._unsent.append(record)
+        self._on_metrics(progress.step, record)
         if progress.step % self.config.get("logging_steps", 1) == 0 or progress.step == self.total_steps:
-            self._tell_services()
+            self._send_to_services()
         if to_python_number(record.get("reward")) is not None:  # not every optimizer step has a new rollout
             self._display.show(reward=to_python_number(record["reward"]))
         self._display.step(progress.step, seconds=seconds)
@@ -143,11 +143,11 @@ class Metrics:
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
 
-    def _tell_services(self) -> None:
+    def _send_to_services(self) -> None:
         """Send the steps since the last call to the services: the mean of each metric over the steps that have it, and current totals."""
-        if not self._untold:
+        if not self._unsent:
             return
-        records, self._untold = self._untold, []
+        records, self._unsent = self._unsent, []
         values: dict[str, list[Any]] = {}
         for record in records:
             for name, value in record.items():
@@ -172,7 +172,7 @@ class Metrics:
             progress: Position of the run.
             evaluated: Results, one for each set.
         """
-        if not self.tells:
+        if not self.is_logging:
             return
         if not self._started:
             self.start(progress)
@@ -180,7 +180,7 @@ class Metrics:
         self._remember_evaluations()
         values = {f"{curve_of(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
         self._report(progress.step, values)
-        self._heard(progress.step, values)
+        self._on_metrics(progress.step, values)
         sampling_text, heads, rows = describe(records)
         self._display.table(f"Evaluation at step {progress.step} ({sampling_text})", heads, rows)
 
@@ -191,13 +191,13 @@ class Metrics:
             progress: Position of the run.
             record: Metrics of the step, and the reason.
         """
-        if self.tells:
+        if self.is_logging:
             self._skipped.append({"step": progress.step, **record})
 
     def refresh_plots(self) -> list[Path]:
         """Draw plots/*.png from everything logged so far and return their paths."""
         with self._best_effort("plots"):
-            return plots.refresh(self.output_dir, self._history) if self.tells else []
+            return plots.refresh(self.output_dir, self._history) if self.is_logging else []
         return []
 
     def print_line(self, text: str) -> None:
@@ -206,7 +206,7 @@ class Metrics:
         Args:
             text: The line.
         """
-        if self.tells:
+        if self.is_logging:
             self._display.print_line(text)
             self.record_warning(text)
 
@@ -226,7 +226,7 @@ class Metrics:
             kind: Kind of the event.
             text: Description of the event.
         """
-        if self.tells:
+        if self.is_logging:
             self._events.add(kind, text)
 
     def close(self, *, summary: bool = True, times: TimeSummary | None = None) -> None:
@@ -236,9 +236,9 @@ class Metrics:
             summary: Whether to print the comparison of before and after and the time table. False for a failed run.
             times: Time per phase.
         """
-        if not self.tells:
+        if not self.is_logging:
             return
-        self._tell_services()
+        self._send_to_services()
         self._display.stop()
         if self._started:
             self._started = False

@@ -78,7 +78,7 @@ class Display:
             self._live = Live(self._line(), console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
         os.register_at_fork(before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._lock.release)
-        threading.Thread(target=self._tell_now_and_then, name="display", daemon=True).start()
+        threading.Thread(target=self._print_progress, name="display", daemon=True).start()
 
     def start(self, step: int) -> None:
         """Start the training loop.
@@ -113,7 +113,7 @@ class Display:
             self._last_step = time_now
             self.print_line(f"{self._number_of_step(step)}  {'  '.join(self._parts(step))}")
 
-    def _tell_now_and_then(self) -> None:
+    def _print_progress(self) -> None:
         while not self._closed.wait(SECONDS_BETWEEN_DRAWINGS):
             with self._lock:
                 self._draw()

@@ -18,7 +18,7 @@ from megatron_grpo.metrics.rollout import Completions, ScoredRollout, rollout_st
 from megatron_grpo.metrics.summary import TimeSummary
 from megatron_grpo.types import GlobalBatch, Progress
 
-UNTOLD = "untold.json"  # in output_dir, while a run is stopped between a rollout and the step that reports it
+PENDING_FILE = "untold.json"  # in output_dir, while a run is stopped between a rollout and the step that reports it
 
 SCHEDULE = "schedule.jsonl"  # rows each optimizer step trained and their staleness; `plan.json` has the planned ones
 # (progress, metrics of the step just taken) -> text of a warning, or None.
@@ -33,7 +33,7 @@ class MetricsLogger:
         completions: Writer of the completions tables.
         timers: Timers of the phases.
         reward_weights: Weight of each reward function.
-        tells_selection: Whether rollouts select among the sampled groups (dynamic sampling).
+        logs_selection: Whether rollouts select among the sampled groups (dynamic sampling).
         watches: Further warnings, evaluated after every step.
     """
 
@@ -44,15 +44,15 @@ class MetricsLogger:
         *,
         timers: Timers,
         reward_weights: Sequence[float],
-        tells_selection: bool,
+        logs_selection: bool,
         watches: Sequence[Watch] = (),
     ):
         self.metrics, self.completions, self.timers = metrics, completions, timers
         self._schedule = Records(metrics.output_dir / SCHEDULE)
-        self.reward_weights, self.tells_selection = reward_weights, tells_selection
+        self.reward_weights, self.logs_selection = reward_weights, logs_selection
         self._watches = watches
-        self._heard: list[ScoredRollout] = []
-        self._untold = metrics.output_dir / UNTOLD
+        self._rollouts: list[ScoredRollout] = []
+        self._pending_file = metrics.output_dir / PENDING_FILE
         self._spent = TimeSummary()
 
     def start(self, progress: Progress) -> None:
@@ -64,7 +64,7 @@ class MetricsLogger:
         activity.report_step(progress.step)
         self.metrics.start(progress)
         self.completions.start(progress)
-        if self.metrics.tells:
+        if self.metrics.is_logging:
             self._schedule.begin(progress.step)
         self._spent.before(self.timers.take()["time/step"], step=progress.step)  # loading and restoring do not belong to a step
 
@@ -74,7 +74,7 @@ class MetricsLogger:
         Args:
             rollout: Scored groups of this rank, and metadata of all.
         """
-        self._heard.append(rollout)
+        self._rollouts.append(rollout)
         self.completions.write(rollout)
 
     def step(self, progress: Progress, batch: GlobalBatch, metrics: Mapping[str, float], *, skipped: str | None = None) -> None:
@@ -86,7 +86,7 @@ class MetricsLogger:
             metrics: Metrics of the step, by name.
             skipped: Reason why the step was skipped, if it was.
         """
-        if self.metrics.tells:
+        if self.metrics.is_logging:
             record = {"step": progress.step, "optimizer_step": progress.step - 1}
             self._schedule.append(record | {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()})
         activity.report_step(progress.step)
@@ -97,14 +97,14 @@ class MetricsLogger:
         if skipped:
             self.metrics.print_line(f"optimizer step {progress.step} is skipped: {skipped}")
             self.metrics.record_event("skipped", f"Optimizer step {progress.step:,} was skipped: {skipped}.")
-        stats = self._rollout_stats() if self._heard else self._kept(before=progress.step)
-        self._heard = []
+        stats = self._rollout_stats() if self._rollouts else self._pending_stats(before=progress.step)
+        self._rollouts = []
         times = self.timers.take()
         self._spent.add(times)
         self._spent.step(is_skipped=skipped is not None)
         self.metrics.log(progress, stats | dict(metrics) | batch.metrics | times)
-        if self.metrics.tells:
-            self._untold.unlink(missing_ok=True)
+        if self.metrics.is_logging:
+            self._pending_file.unlink(missing_ok=True)
 
     def keep(self, progress: Progress) -> None:
         """Save the metrics of rollouts that no step has reported yet, when the run ends. The resumed run reports them.
@@ -112,22 +112,22 @@ class MetricsLogger:
         Args:
             progress: Position of the run.
         """
-        if self._heard and self.metrics.tells:
-            atomic_write_text(self._untold, json.dumps({"step": progress.step, "stats": self._rollout_stats()}, default=float) + "\n")
+        if self._rollouts and self.metrics.is_logging:
+            atomic_write_text(self._pending_file, json.dumps({"step": progress.step, "stats": self._rollout_stats()}, default=float) + "\n")
 
-    def _kept(self, *, before: int) -> dict[str, float]:
+    def _pending_stats(self, *, before: int) -> dict[str, float]:
         """Return the metrics that `keep` saved just before this optimizer step; empty if there are none."""
-        if not self.metrics.tells:
+        if not self.metrics.is_logging:
             return {}
         with suppress(OSError, ValueError, KeyError):
-            pending = json.loads(self._untold.read_text(encoding="utf-8"))
+            pending = json.loads(self._pending_file.read_text(encoding="utf-8"))
             if pending["step"] == before - 1:
                 return in_current_metrics(pending["stats"])
         return {}
 
     def _rollout_stats(self) -> dict[str, float]:
-        stats = rollout_stats(self._heard, self.completions.reward_names)
-        return stats | (selection_stats(self._heard, self.reward_weights) if self.tells_selection else {})
+        stats = rollout_stats(self._rollouts, self.completions.reward_names)
+        return stats | (selection_stats(self._rollouts, self.reward_weights) if self.logs_selection else {})
 
     def skipped_step(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None:
         """Record that the gradient check refused the step just taken.

@@ -231,7 +231,7 @@ class BackgroundReporter:
             step: Number of optimizer steps.
             values: Value by metric.
         """
-        self._tell(lambda reporter: reporter.log(step, values))
+        self._notify(lambda reporter: reporter.log(step, values))
 
     def completions(self, step: int, table: Table) -> None:
         """Queue a table of completions, cut to `MOST_ROWS` rows.
@@ -241,17 +241,17 @@ class BackgroundReporter:
             table: Values by column.
         """
         rows = {name: column[:MOST_ROWS] for name, column in table.items()}
-        self._tell(lambda reporter: reporter.completions(step, rows))
+        self._notify(lambda reporter: reporter.completions(step, rows))
 
     def close(self) -> None:
         """Wait until the queue is empty and the service is closed, for at most `SECONDS_TO_CLOSE`."""
-        self._tell(None)
+        self._notify(None)
         if not self._is_off.is_set():
             self._thread.join(SECONDS_TO_CLOSE)
         if self._thread.is_alive():
             self._give_up(f"it has not received everything {SECONDS_TO_CLOSE:g} s after the end")
 
-    def _tell(self, word: Callable[[Reporter], None] | None) -> None:
+    def _notify(self, word: Callable[[Reporter], None] | None) -> None:
         if self._is_off.is_set():
             return
         try:

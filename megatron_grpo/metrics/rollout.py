@@ -114,14 +114,14 @@ def selection_stats(rollouts: Sequence[ScoredRollout], reward_weights: Sequence[
         rollouts: Rollouts since the last step.
         reward_weights: Weight of each reward function.
     """
-    harvests = [rollout.result for rollout in rollouts]
-    sampled = [meta for result in harvests for meta in result.sampled]
+    results = [rollout.result for rollout in rollouts]
+    sampled = [meta for result in results for meta in result.sampled]
     rewards = total_rewards(rewards_per_func([meta.rewards for meta in sampled], len(reward_weights)), reward_weights)
     return {
-        "dynamic_sample/rounds": sum(result.num_rounds for result in harvests),
+        "dynamic_sample/rounds": sum(result.num_rounds for result in results),
         "dynamic_sample/groups_sampled": len(sampled),
-        "dynamic_sample/zero_std_groups_replaced": sum(result.num_zero_std_dropped for result in harvests),
-        "dynamic_sample/prompts_given_back": sum(result.num_given_back for result in harvests),
+        "dynamic_sample/zero_std_groups_replaced": sum(result.num_zero_std_dropped for result in results),
+        "dynamic_sample/prompts_given_back": sum(result.num_given_back for result in results),
         "dynamic_sample/reward": mean(rewards).item(),
     }
 
@@ -160,7 +160,7 @@ class Completions:
         self.directory = Path(output_dir) / "completions"
         self.reward_names, self.every, self.rank, self.node = tuple(reward_names), interval, rank, node
         self.most_nodes = most_nodes or node.count
-        self._tell = write_table
+        self._write_table = write_table
         self._latest = (-1, 0)  # (version, number of its rollouts that were due)
         self._best_effort = BestEffort()
 
@@ -195,15 +195,15 @@ class Completions:
         self._latest = (version, number + 1)
         name = f"step_{version:06d}{f'_{number}' if number else ''}"
         writes = self._has_its_turn(rollout.number // self.every)
-        is_wanted = writes or (self.node.number == 0 and self._tell is not None)
+        is_wanted = writes or (self.node.number == 0 and self._write_table is not None)
         local = [self._columns(index, group, rollout) for index, group in rollout.held.items()] if is_wanted else []
         groups = [columns for part in collectives.exchange({self.node.first: local} if local else {}) for columns in part]
         if not groups:
             return None
         groups.sort(key=lambda columns: columns["prompt_number"][0])
         table = join_columns(groups)
-        if self.rank == 0 and self._tell is not None:
-            self._tell(version, {name: column for name, column in table.items() if name not in TOKENS})
+        if self.rank == 0 and self._write_table is not None:
+            self._write_table(version, {name: column for name, column in table.items() if name not in TOKENS})
         if not writes:
             return None
         file = f"{name}.parquet" if self.node.count == 1 else f"{name}/node_{self.node.number:05d}.parquet"
@@ -262,7 +262,7 @@ def join_columns(groups: Sequence[Table]) -> Table:
         groups: Columns of each group.
     """
     table = {name: [value for columns in groups for value in columns[name]] for name in (groups[0] if groups else {})}
-    return {name: values for name, values in table.items() if name != "pictures" or any(values)}
+    return {name: values for name, values in table.items() if name != "images" or any(values)}
 
 
 def text_columns(group: Group) -> dict[str, list[Any]]:
@@ -276,7 +276,7 @@ def text_columns(group: Group) -> dict[str, list[Any]]:
         "dataset_row": [group.prompt.row] * len(completions),
         "generation": list(range(len(completions))),
         "prompt": [_text(group.prompt.raw)] * len(completions),
-        "pictures": [_images(group.prompt)] * len(completions),
+        "images": [_images(group.prompt)] * len(completions),
         "completion": [completion.text for completion in completions],
     }
 

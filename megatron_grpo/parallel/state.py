@@ -278,7 +278,7 @@ class _RankWait:
         """Return the name of the attempt, which rank 0 sends to each rank it sees."""
         store.set(f"megatron_grpo/word/{self.launched.rank}", word)
         while not store.check([f"megatron_grpo/attempt/{word}"]):
-            self._pause(lambda: [0], speaks=self.launched.speaks or self.launched.rank == 1)
+            self._pause(lambda: [0], prints=self.launched.is_logging_rank or self.launched.rank == 1)
         return store.get(f"megatron_grpo/attempt/{word}").decode()
 
     def wait_for_all(self, prefix_store: dist.PrefixStore, store: dist.Store, attempt: str) -> None:
@@ -286,7 +286,7 @@ class _RankWait:
         missing: list[int] = list(range(self.launched.world_size))
         if self.launched.rank != 0:  # rank 0 looks for all; every rank looking for every other would overload the store
             while not prefix_store.check(["all"]):
-                self._pause(lambda: [rank for rank in missing if not prefix_store.check([f"here/{rank}"])], speaks=False)
+                self._pause(lambda: [rank for rank in missing if not prefix_store.check([f"here/{rank}"])], prints=False)
             return
         words: dict[int, bytes] = {}
         while missing := [rank for rank in missing if not prefix_store.check([f"here/{rank}"])]:
@@ -294,10 +294,10 @@ class _RankWait:
                 if store.check([f"megatron_grpo/word/{rank}"]) and (word := store.get(f"megatron_grpo/word/{rank}")) != words.get(rank):
                     store.set(f"megatron_grpo/attempt/{word.decode()}", attempt)
                     words[rank] = word
-            self._pause(lambda: missing, speaks=True)
+            self._pause(lambda: missing, prints=True)
         prefix_store.set("all", "1")
 
-    def _pause(self, missing: Callable[[], list[int]], *, speaks: bool) -> None:
+    def _pause(self, missing: Callable[[], list[int]], *, prints: bool) -> None:
         time_now = time.monotonic()
         if self.store.check([_failure_key(self.launched)]):
             refusal = ConfigError(self.store.get(_failure_key(self.launched)).decode())
@@ -309,7 +309,7 @@ class _RankWait:
             raise RunError(f"{waiting} timed out after {minutes:g} minutes (distributed_timeout_minutes).")
         if time_now >= self._next_token:
             self._next_token = time_now + self._every
-            if speaks:
+            if prints:
                 self.print_line(_waiting_for(missing(), self.launched))
         self._nap = min(2 * self._nap, 0.2, self._every)
         time.sleep(self._nap)  # `store.wait` with a time limit would write two lines of C++ for each
@@ -344,7 +344,7 @@ def _wait_for_the_host(launched: Launched, end: float, interval: float, print_li
             return
         except OSError as error:
             time_now = time.monotonic()
-            if time_now >= next_token and (launched.speaks or launched.rank == 1):
+            if time_now >= next_token and (launched.is_logging_rank or launched.rank == 1):
                 print_line(f"{_waiting_for([0], launched)}: {error.strerror or error}")
                 next_token = time_now + interval
             if time_now >= end:

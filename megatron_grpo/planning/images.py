@@ -25,7 +25,7 @@ class ImageStats:
     """Statistics of the images in a data set's prompts. Means include prompts without an image.
 
     Args:
-        rows_looked_at: Rows examined, at most MOST_ROWS.
+        rows_examined: Rows examined, at most MOST_ROWS.
         rows_with_images: Examined rows with an image.
         max_images: Maximum images of a prompt.
         tokens_per_image_mean: Mean tokens of an image.
@@ -39,7 +39,7 @@ class ImageStats:
         patches_bytes_of_micro_batch: Maximum bytes of a micro-batch's patches in float32.
     """
 
-    rows_looked_at: int
+    rows_examined: int
     rows_with_images: int
     max_images: int
     tokens_per_image_mean: float
@@ -88,7 +88,7 @@ class ImageStats:
         num_prompts = math.ceil((group - math.gcd(rows, group) + rows) / group)
         max_tokens = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, rows)])
         return cls(
-            rows_looked_at=len(indices), rows_with_images=sum(map(bool, per_row)), max_images=prompts.max_images,
+            rows_examined=len(indices), rows_with_images=sum(map(bool, per_row)), max_images=prompts.max_images,
             tokens_per_image_mean=sum(tokens) / max(1, len(tokens)), tokens_per_image_max=max(tokens, default=0),
             image_tokens_per_prompt_mean=sum(of_prompts) / len(of_prompts), image_tokens_per_prompt_max=max(of_prompts),
             text_tokens_of_prompt_mean=text, text_is_estimated=prompts.tokens is None,
@@ -105,7 +105,7 @@ class ImageStats:
         """Return the `images` object of `plan --json`."""
         return {**asdict(self), "share_of_prompt_tokens": self.share}
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Yield lines for the report."""
         yield (
             f"an image has {self.tokens_per_image_mean:,.0f} tokens on average, at most {self.tokens_per_image_max:,} ({self.side} x "
@@ -119,7 +119,7 @@ class ImageStats:
         )
         yield (
             f"patches of a micro-batch: up to {self.patches_bytes_of_micro_batch / 1e6:,.1f} MB in float32 on each rank of the first stage "
-            f"({self.rows_looked_at:,} rows examined, {self.rows_with_images:,} of them with images)"
+            f"({self.rows_examined:,} rows examined, {self.rows_with_images:,} of them with images)"
         )
 
     def warnings(self) -> Iterator[str]:

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 HELD = ("weights", "adapters", "gradients", "optimizer", "reference", "teacher", "activations", "logits")  # parts that a stage holds
 
 
-def run_plan(parsed: ParsedConfig, look_at: Callable[[ParsedConfig], Plan]) -> int:
+def run_plan(parsed: ParsedConfig, validate: Callable[[ParsedConfig], Plan]) -> int:
     """Print the plan and return the exit code.
 
     Args:
         parsed: Parsed command line.
-        look_at: Builds the plan from the parsed command line and checks the files that it names (`run.validate.validate_run`).
+        validate: Builds the plan from the parsed command line and checks the files that it names (`run.validate.validate_run`).
 
     Raises:
         ConfigError: If the configuration is invalid. With `--json`, the errors are printed as the JSON object instead.
@@ -49,7 +49,7 @@ def run_plan(parsed: ParsedConfig, look_at: Callable[[ParsedConfig], Plan]) -> i
 
             print_config(check_parsed(parsed).config)
             return EXIT_DONE
-        plan = look_at(parsed)
+        plan = validate(parsed)
         if png := plan.checked.config.plan.png:
             draw_png(plan.schedule, plan.checked.config.plan.plan_rollouts, png)
         if as_json:
@@ -114,7 +114,7 @@ def _sections(plan: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, 
         if plan.memory:
             yield "memory of one rank", _memory(plan.memory, plan.cost or {})
         if plan.images:
-            yield "images", plan.images.told()
+            yield "images", plan.images.lines()
         if plan.servers:
             yield "rollout servers", describe_servers(plan.servers, (plan.cost or {}).get("weight_push_bytes"))
         if plan.cost:

@@ -215,7 +215,7 @@ def _needless_offload(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"asked": " and ".join(flags)} if flags and c.vllm_mode != "colocate" else None
 
 
-def _of_pictures(c: SimpleNamespace) -> dict[str, Any] | None:
+def _of_images(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the image settings typed for a text model."""
     if c.shape is None or c.shape.vision is not None:
         return None
@@ -333,6 +333,6 @@ OF_THE_MACHINE: Rules = (
          "A hanging rank would not be identified: rank_heartbeat_timeout ({rank_heartbeat_timeout:g} s) is not shorter than "
          "distributed_timeout_minutes ({distributed_timeout_minutes:g} = {limit:g} s), after which a collective ends the run and "
          "identifies a rank only if it is stopped."),
-    Rule("max_pixels", _of_pictures, "{typed} {do} no effect: {shape.architecture} is a text-only model."),
+    Rule("max_pixels", _of_images, "{typed} {do} no effect: {shape.architecture} is a text-only model."),
 )
 # fmt: on

@@ -146,7 +146,7 @@ class SkippedStep:
         skips: Counts of skipped steps, this one included.
         ranks: Ranks whose own gradient was not finite, before any sum over ranks.
         weights: (rank, parameter) of parameters that are not finite themselves. If there are any, no search for micro-batches takes place.
-        culprits: The micro-batches that produce such a gradient alone.
+        bad_micro_batches: The micro-batches that produce such a gradient alone.
         more: Number of further micro-batches that ranks reported.
     """
 
@@ -154,13 +154,13 @@ class SkippedStep:
     skips: SkipCounter
     ranks: tuple[int, ...] = ()
     weights: tuple[tuple[int, str], ...] = ()
-    culprits: tuple[BadMicroBatch, ...] = ()
+    bad_micro_batches: tuple[BadMicroBatch, ...] = ()
     more: int = 0
 
     @property
     def rows(self) -> tuple[RowKey, ...]:
-        """All rows of `culprits`."""
-        return tuple(row for culprit in self.culprits for row in culprit.rows)
+        """All rows of `bad_micro_batches`."""
+        return tuple(row for bad in self.bad_micro_batches for row in bad.rows)
 
     def lines(self, row_info: Places) -> list[str]:
         """Return the description as lines of text.
@@ -171,7 +171,7 @@ class SkippedStep:
         if self.weights:
             names = "; ".join(f"rank {rank}: {name}" for rank, name in self.weights[:SHOWN])
             return [f"the weights are not finite ({names}), so no further step can succeed"]
-        lines = [_describe(culprit, row_info) for culprit in self.culprits]
+        lines = [_describe(bad, row_info) for bad in self.bad_micro_batches]
         if self.more:
             lines.append(f"and at least {self.more} more micro-batches")
         if self.ranks and not lines:
@@ -187,26 +187,26 @@ class SkippedStep:
         Args:
             row_info: Rollout, row, prompt number and data set row of each row.
         """
-        culprits = [
+        bad_micro_batches = [
             {
                 "micro_batch": item.micro_batch,
                 "ranks": list(item.ranks),
                 "what": item.what,
                 "rows": [dict(row_info[row]) for row in item.rows],
             }
-            for item in self.culprits
+            for item in self.bad_micro_batches
         ]
         skips = {"in_a_row": self.skips.in_a_row, "skipped_iterations": self.skips.total}
-        return {"why": self.why, **skips, "ranks": list(self.ranks), "weights": [list(item) for item in self.weights], "culprits": culprits,
-                "more": self.more}  # fmt: skip
+        return {"why": self.why, **skips, "ranks": list(self.ranks), "weights": [list(item) for item in self.weights],
+                "bad_micro_batches": bad_micro_batches, "more": self.more}  # fmt: skip
 
 
-def _describe(culprit: BadMicroBatch, row_info: Places) -> str:
+def _describe(bad: BadMicroBatch, row_info: Places) -> str:
     template = "row {row} of rollout {rollout} (prompt {prompt_number}, row {dataset_row} of the data set)"
-    rows = ", ".join(template.format(**row_info[row]) for row in culprit.rows[:SHOWN]) + (", ..." if len(culprit.rows) > SHOWN else "")
-    norm = f", norm {culprit.norm:.4g} alone" if math.isfinite(culprit.norm) else ""
-    cause = f": {culprit.what} not finite" if culprit.what else ""
-    return f"{_several('rank', culprit.ranks)}, micro-batch {culprit.micro_batch}{norm}: {rows}{cause}"
+    rows = ", ".join(template.format(**row_info[row]) for row in bad.rows[:SHOWN]) + (", ..." if len(bad.rows) > SHOWN else "")
+    norm = f", norm {bad.norm:.4g} alone" if math.isfinite(bad.norm) else ""
+    cause = f": {bad.what} not finite" if bad.what else ""
+    return f"{_several('rank', bad.ranks)}, micro-batch {bad.micro_batch}{norm}: {rows}{cause}"
 
 
 def _several(noun: str, numbers: tuple[int, ...]) -> str:
@@ -278,11 +278,11 @@ def find_bad_micro_batches(
     worst = sorted(local, key=lambda entry: -entry.norm)[: 1 if finite else MOST]
     by_micro_batch = _group_by_micro_batch(collectives.all_gather_object((parallel.dp_rank, worst)))
     worst_keys = sorted(by_micro_batch, key=lambda key: -max(entry.norm for entry, _ in by_micro_batch[key]))[: 1 if finite else MOST]
-    speaks = {(parallel.dp_rank, number): rows_and_cause for number, rows_and_cause in rows.items()} if parallel.reports_its_rows else {}
-    parts = collectives.all_gather_object({key: speaks[key] for key in worst_keys if key in speaks})
+    reported = {(parallel.dp_rank, number): rows_and_cause for number, rows_and_cause in rows.items()} if parallel.reports_its_rows else {}
+    parts = collectives.all_gather_object({key: reported[key] for key in worst_keys if key in reported})
     of_place = {key: rows_and_cause for part in parts for key, rows_and_cause in part.items()}
-    culprits = (_culprit(by_micro_batch[key], *of_place[key]) for key in sorted(worst_keys, key=lambda key: (key[1], key[0])))
-    return tuple(culprits), 0 if finite else len(by_micro_batch) - len(worst_keys)
+    bad_micro_batches = (_culprit(by_micro_batch[key], *of_place[key]) for key in sorted(worst_keys, key=lambda key: (key[1], key[0])))
+    return tuple(bad_micro_batches), 0 if finite else len(by_micro_batch) - len(worst_keys)
 
 
 def each_alone(

@@ -262,10 +262,10 @@ class Policy:
         finite = math.isfinite(norm)
         ranks = () if finite else checks.ranks_not_finite(local_sum)
         weights = () if finite else checks.weights_not_finite(self.chunks)
-        culprits, num_more = ((), 0) if weights else checks.find_bad_micro_batches(
+        bad_micro_batches, num_more = ((), 0) if weights else checks.find_bad_micro_batches(
             self.wrapped, loss.batch.micro_batches, self._run_alone(loss), self.parallel, references=loss.reference, finite=finite
         )  # fmt: skip
-        return SkippedStep(why=reason, skips=self.skips, ranks=ranks, weights=weights, culprits=culprits, more=num_more)
+        return SkippedStep(why=reason, skips=self.skips, ranks=ranks, weights=weights, bad_micro_batches=bad_micro_batches, more=num_more)
 
     def _run_alone(self, loss: StepLoss) -> checks.RunAlone:
         def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:

@@ -58,7 +58,7 @@ class isolated:  # lower case because it is used as `with contained(...)`
         is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         self._listens = is_default and threading.current_thread() is threading.main_thread()
         if self._listens:
-            signal.signal(signal.SIGINT, self._hear)
+            signal.signal(signal.SIGINT, self._receive)
         self._copies = {fd: copy for fd in _OUTPUTS if (copy := _copy_of(fd)) is not None}
         self._torch = _torch_settings()
         return self
@@ -81,7 +81,7 @@ class isolated:  # lower case because it is used as `with contained(...)`
             text = one_line(error)
             raise ExitRequestedError(f"{type(error).__name__}{': ' * bool(text)}{text}") from error
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self._pressed = True
         raise KeyboardInterrupt
 

@@ -240,21 +240,21 @@ class ColocatedEngine:
                 "The rollout engine has no weights: it slept at sleep_level 2, or a weight sync failed. Sync the weights first."
             )
 
-    def take(self, update: WeightUpdate) -> None:
+    def load_weights(self, update: WeightUpdate) -> None:
         self.version = NO_VERSION  # until all of it has arrived
         self._wake("weights")
         if update.kind == "adapter":
-            self._take_adapter(update)
+            self._load_adapter(update)
         else:
             self._take_weights(update)
         self.version = update.version
 
-    def _take_adapter(self, update: WeightUpdate) -> None:
+    def _load_adapter(self, update: WeightUpdate) -> None:
         if self._adapter is None:
             raise WeightSyncError(f"Version {update.version} is an adapter, but the rollout engine was started without LoRA support.")
         if not self.has_base:
             raise WeightSyncError(f"The rollout engine received the adapter of version {update.version}, but has no base weights for it.")
-        self._adapter.take(update)
+        self._adapter.load(update)
 
     def _take_weights(self, update: WeightUpdate) -> None:
         has_tower, self.has_base = self._has_tower, False

@@ -166,7 +166,7 @@ class BackgroundSampler(Sampler, Protocol):
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> GenerationFuture:
         """Start `generate` with the weights that the sampler holds now, and return at once. Collective.
 
-        No weight update may arrive while completions are in progress (`WeightReceiver.take`): a completion has one version.
+        No weight update may arrive while completions are in progress (`WeightReceiver.load_weights`): a completion has one version.
 
         Args:
             prompts: As in `generate`.
@@ -259,7 +259,7 @@ class WeightReceiver(Protocol):
             CancelledError: As in `generate`.
         """
 
-    def take(self, update: WeightUpdate) -> None:
+    def load_weights(self, update: WeightUpdate) -> None:
         """Replace the weights by an update, and hold the update's version from then on.
 
         An update of all weights also replaces an earlier adapter; an adapter replaces the previous adapter. Nearly all tensors of a layer

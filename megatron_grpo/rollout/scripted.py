@@ -109,7 +109,7 @@ class ScriptedEngine:
     def prepare(self) -> bool:
         return False
 
-    def take(self, update: WeightUpdate) -> None:
+    def load_weights(self, update: WeightUpdate) -> None:
         if not all(future.is_finished for future in self._futures):
             raise WeightSyncError(f"Version {update.version} was sent to the scripted engine while it was sampling.")
         self._futures = []

@@ -215,15 +215,15 @@ def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
     return [(ids, params), (ids[:-1], last)]
 
 
-def scores(ids: Sequence[int], fresh: Any, cached: Any) -> list[float]:
+def scores(ids: Sequence[int], uncached: Any, cached: Any) -> list[float]:
     """Return log p of each token after the first, in nats.
 
     Args:
         ids: Token IDs of the sequence.
-        fresh: vLLM's answer to the first of `scoring_requests`.
+        uncached: vLLM's answer to the first of `scoring_requests`.
         cached: vLLM's answer to the second.
     """
-    logprobs = [position[token].logprob for position, token in zip(fresh.prompt_logprobs[1:-1], ids[1:-1], strict=True)]
+    logprobs = [position[token].logprob for position, token in zip(uncached.prompt_logprobs[1:-1], ids[1:-1], strict=True)]
     return [*logprobs, cached.outputs[0].logprobs[0][ids[-1]].logprob]
 
 

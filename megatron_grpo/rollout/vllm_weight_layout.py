@@ -176,7 +176,7 @@ class CopyTable:
         targets, copies_left = dict[int, dict[str, torch.Tensor]](), dict[int, int]()
         for name, tensor in joined(tensors, unless=self._is_sliceable):
             if name not in awaited or tuple(tensor.shape) != self.shapes[name]:
-                raise WeightSyncError(self._stranger(name, tensor))
+                raise WeightSyncError(self._unknown_weight(name, tensor))
             is_slice = isinstance(tensor, TensorSlice)
             awaited[name] -= tensor.part.numel() if is_slice else awaited[name]
             is_complete = not awaited[name]
@@ -200,7 +200,7 @@ class CopyTable:
         """Return whether a slice of a tensor can be copied without the others."""
         return all(copy.start(self.shapes[name]) is not None for copy in self.copies.get(name, ()))
 
-    def _stranger(self, name: str, tensor: torch.Tensor | TensorSlice) -> str:
+    def _unknown_weight(self, name: str, tensor: torch.Tensor | TensorSlice) -> str:
         if name not in self.copies:
             return f"{name} was sent to the rollout engine, but is not among the {len(self.copies)} weights of its first update."
         if tuple(tensor.shape) != self.shapes[name]:
@@ -258,9 +258,9 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self._parts: dict[int, tuple[str, TensorView, TensorForm]] = {}
         self._zeroed: set[str] = set()  # tensors that vLLM zeroes on this rank
         self._layer: torch.nn.Module | None = None  # layer that vLLM is loading
-        self._seen: dict[tuple[torch.nn.Module, str], _CopiesOfWeight] = {}
+        self._records: dict[tuple[torch.nn.Module, str], _CopiesOfWeight] = {}
 
-    def heard(self, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    def record_names(self, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield clones of the synced tensors, and record their names and shapes.
 
         Args:
@@ -289,7 +289,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         module, weight, base = loading.get(_address(target)) or self._kept.get(_address(target)) or (None, "", target)
         if module is None or not base.numel():
             return
-        record = self._seen.setdefault((module, weight), _CopiesOfWeight(TensorForm.of(base)))
+        record = self._records.setdefault((module, weight), _CopiesOfWeight(TensorForm.of(base)))
         if not isinstance(source, torch.Tensor):
             record.padding[TensorView.of(target, base), source] = None
         elif (name := self._names.get(_address(source))) in self._zeroed:
@@ -321,7 +321,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
     def outcome(self) -> tuple[CopyTable | None, str | None]:
         """Return (table, None), or (None, the reason why there is none)."""
         for module, weight in [
-            key for key, record in self._seen.items() if record.copies
+            key for key, record in self._records.items() if record.copies
         ]:  # weights that vLLM loads apart from their layer
             self._reason = self._reason or self._add(module, {weight})
         return (None, self._reason) if self._reason else (self._table, None)
@@ -331,21 +331,21 @@ class WeightLayoutRecorder(TorchDispatchMode):
         path, method = self._paths[module], getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in PLAIN:
             return f"{path} is loaded by vLLM's {type(method).__name__}"
-        seen_here = {weight: record for weight in sorted(weights) if (record := self._seen.pop((module, weight), None)) is not None}
+        records_here = {weight: record for weight in sorted(weights) if (record := self._records.pop((module, weight), None)) is not None}
         for weight in sorted(weights):
-            if weight not in seen_here or not seen_here[weight].covers_all_once():
+            if weight not in records_here or not records_here[weight].covers_all_once():
                 return f"the source of each part of {path}.{weight} is unknown"
-        names = {name for record in seen_here.values() for name, _, _ in record.copies}
+        names = {name for record in records_here.values() for name, _, _ in record.copies}
         if unknown := names - self._clones.keys():
             return f"{min(unknown)} is copied to {path} and to another layer"
-        live = {weight: TensorForm.of(getattr(module, weight)) for weight in seen_here}
+        live = {weight: TensorForm.of(getattr(module, weight)) for weight in records_here}
         unit = ModuleWeights(
-            module=module, loaded={weight: record.form for weight, record in seen_here.items()}, live=live,
-            packed=frozenset(weight for weight, record in seen_here.items() if self._is_packed(module, weight) or live[weight] !=
-            record.form), padding=[(weight, to, value) for weight, record in seen_here.items() for to, value in record.padding],
-            num_copies=sum(len(record.copies) for record in seen_here.values()),
+            module=module, loaded={weight: record.form for weight, record in records_here.items()}, live=live,
+            packed=frozenset(weight for weight, record in records_here.items() if self._is_packed(module, weight) or live[weight] !=
+            record.form), padding=[(weight, to, value) for weight, record in records_here.items() for to, value in record.padding],
+            num_copies=sum(len(record.copies) for record in records_here.values()),
         )  # fmt: skip
-        for weight, record in seen_here.items():
+        for weight, record in records_here.items():
             for name, to, part in record.copies:
                 self._table.copies[name].append(TensorCopy(len(self._table.units), weight, to, part))
         self._table.units.append(unit)

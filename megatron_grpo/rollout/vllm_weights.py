@@ -75,7 +75,7 @@ class WeightLoader:
     def _learn(self, worker: Any, model: torch.nn.Module, tensors: Named, *, has_tower: bool, is_tower_there: bool) -> list[str]:
         recorder = WeightLayoutRecorder(model, self.pack)
         with vllm_patches.layers_watched(recorder.layer), recorder:
-            missing = self._reload(worker, model, recorder.heard(tensors))
+            missing = self._reload(worker, model, recorder.record_names(tensors))
         vllm_patches.pack_experts((module for module in model.modules() if module not in recorder.packed), self.pack)
         if not _unless_there(missing, has_tower, is_tower_there):
             table, self.reason = recorder.outcome()
@@ -260,7 +260,7 @@ class AdapterSlot:
         self._number = 0  # adapters loaded so far
         self.request: Any = None  # vLLM's LoRARequest, which every request must carry; None: there is no adapter
 
-    def take(self, update: WeightUpdate) -> None:
+    def load(self, update: WeightUpdate) -> None:
         """Replace the adapter. After an error there is none.
 
         Args:
@@ -272,7 +272,7 @@ class AdapterSlot:
         self.request = None
         self._number += 1
         with vllm_patches.restore_process():
-            (fault,) = self._llm.collective_rpc(take_adapter, args=(self._number, update.config, update.tensors, self._modules))
+            (fault,) = self._llm.collective_rpc(load_adapter, args=(self._number, update.config, update.tensors, self._modules))
         if fault:
             raise WeightSyncError(f"The adapter of version {update.version} is incomplete: {fault}.")
         self.request = adapter_request(self._number, update.version)
@@ -298,7 +298,7 @@ def adapter_request(number: int, version: int) -> Any:
     return LoRARequest(f"adapter-{number}-of-version-{version}", number, f"/pushed-from-memory/{number}")
 
 
-def take_adapter(
+def load_adapter(
     worker: Any, number: int, config: Mapping[str, Any], named_tensors: Iterable[tuple[str, torch.Tensor]], modules: Collection[str]
 ) -> str:
     """Load an adapter under a new number; return what of it did not arrive, or "". Runs in the engine.

@@ -95,7 +95,7 @@ def run_doctor(argv: list[str]) -> int:
     for check in check_all():
         checks.append(check)
         if not as_json:
-            _tell(check)
+            _print_check(check)
     failed = [check.name for check in checks if check.status == "fails"]
     if as_json:
         print(json.dumps({"passed": not failed, "checks": [asdict(check) for check in checks]}, indent=1))
@@ -107,15 +107,15 @@ def run_doctor(argv: list[str]) -> int:
 def check_all() -> Iterator[DoctorCheck]:
     """Yield the result of each check as soon as it is known."""
     broken = set[str]()
-    for check in look_at_packages():
+    for check in check_packages():
         broken |= {check.name} if check.status == "fails" else set()
         yield check
-    yield from look_at_machine()
+    yield from check_machine()
     with tempfile.TemporaryDirectory(prefix="megatron_grpo_doctor_") as folder:
         yield run_tiny_training(Path(folder), broken)
 
 
-def _tell(check: DoctorCheck) -> None:
+def _print_check(check: DoctorCheck) -> None:
     width = max(60, min(140, shutil.get_terminal_size((120, 24)).columns))
     first = f"{ {'ok': 'ok', 'absent': '-', 'fails': 'FAILS'}[check.status]:<7}{check.name:<22}"
     for text, opening in ((check.found, first), (check.remedy, " " * len(first))):
@@ -140,7 +140,7 @@ def _checked(name: str, result: str, fault: str | None = None, remedy: str = "")
 # ---- packages --------------------------------------------------------------------------------------------------------------------------
 
 
-def look_at_packages() -> Iterator[DoctorCheck]:
+def check_packages() -> Iterator[DoctorCheck]:
     """Yield a check for each package that a run needs or can use."""
     yield _checked("python", f"{platform.python_version()} ({sys.executable})")
     yield _checked(OURS, __version__)
@@ -212,7 +212,7 @@ def _required_versions() -> dict[str, str]:
 # ---- the machine -----------------------------------------------------------------------------------------------------------------------
 
 
-def look_at_machine() -> Iterator[DoctorCheck]:
+def check_machine() -> Iterator[DoctorCheck]:
     """Yield checks of the machine: cores, memory, GPUs, shared memory, open files and disks."""
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield _checked("machine", f"{os.uname().nodename}, {os.uname().sysname} {os.uname().release}, {cores} cores, {memory / 1e9:.0f} GB")
@@ -330,7 +330,7 @@ def run(command: Sequence[str], *, seconds: float = SECONDS) -> tuple[str, str]:
 def _reason(err: str, code: int) -> str:
     """Return the most informative line of standard error: a message of this package, else the last error, else the last line."""
     lines = [line.strip() for line in err.splitlines() if not re.match(r"^(\s|~|\^)*$", line)]
-    for looked_for in (r"1\. ", r"megatron-grpo: ", r"[\w.]*(Error|Exception|Exit)\b.*:"):
-        if line_found := next((line for line in reversed(lines) if re.match(looked_for, line)), ""):
+    for pattern in (r"1\. ", r"megatron-grpo: ", r"[\w.]*(Error|Exception|Exit)\b.*:"):
+        if line_found := next((line for line in reversed(lines) if re.match(pattern, line)), ""):
             return line_found[:300]
     return (lines[-1] if lines else f"exit code {code}")[:300]

@@ -24,7 +24,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import PromptEncoder, as_completion
 from megatron_grpo.data.checks import PromptRows, check_images
 from megatron_grpo.data.image_dataset import num_tokens
-from megatron_grpo.data.streamed import rows_to_look_at
+from megatron_grpo.data.streamed import rows_to_check
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import score
@@ -129,7 +129,7 @@ def untokenized_rows(cfg: Config, inputs: ValidatedInputs) -> None:
         cfg: Settings of the run.
         inputs: Inputs read so far.
     """
-    inputs.rows = rows_to_look_at(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
+    inputs.rows = rows_to_check(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
     check_images(inputs.rows, at_most=MOST_LENGTHS)
 
 
@@ -164,11 +164,11 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
         encode = PromptEncoder(
             inputs.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, image_spec=inputs.image_spec
         )
-        _look_at_prompts(result, cfg, rows, encode)
+        _check_prompts(result, cfg, rows, encode)
         batches = _batches(result, cfg, inputs, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
         for function in inputs.rewards:
-            _look_at_reward(result, cfg, rows, batches, function)
-        _look_at_all(result, cfg, batches)
+            _check_reward(result, cfg, rows, batches, function)
+        _check_rewards_together(result, cfg, batches)
         return result
     finally:
         close_rewards(inputs.rewards)
@@ -177,7 +177,7 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
 # -- prompts ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _look_at_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
+def _check_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
     tokens: list[int] = []  # of each image
     lengths, rejections = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
@@ -202,13 +202,13 @@ def _look_at_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: Prom
         result.wrong.append(f"{lengths.count(0)} prompts have no tokens.")
     if lengths:
         result.lengths = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in QUANTILES.items()}
-    _look_at_limit(result, cfg, lengths)
+    _check_limit(result, cfg, lengths)
     counts = Counter(json.dumps([rows.raw(index), rows.shown(index)], sort_keys=True, default=str) for index in range(len(rows)))
     if twice := len(rows) - len(counts):
         result.notes.append(f"{twice} of {len(rows)} prompts are duplicates; the most frequent prompt occurs {max(counts.values())} times.")
 
 
-def _look_at_limit(result: DryRun, cfg: Config, lengths: Sequence[int]) -> None:
+def _check_limit(result: DryRun, cfg: Config, lengths: Sequence[int]) -> None:
     limit = cfg.data.max_prompt_length
     result.num_too_long = sum(length > limit for length in lengths) if limit else 0
     if not result.num_too_long:
@@ -261,7 +261,7 @@ def _batches(
     return {kind: batch for kind, batch in batches.items() if len(batch)}
 
 
-def _look_at_reward(result: DryRun, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
+def _check_reward(result: DryRun, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
     try:
         find_columns(cfg, [function], rows, "dataset")
     except ConfigError as error:
@@ -287,10 +287,10 @@ def _look_at_reward(result: DryRun, cfg: Config, rows: PromptRows, batches: Mapp
             result.notes.append(f"Reward `{function.name}` does not score the data set's answers higher than garbage.")
     if results:
         slowest = max(results, key=lambda kind: results[kind].seconds)
-        _look_at_speed(result, cfg, function, results[slowest], len(batches[slowest]))
+        _check_speed(result, cfg, function, results[slowest], len(batches[slowest]))
 
 
-def _look_at_all(result: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
+def _check_rewards_together(result: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
     """Add the findings that concern all reward functions together."""
     if batches and "its answer" not in batches:
         names = cfg.rewards.answer_column or " or ".join(ANSWERS)
@@ -307,7 +307,7 @@ def _says_nothing(results: Mapping[str, RewardTrial]) -> bool:
     return len(results) > 1 and len(scored) == 1 and not any(row.error for row in results.values())
 
 
-def _look_at_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest: RewardTrial, num_rows: int) -> None:
+def _check_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest: RewardTrial, num_rows: int) -> None:
     """Add a problem if scoring would exceed `reward_timeout`.
 
     A function is called once with all completions of a rollout that its rank scores.

@@ -72,7 +72,7 @@ def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
         step, evaluated = evaluate(cfg, inputs, parallel, clean_up, bitwise_parity)
         if display is not None:
             display.close()
-            _tell(cfg, display, step, evaluated)
+            _print_scores(cfg, display, step, evaluated)
     return EXIT_DONE
 
 
@@ -159,7 +159,7 @@ def load_model(cfg: Config, inputs: ValidatedInputs, parallel: ParallelState) ->
     return step, model
 
 
-def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[EvaluationResult]) -> None:
+def _print_scores(cfg: Config, display: Display, step: int, evaluated: Sequence[EvaluationResult]) -> None:
     out = Path(cfg.run.output_dir)
     evaluations = Evaluations(out, replaces=False, writes_completions=bool(cfg.run.log_completions_steps))
     evaluations.start()

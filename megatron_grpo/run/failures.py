@@ -113,7 +113,7 @@ def _turn(text: str) -> Iterator[bool]:
     """
     launched = launcher.read()
     if launched.report_file is None:
-        yield launched.speaks
+        yield launched.is_logging_rank
         return
     try:
         stream = launched.report_file.open("a+")

@@ -54,7 +54,7 @@ class RankReport:
     where: str = ""
 
 
-def culprits(accounts: Mapping[int, RankReport]) -> list[int]:
+def suspect_ranks(accounts: Mapping[int, RankReport]) -> list[int]:
     """Return the ranks that the others wait for; [] if all wait for each other.
 
     These are, in order of precedence: silent ranks; ranks that are stuck alone; ranks that wait in no collective; ranks that are behind.
@@ -78,21 +78,21 @@ def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeou
         hosts: Host name of each rank.
         timeout: `rank_heartbeat_timeout`, seconds.
     """
-    culprit_ranks = culprits(accounts)
-    lines = [_of_culprit(rank, hosts[rank], accounts[rank]) for rank in culprit_ranks[:NAMED]]
-    if len(culprit_ranks) > NAMED:
-        lines.append(f"So do {len(culprit_ranks) - NAMED} more ranks: {', '.join(map(str, culprit_ranks[NAMED : NAMED + 32]))}.")
-    other_states = Counter(_of_other(accounts[rank]) for rank in accounts.keys() - set(culprit_ranks))
+    suspects = suspect_ranks(accounts)
+    lines = [_of_suspect(rank, hosts[rank], accounts[rank]) for rank in suspects[:NAMED]]
+    if len(suspects) > NAMED:
+        lines.append(f"So do {len(suspects) - NAMED} more ranks: {', '.join(map(str, suspects[NAMED : NAMED + 32]))}.")
+    other_states = Counter(_of_other(accounts[rank]) for rank in accounts.keys() - set(suspects))
     doing = "; ".join(f"{count} {words}" for words, count in other_states.most_common(NAMED))
-    if not culprit_ranks:
+    if not suspects:
         lines.append("all ranks wait for each other, and none of them is behind: they are in different collectives, or the network fails "
                      f"({doing}).")  # fmt: skip
     elif other_states:
-        lines.append(f"The others wait for {'it' if len(culprit_ranks) == 1 else 'them'} ({doing}).")
+        lines.append(f"The others wait for {'it' if len(suspects) == 1 else 'them'} ({doing}).")
     return "\n  ".join([*lines, f"That has lasted for rank_heartbeat_timeout ({timeout:g} s), so the run ends."])
 
 
-def _of_culprit(rank: int, host: str, report: RankReport) -> str:
+def _of_suspect(rank: int, host: str, report: RankReport) -> str:
     doing = f", {report.words}" if report.words else ""
     location = f", at {report.where}" if report.where else ""
     state_text = report.state or f"it has made no progress for {report.age:.0f} s"

@@ -57,7 +57,7 @@ class ValidatedInputs:
         rollout_func: The user's function that generates completions.
         prompts: Tokenized prompts of the training set.
         held_out: Prompts of each held-out set, by name.
-        looked: (setting that names the set, rows) of every set that was read.
+        sets: (setting that names the set, rows) of every set that was read.
         rows: Rows of the training set.
         rewards: Reward functions, in the order of `reward_funcs`.
         notes: Messages that the user should see.
@@ -76,7 +76,7 @@ class ValidatedInputs:
     rollout_func: Callable[..., Any] | None = None
     prompts: PromptStream = _UNREAD
     held_out: dict[str, PromptStream] = field(default_factory=dict)
-    looked: list[tuple[str, PromptRows]] = field(default_factory=list)
+    sets: list[tuple[str, PromptRows]] = field(default_factory=list)
     rows: PromptRows | None = None
     rewards: list[RewardFunction] = field(default_factory=list)
     notes: Sequence[str] = ()
@@ -333,16 +333,16 @@ def training_set(cfg: Config, inputs: ValidatedInputs) -> None:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    from megatron_grpo.data.streamed import open_prompts, rows_to_look_at
+    from megatron_grpo.data.streamed import open_prompts, rows_to_check
 
     if inputs.tokenizer:
         tools = inputs.environment.tools if inputs.environment is not None else None
         inputs.prompts = open_prompts(cfg.data, inputs.tokenizer, seed=cfg.run.seed, image_spec=inputs.image_spec, tools=tools)
         inputs.rows = inputs.prompts.rows
     else:
-        inputs.rows = rows_to_look_at(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
+        inputs.rows = rows_to_check(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
         _check_rows_alone(inputs, inputs.rows, "dataset")
-    inputs.looked.append(("dataset", inputs.rows))
+    inputs.sets.append(("dataset", inputs.rows))
 
 
 def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
@@ -382,7 +382,7 @@ def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) ->
     else:
         rows = load_rows(cfg.data, dataset=path, flag=flag, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
         _check_rows_alone(inputs, rows, flag)
-    inputs.looked.append((flag, rows))
+    inputs.sets.append((flag, rows))
 
 
 def _check_rows_alone(inputs: ValidatedInputs, rows: PromptRows, flag: str) -> None:
@@ -435,7 +435,7 @@ def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems
         inputs: Inputs read so far; the result is stored in it.
     """
     problems = Problems()
-    for flag, rows in inputs.looked:
+    for flag, rows in inputs.sets:
         for reason in _blind(cfg) if rows.image_store is not None else ():
             from megatron_grpo.data.checks import check_without_images
 
@@ -512,7 +512,7 @@ def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """
     if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
         return ()
-    max_images = max((rows.max_images for _, rows in inputs.looked), default=0)
+    max_images = max((rows.max_images for _, rows in inputs.sets), default=0)
     return plug_ins.problems_of_servers(cfg, inputs.shape, _longest(inputs), inputs.image_spec, max_images)
 
 
@@ -527,7 +527,7 @@ def teacher_servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
 
 
 def _longest(inputs: ValidatedInputs) -> int:
-    return max((rows.longest_prompt or 0 for _, rows in inputs.looked), default=0)
+    return max((rows.longest_prompt or 0 for _, rows in inputs.sets), default=0)
 
 
 def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
@@ -553,14 +553,14 @@ class InputStep:
 
     Args:
         name: Name of the part, as in `left_out`.
-        look: Called with the configuration and the inputs read so far. It stores the part in the inputs, and returns or raises
+        read: Called with the configuration and the inputs read so far. It stores the part in the inputs, and returns or raises
             (ConfigError) its problems.
         settings: Space-separated settings; the part is read if one of them is set. "": always.
         needs: Space-separated fields of `ValidatedInputs` that must have been read before.
     """
 
     name: str
-    look: Callable[[Config, ValidatedInputs], Iterable[Problem] | None]
+    read: Callable[[Config, ValidatedInputs], Iterable[Problem] | None]
     settings: str = ""
     needs: str = ""
 
@@ -607,7 +607,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[Inp
         is_named = not part.settings or any(values[name] for name in part.settings.split())
         if part.name not in left_out and is_named and all(getattr(inputs, name) is not None for name in part.needs.split()):
             try:
-                problems.add(part.look(cfg, inputs) or ())
+                problems.add(part.read(cfg, inputs) or ())
             except ConfigError as error:
                 problems.add(error.problems)
     if problems:

@@ -127,8 +127,8 @@ class Peers:
         try:
             reported = self._store.check(["failed"])
         except RuntimeError:  # the store is closed, and the job has ended
-            return self._deaths(has_spoken=lambda rank: False) or ""
-        deaths = self._deaths(has_spoken=lambda rank: any(self._store.check([f"{end}/{rank}"]) for end in ("done", "failed")))
+            return self._deaths(has_reported=lambda rank: False) or ""
+        deaths = self._deaths(has_reported=lambda rank: any(self._store.check([f"{end}/{rank}"]) for end in ("done", "failed")))
         return deaths or ("" if reported else None)
 
     def explain(self, error: BaseException, who_is_silent: Callable[[], Sequence[int]] = tuple) -> str | None:
@@ -159,11 +159,11 @@ machine is unreachable. The same command resumes from the last checkpoint."
             error.add_note(f"All ranks of this machine are alive; check {', '.join(other_hosts)}.")
         return None
 
-    def _deaths(self, has_spoken: Any) -> str:
+    def _deaths(self, has_reported: Any) -> str:
         own_process = self.processes[self._rank]
         deaths = []
         for rank, process in enumerate(self.processes):
-            if rank != self._rank and process.machine == own_process.machine and (death := process.death()) and not has_spoken(rank):
+            if rank != self._rank and process.machine == own_process.machine and (death := process.death()) and not has_reported(rank):
                 deaths.append(f"rank {rank} {death} without an error message (process {process.pid} on {process.host})")
         if not deaths:
             return ""

@@ -29,7 +29,7 @@ from megatron_grpo.run.peers import Peers
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Ctrl-C reaches the whole terminal job, and torchrun then forwards it to its workers: one request arrives twice. `scancel` does the same.
 ECHO_SECONDS = 2.0
-SECONDS_TO_TELL = 10.0  # for a failed rank to report its reason, before the others exit by themselves
+SECONDS_TO_REPORT = 10.0  # for a failed rank to report its reason, before the others exit by themselves
 _NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job, a closed terminal: repeated, they do not mean "at once"
 
 
@@ -70,7 +70,7 @@ class StopSignal:
         limits: Time limits.
         peers: The other ranks. They are notified of a request here, and polled for their own in a thread, so that a rank learns of a
             signal to another one in the middle of a rollout, without a collective.
-        leaves_unasked: Whether this process also exits after the others have reported for `SECONDS_TO_TELL` that the run cannot go on.
+        leaves_unasked: Whether this process also exits after the others have reported for `SECONDS_TO_REPORT` that the run cannot go on.
             gloo's collectives raise an error when a member dies; NCCL's keep waiting, and not every launcher sends SIGTERM.
     """
 
@@ -92,9 +92,9 @@ class StopSignal:
         self._leave_if_doomed, self._patience, self._limits, self._others = leave_if_doomed, patience, limits, peers
         self._since, self._patient_until = 0.0, float("inf")
         # Python runs signal handlers in the main thread, which never gets to them inside a collective that hangs. So a thread listens.
-        self._heard, self._tell = os.pipe()
-        os.set_blocking(self._tell, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
+        self._wakeup_reader, self._wakeup_writer = os.pipe()
+        os.set_blocking(self._wakeup_writer, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         self._before = {
             number: signal.signal(number, lambda number, frame: None)
             for number in STOPPING
@@ -145,7 +145,7 @@ class StopSignal:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.close(self._tell)  # the thread reads end-of-file and exits
+        os.close(self._wakeup_writer)  # the thread reads end-of-file and exits
 
     def _lose_patience(self) -> None:
         """Start the countdown of `patience`, once.
@@ -156,19 +156,19 @@ class StopSignal:
 
     def _listen(self) -> None:
         poll = select.poll()
-        poll.register(self._heard, select.POLLIN)
+        poll.register(self._wakeup_reader, select.POLLIN)
         while True:
             seconds = self._until_next_look()
             if not poll.poll(None if seconds is None else max(0.0, seconds) * 1000):
-                self._look()
+                self._poll()
                 continue
-            numbers = os.read(self._heard, 64)
+            numbers = os.read(self._wakeup_reader, 64)
             if not numbers:
                 break
             for number in numbers:
                 if number in self._before:
-                    self._hear(signal.Signals(number))
-        os.close(self._heard)
+                    self._receive(signal.Signals(number))
+        os.close(self._wakeup_reader)
 
     def _until_next_look(self) -> float | None:
         intervals = [self._others.seconds_between_looks] if self._others else []
@@ -176,7 +176,7 @@ class StopSignal:
             return intervals[0] if self._leaves_unasked else None
         return min([limit.at - time.monotonic() for limit in self._limits] + intervals, default=None)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         reached = next((limit for limit in self._limits if time.monotonic() >= limit.at), None) if self.asked is None else None
         if reached is not None:
             self._take(StopReason(reached.why, is_time=True), is_final=True)
@@ -191,10 +191,10 @@ class StopSignal:
             self._doomed_since = float("inf")
         else:
             self._doomed_since = min(self._doomed_since, time.monotonic())
-            if time.monotonic() - self._doomed_since >= SECONDS_TO_TELL:
+            if time.monotonic() - self._doomed_since >= SECONDS_TO_REPORT:
                 self._leave_if_doomed()
 
-    def _hear(self, number: signal.Signals) -> None:
+    def _receive(self, number: signal.Signals) -> None:
         if number == signal.SIGTERM:
             self._leave_if_doomed()
         if self.received is None or (self.received in _NOTICES and number not in _NOTICES):

@@ -50,7 +50,7 @@ def supervised(command: Callable[[], int]) -> int:
         return code
     _STARTED_BY.append(started_by)
     own_pid = os.getpid()
-    end_reader, says_end = os.pipe()
+    end_reader, end_writer = os.pipe()
     os.set_blocking(end_reader, False)  # a process that outlives the child may hold the other end
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -60,16 +60,16 @@ def supervised(command: Callable[[], int]) -> int:
         die_with_parent(own_pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = command()
-        os.write(says_end, b".")
+        os.write(end_writer, b".")
         _leave(code)
-    os.close(says_end)
+    os.close(end_writer)
     # A timer instead of a timeout of the wait: if SIGCONT interrupts such a wait, Python 3.11 returns a signal that was never sent.
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_LOOKS)
     status = _wait_for(child)
     if status < 0:
         _die_of(-status, mask)
-    if status == 0 and not _has_said_so(end_reader):
+    if status == 0 and not _has_reported_end(end_reader):
         _print_error(f"{_own_rank_text()} ended with exit code 0 before its command was complete, so it exits with {EXIT_CRASH}. Code in "
             "it, such "
              "as a reward function, called os._exit or replaced the process.")  # fmt: skip
@@ -139,7 +139,7 @@ def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
     os.waitpid(child, 0)
 
 
-def _has_said_so(end_reader: int) -> bool:
+def _has_reported_end(end_reader: int) -> bool:
     """Return whether the child has reported that its command ended."""
     try:
         return bool(os.read(end_reader, 1))

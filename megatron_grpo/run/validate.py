@@ -159,7 +159,7 @@ def load_inputs(parsed: ParsedConfig, *, has_sampler: bool = False) -> tuple[Pla
     Raises:
         ConfigError: With all problems of settings and inputs.
     """
-    return _look_at(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True)
+    return _validate(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True)
 
 
 def validate_run(parsed: ParsedConfig) -> Plan:
@@ -177,7 +177,7 @@ def validate_run(parsed: ParsedConfig) -> Plan:
     if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:
         print(f"plan imports {', '.join(imports)}, which executes the top-level code of these files.", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # the file of a reward function may print when it is loaded, and stdout is for the plan
-        plan, inputs = _look_at(parsed, left_out, is_asked_to_train=False)
+        plan, inputs = _validate(parsed, left_out, is_asked_to_train=False)
     close_rewards(inputs.rewards)
     if plan.checked.shape is None and (model := parsed.config.model.model):
         note = f"{model} is not on this machine and was not checked; train reports whether its architecture is supported."
@@ -185,7 +185,7 @@ def validate_run(parsed: ParsedConfig) -> Plan:
     return replace(plan, not_checked=tuple(left_out.values()))
 
 
-def _look_at(parsed: ParsedConfig, left_out: Collection[str], *, is_asked_to_train: bool) -> tuple[Plan, ValidatedInputs]:
+def _validate(parsed: ParsedConfig, left_out: Collection[str], *, is_asked_to_train: bool) -> tuple[Plan, ValidatedInputs]:
     """Validate the settings, then the inputs they name, then their combination."""
     problems, paths = Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))

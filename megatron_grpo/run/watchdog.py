@@ -74,24 +74,24 @@ class TimeSinceChange:
     While the process is stopped or the machine sleeps, hardly any time counts.
 
     Args:
-        longest_gap: Maximum seconds that count between two calls of `look`.
+        longest_gap: Maximum seconds that count between two calls of `update`.
         clock: Clock, in seconds.
     """
 
     def __init__(self, longest_gap: float, clock: Callable[[], float] = time.monotonic):
         self._longest_gap, self._now = longest_gap, clock
         self._last: Any = None
-        self._looked = clock()
+        self._updated_at = clock()
         self.seconds = 0.0
 
-    def look(self, value: Any) -> float:
+    def update(self, value: Any) -> float:
         """Compare `value` with the previous one and return the seconds since it changed.
 
         Args:
             value: Any value that can be compared.
         """
         time_now = self._now()
-        gap, self._looked = min(time_now - self._looked, self._longest_gap), time_now
+        gap, self._updated_at = min(time_now - self._updated_at, self._longest_gap), time_now
         self.seconds = 0.0 if value != self._last else self.seconds + gap
         self._last = value
         return self.seconds
@@ -119,7 +119,7 @@ class HangDetector:
             moves: Counter of this rank's progress.
             pause: Seconds for which the current phases may stand still.
         """
-        seconds = self.mine.look(moves)
+        seconds = self.mine.update(moves)
         return seconds == 0.0 or seconds <= pause
 
     def reason(self, *, moving: int, is_alone: bool, pause: float, neighbour: Heartbeat | None) -> str | None:
@@ -131,9 +131,9 @@ class HangDetector:
             pause: Seconds for which the current phases may stand still.
             neighbour: Pulse of the rank that this one watches; None without one.
         """
-        seconds_of_all = self.everyone.look(moving)
+        seconds_of_all = self.everyone.update(moving)
         if neighbour is not None and not neighbour.has_left:
-            if self.neighbour.look(neighbour.beat) > self.timeout + neighbour.pause:
+            if self.neighbour.update(neighbour.beat) > self.timeout + neighbour.pause:
                 return "silent"
         if is_alone and self.mine.seconds > self.timeout + pause:
             return "stuck"
@@ -199,15 +199,15 @@ class Watchdog:
         self._rounds = 0
         self._found: tuple[int, Heartbeat | None, bool] = (0, None, False)  # (moving, the neighbour's pulse, whether there is an alarm)
         os.register_at_fork(after_in_child=self._in_child)
-        self._speaker = threading.Thread(target=self._speak, name="watchdog pulse", daemon=True)
-        self._speaker.start()
+        self._pulse_thread = threading.Thread(target=self._send_pulses, name="watchdog pulse", daemon=True)
+        self._pulse_thread.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         """End the watch: this rank has nothing left to do with the others."""
         self.hold_if_alarmed()
         self._ended.set()
-        self._speaker.join(SECONDS_TO_LEAVE)  # it notifies the others
+        self._pulse_thread.join(SECONDS_TO_LEAVE)  # it notifies the others
 
     def hold_if_alarmed(self) -> None:
         """Block the main thread forever if there is an alarm. Call it before reporting an error.
@@ -235,10 +235,10 @@ class Watchdog:
 
     # ---- two threads: one talks to the store and may hang with it; the other counts
 
-    def _speak(self) -> None:
+    def _send_pulses(self) -> None:
         try:
             while not self._ended.wait(self.period):
-                self._speak_once()
+                self._send_pulse()
             if not self._alarm.is_set():
                 self._write(f"pulse/{self.rank}", replace(self._pulse, has_left=True))
         except RuntimeError:  # the store is closed, and the job has ended: `run.peers` reports that
@@ -246,7 +246,7 @@ class Watchdog:
         finally:
             hang_report.write_down(timeout=0.0)
 
-    def _speak_once(self) -> None:
+    def _send_pulse(self) -> None:
         phases = activity.current()
         vouches = self._alarms.is_moving(activity.moves, sum(phase.pause for phase in phases))
         self._pulse = Heartbeat(
@@ -270,7 +270,7 @@ class Watchdog:
         while not self._ended.wait(self.period):
             if self._store_is_gone:
                 return
-            if self._round.look(self._rounds) > self.timeout:
+            if self._round.update(self._rounds) > self.timeout:
                 self._end_without_store()
             if self._rounds == last_round:
                 continue
@@ -318,7 +318,7 @@ class Watchdog:
                 self._store.set("silent", json.dumps(silent))
             elif self._has_in_time("silent"):
                 silent = json.loads(self._store.get("silent"))
-            own_ranks = self._look_after(silent)
+            own_ranks = self._inspect_local(silent)
             if leads:
                 text = self._verdict(silent)
                 self._store.set("verdict", text)
@@ -391,7 +391,7 @@ class Watchdog:
         """Return whether this is the first live rank of its machine."""
         return next(rank for rank in self._here() if rank not in silent) == self.rank
 
-    def _look_after(self, silent: Collection[int]) -> list[int]:
+    def _inspect_local(self, silent: Collection[int]) -> list[int]:
         """Collect stacks and reports of the silent ranks of this machine, if this is its first live rank.
 
         Returns:
@@ -401,10 +401,10 @@ class Watchdog:
             return []
         own_ranks = [rank for rank in self._here() if rank in silent]
         for rank in own_ranks:
-            self._write(f"found/{rank}", self._look_at(rank, age=self._pulse_of(rank).age))
+            self._write(f"found/{rank}", self._inspect(rank, age=self._pulse_of(rank).age))
         return own_ranks
 
-    def _look_at(self, rank: int, *, age: float) -> RankReport:
+    def _inspect(self, rank: int, *, age: float) -> RankReport:
         """Report on a silent rank of this machine."""
         process = self.processes[rank]
         return hang_report.inspect_process(process.pid, rank, self.output_dir, age=age, death=process.death())
@@ -426,9 +426,9 @@ class Watchdog:
         for rank in missing:
             pulse, state = pulses[rank], "no rank on its machine responds"
             accounts[rank] = RankReport(words=pulse.words, step=pulse.step, age=pulse.age, is_silent=True, state=state)
-        return self._told(accounts)
+        return self._verdict_text(accounts)
 
-    def _told(self, accounts: Mapping[int, RankReport]) -> str:
+    def _verdict_text(self, accounts: Mapping[int, RankReport]) -> str:
         hosts = {rank: process.host for rank, process in enumerate(self.processes)}
         text = f"{PREFIX}{hang_report.verdict(accounts, hosts, self.timeout)}\n{hang_report.stacks_hint(self.output_dir)}"
         return keep(self.output_dir, "report.txt", text)
@@ -445,8 +445,8 @@ class Watchdog:
         host, own_ranks = self.processes[0].host, []
         text = f"{PREFIX}the job's store on {host} has not answered for {self.timeout:g} s (rank_heartbeat_timeout), so the run ends."
         if self.rank != 0 and 0 in self._here() and self._is_first_here([0]) and not launcher.read().launcher_holds_store:
-            own_ranks, first = [0], self._look_at(0, age=self.timeout)
-            text = self._told(
+            own_ranks, first = [0], self._inspect(0, age=self.timeout)
+            text = self._verdict_text(
                 {
                     0: first,
                     self.rank: RankReport(words=self._pulse.words, step=activity.step, age=0.0, waits=waiting_collective(self._main)),

@@ -123,7 +123,7 @@ class RequestRouter(Generic[Key, Answered]):
 
 
 class Calls(ABC, Generic[Answered]):
-    """Calls that distribute numbered items over servers with free capacity. A subclass implements one call in `_hear`.
+    """Calls that distribute numbered items over servers with free capacity. A subclass implements one call in `_receive`.
 
     Args:
         numbers: Numbers of the items.
@@ -187,7 +187,7 @@ class Calls(ABC, Generic[Answered]):
     # ---- on the event loop
 
     @abstractmethod
-    async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
+    async def _receive(self, member: ServerHandle, chunk: Chunk) -> None:
         """Execute one call and pass each answer to `_take`. Raises an exception of LOST if the server is unusable."""
 
     @abstractmethod
@@ -233,7 +233,7 @@ class Calls(ABC, Generic[Answered]):
                 continue
             is_lost = False
             try:
-                is_lost = await servers.during(member, self._hear(member, chunk))
+                is_lost = await servers.during(member, self._receive(member, chunk))
             finally:
                 self._router.ended(str(member), chunk, is_lost=is_lost)
                 self._notify()
@@ -347,7 +347,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         self._to_send = to_send
         self.requests, self.sampling, self.version, self._name_of = dict(requests), sampling, version, name_of
         self._num_answered = 0  # completions
-        self._began = self._last_heard = time.monotonic()
+        self._began = self._last_answer_at = time.monotonic()
 
     @property
     def answers(self) -> Mapping[int, tuple[wire.SampledCompletion, ...]]:
@@ -367,7 +367,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
     @property
     def seconds(self) -> float:
         """Seconds from the construction to the last answer so far."""
-        return self._last_heard - self._began
+        return self._last_answer_at - self._began
 
     def wait(self, should_cancel: Callable[[], bool] = lambda: False) -> int:
         """Wait until all prompts are answered or no server is left.
@@ -389,7 +389,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
 
     # ---- on the event loop
 
-    async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
+    async def _receive(self, member: ServerHandle, chunk: Chunk) -> None:
         by_key = {self.requests[number].key: number for number in chunk}
         requests = tuple(self.requests[number] for number in chunk)
         images = [image.key for request in requests for image in request.images]
@@ -410,7 +410,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
                 member.image_keys.difference_update(answer.lacks)
                 return  # still unanswered, so it is sent again
             self._num_answered += len(answer.completions)
-            self._last_heard = time.monotonic()
+            self._last_answer_at = time.monotonic()
             self._take(number, answer.completions)
 
         await generate(member, body, take)

@@ -75,7 +75,7 @@ class App:
         model: Path of the model.
         shape: `weights.shape.flat_values` of the model.
         metrics: Prometheus metrics.
-        tells_metrics: Whether GET /metrics is answered.
+        serves_metrics: Whether GET /metrics is answered.
         print_line: Prints a line for the operator.
     """
 
@@ -86,11 +86,12 @@ class App:
         model: str,
         shape: dict[str, Any],
         metrics: ServerMetrics,
-        tells_metrics: bool,
+        serves_metrics: bool,
         print_line: Callable[[str], None],
     ):
         self.ownership = Ownership()
-        self._engine, self._model, self._metrics, self._tells_metrics, self._print_line = engine, model, metrics, tells_metrics, print_line
+        self._engine, self._model, self._metrics, self._print_line = engine, model, metrics, print_line
+        self._serves_metrics = serves_metrics
         self._shape, self._boot = shape, secrets.token_hex(8)
         self._images = ImageCache()
         self._changing = asyncio.Lock()  # serializes joins, weight syncs and the abort of an earlier owner's requests
@@ -214,7 +215,7 @@ class App:
         update = await body_of(request, wire.WeightUpdateRequest)
         is_base, has_base = update.kind == "weights", self.ownership.has_base
         return await self._update_weights(
-            request, update.kind, lambda: self._engine.take_weights(update, has_base), update.version, is_base=is_base
+            request, update.kind, lambda: self._engine.update_weights(update, has_base), update.version, is_base=is_base
         )
 
     async def adapter(self, request: Request) -> Response:
@@ -225,7 +226,7 @@ class App:
         """
         self._require_owner(request)
         update = await body_of(request, wire.AdapterUpdateRequest)
-        return await self._update_weights(request, "adapter", lambda: self._engine.take_adapter(update), update.version, is_base=True)
+        return await self._update_weights(request, "adapter", lambda: self._engine.update_adapter(update), update.version, is_base=True)
 
     async def _update_weights(
         self, request: Request, kind: str, take: Callable[[], Awaitable[None]], version: int | None, *, is_base: bool
@@ -241,12 +242,12 @@ class App:
                 await take()
                 self.ownership.end_update(weight_epoch, version, is_base=is_base)
             except Exception as error:
-                self._metrics.pushes.labels(kind=kind, outcome="failed").inc()
+                self._metrics.weight_updates.labels(kind=kind, outcome="failed").inc()
                 self._print_line(f"{kind} update failed: {one_line(error, max_characters=wire.LONGEST_REFUSAL)}")
                 raise
         seconds = time.monotonic() - started
-        self._metrics.pushes.labels(kind=kind, outcome="came").inc()
-        self._metrics.push_seconds.set(seconds)
+        self._metrics.weight_updates.labels(kind=kind, outcome="complete").inc()
+        self._metrics.weight_update_seconds.set(seconds)
         self._print_line(
             f"{kind}: received version {version} in {seconds:.1f} s" if version is not None else f"{kind}: received; the adapter follows"
         )
@@ -309,7 +310,7 @@ class App:
                 done_tasks = await _first([*waiting, epoch_end], wire.BEAT_SECONDS)
                 if epoch_end.done():
                     return
-                self.ownership.heard(weight_epoch)
+                self.ownership.renew(weight_epoch)
                 ended_tasks = [task for task in waiting if task in done_tasks]
                 waiting.difference_update(ended_tasks)
                 lines = [task.result() for task in ended_tasks]
@@ -346,7 +347,7 @@ class App:
         Args:
             request: HTTP request, whose token has been checked.
         """
-        if not self._tells_metrics:
+        if not self._serves_metrics:
             raise HTTPException(404, "this server was started with --metrics false")
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 

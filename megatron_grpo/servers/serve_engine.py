@@ -24,7 +24,7 @@ DEFAULT_IMAGES = 8  # images per prompt if limit_images is not set
 WORKER = "megatron_grpo.servers.vllm_worker.WeightTransferWorker"
 # Runs the worker in the engine's process. Given by its path, since vLLM replaces the short name by another executor on a CPU.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-TOLD_WORKERS = "megatron_grpo.rollout.vllm_executor.OneCallExecutor"
+ONE_CALL_EXECUTOR = "megatron_grpo.rollout.vllm_executor.OneCallExecutor"
 
 
 class WeightUpdateError(Exception):
@@ -197,10 +197,10 @@ class ServedEngine:
             prompts = [
                 (await self._prompt(part, images, image_data, body.bounds), params) for part, params in vllm_requests.scoring_requests(ids)
             ]
-            fresh, cached = [await self._ask(prompt, params, index) for prompt, params in prompts]
-            if images and (difference := vllm_requests.prompt_difference(fresh, ids)):
+            uncached, cached = [await self._ask(prompt, params, index) for prompt, params in prompts]
+            if images and (difference := vllm_requests.prompt_difference(uncached, ids)):
                 raise ValueError(difference)
-            return tuple(vllm_requests.scores(ids, fresh, cached))
+            return tuple(vllm_requests.scores(ids, uncached, cached))
 
         if len(all_images) != len(sequences) or any(image.key not in image_data for images in all_images for image in images):
             raise ValueError("image positions are required for each sequence, and the images must be sent with them")
@@ -265,7 +265,7 @@ class ServedEngine:
         """
         await self._all_workers("join_link", msgspec.structs.asdict(join))
 
-    async def take_weights(self, update: wire.WeightUpdateRequest, has_base: bool = False) -> None:
+    async def update_weights(self, update: wire.WeightUpdateRequest, has_base: bool = False) -> None:
         """Receive all weights on every worker. Earlier adapters are removed.
 
         Args:
@@ -276,9 +276,9 @@ class ServedEngine:
             WeightUpdateError: A worker did not receive all weights.
         """
         self._adapter = None
-        await self._take(update.version, "take_weights", update.link, update.moves_tower, has_base)
+        await self._update(update.version, "receive_weights", update.link, update.moves_tower, has_base)
 
-    async def take_adapter(self, update: wire.AdapterUpdateRequest) -> None:
+    async def update_adapter(self, update: wire.AdapterUpdateRequest) -> None:
         """Receive an adapter on every worker, and use it for all following requests.
 
         Args:
@@ -295,10 +295,10 @@ class ServedEngine:
             )
         self._adapter = None
         self._num_adapters += 1
-        await self._take(update.version, "take_adapter", update.link, self._num_adapters, update.config, list(update.modules))
+        await self._update(update.version, "receive_adapter", update.link, self._num_adapters, update.config, list(update.modules))
         self._adapter = adapter_request(self._num_adapters, update.version)
 
-    async def _take(self, version: int | None, method: str, *args: Any) -> None:
+    async def _update(self, version: int | None, method: str, *args: Any) -> None:
         # The owner has no running requests during a weight sync; any others are orphans and are aborted. The prefix cache is cleared.
         await self._llm.pause_generation(mode="abort")
         try:
@@ -356,7 +356,7 @@ def _options(serving: ServeSettings, lora: LoraSync | None, *, on_gpu: bool) -> 
     if rollout.vllm_tensor_parallel_size == 1:
         options["distributed_executor_backend"] = ONE_PROCESS
     elif serving.experts is not None and not on_gpu:
-        options["distributed_executor_backend"] = TOLD_WORKERS
+        options["distributed_executor_backend"] = ONE_CALL_EXECUTOR
     return options | {
         "model": str(serving.model_path),
         "data_parallel_size": cfg.serve.vllm_data_parallel_size,

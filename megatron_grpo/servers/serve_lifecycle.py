@@ -33,8 +33,8 @@ from megatron_grpo.servers.serve_settings import ServeSettings, check_serving
 from megatron_grpo.weights.shape import flat_values
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-SAY_EVERY = 10.0  # seconds between two progress lines while the model loads
-STRANGERS = 128  # limit for unauthenticated connections, and for the backlog of connections that are not accepted yet
+SECONDS_BETWEEN_LINES = 10.0  # seconds between two progress lines while the model loads
+MAX_UNAUTHENTICATED = 128  # limit for unauthenticated connections, and for the backlog of connections that are not accepted yet
 SECONDS = 10.0  # timeout of an unauthenticated connection, including the TLS handshake
 SILENCE = 60.0  # seconds between two log lines about the same asyncio error
 
@@ -125,7 +125,7 @@ def _app(serving: ServeSettings, engine: Any) -> Any:
         model=str(serving.model_path),
         shape=flat_values(serving.shape),
         metrics=ServerMetrics(),
-        tells_metrics=serving.cfg.serve.metrics,
+        serves_metrics=serving.cfg.serve.metrics,
         print_line=_print_line,
     )
     if not serving.cfg.serve.frozen:
@@ -146,7 +146,7 @@ def _http(app: Any, cfg: ServeConfig) -> Any:
 
     return ServerWithoutSignals(uvicorn.Config(
         app, ssl_certfile=cfg.ssl_certfile, ssl_keyfile=cfg.ssl_keyfile, ws="none", lifespan="off", access_log=False, log_level="error",
-        server_header=False, date_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30, backlog=STRANGERS,
+        server_header=False, date_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30, backlog=MAX_UNAUTHENTICATED,
         http="h11", proxy_headers=False,  # h11 limits the size of request headers; clients must not set their own address
     ))  # fmt: skip
 
@@ -157,32 +157,32 @@ def _http(app: Any, cfg: ServeConfig) -> Any:
 class Listener(socket.socket):
     """Listening socket that limits unauthenticated connections, so that they cannot block the owner.
 
-    A connection that has not sent the token is closed after `SECONDS`. If there are more than `STRANGERS` of them, the oldest one of the
-    host with the most such connections is closed.
+    A connection that has not sent the token is closed after `SECONDS`. If there are more than `MAX_UNAUTHENTICATED` of them, the oldest
+    one of the host with the most such connections is closed.
 
     Args:
         args: Arguments of the base class.
         options: Keyword arguments of the base class.
 
     Attributes:
-        strangers: (host, port) -> unauthenticated connection.
+        unauthenticated: (host, port) -> unauthenticated connection.
     """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.strangers: dict[Place, socket.socket] = {}
+        self.unauthenticated: dict[Place, socket.socket] = {}
 
     def accept(self) -> tuple[socket.socket, Any]:
         connection, address = super().accept()
         peer = address[:2]
-        self.strangers = {open_peer: stranger for open_peer, stranger in self.strangers.items() if stranger.fileno() >= 0} | {
+        self.unauthenticated = {open_peer: stranger for open_peer, stranger in self.unauthenticated.items() if stranger.fileno() >= 0} | {
             peer: connection
         }
         asyncio.get_running_loop().call_later(SECONDS, self._send_away, peer, connection)
-        if len(self.strangers) > STRANGERS:
-            crowded = Counter(host for host, _ in self.strangers).most_common(1)[0][0]
-            oldest = next(stranger_peer for stranger_peer in self.strangers if stranger_peer[0] == crowded)
-            self._send_away(oldest, self.strangers[oldest])
+        if len(self.unauthenticated) > MAX_UNAUTHENTICATED:
+            crowded = Counter(host for host, _ in self.unauthenticated).most_common(1)[0][0]
+            oldest = next(stranger_peer for stranger_peer in self.unauthenticated if stranger_peer[0] == crowded)
+            self._send_away(oldest, self.unauthenticated[oldest])
         return connection, address
 
     def has_shown_the_token(self, peer: Place) -> None:
@@ -191,11 +191,11 @@ class Listener(socket.socket):
         Args:
             peer: (host, port) of the client.
         """
-        self.strangers.pop(peer, None)
+        self.unauthenticated.pop(peer, None)
 
     def _send_away(self, peer: Place, connection: socket.socket) -> None:
-        if self.strangers.get(peer) is connection:
-            del self.strangers[peer]
+        if self.unauthenticated.get(peer) is connection:
+            del self.unauthenticated[peer]
             with contextlib.suppress(OSError):  # the client has already closed it
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -322,7 +322,7 @@ def _progress(serving: ServeSettings) -> Iterator[None]:
     activity_text = f"loading {serving.model_path} ({serving.dtype}, TP {rollout.vllm_tensor_parallel_size})"
 
     def print_progress() -> None:
-        while not has_loaded.wait(SAY_EVERY):
+        while not has_loaded.wait(SECONDS_BETWEEN_LINES):
             _print_line(f"{activity_text}: {time.monotonic() - start:.0f} s")
 
     _print_line(activity_text)

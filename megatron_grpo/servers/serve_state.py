@@ -39,7 +39,7 @@ class Ownership:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._owner: ClaimRequest | None = None
-        self._heard = 0.0
+        self._renewed_at = 0.0
         self.version: int | None = None
         self.has_base = False
         self.weight_epoch = 0
@@ -67,13 +67,13 @@ class Ownership:
         owner = self._owner
         if owner is not None and claim != owner:
             if claim.run != owner.run and not self._has_lapsed():
-                silent = self._clock() - self._heard
+                silent = self._clock() - self._renewed_at
                 raise RequestRefusedError(
                     f"run {owner.run!r} owns this server (last request {silent:.0f} s ago; it is released {LEASE_SECONDS:.0f} s after that)"
                 )
             if claim.run == owner.run and claim.incarnation < owner.incarnation:
                 raise RequestRefusedError(f"a later process of run {owner.run!r} owns this server")
-        self._heard = self._clock()
+        self._renewed_at = self._clock()
         if claim == owner:
             return False
         self._owner = claim
@@ -105,7 +105,7 @@ class Ownership:
         if self._owner is None or incarnation != self._owner.incarnation:
             owner = f"belongs to run {self._owner.run!r}" if self._owner else "has no owner"
             raise RequestRefusedError(f"this server {owner}; claim it first")
-        self._heard = self._clock()
+        self._renewed_at = self._clock()
 
     def require_version(self, version: int) -> None:
         """Check the version of the weights.
@@ -121,14 +121,14 @@ class Ownership:
         if version != self.version:
             raise RequestRefusedError(f"this server has version {self.version}, but version {version} was requested")
 
-    def heard(self, weight_epoch: int) -> None:
+    def renew(self, weight_epoch: int) -> None:
         """Renew the lease, because the owner is reading a response stream.
 
         Args:
             weight_epoch: Tenure in which the response was requested; an earlier one than the current one is ignored.
         """
         if weight_epoch == self.weight_epoch:
-            self._heard = self._clock()
+            self._renewed_at = self._clock()
 
     def begin_update(self, *, keeps_base: bool) -> int:
         """Begin a new weight epoch without a version, since weights change from the first byte of a weight sync.
@@ -161,7 +161,7 @@ class Ownership:
         return self.weight_epoch
 
     def _has_lapsed(self) -> bool:
-        return self._clock() - self._heard >= LEASE_SECONDS
+        return self._clock() - self._renewed_at >= LEASE_SECONDS
 
     def _forget(self) -> None:
         self.version, self.has_base, self.weight_epoch = None, False, self.weight_epoch + 1
@@ -222,8 +222,8 @@ class ServerMetrics:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge
 
-        self.pushes = Counter(PREFIX + "pushes", "Weight and adapter updates, by kind and outcome.", ["kind", "outcome"])
-        self.push_seconds = Gauge(PREFIX + "last_push_seconds", "Duration of the last successful update in seconds.")
+        self.weight_updates = Counter(PREFIX + "weight_updates", "Weight and adapter updates, by kind and outcome.", ["kind", "outcome"])
+        self.weight_update_seconds = Gauge(PREFIX + "last_weight_update_seconds", "Duration of the last successful update in seconds.")
         self.refusals = Counter(PREFIX + "refusals", "Responses other than 200, by status.", ["status"])
         self.answered = Counter(PREFIX + "answered", "Completed requests, by outcome.", ["outcome"])
         self._version = Gauge(PREFIX + "version", "Version of the weights; -1: none.")

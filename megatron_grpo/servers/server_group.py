@@ -259,12 +259,12 @@ class ServerGroup(ABC):
         Raises:
             NoRolloutServerError: No server answered within `timeout`.
             CancelledError: `should_cancel()` became true.
-            ConfigError: As `_look` of the subclass raises.
+            ConfigError: As `_poll` of the subclass raises.
         """
         with activity.phase(f"waiting for {self.WHOM}", pause=self.timeout):
             start = next_token = time.monotonic()
             while True:
-                self._look()
+                self._poll()
                 waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
                 if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
                     if missing and not self._has_begun and self.SAYS_WHO_IS_MISSING:
@@ -325,7 +325,7 @@ class ServerGroup(ABC):
         return False
 
     @abstractmethod
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Ask all known servers concurrently whether they can be used, and update `members`."""
 
     def _read_addresses(self) -> None:
@@ -360,7 +360,7 @@ class TrainingServerGroup(ServerGroup):
 
     # ---- claims
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Claim all servers that are not silent."""
         try:
             self._read_addresses()
@@ -388,14 +388,14 @@ class TrainingServerGroup(ServerGroup):
         server = member.server
         try:
             if member.state is not None:
-                await self._look_who_has(member)
+                await self._find_owner(member)
             return wire.decode(wire.ServerState, await server.call("POST", "/claim", self._claim, timeout=CONNECT))
         except ServerRefusedError as refusal:
             if self._has_begun or refusal.is_failure:
                 raise
             raise config_error("vllm_server_host", f"{server}: {refusal}.") from refusal
 
-    async def _look_who_has(self, member: ServerHandle) -> None:
+    async def _find_owner(self, member: ServerHandle) -> None:
         try:
             await member.server.state()
         except ServerRefusedError as refusal:

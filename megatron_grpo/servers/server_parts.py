@@ -114,17 +114,17 @@ class ServerParts(ServerTurns):
         super()._send()
 
     def _servers_of(self, waiting: Collection[Key], members: Mapping[str, ServerHandle]) -> dict[Key, str]:
-        homes: dict[Key, str] = {}
+        assigned: dict[Key, str] = {}
         flying = Counter(map(str, self._flying.values()))
         room = {name: CALLS * (member.state.max_num_seqs if member.state else 1) for name, member in members.items()}
         for _, keys in groupby(waiting, key=lambda key: key[0]):
-            home = min(room, key=lambda name: flying[name] / room[name])
-            if flying[home] >= room[home]:
+            least_loaded = min(room, key=lambda name: flying[name] / room[name])
+            if flying[least_loaded] >= room[least_loaded]:
                 break
             of_group = list(keys)
-            homes |= dict.fromkeys(of_group, home)
-            flying[home] += len(of_group)
-        return homes
+            assigned |= dict.fromkeys(of_group, least_loaded)
+            flying[least_loaded] += len(of_group)
+        return assigned
 
     async def _generate(
         self, member: ServerHandle, body: wire.GenerateRequest, take: Callable[[wire.Request, wire.GenerateLine], object]

@@ -159,7 +159,7 @@ class ServerEngine:
         self.dtype, self._max_model_len, self.has_base, has_new = self.run_on_rank_zero(gathered)
         return has_new
 
-    def take(self, update: WeightUpdate) -> None:
+    def load_weights(self, update: WeightUpdate) -> None:
         self.version = NO_VERSION  # until all of it has arrived, everywhere
         self.has_base = self.has_base and update.kind == "adapter"
 

@@ -143,13 +143,13 @@ class TeacherServerGroup(ServerGroup):
             self._read_addresses()
         except ValueError as error:
             raise config_error(FLAG, f"{FLAG}: {error}.") from error
-        members = gather_results(map(self._look_at, self.members.values()))
+        members = gather_results(map(self._poll_server, self.members.values()))
         troubled = [member for member in members if member is not None and member.trouble is not None]
         return [problem_with(FLAG, f"Teacher server {member} {member.trouble}.") for member in troubled]
 
     # ---- checks
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Check all servers, since one may have been restarted with another model.
 
         Raises:
@@ -159,7 +159,7 @@ class TeacherServerGroup(ServerGroup):
         if problems and not self._has_begun:
             raise ConfigError(problems)
 
-    async def _look_at(self, member: ServerHandle) -> ServerHandle | None:
+    async def _poll_server(self, member: ServerHandle) -> ServerHandle | None:
         """Update the state of a server. Returns it if it answered, else None."""
         try:
             state, member.trouble = await with_timeout(2 * CONNECT, request_state(member.server))
@@ -237,7 +237,7 @@ class _ScoringRequest(Calls[np.ndarray]):
     def _of_deadly(self, numbers: Sequence[int]) -> str:
         return "A completion was in flight on three teacher servers when they died. See their logs."
 
-    async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
+    async def _receive(self, member: ServerHandle, chunk: Chunk) -> None:
         to_score = [self._to_score[index] for index in chunk]
         body = wire.PromptLogprobsRequest(
             sequences=tuple(sequence.ids for sequence in to_score), first=tuple(sequence.first for sequence in to_score)

@@ -15,7 +15,7 @@ import torch
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.experts import wire_cpu_runner
-from megatron_grpo.rollout.vllm_weights import WeightLoader, drop_adapters, missing_sentence, take_adapter
+from megatron_grpo.rollout.vllm_weights import WeightLoader, drop_adapters, load_adapter, missing_sentence
 from megatron_grpo.servers.weight_transfer import LinkError, WeightReceiverWorker
 
 vllm_patches.patch_worker(on_gpu=torch.cuda.is_available())
@@ -53,7 +53,7 @@ class WeightTransferWorker:
             self.linked.drop()
             self.linked = None
 
-    def take_weights(self: Any, link: str, has_tower: bool = False, is_tower_there: bool = False) -> str:
+    def receive_weights(self: Any, link: str, has_tower: bool = False, is_tower_there: bool = False) -> str:
         """Receive all weights of the next weight sync and remove all adapters.
 
         Args:
@@ -72,7 +72,7 @@ class WeightTransferWorker:
                 drop_adapters(self)
         return missing_sentence(missing) if missing else ""
 
-    def take_adapter(self: Any, link: str, number: int, config: Mapping[str, Any], modules: Collection[str]) -> str:
+    def receive_adapter(self: Any, link: str, number: int, config: Mapping[str, Any], modules: Collection[str]) -> str:
         """Receive the adapter of the next weight sync.
 
         Args:
@@ -83,7 +83,7 @@ class WeightTransferWorker:
         """
         try:
             with closing(self.linked_as(link).receive()) as tensors:
-                fault = take_adapter(self, number, config, tensors, modules)
+                fault = load_adapter(self, number, config, tensors, modules)
         except LinkError as error:
             return str(error)
         return f"is incomplete: {fault}" if fault else ""

@@ -98,7 +98,7 @@ class RewardManager:
         for outcome in outcomes:
             if isinstance(outcome, CancelledError):
                 raise outcome
-        _warn_once(self.functions, [notice for notices in outcomes for notice in notices], aloud=collectives.rank() == 0)
+        _warn_once(self.functions, [notice for notices in outcomes for notice in notices], is_logging=collectives.rank() == 0)
 
 
 class CompletionIds(Sequence[list[int]]):
@@ -177,14 +177,14 @@ def episode_columns(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
     }
 
 
-def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[RewardNotice], *, aloud: bool) -> None:
+def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[RewardNotice], *, is_logging: bool) -> None:
     """Log one line per function and kind of failure, for the whole run."""
     by_name = {function.name: function for function in functions}
     for notice in notices:
         warned = by_name[notice.function].warned
         if notice.kind not in warned:
             warned.add(notice.kind)
-            if aloud:
+            if is_logging:
                 _LOG.warning("%s Further failures of this kind (%s) are not reported.", notice.message, notice.kind)
 
 

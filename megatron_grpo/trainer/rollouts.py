@@ -217,7 +217,7 @@ class Rollouts:
         window = self._window([*requested, *ahead])
         with self.generator.wake_up(), partial.sampling(window, self.generator.sampling, seed=self.generator.seed):
             results = [self._dynamic_sampling() for _ in requested]
-        num_used = sum(reaped.num_prompts for reaped, _ in results)
+        num_used = sum(result.num_prompts for result, _ in results)
         stats = partial.stats(window[0][0].number + num_used)
         rollouts = [
             self._finish(number, *sampled, drained_at=None, partial=stats) for number, sampled in zip(requested, results, strict=True)
@@ -306,7 +306,7 @@ class Rollouts:
 
     def _dynamic_sampling(self) -> tuple[DynamicSamplingResult, dict[int, ScoredGroup]]:
         cfg = self.cfg
-        reaped = dynamic_sampling(
+        result = dynamic_sampling(
             self.prompts.take,
             self.prompts.give_back,
             self.generator,
@@ -316,24 +316,24 @@ class Rollouts:
             dynamic_sample=cfg.dynamic_sample,
             max_resample_times=cfg.max_resample_times,
         )
-        check_failures(reaped.sampled, self.generator.reward_manager.most_failed_episodes)
-        return reaped, self.generator.take(reaped.kept)
+        check_failures(result.sampled, self.generator.reward_manager.most_failed_episodes)
+        return result, self.generator.take(result.kept)
 
     def _finish(
-        self, number: int, reaped: DynamicSamplingResult, scored_groups: Mapping[int, ScoredGroup], *, drained_at: int | None,
+        self, number: int, result: DynamicSamplingResult, scored_groups: Mapping[int, ScoredGroup], *, drained_at: int | None,
         partial: Mapping[str, float] | None = None,
     ) -> Rollout:  # fmt: skip
         """Turn the scored groups of a rollout into rows and samples.
 
         Args:
             number: Number of the rollout.
-            reaped: The groups to train on.
-            scored_groups: The scored groups that this rank generated, by their index in `reaped.kept`.
+            result: The groups to train on.
+            scored_groups: The scored groups that this rank generated, by their index in `result.kept`.
             drained_at: Number of optimizer steps done, if the rollout is collected before its own step.
             partial: Metrics of partial rollouts; None without them.
         """
-        table, metas, version_collected = self.schedule, reaped.kept, self.schedule.version_of(number)
-        _check_versions(number, reaped.sampled, at_least=table.oldest_version(number), at_most=version_collected)
+        table, metas, version_collected = self.schedule, result.kept, self.schedule.version_of(number)
+        _check_versions(number, result.sampled, at_least=table.oldest_version(number), at_most=version_collected)
         rows, trains = self._rows(number, metas, version_collected)
         completions = self._held(rows, scored_groups)
         placed = PlacedRows(rows=rows, sequences={key: completion.sequence for key, completion in completions.items()})
@@ -352,7 +352,7 @@ class Rollouts:
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
         arrived = None if partial is None else PartialRolloutInfo(version=version_collected, metrics=partial)
         self.logger.rollout(
-            ScoredRollout(number=number, result=reaped, advantages=group_advantages, penalty=penalty, held=scored_groups, arrived=arrived)
+            ScoredRollout(number=number, result=result, advantages=group_advantages, penalty=penalty, held=scored_groups, arrived=arrived)
         )
         size, group_size = self.cut.rows_per_slice, len(metas[0].rewards)
         rows = replace(
@@ -374,7 +374,7 @@ class Rollouts:
             if rows.has_old_logprobs[index] and logprobs is not None:
                 sample = sample.with_old_logprobs(logprobs[key] * sample.mask, "recompute")
             samples[key] = sample
-        return Rollout(number=number, rows=rows, samples=samples, num_prompts=reaped.num_prompts)
+        return Rollout(number=number, rows=rows, samples=samples, num_prompts=result.num_prompts)
 
     def _held(self, rows: TrainingRows, scored_groups: Mapping[int, ScoredGroup]) -> dict[RowKey, Completion]:
         """Send the completions of a rollout to their homes; return those that this data-parallel rank holds. Collective."""

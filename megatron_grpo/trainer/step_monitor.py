@@ -28,7 +28,7 @@ class DumpReason:
     """Reason why a step is saved.
 
     Args:
-        kind: "not_finite", "spike", "logp_gap", "parted" or "time_out".
+        kind: "not_finite", "spike", "logp_gap", "replica_mismatch" or "time_out".
         words: Description of the problem.
         step: The step from the training schedule.
         skipped_step: Refusal by the gradient check, if any.
@@ -98,10 +98,10 @@ class StepMonitor:
     def on_gradients_reduced(self, gradient: ReducedGradient) -> None:
         if self.replica_check is None or not self.replica_check.is_due(gradient.batch.step):
             return
-        finding = self.replica_check.look(self.policy, gradient.batch, gradient.metrics, gradient.logprobs)
+        finding = self.replica_check.compare(self.policy, gradient.batch, gradient.metrics, gradient.logprobs)
         if finding is None:
             return
-        self._keep(gradient, kind="parted", words=str(finding), finding=finding)
+        self._keep(gradient, kind="replica_mismatch", words=str(finding), finding=finding)
         if self.ends_run:
             raise ReplicaMismatchError(
                 f"{finding}. The run stops before the optimizer step, and no checkpoint is written (check_replicas_action stop). "

@@ -70,14 +70,14 @@ class WeightSyncManager:
     """
 
     def __init__(
-        self, policy: Policy | FrozenPolicy, holder: WeightReceiver, *, verify: bool, is_coarse: bool = False,
+        self, policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, verify: bool, is_coarse: bool = False,
         starts_as_checkpoint: bool = True, print_line: Callable[[str], None] | None = None, hint: str = "",
     ):  # fmt: skip
         """Set up the manager.
 
         Args:
             policy: The policy whose weights are synced.
-            holder: The weight receiver of the engine.
+            receiver: The weight receiver of the engine.
             verify: Compare log-probs after every sync, and once before the first: the engine read the checkpoint separately, and both sides
                 must agree on it.
             is_coarse: Whether the trainer is not float32.
@@ -86,7 +86,7 @@ class WeightSyncManager:
             hint: Sentence appended to the error of a failed check.
         """
         self._print_line, self._num_printed, self._hint = print_line, 0, hint
-        self.policy, self.holder, self.verify, self.is_coarse = policy, holder, verify, is_coarse
+        self.policy, self.receiver, self.verify, self.is_coarse = policy, receiver, verify, is_coarse
         self._is_proven, self._has_policy = not verify, starts_as_checkpoint
 
     def sync_weights(self, version: int) -> SyncStats | None:
@@ -102,11 +102,11 @@ class WeightSyncManager:
             WeightSyncError: The weights of some engine differ from the trainer's. Raised on every rank.
             NoRolloutServerError: No rollout server is available.
         """
-        if self._is_proven and self._has_policy and self.holder.version == version:
+        if self._is_proven and self._has_policy and self.receiver.version == version:
             return None
         while True:
             try:
-                if self.holder.prepare():
+                if self.receiver.prepare():
                     self._is_proven = not self.verify
                 return self._sync_weights(version)
             except WeightSyncError as error:
@@ -121,10 +121,10 @@ class WeightSyncManager:
         if not self._is_proven:
             self._check_adapter()
         stats = SyncStats()
-        if not self._has_policy or self.holder.version != version:
-            stats = sync(self.policy, self.holder, version=version, verify=self.verify, is_coarse=self.is_coarse)
+        if not self._has_policy or self.receiver.version != version:
+            stats = sync(self.policy, self.receiver, version=version, verify=self.verify, is_coarse=self.is_coarse)
         else:
-            stats = check_weights(self.policy, self.holder, version=version, is_coarse=self.is_coarse)
+            stats = check_weights(self.policy, self.receiver, version=version, is_coarse=self.is_coarse)
         self._is_proven = self._has_policy = True
         self._print_image_difference(version, stats)
         return stats
@@ -146,28 +146,28 @@ class WeightSyncManager:
         with self.policy.trial() as update:
             if update is None:
                 return
-            if update.kind == "adapter" and not self.holder.has_base:
+            if update.kind == "adapter" and not self.receiver.has_base:
                 self.policy.free_memory(keep="weights")
                 with self.policy.on_device("weights"):
-                    _send_weights(self.holder, next(self.policy.updates(NO_VERSION, has_base=False)))
-            with_trial = np.concatenate(_logprobs(self.policy, self.holder.probes()))
+                    _send_weights(self.receiver, next(self.policy.updates(NO_VERSION, has_base=False)))
+            with_trial = np.concatenate(_logprobs(self.policy, self.receiver.probes()))
             self.policy.free_memory(keep="weights")
-            _send_weights(self.holder, replace(update, version=NO_VERSION))
-            check_weights(self.policy, self.holder, version=NO_VERSION, is_coarse=self.is_coarse)
-            engine_logprobs = {name: np.concatenate(scores) for name, scores in self.holder.scores(self.holder.probes()).items()}
-        without_trial = np.concatenate(_logprobs(self.policy, self.holder.probes()))
+            _send_weights(self.receiver, replace(update, version=NO_VERSION))
+            check_weights(self.policy, self.receiver, version=NO_VERSION, is_coarse=self.is_coarse)
+            engine_logprobs = {name: np.concatenate(scores) for name, scores in self.receiver.scores(self.receiver.probes()).items()}
+        without_trial = np.concatenate(_logprobs(self.policy, self.receiver.probes()))
         local = {name: _followed_share(scores, with_trial, without_trial) for name, scores in engine_logprobs.items()}
         problem = _trial_problem(_gather_by_engine(local))
         if problem:
             raise WeightSyncError(problem)
 
 
-def sync(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
+def sync(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
     """Push the policy's weights to the engine. Collective over all ranks.
 
     Args:
         policy: The policy.
-        holder: The weight receiver of the engine.
+        receiver: The weight receiver of the engine.
         version: Version of the weights.
         verify: Compare log-probs afterwards.
         is_coarse: Whether the trainer is not float32.
@@ -175,52 +175,52 @@ def sync(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int,
     num_tensors = num_bytes = 0
     policy.free_memory(keep="weights")
     with policy.on_device("weights"):
-        for update in policy.updates(version, has_base=holder.has_base):
-            counted = _send_weights(holder, update)
+        for update in policy.updates(version, has_base=receiver.has_base):
+            counted = _send_weights(receiver, update)
             num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
-    stats = check_weights(policy, holder, version=version, is_coarse=is_coarse) if verify else SyncStats()
+    stats = check_weights(policy, receiver, version=version, is_coarse=is_coarse) if verify else SyncStats()
     return replace(stats, num_tensors=num_tensors, num_bytes=num_bytes)
 
 
-def _send_weights(holder: WeightReceiver, update: WeightUpdate) -> _CountingIterator:
+def _send_weights(receiver: WeightReceiver, update: WeightUpdate) -> _CountingIterator:
     counted = _CountingIterator(update.tensors)
     with CleanUp(counted.finish):
-        holder.take(replace(update, tensors=counted if getattr(holder, "takes_slices", False) else joined(counted)))
+        receiver.load_weights(replace(update, tensors=counted if getattr(receiver, "takes_slices", False) else joined(counted)))
     return counted
 
 
-def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int, is_coarse: bool = False) -> SyncStats:
+def check_weights(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, version: int, is_coarse: bool = False) -> SyncStats:
     """Compare the log-probs of trainer and engines on the probes, over all engines. Collective over all ranks.
 
     Called once before the first rollout, it verifies that both sides loaded the same checkpoint.
 
     Args:
         policy: The policy.
-        holder: The weight receiver of the engine.
+        receiver: The weight receiver of the engine.
         version: Expected version of the engine's weights; NO_VERSION for a trial adapter.
         is_coarse: Whether the trainer is not float32.
 
     Raises:
         WeightSyncError: The log-probs differ too much, or an engine has another version. Raised on every rank, with the numbers.
     """
-    probes = holder.probes()
+    probes = receiver.probes()
     expected = _logprobs(policy, probes)
     policy.free_memory()  # scoring wakes the engine's KV cache, which sampling then uses
     reports_here = {}
-    for name, scores in holder.scores(probes).items():
+    for name, scores in receiver.scores(probes).items():
         differences = [
             np.abs(np.asarray(engine_logprobs) - policy_logprobs) for engine_logprobs, policy_logprobs in zip(scores, expected, strict=True)
         ]
-        fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
+        uncached, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
         with_images = [float(d.max()) for d, probe in zip(differences, probes, strict=True) if probe.images]
         reports_here[name] = _EngineDifferences(
-            version=holder.version, fresh=fresh, cached=cached, with_images=max(with_images, default=float("nan"))
+            version=receiver.version, uncached=uncached, cached=cached, with_images=max(with_images, default=float("nan"))
         )
     reports = _gather_by_engine(reports_here)
-    problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
+    problem = _problem(reports, version, is_coarse or receiver.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)
-    differences_of_all = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports.values()])
+    differences_of_all = np.concatenate([np.concatenate([report.uncached, report.cached]) for report in reports.values()])
     worst = max(report.with_images for report in reports.values())
     return SyncStats(
         logp_difference_max=float(differences_of_all.max()),
@@ -281,7 +281,7 @@ class _EngineDifferences:
     """Differences of one engine. `cached` covers the probes' last tokens, read through the prefix cache."""
 
     version: int
-    fresh: np.ndarray
+    uncached: np.ndarray
     cached: np.ndarray
     with_images: float = float("nan")  # the largest of a probe with an image
 
@@ -296,22 +296,22 @@ def _problem(reports: Mapping[str, _EngineDifferences], version: int, is_coarse:
         # Written so that NaN is not good.
         return bool(differences.mean() <= mean_bound if is_coarse else differences.max() <= FLOAT32_MAX)
 
-    bad_fresh = [name for name, report in reports.items() if not is_good(report.fresh, BFLOAT16_MEAN)]
+    bad_uncached = [name for name, report in reports.items() if not is_good(report.uncached, BFLOAT16_MEAN)]
     bad_cached = [name for name, report in reports.items() if not is_good(report.cached, BFLOAT16_MEAN_CACHED)]
-    if not bad_fresh and not bad_cached:
+    if not bad_uncached and not bad_cached:
         return None
     bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at a token"
-    different = {name: reports[name] for name in reports if name in {*bad_fresh, *bad_cached}}
+    different = {name: reports[name] for name in reports if name in {*bad_uncached, *bad_cached}}
     lines = [
         f"The rollout engine does not sample from {_name(version)}.",
         f"Its log-probs of the probe sequences differ from the trainer's by more than {bound}:",
     ]
     lines += [
-        f"  {name}: max {report.fresh.max():.3g}, mean {report.fresh.mean():.3g}; "
+        f"  {name}: max {report.uncached.max():.3g}, mean {report.uncached.mean():.3g}; "
         f"through the prefix cache: max {report.cached.max():.3g}, mean {report.cached.mean():.3g}"
         for name, report in different.items()
     ]
-    if not bad_fresh:
+    if not bad_uncached:
         hint = "Only tokens read through the prefix cache differ: it was not reset and has keys and values of older weights"
     elif len(different) < len(reports):
         hint = "Only some engines differ: they missed the weight sync, or the ranks of one engine received different tensors"

@@ -149,13 +149,13 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
             return WeightUpdate(kind=kind, version=version, tensors=stream(fail_after))
 
         assert engine.has_base
-        engine.take(update(6, kind="merged"))
+        engine.load_weights(update(6, kind="merged"))
         assert engine.version == 6 and not engine.has_base  # an adapter is in it: no other can be added
         with pytest.raises(WeightSyncError):
-            engine.take(WeightUpdate(kind="adapter", version=7, tensors=()))
+            engine.load_weights(WeightUpdate(kind="adapter", version=7, tensors=()))
         assert engine.version == NO_VERSION
         consumed.clear()
-        engine.take(update(7))
+        engine.load_weights(update(7))
         assert consumed == list(weights) and engine.version == 7 and engine.has_base
         with engine.wake_up():
             assert [group.version for group in engine.generate(prompts(1, 2), sampling(), seed=0)] == [7, 7]
@@ -166,7 +166,7 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
         assert all([len(scores) for scores in of_engine] == [len(probe.token_ids) - 1 for probe in probes] for of_engine in found.values())
 
         with pytest.raises(RuntimeError, match="a rank of the trainer failed"):
-            engine.take(update(8, fail_after=3))
+            engine.load_weights(update(8, fail_after=3))
         assert engine.version == NO_VERSION and not engine.has_base
         with pytest.raises(WeightSyncError, match="no weights"):
             engine.generate(prompts(1), sampling(), seed=0)

@@ -62,7 +62,7 @@ def settings(**more):
 def push(engine, states, version):
     from megatron_grpo.weights.buckets import WeightUpdate
 
-    engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(states[version].items())))
+    engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=iter(states[version].items())))
 
 
 def sampled(engine, states, sampling, first=0, kept=()):

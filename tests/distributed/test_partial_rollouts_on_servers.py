@@ -133,14 +133,14 @@ def interrupt_and_kill(rank, world, paths, named, out, moment, pids):
         before = {one.key: len(one.token_ids) for one in kept}
         if moment == "between interruption and push":
             kill(pids)
-        take = engine.take
+        take = engine.load_weights
 
         def taken(update):
             if moment == "in the push":
                 kill(pids)
             take(update)
 
-        engine.take = taken
+        engine.load_weights = taken
         push(policy, weight_sync, paths, 1)
         generation = engine.resume(asked, settings(), seed=SEED, partial=kept)
         if moment == "after the push":

@@ -58,7 +58,7 @@ def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
 
     one = ReplicaMismatch(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
     assert str(one) == "values of the gradient of w differ between the data and context parallel ranks 2 and 0, 1, 3"
-    finding = str(ReplicaCheckResult(step=41, equal_at=21, parted=(one,) * 6))
+    finding = str(ReplicaCheckResult(step=41, equal_at=21, mismatches=(one,) * 6))
     assert finding.startswith(
         "replica check before optimizer step 41 (all replicas were equal at step 21): values of the gradient of w"
     ) and finding.endswith("and 2 more")

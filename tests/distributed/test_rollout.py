@@ -189,7 +189,7 @@ def test_engine_at_work_prints_nothing(model_path):
         with engine_at(model_path, rank, world_size, tp=2) as engine:
             engine.generate(PROMPTS, SAMPLING, seed=1)
             weights = load_file(model_path / "model.safetensors")
-            engine.take(WeightUpdate(kind="weights", version=1, tensors=weights.items()))
+            engine.load_weights(WeightUpdate(kind="weights", version=1, tensors=weights.items()))
             engine.score(engine.probes())
             engine.close()
         with engine_at(model_path, rank, world_size, tp=2):

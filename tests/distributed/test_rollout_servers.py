@@ -424,10 +424,10 @@ def push_wrong_tensors(rank, world, path, named, out):
 
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
         weight_sync.sync_weights(0)
-        take, norm = engine.take, "model.layers.1.input_layernorm.weight"
+        take, norm = engine.load_weights, "model.layers.1.input_layernorm.weight"
 
         def changed(change):
-            engine.take = lambda update: take(replace(update, tensors=change(update.tensors)))
+            engine.load_weights = lambda update: take(replace(update, tensors=change(update.tensors)))
 
         changed(lambda tensors: (pair for pair in tensors if pair[0] != norm))
         with pytest.raises(WeightSyncError, match=rf"The weight sync of version 1 failed: http://127.0.0.1:\d+: .*{norm}.*; http://"):
@@ -435,7 +435,7 @@ def push_wrong_tensors(rank, world, path, named, out):
         changed(lambda tensors: ((name, tensor * 2 if name == norm else tensor) for name, tensor in tensors))
         with pytest.raises(WeightSyncError, match=r"\n  http://127.0.0.1:\d+: max .*\n  http://.*\n  All engines differ"):
             weight_sync.sync_weights(2)
-        engine.take = take
+        engine.load_weights = take
         assert weight_sync.sync_weights(3).logp_difference_max < 1e-4
 
 
@@ -532,7 +532,7 @@ def die_in_a_push(rank, world, path, named, out, pid):
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
         weight_sync.sync_weights(0)
         if rank == 0:
-            take = engine.take
+            take = engine.load_weights
 
             def killing(update):
                 def tensors():
@@ -544,7 +544,7 @@ def die_in_a_push(rank, world, path, named, out, pid):
 
                 take(replace(update, tensors=tensors()))
 
-            engine.take = killing
+            engine.load_weights = killing
         stats = weight_sync.sync_weights(1)
         assert stats.logp_difference_max < 1e-4 and engine.version == 1
         groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)

@@ -192,7 +192,7 @@ def test_a_flipped_bit_ends_the_run_and_the_replay_says_which(dense, batches, tm
         kept.flip(policy.tensors()[NORM], 7, 5)
 
     ranks, [path], [(_, told)] = run(dense, batches, tmp_path, settings, spoil=spoil, check=1)
-    assert path.name == "step_000002_parted"
+    assert path.name == "step_000002_replica_mismatch"
     assert len({error for _, error, _ in ranks}) == 1
     _, error, trained = ranks[0]
     assert trained is None and error.startswith(

@@ -249,7 +249,7 @@ def test_a_push_by_the_table_leaves_the_bits_of_vllms_reload(checkpoints, name, 
             def push_with(loader, number, change=lambda named: named):
                 engine._weights = loader
                 update = WeightUpdate(kind="weights", version=1, tensors=change(policies[number].tensors.items()))
-                engine.take(update)
+                engine.load_weights(update)
                 return held_by(engine)
 
             theirs, ours = by_reload(), WeightLoader()
@@ -315,8 +315,8 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
             vllm_weight_layout.TensorView.of = of
 
             class Deaf(vllm_weight_layout.WeightLayoutRecorder):  # vLLM transforms a tensor on its way
-                def heard(self, named):
-                    return ((name, tensor * 1 if "q_norm" in name else tensor) for name, tensor in super().heard(named))
+                def record_names(self, named):
+                    return ((name, tensor * 1 if "q_norm" in name else tensor) for name, tensor in super().record_names(named))
 
             vllm_weights.WeightLayoutRecorder = Deaf
             refused("the source of each part of model.layers.0.self_attn.q_norm.weight is unknown")
@@ -462,7 +462,7 @@ def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path)
                     sent, layer = sent + tensor.nbytes, layer + tensor.nbytes * (".layers.1." in name)
                     most[:] = map(max, most, held())
 
-            engine.take(dataclasses.replace(update, tensors=watched()))
+            engine.load_weights(dataclasses.replace(update, tensors=watched()))
             check_weights(policy, engine, version=update.version)
             return *most, layer, sent
 

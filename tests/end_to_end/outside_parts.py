@@ -35,7 +35,7 @@ class Alphabet:
     def prepare(self):
         return False
 
-    def take(self, update):
+    def load_weights(self, update):
         self.held[update.version] = {name: tensor.numpy().copy() for name, tensor in update.tensors}
         self.version = update.version
 

@@ -6,7 +6,7 @@ import json
 
 from tests.chat_models import DROPS, write_chat
 from tests.end_to_end.runs import records, train, write_inputs
-from tests.end_to_end.test_kept_sets import ENVIRONMENT
+from tests.end_to_end.test_sampling_mask import ENVIRONMENT
 from tests.ranks import run_ranks
 
 REWARD = """

@@ -419,10 +419,10 @@ def test_metrics_are_vllms_and_ours(plain, trainer, models):
         return after[name] - before.get(name, 0.0)
 
     assert after["megatron_grpo_server_version"] == 6 and after["megatron_grpo_server_running_requests"] == 0
-    assert grew('megatron_grpo_server_pushes_total{kind="weights",outcome="came"}') == 1
+    assert grew('megatron_grpo_server_weight_updates_total{kind="weights",outcome="complete"}') == 1
     assert grew('megatron_grpo_server_refusals_total{status="409"}') == 1
     assert grew('megatron_grpo_server_answered_total{outcome="answered"}') == 4
-    assert 0 < after["megatron_grpo_server_last_push_seconds"] < 60
+    assert 0 < after["megatron_grpo_server_last_weight_update_seconds"] < 60
     assert sum(grew(name) for name in after if name.startswith("vllm:generation_tokens_total")) > 0
 
 

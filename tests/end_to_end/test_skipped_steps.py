@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.test_guard import is_no_number, spoilt
+from tests.distributed.test_gradient_check import is_no_number, spoilt
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
@@ -91,10 +91,10 @@ def test_rank_micro_batch_and_rows_are_told_and_written_down(whole, inputs):
     spoilt, spike = records(out / "skipped.jsonl")
     schedule = {line["step"]: line["rows"] for line in records(out / "schedule.jsonl")}
     for record, step in ((spoilt, 3), (spike, 7)):
-        [culprit] = record["culprits"]
+        [culprit] = record["bad_micro_batches"]
         assert record["step"] == step and (culprit["ranks"], culprit["micro_batch"]) == ([BAD_RANK], 1)
         assert [[row["rollout"], row["row"]] for row in culprit["rows"]] == schedule[step][1][BAD_RANK]
-    for row in spoilt["culprits"][0]["rows"]:
+    for row in spoilt["bad_micro_batches"][0]["rows"]:
         named = f"row {row['row']} of rollout {row['rollout']} (prompt {row['prompt_number']}, row {row['dataset_row']} of the data set)"
         assert named in said and row["prompt_number"] == 6 * row["rollout"] + row["row"] // 4
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.end_to_end.runs import records, stop_after_steps, write_inputs
-from tests.end_to_end.test_checkpoint_continuity import SMALL, heard
 from tests.end_to_end.test_compare_losses import compare_losses
+from tests.end_to_end.test_resume_compatibility import SMALL, heard
 from tests.ranks import run_ranks
 from tests.step_dump_cases import replayed
 
@@ -127,7 +127,7 @@ def test_a_bad_row_ends_the_run_saved_and_once_it_is_mended_the_run_goes_on_bit_
 
 
 def test_what_streaming_cannot_go_with_is_refused_before_a_model_loads(inputs, whole, tmp_path):
-    from tests.end_to_end.test_checkpoint_continuity import refused
+    from tests.end_to_end.test_resume_compatibility import refused
 
     folder, flags = inputs
     [(code, told)] = run_ranks(refused, 1, [*flags, "--streaming", "true", "--output_dir", str(tmp_path / "a")])

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from megatron_grpo.servers import wire
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.test_async_rollouts import AHEAD, CORRECTED
 from tests.end_to_end.test_compare_losses import compare_losses
 from tests.end_to_end.test_many_steps import LORA
-from tests.end_to_end.test_one_ahead import AHEAD, CORRECTED
 from tests.ranks import run_ranks
 from tests.servers import ASKS, Refusal, Server
 from tests.step_dump_cases import replayed

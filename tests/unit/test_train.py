@@ -125,7 +125,7 @@ class Policy:
         refused = batch.step in self.refuses
         self.skips = self.skips.after(is_skipped=refused)
         if refused:
-            skipped_step = SkippedStep(why="this is a test", skips=self.skips, culprits=(culprit_of(batch),))
+            skipped_step = SkippedStep(why="this is a test", skips=self.skips, bad_micro_batches=(culprit_of(batch),))
             return SimpleNamespace(metrics={}, logprobs={}, skipped=skipped_step.why, skipped_step=skipped_step)
         logprobs = {row: np.full(2, logprob(self.weights)) for micro in batch.micro_batches for row in micro.rows}
         self.weights += 1
@@ -142,7 +142,7 @@ class Publisher:
 
     def sync_weights(self, version):
         if self.engine.version != version:
-            self.engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+            self.engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=()))
 
 
 class Journal:
@@ -326,7 +326,7 @@ def slowly(case: Case) -> dict:
     before = 0
     for step, numbers in case.comes_in.items():
         version, before = before if case.depth and not is_sampled_anew(case, before, step) else step, step
-        engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+        engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=()))
         for number in numbers:
             found = dynamic_sampling(stream.take, stream.give_back, ask, are_zero_std, num_groups=w, oversample_ratio=case.ratio,
                             dynamic_sample=case.dynamic)  # fmt: skip
@@ -474,7 +474,7 @@ def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_goo
     assert disk.saved[0].step == 6 and policy.weights == 3 and sorted(logger.refused) == [3, 5, 6, 7]
     record, lines = logger.refused[7]
     assert (record["in_a_row"], record["skipped_iterations"]) == (3, 4)
-    named = [(row["rollout"], row["row"], row["prompt_number"], row["dataset_row"]) for row in record["culprits"][0]["rows"]]
+    named = [(row["rollout"], row["row"], row["prompt_number"], row["dataset_row"]) for row in record["bad_micro_batches"][0]["rows"]]
     assert named == [(3, 0, 6, 106), (3, 1, 6, 106)]
     assert "rank 0, micro-batch 0: row 0 of rollout 3 (prompt 6, row 106 of the data set)" in lines[0]
 

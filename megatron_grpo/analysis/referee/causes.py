@@ -201,8 +201,8 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
     for estimator in ("k1", "k2", "k3"):
         if estimator != s.kl_estimator:
             yield Change(f"another KL estimator: {estimator} instead of {s.kl_estimator}", {"kl_estimator": estimator})
-    said = "is not multiplied by" if s.use_bias_correction_kl else "is multiplied by"
-    yield Change(f"the KL estimate {said} the importance ratio", {"use_bias_correction_kl": not s.use_bias_correction_kl})
+    verb = "is not multiplied by" if s.use_bias_correction_kl else "is multiplied by"
+    yield Change(f"the KL estimate {verb} the importance ratio", {"use_bias_correction_kl": not s.use_bias_correction_kl})
     yield Change("the KL term is not applied", {"beta": 0.0})
     if s.kl_in_reward:
         yield Change("the KL term is in the loss, and kl_in_reward has it in the reward", {"kl_in_reward": False})

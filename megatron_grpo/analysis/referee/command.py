@@ -19,7 +19,7 @@ from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import InvalidValueError, read_value, table
 
-EXIT_PARTED = 3
+EXIT_DIFFERENT = 3
 DIALECTS = {"slime": "slime", "verl": "verl", "trl": "trl", "swift": "swift", "native": ""}
 OWN = ("--of", "--step", "--weights")
 
@@ -56,10 +56,10 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     if incomplete_groups(dump, s):
         lacks.append("The dump has parts of groups only (num_generations "
                      f"{s.num_generations}), so that its advantages are not recomputed. Dump all ranks of a whole rollout.")  # fmt: skip
-    first = next((one for one in found if one.has_parted), None)
+    first = next((one for one in found if one.is_different), None)
     result = {
         "source": dump.source, "step": dump.step, "rows": len(dump.rollout), "micro_batches": len(dump.micro_batches), "ranks": dump.ranks,
-        "findings": [asdict(one) | {"parts": one.has_parted} for one in found], "first": first and first.quantity,
+        "findings": [asdict(one) | {"parts": one.is_different} for one in found], "first": first and first.quantity,
         "cause": first and first.cause, "lacks": lacks,
     }  # fmt: skip
     print_report(result, report_lines(dump, found, lacks), as_json=parsed.config.plan.json)
@@ -67,7 +67,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
         from megatron_grpo.analysis.referee.figure import draw
 
         print(draw(dump, found, Path(png)), file=sys.stderr if parsed.config.plan.json else sys.stdout, flush=True)
-    return EXIT_PARTED if first else EXIT_DONE
+    return EXIT_DIFFERENT if first else EXIT_DONE
 
 
 def _read(argv: Sequence[str]) -> tuple[Path, str, int | None, str | None, list[str]]:
@@ -128,13 +128,13 @@ def report_lines(dump: Dump, found: Sequence[Finding], lacks: Sequence[str]) -> 
     lines_of = [("quantity", "theirs", "ours", "factor", "rows", "cause")]
     for one in found:
         factor = "-" if one.factor is None else f"{one.factor:.6g}"
-        rows = f"{one.num_parted}/{one.num_rows}" if one.row >= 0 else "step"
+        rows = f"{one.num_different}/{one.num_rows}" if one.row >= 0 else "step"
         lines_of.append((one.quantity, f"{one.theirs:.7g}", f"{one.ours:.7g}", factor, rows, one.cause or "-"))
     widths = [max(map(len, column)) for column in zip(*lines_of, strict=True)]
     for row in lines_of:
         cells = [cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
-    first = next((one for one in found if one.has_parted), None)
+    first = next((one for one in found if one.is_different), None)
     lines += ["", *lacks]
     if first is None:
         lines.append("Nothing differs by more than rounding." if found else "The dump has nothing that can be compared.")

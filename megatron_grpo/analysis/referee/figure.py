@@ -26,7 +26,7 @@ def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:
     figure = new_figure(10, 1.6 + 0.45 * len(found))
     axes = figure.add_subplot()
     sizes = [min(max(one.difference, 1e-3), 1e9) for one in found]
-    bars = axes.barh(range(len(found)), sizes, color=["#c0392b" if one.has_parted else "#2f6f9f" for one in found])
+    bars = axes.barh(range(len(found)), sizes, color=["#c0392b" if one.is_different else "#2f6f9f" for one in found])
     axes.bar_label(bars, labels=[f"{one.theirs:.4g} / {one.ours:.4g}" for one in found], padding=4, fontsize=8)
     axes.set(xscale="log", xlabel="largest difference, in units of what rounding explains (beside the bars: theirs / ours)")
     axes.axvline(1.0, color="#8a949e", linestyle="--", linewidth=1.0)
@@ -34,7 +34,7 @@ def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     apply_style(axes)
-    first = next((one for one in found if one.has_parted), None)
+    first = next((one for one in found if one.is_different), None)
     verdict = "nothing differs by more than rounding" if first is None else f"first: {first.quantity}, {first.cause}"
     axes.set_title(f"{dump.source}: {verdict}", fontsize=10)
     return f"Figure: {write_png(figure, path)}"

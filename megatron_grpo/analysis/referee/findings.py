@@ -34,7 +34,7 @@ class Finding:
         ours: Number of the reference, at that place.
         factor: Least-squares factor from ours to theirs over all places; None if ours is 0.
         difference: Largest difference, in units of what rounding explains.
-        num_parted: Rows in which it differs by more than rounding.
+        num_different: Rows in which it differs by more than rounding.
         num_rows: Rows compared.
         row: Row of the largest difference; -1 for a number of the step.
         cause: Known cause that reproduces it; empty where nothing differs.
@@ -45,15 +45,15 @@ class Finding:
     ours: float
     factor: float | None
     difference: float
-    num_parted: int
+    num_different: int
     num_rows: int
     row: int
     cause: str = ""
 
     @property
-    def has_parted(self) -> bool:
+    def is_different(self) -> bool:
         """Whether it differs by more than rounding."""
-        return self.num_parted > 0
+        return self.num_different > 0
 
 
 def compare(quantity: str, theirs: Values, ours: Values, limits: Values, rows: Sequence[int],
@@ -73,14 +73,14 @@ def compare(quantity: str, theirs: Values, ours: Values, limits: Values, rows: S
     flat_theirs, flat_ours = np.concatenate([np.atleast_1d(t) for t in theirs]), np.concatenate([np.atleast_1d(o) for o in ours])
     power = float((flat_ours**2).sum())
     place = int(np.argmax(np.nan_to_num(np.abs(np.atleast_1d(theirs[worst]) - np.atleast_1d(ours[worst])), nan=np.inf)))
-    parted = sum(one > 1 for one in away)
+    num_different = sum(one > 1 for one in away)
     cause = ""
-    if parted:
+    if num_different:
         matching = (name for name, values in variants if max(map(_away, theirs, values(), limits)) <= 1)
         cause = next(matching, UNKNOWN)
     return Finding(
         quantity=quantity, theirs=float(np.atleast_1d(theirs[worst])[place]), ours=float(np.atleast_1d(ours[worst])[place]),
-        factor=float((flat_theirs * flat_ours).sum()) / power if power else None, difference=away[worst], num_parted=parted,
+        factor=float((flat_theirs * flat_ours).sum()) / power if power else None, difference=away[worst], num_different=num_different,
         num_rows=len(rows), row=rows[worst], cause=cause,
     )  # fmt: skip
 

@@ -301,7 +301,7 @@ def total(row: Sequence[float | None], weights: Sequence[float]) -> float | None
     return sum(applies) if applies else None
 
 
-def judged(values: Sequence[float | None]) -> list[float]:
+def with_reward(values: Sequence[float | None]) -> list[float]:
     """Return the values that are not None."""
     return [v for v in values if v is not None]
 
@@ -330,8 +330,8 @@ def advantages(
     totals = [[total(row, weights) for row in group] for group in rewards]
     if kl_penalty is not None:
         totals = [[None if r is None else r - p for r, p in zip(*pair, strict=True)] for pair in zip(totals, kl_penalty, strict=True)]
-    batch = [r for group in totals for r in judged(group)]
-    centred = [r - mean(judged(group)) for group in totals for r in judged(group)]
+    batch = [r for group in totals for r in with_reward(group)]
+    centred = [r - mean(with_reward(group)) for group in totals for r in with_reward(group)]
     whole = {"batch": deviation(batch), "centred": deviation(centred)}
 
     def advantage(r: float, group: Sequence[float]) -> float:
@@ -345,7 +345,7 @@ def advantages(
             return (r - mean(batch)) / (whole["batch"] + epsilon)
         return (r - mean(group)) / (whole["centred"] + epsilon)  # reinforce_plus_plus_baseline
 
-    return [[0.0 if r is None else advantage(r, judged(group)) for r in group] for group in totals]
+    return [[0.0 if r is None else advantage(r, with_reward(group)) for r in group] for group in totals]
 
 
 def gdpo(
@@ -357,11 +357,11 @@ def gdpo(
     """Return advantages of each function normalised inside its group; the weighted sum is normalised over the batch."""
     sums: list[float | None] = []
     for group in rewards:
-        columns = [judged(column) for column in zip(*group, strict=True)]
+        columns = [with_reward(column) for column in zip(*group, strict=True)]
         for row in group:
             normalised = [None if r is None else (r - mean(of)) / (deviation(of) + epsilon) for r, of in zip(row, columns, strict=True)]
             sums.append(total(normalised, weights))
-    batch = judged(sums)
+    batch = with_reward(sums)
     flat = iter([0.0 if x is None else (x - mean(batch)) / (deviation(batch) + epsilon) for x in sums])
     return [[next(flat) for _ in group] for group in rewards]
 

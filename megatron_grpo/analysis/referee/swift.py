@@ -65,6 +65,6 @@ def _of_completions(path: Path, step: int | None, s: Any) -> Dump:
             for i, (advantage, *rewards) in enumerate(zip(table["advantages"], *(table[name] for name in functions), strict=True))
         ]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        said = f"{path} is no completions.jsonl of {VERSION}x, or lacks the step ({type(error).__name__}: {error})."
-        raise config_error("referee", f"referee: {said}") from None
+        message = f"{path} is no completions.jsonl of {VERSION}x, or lacks the step ({type(error).__name__}: {error})."
+        raise config_error("referee", f"referee: {message}") from None
     return Dump(source=f"{VERSION}x {path.name}", rows=rows, step=number, lacks=[LACKS])

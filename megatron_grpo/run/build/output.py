@@ -271,7 +271,7 @@ def build_metrics_logger(
         ),
         timers=timers,
         reward_weights=reward_manager.reward_weights,
-        tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
+        logs_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
         watches=[lambda progress, values: gap(values), *([lambda *_: check_output_dir(out)] if parallel.is_rank_zero else [])],
     )
 

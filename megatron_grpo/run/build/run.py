@@ -309,19 +309,19 @@ def offloaded_roles(plan: Plan, parallel: ParallelState) -> tuple[Role, ...]:
 
 
 def build_weight_sync(
-    cfg: Config, policy: Policy, holder: WeightReceiver, *, print_line: Callable[[str], None] | None = None
+    cfg: Config, policy: Policy, receiver: WeightReceiver, *, print_line: Callable[[str], None] | None = None
 ) -> WeightSyncManager:
     """Build the manager that syncs the policy's weights to the sampler.
 
     Args:
         cfg: Settings of the run.
         policy: Source of the weights.
-        holder: Receiver of the weights.
+        receiver: Receiver of the weights.
         print_line: Logs a message on the main rank.
     """
     return WeightSyncManager(
         policy,
-        holder,
+        receiver,
         verify=cfg.rollout.verify_weight_sync,
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not (cfg.tuner.adapters or cfg.run.mcore_model),

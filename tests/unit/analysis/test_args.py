@@ -90,7 +90,7 @@ def test_tokens_and_log_probs_are_recorded_and_read_back(tmp_path):
     )
     rows = read_sampled_rows(tmp_path, version=4)
     assert [row.tokens.tolist() for row in rows] == [[5, 6, 7, 10, 11], [5, 6, 7, 10, 11, 12, 13, 14]]  # that of two contexts is left out
-    assert rows[0].sampler.tolist()[3:] == [-0.5, -0.5] and rows[0].drawn.tolist() == [False, False, False, True, True]
+    assert rows[0].sampler.tolist()[3:] == [-0.5, -0.5] and rows[0].is_sampled.tolist() == [False, False, False, True, True]
     assert rows[0].prompt == (5, 6, 7)
     assert read_sampled_rows(tmp_path, version=3) == [] and len(read_sampled_rows(tmp_path)) == 2
     assert [row.sampler.size for row in evenly_spaced(rows * 8, 4)] == [5, 5, 5, 5] and len(evenly_spaced(rows, 4)) == 2

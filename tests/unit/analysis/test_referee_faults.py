@@ -120,7 +120,7 @@ FAULTS = {
 
 
 def first_of(found):
-    return next((one for one in found if one.has_parted), None)
+    return next((one for one in found if one.is_different), None)
 
 
 @pytest.mark.parametrize("name", FAULTS)

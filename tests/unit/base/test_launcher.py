@@ -27,13 +27,13 @@ def test_nobody_else_reads_what_a_launcher_sets():
 def test_torchrun():
     found = launcher.read(TORCHRUN)
     assert (found.rank, found.world_size, found.local_rank, found.problems) == (3, 4, 1, ())
-    assert found.is_launched and found.by_torchrun and found.launcher_holds_store and not found.speaks
+    assert found.is_launched and found.by_torchrun and found.launcher_holds_store and not found.is_logging_rank
     assert str(found.report_file) == "/tmp/a/attempt_2/megatron_grpo.said" and str(found.ended) == "/tmp/a/megatron_grpo.ended"
 
 
 def test_a_process_that_nobody_launched_is_rank_0_of_1():
     found = launcher.read({})
-    assert (found.rank, found.world_size, found.is_launched, found.speaks) == (0, 1, False, True)
+    assert (found.rank, found.world_size, found.is_launched, found.is_logging_rank) == (0, 1, False, True)
 
 
 @pytest.mark.parametrize(

@@ -215,11 +215,11 @@ def test_who_has_no_place_for_pictures_is_refused_as_the_data_are_read(tmp_path)
     with pytest.raises(ConfigError, match="1 of 2 rows have images, but multi-turn episodes support text only"):
         check_for_episodes(seen, "dataset")
     own = resolve(["--rollout_func", "mine.py:f"])
-    problems = rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", seen)]))
+    problems = rows_for_model_and_rewards(own, ValidatedInputs(sets=[("dataset", seen)]))
     assert ["1 of 2 rows have images, but rollout_func does not support them" in one.message for one in problems] == [True]
     blind = load_rows(rows_at(tmp_path, {"prompt": "b"}), image_spec=EYES)
-    assert not rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", blind)]))
-    assert not rows_for_model_and_rewards(resolve([]), ValidatedInputs(looked=[("dataset", seen)]))
+    assert not rows_for_model_and_rewards(own, ValidatedInputs(sets=[("dataset", blind)]))
+    assert not rows_for_model_and_rewards(resolve([]), ValidatedInputs(sets=[("dataset", seen)]))
 
 
 def test_parts_and_tags_are_places_alike():

@@ -12,7 +12,7 @@ from megatron_grpo.base.errors import ConfigError, RowsError, RunError
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import streamed
 from megatron_grpo.data.prompts import open_sets, open_stream
-from megatron_grpo.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_look_at
+from megatron_grpo.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_check
 from tests.unit.data.test_images import EYES, Words
 
 ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(23)]
@@ -172,7 +172,7 @@ def test_what_was_trained_on_is_not_read_again_to_go_on(tmp_path):
     whole = before.take(800)
     cfg, begun = config(path), []
     source = open_sets(cfg, [path], "dataset")
-    after = StreamedPrompts(lambda at: begun.append(at) or source(at), opened(path)._look, before.encode, cfg=cfg, seed=7)
+    after = StreamedPrompts(lambda at: begun.append(at) or source(at), opened(path)._check, before.encode, cfg=cfg, seed=7)
     before.give_back(10)
     after.restore(before.state())
     assert after.take(10) == whole[790:]
@@ -298,7 +298,7 @@ def test_a_row_that_cannot_be_trained_on_ends_the_run_when_it_comes_by_file_and_
     with pytest.raises(RowsError, match="1 of 2 rows have images, but streaming supports text only.*: a.jsonl line 6"):
         open_prompts(config(shows), Words(), seed=7, image_spec=EYES).take(5)
     with pytest.raises(ConfigError, match="1 of 6 rows have images, but streaming supports text only"):
-        rows_to_look_at(config(shows, 9), image_spec=EYES, is_blind=False, seed=0)
+        rows_to_check(config(shows, 9), image_spec=EYES, is_blind=False, seed=0)
 
 
 def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
@@ -306,7 +306,7 @@ def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
     with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
         opened(path)
     with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
-        rows_to_look_at(config(path), image_spec=None, is_blind=True, seed=0)
+        rows_to_check(config(path), image_spec=None, is_blind=True, seed=0)
     (tmp_path / "b.json").write_text(json.dumps(ROWS))
     with pytest.raises(ConfigError, match="b.json is a JSON array, which cannot be streamed"):
         opened(str(tmp_path / "b.json"))
@@ -358,9 +358,9 @@ def test_prompts_are_cut_as_without_streaming(tmp_path):
 
 def test_rows_to_look_at_are_the_first_ones(tmp_path):
     path = write(tmp_path / "a.jsonl")
-    rows = rows_to_look_at(config(path), image_spec=None, is_blind=True, seed=0)
+    rows = rows_to_check(config(path), image_spec=None, is_blind=True, seed=0)
     assert len(rows) == 4 and rows.is_beginning and rows.described(4).startswith("first 4 rows, ")
-    assert len(rows_to_look_at(config(path, streaming=False), image_spec=None, is_blind=True, seed=0)) == 23
+    assert len(rows_to_check(config(path, streaming=False), image_spec=None, is_blind=True, seed=0)) == 23
     stream = opened(path)
     assert stream.rows.is_beginning and stream.longest_prompt == 5 and stream.rows.fingerprint() == rows.fingerprint()
     with pytest.raises(TypeError, match="the number of prompts of a streamed data set is unknown"):

@@ -47,7 +47,7 @@ def journal_in(folder, *, rank=0, **settings):
     metrics = Metrics(folder, rank=rank, console=Console(file=io.StringIO(), width=300), total_steps=9)
     return MetricsLogger(
         metrics, Completions(folder, reward_names=names, interval=0), timers=Timers(),
-        **dict(reward_weights=[1.0, 1.0], tells_selection=False) | settings,
+        **dict(reward_weights=[1.0, 1.0], logs_selection=False) | settings,
     )  # fmt: skip
 
 
@@ -103,13 +103,13 @@ def test_a_run_that_rests_between_a_rollout_and_its_step_tells_of_it_when_it_goe
     whole, rests = tmp_path / "whole", tmp_path / "rests"
     for folder in (whole, rests):
         folder.mkdir()
-        logger = journal_in(folder, tells_selection=True)
+        logger = journal_in(folder, logs_selection=True)
         logger.start(Progress())
         step(logger, 1)
         logger.rollout(rollout_of_two())
         if folder == rests:
             logger.keep(Progress(step=1, num_tokens=60))
-            logger = journal_in(folder, tells_selection=True)
+            logger = journal_in(folder, logs_selection=True)
             logger.start(Progress(step=1, num_tokens=60))
         step(logger, 2)
         step(logger, 3)
@@ -148,7 +148,7 @@ def test_the_table_of_a_rollout_that_is_in_the_checkpoint_stays(tmp_path, num_no
 
 
 def test_selection_is_told_where_rollouts_choose(tmp_path):
-    logger = journal_in(tmp_path, tells_selection=True)
+    logger = journal_in(tmp_path, logs_selection=True)
     logger.start(Progress())
     logger.rollout(rollout_of_two())
     step(logger, 1)

@@ -41,7 +41,7 @@ def test_without_vllm_it_says_what_is_switched_off_and_what_to_install(monkeypat
     assert check.status == "fails" and "pip install 'megatron-grpo[vllm]' on GPUs, or 'megatron-grpo[cpu]'" in check.remedy
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.32.0" if name in doctor.SAMPLERS else None)
     assert "pip uninstall both" in doctor._sampler().remedy
-    optional = {check.name: check for check in doctor.look_at_packages() if check.status == "absent"}
+    optional = {check.name: check for check in doctor.check_packages() if check.status == "absent"}
     assert optional["matplotlib"].remedy == "Switched off: plots/, and `plan --png`. pip install 'megatron-grpo[plot]'"
 
 
@@ -72,7 +72,7 @@ def test_few_open_files_are_told_with_the_command_that_gives_more():
         "from megatron_grpo.run import doctor",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 5000))",
         "doctor._devices = lambda: None",
-        "print([check.remedy for check in doctor.look_at_machine() if check and check.name == 'open files'])",
+        "print([check.remedy for check in doctor.check_machine() if check and check.name == 'open files'])",
     ]
     program = "\n".join(lines)
     why, said = run([sys.executable, "-c", program], seconds=SECONDS)

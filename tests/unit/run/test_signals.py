@@ -329,7 +329,7 @@ class Doomed:
 
 @pytest.mark.parametrize("leaves_unasked", [True, False])
 def test_under_nccl_a_rank_leaves_when_another_has_died_though_nobody_asks_it_to(monkeypatch, leaves_unasked):
-    monkeypatch.setattr(signals, "SECONDS_TO_TELL", 0.3)
+    monkeypatch.setattr(signals, "SECONDS_TO_REPORT", 0.3)
     others, left = Doomed(), threading.Event()
     stop = StopSignal(left.set, peers=others, leaves_unasked=leaves_unasked)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.run import hang_report
-from megatron_grpo.run.hang_report import RankReport, culprits, verdict
+from megatron_grpo.run.hang_report import RankReport, suspect_ranks, verdict
 from megatron_grpo.run.watchdog import HangDetector, Heartbeat, TimeSinceChange
 from tests.ranks import run_ranks
 
@@ -29,12 +29,12 @@ class Hours:
 def test_seconds_in_which_this_process_did_not_live_are_not_counted():
     clock = Hours()
     age = TimeSinceChange(5.0, clock)
-    age.look("x")
+    age.update("x")
     clock.now += 3.0
-    assert age.look("x") == 3.0
+    assert age.update("x") == 3.0
     clock.now += 3600.0  # stopped by its user, or a laptop that was closed
-    assert age.look("x") == 8.0
-    assert age.look("y") == 0.0
+    assert age.update("x") == 8.0
+    assert age.update("y") == 0.0
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ WAITS = account()
     ids=["silent", "stuck", "waits for nobody", "behind", "behind in a collective", "nobody"],
 )
 def test_the_culprit_is_the_one_that_the_others_wait_for(accounts, named):
-    assert culprits(dict(enumerate(accounts))) == named
+    assert suspect_ranks(dict(enumerate(accounts))) == named
 
 
 def test_what_is_said_names_rank_host_step_phase_and_place():

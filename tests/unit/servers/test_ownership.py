@@ -140,10 +140,10 @@ def test_a_stream_that_is_read_keeps_the_server_and_one_of_an_earlier_tenure_doe
     old = own.weight_epoch
     for _ in range(5):
         clock.now += LEASE_SECONDS - 1
-        own.heard(old)
+        own.renew(old)
     assert own.owner == "mine"
     own.begin_update(keeps_base=False)
     clock.now += LEASE_SECONDS - 1
-    own.heard(old)
+    own.renew(old)
     clock.now += 1
     assert own.owner is None

@@ -237,7 +237,7 @@ def generator_of(engine, rewards=(), sampling=SAMPLING, sync_again=lambda: pytes
 def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
     """(samples in row order, metrics, rows) of one rollout, by the weights of its step."""
     heard, engine = Heard(), ScriptedEngine(answer)
-    engine.take(WeightUpdate(kind="weights", version=number, tensors=()))
+    engine.load_weights(WeightUpdate(kind="weights", version=number, tensors=()))
     rollouts = rollouts_of(rewards, schedule(old_logprobs=old_logprobs), penalty=penalty, engine=engine, logger=heard, **config)
     (found,) = rollouts.sample([number])
     assert rollouts.sample([]) == rollouts.collect([]) == rollouts.drain(number) == []
@@ -340,7 +340,7 @@ def told_words(prompt, place, version):
 
 def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
     engine, asked = ScriptedEngine(told_words), []
-    engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
+    engine.load_weights(WeightUpdate(kind="weights", version=0, tensors=()))
 
     def teacher(rows):
         asked.append(len(rows.sequences))
@@ -366,7 +366,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
     """Rollout 1 comes in at step 2 and its second half is trained at step 3. A checkpoint that took it in after step 1 scored it by
     weights that no ratio is against."""
     engine = ScriptedEngine(answer)
-    engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
+    engine.load_weights(WeightUpdate(kind="weights", version=0, tensors=()))
 
     def penalty(rows):
         return np.zeros(len(rows.rows)), {key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in rows.sequences.items()}
@@ -383,7 +383,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
         assert found.samples[key].old_logprobs.tolist() == [0, 0, -0.25 - key[1], -0.25 - key[1]]
     # And at once, as every rollout is without one ahead.
     at_once = rollouts_of({0: LIVE, 1: LIVE}, schedule(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
-    at_once.generator.sampler.take(WeightUpdate(kind="weights", version=0, tensors=()))
+    at_once.generator.sampler.load_weights(WeightUpdate(kind="weights", version=0, tensors=()))
     [found] = at_once.sample([0])
     assert found.rows.take(np.flatnonzero(found.rows.has_old_logprobs)).keys == [(0, 2), (0, 3)]
 
@@ -402,7 +402,7 @@ def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_
     """Of two steps each: rollout 1 comes in at step 2, and rollout 2, sampled from step 2 on, at step 4. Weights that were pushed late
     look like this."""
     engine, table = ScriptedEngine(answer), schedule(steps=2, depth=depth)
-    engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+    engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=()))
     rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine)
     if not said:
         assert set(rollouts.sample([1 + depth])[0].rows.version.tolist()) == {version}

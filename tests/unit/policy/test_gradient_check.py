@@ -88,24 +88,26 @@ PLACES = {(6, row): dict(rollout=6, row=row, prompt_number=50 + row, dataset_row
 
 
 def test_a_refusal_names_rank_micro_batch_and_rows():
-    culprits = (
+    bad_micro_batches = (
         BadMicroBatch(micro_batch=3, ranks=(1,), norm=math.inf, rows=((6, 5),), what="advantages"),
         BadMicroBatch(micro_batch=4, ranks=(0, 1), norm=12.5, rows=((6, 0), (6, 1))),
     )
-    skipped_step = SkippedStep(why="its gradient is not finite", skips=SkipCounter(total=1, in_a_row=1), ranks=(1,), culprits=culprits)
+    skipped_step = SkippedStep(
+        why="its gradient is not finite", skips=SkipCounter(total=1, in_a_row=1), ranks=(1,), bad_micro_batches=bad_micro_batches
+    )
     assert skipped_step.lines(PLACES) == [
         "rank 1, micro-batch 3: row 5 of rollout 6 (prompt 55, row 5 of the data set): advantages not finite",
         "ranks 0, 1, micro-batch 4, norm 12.5 alone: row 0 of rollout 6 (prompt 50, row 0 of the data set), "
         "row 1 of rollout 6 (prompt 51, row 1 of the data set)",
     ]
     record = json.loads(json.dumps(skipped_step.record(PLACES)))
-    assert record["culprits"][0] == {"micro_batch": 3, "ranks": [1], "what": "advantages", "rows": [PLACES[6, 5]]}
+    assert record["bad_micro_batches"][0] == {"micro_batch": 3, "ranks": [1], "what": "advantages", "rows": [PLACES[6, 5]]}
     assert (record["why"], record["in_a_row"], record["skipped_iterations"]) == ("its gradient is not finite", 1, 1)
 
 
 def test_of_many_rows_some_are_named():
     skipped_step = SkippedStep(
-        why="", skips=SkipCounter(), culprits=(BadMicroBatch(micro_batch=0, ranks=tuple(range(30)), norm=1.0, rows=tuple(PLACES)),)
+        why="", skips=SkipCounter(), bad_micro_batches=(BadMicroBatch(micro_batch=0, ranks=tuple(range(30)), norm=1.0, rows=tuple(PLACES)),)
     )
     [line] = skipped_step.lines(PLACES)
     assert replace(skipped_step, more=3).lines(PLACES) == [line, "and at least 3 more micro-batches"]

@@ -113,7 +113,7 @@ def told(folder):
         moved = shaken(named)
 
         def push(tensors, version, *, tower):
-            engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
+            engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
             copied(tensors, model)
 
         found = {"as loaded": worst(model, engine, prompts), "warm": worst(model, engine, prompts, seed=1)}
@@ -197,7 +197,7 @@ def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_pu
         engine, model = started(tmp_path, image_spec), load(tmp_path)
         found = {"as loaded": worst(model, engine, prompts)}
         moved = shaken(load_file(tmp_path / "model" / "model.safetensors"))
-        engine.take(WeightUpdate(kind="weights", version=1, tensors=iter(moved.items()), moves_tower=True))
+        engine.load_weights(WeightUpdate(kind="weights", version=1, tensors=iter(moved.items()), moves_tower=True))
         found["another model"] = worst(model, engine, prompts, seed=1)
         save_file(moved, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
         model = load(tmp_path)

@@ -192,7 +192,7 @@ def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
         assert held == [1], "older adapters leave, so memory stays bounded"
 
         # All weights anew, as after sleep_level 2: they drop the adapter, and the policy sends it after them.
-        engine.take(WeightUpdate(kind="weights", version=NO_VERSION, tensors=policy.base()))
+        engine.load_weights(WeightUpdate(kind="weights", version=NO_VERSION, tensors=policy.base()))
         assert engine.version == NO_VERSION and engine.has_base
         with pytest.raises(WeightSyncError, match="The rollout engine has no weights"):
             engine.generate(PROMPTS, SAMPLING, seed=1)
@@ -202,10 +202,10 @@ def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
         assert stats.num_tensors == len(dict(policy.base())) + len(policy.adapter()) and engine.has_base and engine.version == 13
 
         # Merged weights are no base of any adapter.
-        engine.take(WeightUpdate(kind="merged", version=14, tensors=policy.merged()))
+        engine.load_weights(WeightUpdate(kind="merged", version=14, tensors=policy.merged()))
         assert check_weights(policy, engine, version=14).logp_difference_max < 1e-4 and not engine.has_base
         with pytest.raises(WeightSyncError, match="but has no base weights for it"):
-            engine.take(WeightUpdate(kind="adapter", version=15, tensors=policy.adapter().items(), config=policy.config))
+            engine.load_weights(WeightUpdate(kind="adapter", version=15, tensors=policy.adapter().items(), config=policy.config))
         assert give(16).num_tensors == stats.num_tensors
 
     run_ranks(body, 1)
@@ -218,7 +218,7 @@ def test_modules_that_do_not_arrive_are_named(model_path):
 
         def offered(change):
             named = dict(change(name, tensor) for name, tensor in policy.adapter().items() if change(name, tensor))
-            engine.take(WeightUpdate(kind="adapter", version=1, tensors=named.items(), config=policy.config))
+            engine.load_weights(WeightUpdate(kind="adapter", version=1, tensors=named.items(), config=policy.config))
 
         with pytest.raises(WeightSyncError, match=r"1 modules have an adapter in this run but were not sent \(model.layers.1.self_attn.v_"):
             offered(lambda name, tensor: None if "1.self_attn.v_proj" in name else (name, tensor))
@@ -239,14 +239,14 @@ def test_modules_that_do_not_arrive_are_named(model_path):
         more = {"model.layers.0.mlp.up_proj.lora_A.weight": a, "model.layers.0.mlp.up_proj.lora_B.weight": b}
         engine._adapter._modules = frozenset(module.replace("query", "q_proj") for module in engine._adapter._modules)
         with pytest.raises(WeightSyncError, match=r"1 modules were ignored by vLLM, .* \(model.layers.0.mlp.up_proj\)"):
-            engine.take(WeightUpdate(kind="adapter", version=1, tensors=(policy.adapter() | more).items(), config=policy.config))
+            engine.load_weights(WeightUpdate(kind="adapter", version=1, tensors=(policy.adapter() | more).items(), config=policy.config))
         engine._adapter._modules = policy.pushes.modules
         assert sync(policy, engine, version=2, verify=True).logp_difference_max < 1e-4
 
         plain = LoraSync(kind="merged", modules=policy.pushes.modules, slot_rank=0)
         policy.pushes = plain
         with pytest.raises(WeightSyncError, match="was started without LoRA support"):
-            engine_for(policy, rank, world_size).take(WeightUpdate(kind="adapter", version=1, tensors=(), config={}))
+            engine_for(policy, rank, world_size).load_weights(WeightUpdate(kind="adapter", version=1, tensors=(), config={}))
 
     run_ranks(body, 1)
 

@@ -101,7 +101,7 @@ def test_a_thousand_idle_connections_keep_nobody_out_and_fill_no_log(server):
         if number % OPEN_FILES == OPEN_FILES - 1:
             assert server.ask("GET", "/state", incarnation="")[0] in (200, 409)
     assert server.ask("POST", "/claim", wire.ClaimRequest(run="mine", incarnation="1"))[0] == 200
-    assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 2 * serve_lifecycle.STRANGERS + 50
+    assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 2 * serve_lifecycle.MAX_UNAUTHENTICATED + 50
     assert server.log.stat().st_size < 5000, server.log.read_text()[:5000]
     for one in idle:
         one.close()

@@ -50,7 +50,7 @@ def test_a_bit_that_flips_ends_the_run_and_what_was_saved_before_stays(tmp_path)
     out = tmp_path / "out"
     assert [path.name for path in out.glob("checkpoints/iter_*")] == ["iter_0000001"] and len(records(out / "metrics.jsonl")) == 1
     [step_dump] = out.glob("debug_dump/*")
-    assert step_dump.name == "step_000002_parted"
+    assert step_dump.name == "step_000002_replica_mismatch"
     files = [path for path in step_dump.rglob("*") if path.is_file()]
     assert len(files) > 6 and not [path for path in files if SECRET.encode() in path.read_bytes()]
     [(code, told)] = run_ranks(replayed, 1, step_dump, timeout=120)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.distributed.test_sampled_pictures import MOST, folder, load, opened, worst  # noqa: F401 - a fixture
+from tests.distributed.test_image_rollouts import MOST, folder, load, opened, worst  # noqa: F401 - a fixture
 from tests.ranks import run_ranks
 from tests.servers import ASKS, Server
 
@@ -56,7 +56,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
 
     def push(tensors, version, tower):
         engine.prepare()
-        engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
+        engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
 
     sent = []
     but = requests.ImagesToSend.but

@@ -126,13 +126,13 @@ def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models
     for settings, *of_ranks in zip(LAYOUTS[name], *run_ranks(body, layout.world_size, timeout=240), strict=True):
         refusals, rows = zip(*of_ranks, strict=True)
         assert len({str(skipped_step) for skipped_step in refusals}) == 1
-        [skipped_step], [culprit] = {id(refusals[0]): refusals[0]}.values(), refusals[0].culprits
+        [skipped_step], [bad] = {id(refusals[0]): refusals[0]}.values(), refusals[0].bad_micro_batches
         assert skipped_step.why == "its gradient is not finite" and skipped_step.weights == ()
-        assert BAD_RANK in culprit.ranks and BAD_RANK in skipped_step.ranks, settings
+        assert BAD_RANK in bad.ranks and BAD_RANK in skipped_step.ranks, settings
         if name in STAYS:
-            assert culprit.ranks == (BAD_RANK,)
+            assert bad.ranks == (BAD_RANK,)
             assert skipped_step.ranks == (BAD_RANK,) or settings.get("overlap_grad_reduce")
-        assert culprit.micro_batch == BAD_MICRO_BATCH and culprit.rows == next(row for row in rows if row) and culprit.what == ""
+        assert bad.micro_batch == BAD_MICRO_BATCH and bad.rows == next(row for row in rows if row) and bad.what == ""
 
 
 def test_a_copy_that_the_norm_does_not_count_is_looked_at_all_the_same(models, batches):
@@ -144,7 +144,7 @@ def test_a_copy_that_the_norm_does_not_count_is_looked_at_all_the_same(models, b
         if rank == BAD_RANK:
             policy.chunks[0].decoder.final_layernorm.weight.register_hook(is_no_number)
         trained = policy.train_step(cases.batch_of(policy, first, 0))
-        return trained.metrics["grad_norm"], trained.skipped_step.ranks, {one.ranks for one in trained.skipped_step.culprits}
+        return trained.metrics["grad_norm"], trained.skipped_step.ranks, {one.ranks for one in trained.skipped_step.bad_micro_batches}
 
     assert run_ranks(body, 2) == [(math.inf, (BAD_RANK,), {(BAD_RANK,)})] * 2
 
@@ -179,13 +179,13 @@ def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_thei
         (refusals[0], next((one for one in places if one), None))
         for refusals, places in (zip(*of_ranks, strict=True) for of_ranks in zip(*run_ranks(body, 2), strict=True))
     )
-    [culprit] = advantage.culprits
-    assert (culprit.ranks, culprit.micro_batch) == ((where[0],), where[1])
-    assert culprit.rows == ((0, 3),) and culprit.what == "advantages"
-    [culprit] = spike.culprits
-    assert (culprit.ranks, culprit.micro_batch) == ((BAD_RANK,), BAD_MICRO_BATCH) and len(culprit.rows) == 1 and culprit.norm > 1
+    [bad] = advantage.bad_micro_batches
+    assert (bad.ranks, bad.micro_batch) == ((where[0],), where[1])
+    assert bad.rows == ((0, 3),) and bad.what == "advantages"
+    [bad] = spike.bad_micro_batches
+    assert (bad.ranks, bad.micro_batch) == ((BAD_RANK,), BAD_MICRO_BATCH) and len(bad.rows) == 1 and bad.norm > 1
     assert "skip_grad_norm_above" in spike.why and spike.skips.in_a_row == 1 and transient.skips.in_a_row == 2
-    assert transient.ranks == (BAD_RANK,) and transient.culprits == ()
+    assert transient.ranks == (BAD_RANK,) and transient.bad_micro_batches == ()
 
 
 def test_weights_that_are_no_numbers_are_named_by_rank(models, batches):
@@ -197,7 +197,7 @@ def test_weights_that_are_no_numbers_are_named_by_rank(models, batches):
             with torch.no_grad():
                 policy.chunks[0].decoder.layers[1].mlp.linear_fc2.weight[0, 0] = math.nan
         skipped_step = policy.train_step(cases.batch_of(policy, first, 0)).skipped_step
-        return skipped_step.weights, skipped_step.culprits
+        return skipped_step.weights, skipped_step.bad_micro_batches
 
     weights = ((BAD_RANK, "decoder.layers.1.mlp.linear_fc2.weight"),)
     assert run_ranks(body, 2) == [(weights, ())] * 2
