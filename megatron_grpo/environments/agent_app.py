@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -14,12 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_grpo.base.errors import RunError, one_line
+from megatron_grpo.base.listener import Listener, rate_limited_handler
 from megatron_grpo.environments import agent_forms
 from megatron_grpo.environments.agent_session import AgentRefusalError, AgentSession, AgentTurn, episode_over
+from megatron_grpo.environments.protocol import as_finite_number
 from megatron_grpo.rollout.engine import SamplingSettings
 
 MOST_BYTES, MOST_OPEN = 16 << 20, 32  # of one request; open requests of one session
+SECONDS_OF_BODY = 60.0  # in which a client must have sent its request
 SECONDS_BETWEEN_COMMENTS = 10.0  # of a stream that waits for its answer
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LOG = logging.getLogger(__name__)
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -34,7 +39,7 @@ class EndpointAddress:
     certfile: str | None = None  # TLS
     keyfile: str | None = None
 
-    def listen(self) -> tuple[socket.socket, str]:
+    def listen(self) -> tuple[Listener, str]:
         """Return the listening socket, and its URL without a path. The URL of a wildcard address has the name of the machine.
 
         Raises:
@@ -47,8 +52,9 @@ class EndpointAddress:
             raise RunError(
                 f"The endpoint of agents cannot listen on {self.host} port {self.port} (agent_host, agent_port): {error}."
             ) from error
+        port = listening.getsockname()[1]
         name = socket.gethostname() if self.host in ("0.0.0.0", "::") else f"[{self.host}]" if ":" in self.host else self.host
-        return listening, f"{'https' if self.certfile else 'http'}://{name}:{listening.getsockname()[1]}"
+        return Listener(fileno=listening.detach()), f"{'https' if self.certfile else 'http'}://{name}:{port}"
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +114,7 @@ class AgentServer:
         self._sampling, self._ask, self._overruled = sampling, on_call, overruled
         self._socket, self.url = address.listen()
         self._loop, self._server = asyncio.new_event_loop(), _server(self._app, address)
+        self._loop.set_exception_handler(rate_limited_handler())
         self._thread = threading.Thread(target=self._run, name="agents' endpoint", daemon=True)
         self._thread.start()
 
@@ -141,6 +148,7 @@ class AgentServer:
         path, headers = scope["path"], {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             entry = _entry(self._verdicts if path == "/v1/verdict" else self._agents, headers)
+            self._socket.has_shown_the_token(tuple(scope["client"][:2]))
             await self._answer(scope["method"], path, headers, entry, receive, send)
         except AgentRefusalError as refusal:
             await _refuse(send, path, refusal)
@@ -159,23 +167,22 @@ class AgentServer:
             raise AgentRefusalError(429, "too_many", f"{MOST_OPEN} requests of this key are open.", retry_after=1)
         entry.num_open += 1
         try:
-            raw = await _body(receive)
             try:
-                body = json.loads(raw)
-            except (ValueError, RecursionError) as error:
-                raise agent_forms.invalid_request(f"the body is not JSON: {error}") from error
-            if not isinstance(body, dict):
-                raise agent_forms.invalid_request("the body must be a JSON object.")
+                raw = await asyncio.wait_for(_body(receive), SECONDS_OF_BODY)
+            except TimeoutError as error:
+                raise AgentRefusalError(408, "too_slow", f"the body did not arrive within {SECONDS_OF_BODY:g} s.") from error
+            body = _parse(raw)
             if form is None:
                 return await _send_json(send, 200, _verdict(entry.episode, body))
             try:
                 request = form.read(body)
                 count = entry.episode.session.count_tokens(request) if path.endswith("/count_tokens") else 0
+                refusal = agent_forms.unsupported(body, self._sampling, request.stop)
             except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field of another type than the protocol's
                 raise agent_forms.invalid_request(f"the request cannot be read: {type(error).__name__} {one_line(error)}") from error
             if path.endswith("/count_tokens"):
                 return await _send_json(send, 200, {"input_tokens": count})
-            if (refusal := agent_forms.unsupported(body, self._sampling, request.stop)) is not None:
+            if refusal is not None:
                 raise refusal
             call = self._call(entry, path, raw, headers, request, body)
             await _Reply(call, form, path, receive, send).run()
@@ -274,7 +281,7 @@ def _server(app: Any, address: EndpointAddress) -> Any:
     import uvicorn
 
     return uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none",
-                                         timeout_keep_alive=60, interface="asgi3", proxy_headers=False,
+                                         timeout_keep_alive=60, interface="asgi3", proxy_headers=False, http="h11",
                                          ssl_certfile=address.certfile, ssl_keyfile=address.keyfile))  # fmt: skip
 
 
@@ -284,7 +291,7 @@ def _digest(key: str) -> bytes:
 
 def _entry(entries: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
     """Return the open episode of a key. It is found by its digest, so the time of the answer tells nothing about the keys."""
-    entry = entries.get(_digest(headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")))
+    entry = entries.get(_digest(headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2]))
     if entry is None:
         raise AgentRefusalError(401, "episode_over", "no open episode has this key.")
     if entry.episode.session.ended == "done":
@@ -293,11 +300,24 @@ def _entry(entries: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
 
 
 def _verdict(episode: OpenEpisode, body: dict[str, Any]) -> dict[str, Any]:
-    value = body.get("reward")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+    number = None if isinstance(body.get("reward"), bool) else as_finite_number(body.get("reward"))
+    if number is None:
         raise agent_forms.invalid_request("reward must be a finite number.")
-    episode.reward = float(value)
+    episode.reward = number
     return {}
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode()
+        body = json.loads(text)
+        if _SURROGATE.search(text):  # half of a pair is no text: neither tokenizers nor files accept it
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise agent_forms.invalid_request(f"the body is not JSON in UTF-8: {one_line(error)}") from error
+    if not isinstance(body, dict):
+        raise agent_forms.invalid_request("the body must be a JSON object.")
+    return body
 
 
 async def _body(receive: Receive) -> bytes:
@@ -317,7 +337,7 @@ async def _refuse(send: Send, path: str, refusal: AgentRefusalError) -> None:
     headers = [(b"x-should-retry", b"false" if refusal.retry_after is None else b"true")]
     if refusal.retry_after is not None:
         headers.append((b"retry-after", str(refusal.retry_after).encode()))
-    if refusal.status == 413:
+    if refusal.status in (401, 408, 413):
         headers.append((b"connection", b"close"))
     await _send_json(send, refusal.status, agent_forms.error_body(path, refusal), headers)
 

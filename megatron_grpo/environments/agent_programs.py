@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
-import numbers
 import os
 import shlex
 import shutil
@@ -23,7 +21,7 @@ from typing import Any, ClassVar, cast
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, describe_value, one_line, problem_with
 from megatron_grpo.config.config import Config
-from megatron_grpo.environments.protocol import Environment, InvalidReplyError
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError, as_finite_number, find_invalid_columns
 from megatron_grpo.rewards.loading import user_object
 
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -154,13 +152,12 @@ def as_result(value: Any, source: str) -> AgentResult:
     """
     columns = dict(value) if isinstance(value, Mapping) else {}
     reward = columns.pop("reward", None) if isinstance(value, Mapping) else value
-    if not all(isinstance(name, str) for name in columns):
-        raise InvalidReplyError(f"{source} returned a dict with a key that is not a string")
-    if reward is None:
-        return AgentResult(columns=columns)
-    if not isinstance(reward, (numbers.Real, bool)) or not math.isfinite(reward):
+    if fault := find_invalid_columns(columns):
+        raise InvalidReplyError(f"{source} returned {fault}")
+    number = as_finite_number(reward)
+    if reward is not None and number is None:
         raise InvalidReplyError(f"{source} returned {describe_value(value)}; expected a finite number, a dict with reward, or None")
-    return AgentResult(reward=float(reward), columns=columns)
+    return AgentResult(reward=number, columns=columns)
 
 
 class AgentProgram:
@@ -201,7 +198,7 @@ class AgentProgram:
             if self.verdict is not None and endpoint.messages():
                 try:
                     value = self.verdict(row, folder, text, endpoint.messages())
-                except Exception as error:
+                except (Exception, SystemExit, KeyboardInterrupt) as error:
                     raise InvalidReplyError(f"agent_verdict raised {type(error).__name__}: {one_line(error)}") from error
                 result = as_result(value, "agent_verdict")
                 if result.reward is None:

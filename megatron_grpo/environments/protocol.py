@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.base.errors import describe_value
+from megatron_grpo.base.errors import describe_value, one_line
+
+_RESERVED = ("prompts", "completions", "trainer_state")  # other arguments of reward functions
 
 Message = Mapping[str, Any]  # {"role", "content"}, and further keys that the chat template reads
 
@@ -124,13 +127,40 @@ def as_step_output(value: Any) -> StepOutput:
     )
 
 
-def _number(value: Any, noun: str) -> float:
+def as_finite_number(value: Any) -> float | None:
+    """Return a finite real number as a float; None for anything else.
+
+    Args:
+        value: Any object.
+    """
     try:
-        if isinstance(value, numbers.Real) and math.isfinite(number := float(value)):
-            return number
+        return float(value) if isinstance(value, numbers.Real) and math.isfinite(float(value)) else None
     except OverflowError:  # a Python int may exceed the range of float
-        pass
-    raise InvalidReplyError(f"step returned {describe_value(value)} as {noun}; expected a finite number")
+        return None
+
+
+def _number(value: Any, noun: str) -> float:
+    if (number := as_finite_number(value)) is None:
+        raise InvalidReplyError(f"step returned {describe_value(value)} as {noun}; expected a finite number")
+    return number
+
+
+def find_invalid_columns(columns: Mapping[Any, Any]) -> str | None:
+    """Return the fault of further columns for reward functions; None if they can be used. The text completes "returned ...".
+
+    Args:
+        columns: Name -> value. Values are sent to the rank that computes rewards.
+    """
+    if non_strings := [name for name in columns if not isinstance(name, str)]:
+        return f"a dict with the key {non_strings[0]!r}; expected strings"
+    if reserved := [name for name in _RESERVED if name in columns]:
+        return f"{', '.join(reserved)}, a reserved argument name of reward functions"
+    for name, value in columns.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # noqa: BLE001 - pickling runs code of the value
+            return f"{name}, which cannot be sent to the rank that computes rewards: {one_line(error)}"
+    return None
 
 
 def as_messages(value: Any, *, source: str) -> tuple[Message, ...]:

@@ -8,7 +8,6 @@ page for users.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -16,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.environments.protocol import find_invalid_columns
 from megatron_grpo.rollout.engine import ROUNDING
 from megatron_grpo.types import Completion, Prompt
 from megatron_grpo.types import Sequence as TokenSequence
 
 IDS, PROMPT, LOGPROBS, MASK = "completion_ids", "prompt_ids", "logprobs", "env_mask"
 _NOT_MASKS = ("completion_mask", "mask", "tool_mask", "loss_mask", "response_mask", "attention_mask")
-_NOT_COLUMNS = ("prompts", "completions", "trainer_state")
 
 
 class InvalidRolloutOutputError(Exception):
@@ -96,7 +95,6 @@ def completions_of(
     """
     columns = _columns(returned, len(requests))
     other_columns = {name: values for name, values in columns.items() if name not in (PROMPT, IDS, LOGPROBS, MASK)}
-    _check_travels(other_columns)
     openings: dict[int, tuple[int, ...]] = {}
     completions = []
     for i, request in enumerate(requests):
@@ -125,16 +123,14 @@ def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
         raise InvalidRolloutOutputError(
             f"returned {_kind(returned)}; expected a dict of lists with {IDS} and {LOGPROBS}, one entry per prompt."
         )
-    if non_strings := [name for name in returned if not isinstance(name, str)]:
-        raise InvalidRolloutOutputError(f"returned a dict with the key {non_strings[0]!r}; expected strings.")
+    if fault := find_invalid_columns({name: values for name, values in returned.items() if name not in (PROMPT, IDS, LOGPROBS, MASK)}):
+        raise InvalidRolloutOutputError(f"returned {fault}.")
     if missing := [name for name in (IDS, LOGPROBS) if returned.get(name) is None]:
         raise InvalidRolloutOutputError(
             f"returned no {' and no '.join(missing)}: every sampled token is trained against the log-prob it was sampled with."
         )
     if misnamed := [name for name in _NOT_MASKS if name in returned]:
         raise InvalidRolloutOutputError(f"returned {', '.join(misnamed)}, which is not used. Use {MASK}, with 1 for sampled tokens.")
-    if reserved := [name for name in _NOT_COLUMNS if name in returned]:
-        raise InvalidRolloutOutputError(f"returned {', '.join(reserved)}, a reserved argument name of reward functions.")
     columns = {name: _listed(values, name) for name, values in returned.items() if values is not None}
     for name, values in columns.items():
         if len(values) != count:
@@ -142,15 +138,6 @@ def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
                 f"returned {len(values)} {name} for {count} prompts; it receives each prompt once per completion."
             )
     return columns
-
-
-def _check_travels(other_columns: Mapping[str, Any]) -> None:
-    """Check that columns for reward functions can be pickled, since they are sent to the scoring rank."""
-    for name, values in other_columns.items():
-        try:
-            pickle.dumps(values)
-        except Exception as error:
-            raise InvalidRolloutOutputError(f"returned {name}, which cannot be sent to the rank that computes rewards: {error}.") from error
 
 
 def _listed(values: Any, name: str) -> Sequence[Any]:

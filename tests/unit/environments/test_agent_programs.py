@@ -103,7 +103,11 @@ def test_memory_of_a_program_is_limited(tmp_path):
     assert row.finish_reason == "error" and "MemoryError" in row.record.numbers.fault
 
 
-@pytest.mark.parametrize("value", ["raise ValueError('bad')", "return float('nan')", "return 'good'", "return None"])
+BAD_VERDICTS = ["raise ValueError('bad')", "raise SystemExit(3)", "return float('nan')", "return 10**400", "return 'good'", "return None",
+                "return {'reward': 1, 'lock': (lambda: 0)}", "return {'reward': 1, 'completions': 2}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD_VERDICTS)
 def test_a_verdict_that_is_no_reward_trains_nothing(tmp_path, value):
     scope: dict = {}
     exec(f"def verdict(row, folder, output, messages):\n    {value}", scope)

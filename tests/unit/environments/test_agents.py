@@ -16,6 +16,7 @@ import pytest
 from anthropic import Anthropic, AuthenticationError, BadRequestError
 
 from megatron_grpo.base.errors import RunError
+from megatron_grpo.environments import agent_app
 from megatron_grpo.environments.agents import AgentPlayer, AgentSampler
 from megatron_grpo.rollout.engine import SamplingSettings
 from tests.agents import KINDS, TOOLS, Agent, Ledger, compare, parallel, plain, played, prompt, stage
@@ -141,7 +142,10 @@ def test_what_would_change_the_distribution_is_refused_in_the_form_of_the_protoc
         routes["behind the key"] = {
             routed(method, path) for path in ("/metrics", "/v1/completions", "/health") for method in ("GET", "POST")
         }
-        routes["no JSON"] = {routed("POST", "/v1/chat/completions", content=one) for one in (b"{", b"[]", b"[" * 5000, b"\xff", b"null")}
+        surrogate = json.dumps({"messages": [{"role": "tool", "content": "x", "tool_call_id": "\ud800"}]})
+        other_types = [json.dumps({"messages": CHAT} | more) for more in ({"response_format": "json"}, {"text": [1]}, {"stop": 5})]
+        bodies = (b"{", b"[]", b"[" * 5000, b"\xff", b"null", "{}".encode("utf-16"), surrogate.encode(), *map(str.encode, other_types))
+        routes["no JSON"] = {routed("POST", "/v1/chat/completions", content=one) for one in bodies}
         routes["too large"] = {routed("POST", "/v1/chat/completions", content=b" " * (17 << 20))}
         routes["verdict"] = [routed("POST", "/v1/verdict", key, b'{"reward": ' + value + b"}")
                              for key in (endpoint.api_key, endpoint.verdict_key) for value in (b"1", b"NaN", b'"1"', b"true", b"1e999")]  # fmt: skip
@@ -256,6 +260,31 @@ class Held(Ledger):
 
     def poll(self):
         return super().poll() if self.is_released else []
+
+
+def test_a_client_that_sends_slowly_or_nothing_is_sent_away_and_others_are_answered_meanwhile(monkeypatch):
+    from megatron_grpo.base import listener
+
+    monkeypatch.setattr(listener, "SECONDS", 0.6)
+    monkeypatch.setattr(agent_app, "SECONDS_OF_BODY", 0.6)
+    answers = []
+
+    def solve(row, endpoint):
+        address = "127.0.0.1", int(endpoint.url.rpartition(":")[2])
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: {endpoint.api_key}\r\ncontent-length: 99\r\n\r\n{{"
+        opened = [socket.create_connection(address, timeout=10) for _ in range(4)]
+        for sent, text in zip(opened, (head, head[:20], "", head.replace(endpoint.api_key, "another")), strict=True):
+            sent.sendall(text.encode())
+        Agent(endpoint, "x").ask(CHAT)
+        for sent in opened:
+            with sent, sent.makefile("rb") as answer:
+                answers.append(answer.read()[:12].decode())
+        return 1.0
+
+    ledger = Ledger()
+    (row,), player = played(solve, ledger)
+    assert answers == ["HTTP/1.1 408", "", "", "HTTP/1.1 401"]
+    assert row.finish_reason == "done" and compare(ledger, player)["trained"] == 1
 
 
 def test_a_session_with_too_many_open_requests_is_asked_to_wait():

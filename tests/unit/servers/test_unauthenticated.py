@@ -15,7 +15,8 @@ import time
 
 import pytest
 
-from megatron_grpo.servers import serve_lifecycle, wire
+from megatron_grpo.base import listener
+from megatron_grpo.servers import wire
 from tests.small_server import certificate_in
 
 TOKEN = "the-token-of-these-tests"
@@ -25,6 +26,7 @@ OPEN_FILES = 400  # less than asyncio's queue of connections, as 1,024 are less 
 SERVER = """
 import asyncio, json, sys
 from types import SimpleNamespace
+from megatron_grpo.base import listener
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.servers import serve_lifecycle as life
 from megatron_grpo.config.config import Config
@@ -38,7 +40,7 @@ class NoEngine:
     async def abort(self): pass
     async def join(self, join): await asyncio.sleep(join.seconds)
 
-life.SECONDS = float(sys.argv[1])
+listener.SECONDS = float(sys.argv[1])
 cfg = Config().with_values({"port": 0, "address_file": sys.argv[2], **json.loads(sys.argv[3])})
 scheme = "https" if cfg.serve.ssl_certfile else "http"
 sizes = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size"), 1)
@@ -101,7 +103,7 @@ def test_a_thousand_idle_connections_keep_nobody_out_and_fill_no_log(server):
         if number % OPEN_FILES == OPEN_FILES - 1:
             assert server.ask("GET", "/state", incarnation="")[0] in (200, 409)
     assert server.ask("POST", "/claim", wire.ClaimRequest(run="mine", incarnation="1"))[0] == 200
-    assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 2 * serve_lifecycle.MAX_UNAUTHENTICATED + 50
+    assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 2 * listener.MAX_UNAUTHENTICATED + 50
     assert server.log.stat().st_size < 5000, server.log.read_text()[:5000]
     for one in idle:
         one.close()
