@@ -137,11 +137,13 @@ SAMPLING = SamplingSettings(n=1, max_completion_length=30_000)
 
 
 def played(
-    solve, ledger: Any, *, n: int = 1, prompts: int = 1, seed: int = 3, most: float = 60.0, **rules: Any
+    solve, ledger: Any, *, n: int = 1, prompts: int = 1, seed: int = 3, most: float = 60.0, columns: Any = None, **rules: Any
 ) -> tuple[list[Completion], AgentPlayer]:
     told: list[str] = []
     sampling = SamplingSettings(n=n, max_completion_length=30_000)
-    player = AgentPlayer(stage(solve, **rules), [prompt(i) for i in range(prompts)], sampling, seed=seed, overruled=told.append)
+    player = AgentPlayer(
+        stage(solve, **rules), [prompt(i, **columns or {}) for i in range(prompts)], sampling, seed=seed, overruled=told.append
+    )
     player.told = told
     until = time.monotonic() + most
     try:
