@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_grpo.analysis.run_files import Points, RunFiles, downsample, text_of
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.base.files import read_object
-from megatron_grpo.metrics.display import NOW, RECENT_STEPS, describe_duration
+from megatron_grpo.metrics.display import NOW, describe_duration
 
 USAGE = "usage: megatron-grpo watch OUTPUT_DIR [--once]"
 SECONDS = 2.0  # between two drawings
@@ -83,41 +83,24 @@ def run_view(folder: Path) -> Group:
 
 
 def head(run: RunFiles) -> list[Table | Text]:
-    """Return the lines with the step, the time left and the phase.
-
-    Args:
-        run: Files of the run.
-    """
-    recent = [seconds for _, seconds in run.series("time/step")[-RECENT_STEPS:]]
-    line = Table.grid(padding=(0, 2))
-    cells: list[Text | ProgressBar] = [Text(f"{run.name}: step {run.step}{f'/{run.total}' if run.total else ''}", style="bold")]
-    if run.total:
-        cells.append(ProgressBar(total=run.total, completed=run.step, width=24))
-    if recent:
-        each = sum(recent) / len(recent)
-        remaining_text = f", {describe_duration(each * (run.total - run.step))} left" if run.total and run.step < run.total else ""
-        cells.append(Text(f"{each:.3g} s/step{remaining_text}"))
-    line.add_row(*cells)
-    return [line, Text(phase(run))]
-
-
-def phase(run: RunFiles) -> str:
-    """Describe what the run does now, or how it ended.
+    """Return the lines with the step and speed, and with the phase or the end of the run.
 
     Args:
         run: Files of the run.
     """
     now = read_object(run.folder / NOW)
     silent = time.time() - float(now.get("time", 0.0))
-    if now and silent <= SILENT:
-        return str(now.get("phase") or "between two phases")
-    if run.end:
-        return run.end
-    return (
-        f"No sign of the run for {describe_duration(silent)}: it was killed, or its machine is not reachable."
-        if now
-        else "The run has ended."
-    )
+    is_alive = bool(now) and silent <= SILENT
+    line = Table.grid(padding=(0, 2))
+    cells: list[Text | ProgressBar] = [Text(f"{run.name}: step {run.step}{f'/{run.total}' if run.total else ''}", style="bold")]
+    if run.total:
+        cells.append(ProgressBar(total=run.total, completed=run.step, width=24))
+    if is_alive:
+        line.add_row(*cells, Text(str(now.get("speed", ""))))
+        return [line, Text(str(now.get("phase") or "between two phases"))]
+    line.add_row(*cells)
+    lost = f"No sign of the run for {describe_duration(silent)}: it was killed, or its machine is not reachable."
+    return [line, Text(run.end or (lost if now else "The run has ended."))]
 
 
 def sparkline(points: Points) -> str:

@@ -27,7 +27,7 @@ from megatron_grpo.metrics.records import BestEffort
 SECONDS_BETWEEN_LINES = 10.0  # between step lines, if the output is no terminal
 SECONDS_BETWEEN_SIGNS = 30.0  # between lines about a long phase, there
 SECONDS_BETWEEN_DRAWINGS = 0.5
-NOW = "now.json"  # in output_dir while a run runs: its step and phase, written every second
+NOW = "now.json"  # in output_dir while a run runs: its step, phase and speed, written every second
 RECENT_STEPS = 20  # from which the remaining time is estimated: completions may grow longer during a run
 
 
@@ -125,7 +125,8 @@ class Display:
         if self._now is not None and not self._closed.is_set() and time.monotonic() - self._wrote_now >= 1.0:
             self._wrote_now = time.monotonic()
             with self._best_effort(NOW), suppress(FileNotFoundError):  # the folder was removed: what needs it reports that
-                atomic_write_text(self._now, json.dumps({"time": time.time(), "step": self._step, "phase": describe_phase()}) + "\n")
+                sign = {"time": time.time(), "step": self._step, "phase": describe_phase(), "speed": "  ".join(self._speed(self._step))}
+                atomic_write_text(self._now, json.dumps(sign) + "\n")
 
     def _draw(self) -> None:
         with self._lock:

@@ -25,9 +25,10 @@ def test_a_run_is_shown_with_its_step_phase_metrics_scores_events_and_completion
     monkeypatch.setenv("COLUMNS", "120")
     event = {"step": 30, "time": "2026-01-02T03:04:05+00:00", "kind": "warning", "text": "Something is [odd]."}
     run = write_run(tmp_path / "run", steps=40, events=[event])
-    (run / "now.json").write_text(json.dumps({"time": time.time(), "step": 40, "phase": "sampling 3 of 8 completions"}))
+    now = {"time": time.time(), "step": 40, "phase": "sampling 3 of 8 completions", "speed": "1 s/step  40 s left"}
+    (run / "now.json").write_text(json.dumps(now))
     told = shown(run, capsys)
-    assert re.search(r"run: step 40/80 .* 1 s/step, 40 s left", told) and "sampling 3 of 8 completions" in told
+    assert re.search(r"run: step 40/80 .* 1 s/step  40 s left", told) and "sampling 3 of 8 completions" in told
     assert re.search(r"reward +0.5 +▁.*█", told) and re.search(r"eval +step 40 +0.750 +▁█", told)
     assert "step 30: Something is [odd]." in told and "Sampled after step 3" in told and "user: 2+2?" in told
     assert "KL" not in told, "it is 0 throughout"

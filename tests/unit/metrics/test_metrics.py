@@ -614,7 +614,8 @@ def test_a_run_says_every_second_what_it_does_and_nothing_after_its_end(tmp_path
     with activity.phase("rollout", total=8, unit="completions"):
         metrics._display._wrote_now = float("-inf")
         wait_until(lambda: (tmp_path / display.NOW).exists() and "sampling 0 of 8" in (tmp_path / display.NOW).read_text())
-    assert json.loads((tmp_path / display.NOW).read_text())["step"] == 2
+    now = json.loads((tmp_path / display.NOW).read_text())
+    assert now["step"] == 2 and re.fullmatch(r"\S+ s/step  .+ left", now["speed"])
     metrics.close()
     assert not (tmp_path / display.NOW).exists()
 
