@@ -30,6 +30,7 @@ RANK_MODULE = "megatron_grpo.api.rank"  # the program of each rank
 STARTED = ".started"  # in output_dir: one folder for each program that is running ranks
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_END = 30.0  # that the other ranks have once one has failed
+_LINES_OF_A_FAILURE = 20  # of a rank whose output is not printed
 _COLOURS = ("FORCE_COLOR", "CLICOLOR_FORCE")  # set by Jupyter: a live line would be redrawn into the pipe
 Listen = Callable[[int, Mapping[str, Any]], bool]
 
@@ -154,7 +155,11 @@ class RankProcesses:
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             rank = failed[0] if self._first_failed is None else self._first_failed  # the others may have been killed here
-            raise RunError(f"rank {rank} ended with exit code {codes[rank]} without a reason. See its output.")
+            ending = f"rank {rank} ended with exit code {codes[rank]} without a reason."
+            if self.echo:
+                raise RunError(f"{ending} See its output.")
+            lines = (self.folder / f"output.{rank}").read_text(errors="replace").splitlines()[-_LINES_OF_A_FAILURE:]
+            raise RunError("\n".join([f"{ending} Its last lines:", *lines]))
         return 0
 
     def _start(self, rank: int, port: int) -> subprocess.Popen:
@@ -193,9 +198,9 @@ class RankProcesses:
     def _print(self, *, has_ended: bool = False) -> None:
         """Print the new lines in this thread: a notebook shows the output of another thread below a later cell."""
         for rank in range(self.number):
-            for line in self._new_lines(f"output.{rank}", has_ended=has_ended):
-                if self.echo:
-                    print(line.decode(errors="replace"), end="", flush=True)
+            text = b"".join(self._new_lines(f"output.{rank}", has_ended=has_ended)).decode(errors="replace")
+            if text and self.echo:  # in one piece: a notebook keeps each as an output
+                print(text, end="", flush=True)
 
     def _call_back(self) -> None:
         """Call back with the metrics that rank 0 has written since the last call."""

@@ -72,20 +72,24 @@ class GRPOTrainer:
 
     Args:
         model: Hugging Face checkpoint: a directory or a Hub name.
-        reward_funcs: One reward function or several: callables with TRL's signature, or names as for `--reward_funcs`.
+        reward_funcs: One reward function or several: functions of (prompts, completions, and columns of the data set by name) that return
+            one number per completion, as TRL's; or names as for `--reward_funcs`.
         args: Settings: `megatron_grpo.GRPOConfig`, TRL's GRPOConfig, or a mapping of names to values.
         train_dataset: A path or Hub name, a list of dicts, a `datasets.Dataset`, or another sequence of mappings.
         eval_dataset: One held-out set, or several as a dict by name; each as `train_dataset`.
         environment: Environment class, or its name as for `--environment`.
-        tools: Functions that the model can call, or names.
+        tools: One function that the model can call or several, or names.
         rollout_func: Function that generates completions, or its name.
-        callbacks: Objects with methods of `transformers.TrainerCallback`; docs/python_api.md lists which are called.
+        callbacks: Objects with methods of `transformers.TrainerCallback`: on_train_begin, on_step_end, on_log (with `logs`), on_evaluate
+            (with `metrics`), on_train_end, each called with (args, state, control). `control.should_training_stop = True` saves and stops
+            the run.
         nproc_per_node: Number of ranks that `train` starts. Default: the number of visible GPUs, else the product of the tensor, pipeline
             and context parallel sizes.
         echo: Whether to print what the ranks print.
 
     Raises:
-        ConfigError: If a data set is not a sequence of mappings, or a callback has no supported method.
+        ConfigError: If a data set is not a sequence of mappings, a function is neither callable nor a name, a callback has no supported
+            method, or `nproc_per_node` is not a number of ranks.
     """
 
     def __init__(
@@ -97,12 +101,14 @@ class GRPOTrainer:
         eval_dataset: Any = None,
         *,
         environment: Any = None,
-        tools: Sequence[Function] | None = None,
+        tools: Function | Sequence[Function] | None = None,
         rollout_func: Function | None = None,
         callbacks: Sequence[Any] = (),
         nproc_per_node: int | None = None,
         echo: bool = True,
     ):
+        if nproc_per_node is not None and (not isinstance(nproc_per_node, int) or nproc_per_node < 1):
+            raise config_error("nproc_per_node", f"nproc_per_node must be a whole number of at least 1, not {nproc_per_node!r}.")
         self.args, self.nproc_per_node, self.echo = args, nproc_per_node, echo
         self._callbacks = CallbackHandler(callbacks, args)
         self.objects: dict[str, Any] = {}  # by the names that settings have for them
@@ -117,14 +123,13 @@ class GRPOTrainer:
             }
         elif eval_dataset is not None:
             self._own["eval_dataset"] = self._rows(eval_dataset, "eval_dataset")
-        if reward_funcs is not None:
-            functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
-            self._own["reward_funcs"] = [self._name(function, f"reward_{number}") for number, function in enumerate(functions)]
-        if tools is not None:
-            self._own["tools"] = [self._name(tool, f"tool_{number}") for number, tool in enumerate(tools)]
+        for name, values, own_name in (("reward_funcs", reward_funcs, "reward"), ("tools", tools, "tool")):
+            if values is not None:
+                functions = values if isinstance(values, (list, tuple)) else [values]
+                self._own[name] = [self._function(function, f"{own_name}_{number}", name) for number, function in enumerate(functions)]
         for name, value in (("environment", environment), ("rollout_func", rollout_func)):
             if value is not None:
-                self._own[name] = self._name(value, name)
+                self._own[name] = self._function(value, name, name)
 
     def train(self) -> RunResult:
         """Train, and return the result. A run in `output_dir` that is not finished is continued.
@@ -175,7 +180,8 @@ class GRPOTrainer:
         """
         exported = self.output_dir / "hf"
         if not exported.is_dir():
-            raise config_error("output_dir", f"{exported} does not exist: call train first, and leave export_hf true.")
+            message = f"{exported} does not exist: a run exports its model at its end. Call train until the result is finished, and leave "
+            raise config_error("output_dir", message + "export_hf true.")
         shutil.copytree(exported, output_dir, dirs_exist_ok=True)
         return Path(output_dir)
 
@@ -231,6 +237,11 @@ class GRPOTrainer:
             raise config_error(name, message + "pass a path or Hub name and streaming=True.")
         if len(value) and not isinstance(value[0], Mapping):
             raise config_error(name, f"{name}: its first row is a {type(value[0]).__name__}. Each row is a dict of columns.")
+        return self._name(value, name)
+
+    def _function(self, value: Any, name: str, flag: str) -> str:
+        if not callable(value) and not isinstance(value, (str, os.PathLike)):
+            raise config_error(flag, f"{flag}: {value!r} is neither callable nor a name. Pass a function, or a name as for --{flag}.")
         return self._name(value, name)
 
     def _name(self, value: Any, name: str) -> str:

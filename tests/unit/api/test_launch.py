@@ -95,7 +95,10 @@ def test_metrics_are_heard_in_the_program_and_a_request_stops_the_ranks(run):
 
     def act(folder, rank):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        (folder / f"ready.{rank}").touch()
         if rank == 0:
+            while not (folder / "ready.1").exists():  # it would be ended by the request, if that came before its handler
+                time.sleep(0.01)
             first, second = (json.dumps({"step": step, "numbers": {"reward": step / 2}}) + "\n" for step in (1, 2))
             with (folder / "metrics.jsonl").open("a") as stream:
                 for text in (first + second[:9], second[9:]):  # the program reads while a line is being written
@@ -238,6 +241,13 @@ def test_the_program_raises_what_the_first_rank_raised_and_ends_the_others(run, 
         run(act)
     with pytest.raises(RunError, match="rank 1 ended with exit code 9 without a reason"):
         run(lambda folder, rank: 9 if rank else time.sleep(600))
+
+    def dies(folder, rank):
+        print("what it said", flush=True)
+        return 9
+
+    with pytest.raises(RunError, match="exit code 9 without a reason. Its last lines:\\n(.*\\n)*what it said$"):
+        run(dies, 1, echo=False)
 
 
 def test_what_cannot_be_pickled_is_named_and_nothing_is_started(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,20 @@ def test_what_is_no_data_set_is_refused(rows, why):
         GRPOTrainer("m", even, None, rows)
 
 
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"reward_funcs": 3}, "reward_funcs: 3 is neither callable nor a name. Pass a function, or a name as for --reward_funcs"),
+        ({"tools": [even, {}]}, "tools: {} is neither callable nor a name"),
+        ({"nproc_per_node": 0}, "nproc_per_node must be a whole number of at least 1, not 0"),
+        ({"nproc_per_node": "2"}, "nproc_per_node must be a whole number of at least 1, not '2'"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(parts, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        GRPOTrainer("m", **parts)
+
+
 def test_the_number_of_ranks(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -107,7 +122,7 @@ def test_functions_of_one_name_have_two_names_and_words_stay_words():
 
 def test_a_model_is_copied_once_it_is_exported(tmp_path):
     made = GRPOTrainer("m", even, {"output_dir": str(tmp_path / "out")})
-    with pytest.raises(ConfigError, match="hf does not exist: call train first"):
+    with pytest.raises(ConfigError, match="hf does not exist: a run exports its model at its end. Call train until"):
         made.save_model(tmp_path / "copy")
     (tmp_path / "out/hf").mkdir(parents=True)
     (tmp_path / "out/hf/config.json").write_text("{}")
