@@ -73,8 +73,8 @@ class PartialRollouts:
             sampling: Sampling settings of training.
             seed: Seed of the run.
         """
-        oldest = {prompt.number: version for prompt, version in prompts}
-        usable = [completion for completion in self._kept if completion.versions[0] >= oldest.get(completion.prompt_number, 0)]
+        oldest, default = {prompt.number: version for prompt, version in prompts}, prompts[0][1]  # later rounds may need other prompts too
+        usable = [completion for completion in self._kept if completion.versions[0] >= oldest.get(completion.prompt_number, default)]
         self._prompts = {prompt.number: prompt for prompt, _ in prompts}
         num_dropped = sum(collectives.all_gather_object(len(self._kept) - len(usable)))
         if num_dropped and collectives.rank() == 0:

@@ -111,6 +111,7 @@ class Case:
     dynamic: bool = False
     ratio: float = 1.0
     save_every: int = 1
+    rewards: str = "L..LL.L" * 30
 
     @property
     def table(self):
@@ -140,7 +141,7 @@ def process(
     partial = PartialRollouts(engine) if case.depth else None
     if partial is not None and file is not None:
         partial.restore(read_samples(file, PartialCompletion))
-    generator = generator_of(partial or engine, mixed("L..LL.L" * 30), SAMPLING)
+    generator = generator_of(partial or engine, mixed(case.rewards), SAMPLING)
     generator.seed = SEED
     policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=OneRank())
     cfg, heard = GrpoConfig(dynamic_sample=case.dynamic, oversample_ratio=case.ratio), Heard()
@@ -247,6 +248,16 @@ def test_a_smaller_depth_drops_what_is_too_old_for_it_and_nothing_else(tmp_path,
     assert dropped == len(too_old)
     for rollout, rows in found.items():
         assert all(table.oldest_version(rollout) <= min(spans[::3]) for _, _, spans, *_ in rows)
+
+
+def test_rounds_of_dynamic_sampling_after_a_smaller_depth_use_nothing_that_is_too_old(tmp_path):
+    """The first steps give back what they began; a later one needs more prompts than its window of the smaller depth has."""
+    case = Case((2, 2, 1), 5, depth=4, num_slots=60, lengths=596853, dynamic=True, ratio=2.5, rewards="L" * 4 + "." * 200)
+    disk = Disk()
+    process(case, disk, tmp_path, until=1)
+    found, *_ = process(case, disk, tmp_path, depth=1)
+    table = replace(case, depth=1).table
+    assert all(table.oldest_version(rollout) <= min(spans[::3]) for rollout, rows in found.items() for _, _, spans, *_ in rows)
 
 
 def test_an_error_in_the_middle_leaves_what_was_there_before(tmp_path):
