@@ -464,10 +464,11 @@ def _check_versions(number: int, metas: Sequence[GroupMetadata], *, at_least: in
     Raises:
         ValueError: A group was sampled by other weights.
     """
+    planned = f"version {at_least}" if at_least == at_most else f"version {at_least}, or up to {at_most}"
     for meta in metas:
-        if not at_least <= meta.version <= at_most:
-            planned = f"version {at_least}" if at_least == at_most else f"version {at_least}, or up to {at_most}"
+        versions = {meta.version, *(version for spans in meta.spans for version, _, _ in spans)}
+        if wrong := [version for version in sorted(versions) if not at_least <= version <= at_most]:
             raise ValueError(
-                f"prompt {meta.prompt_number} of rollout {number} was sampled by weight version {meta.version}; the training schedule "
+                f"prompt {meta.prompt_number} of rollout {number} was sampled by weight version {wrong[0]}; the training schedule "
                 f"expects {planned}"
             )

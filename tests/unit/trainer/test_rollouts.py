@@ -411,6 +411,13 @@ def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_
         rollouts.sample([1 + depth])
 
 
+def test_the_version_of_each_stretch_of_a_completion_is_checked():
+    engine = ScriptedEngine(lambda *asked: replace(answer(*asked), versions=((2, 2, 3), (5, 3, 4))))
+    engine.take(WeightUpdate(kind="weights", version=2, tensors=()))
+    with pytest.raises(ValueError, match="sampled by weight version 5; the training schedule expects version 2, or up to 4$"):
+        rollouts_of({0: LIVE, 1: LIVE}, schedule(steps=2, depth=1), engine=engine).sample([2])
+
+
 def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_nothing_has_none(caplog):
     def told(prompt, place, version):
         """Completion 1 of prompt 1 is refused."""
