@@ -100,10 +100,8 @@ def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
 @cache
 def sampling_settings() -> frozenset[str]:
     """Return the settings that a partial completion depends on: with another value it is not continued but sampled again."""
-    return frozenset({
-        "num_generations", *(name for name, setting in table().items() if setting.group in ("rollout", "data") and name !=
-        "async_rollout_depth")
-    })  # fmt: skip
+    sampling = "num_generations max_completion_length temperature top_k top_p min_p stop_token_ids generation_kwargs vllm_mode".split()
+    return frozenset({*sampling, *(name for name, setting in table().items() if setting.group == "data")})
 
 
 def _keeps_reference(settings: Mapping[str, Any]) -> bool:

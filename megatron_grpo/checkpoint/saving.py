@@ -404,8 +404,8 @@ class Checkpoints:
             self.partial.restore(interrupted)
         elif dropped := sum(collectives.all_gather_object(len(interrupted))):
             if collectives.rank() == 0:
-                reason = f"{', '.join(changed)} changed" if changed else "async_rollout_depth is 0"
-                self.print_line(f"{dropped} partial completions of the checkpoint are dropped and sampled again: {reason}.")
+                reason = ", ".join(changed or ["async_rollout_depth"])
+                self.print_line(f"{dropped} partial completions of the checkpoint are dropped and sampled again: {reason} changed.")
 
     def _resume_best(self, step: int, *, is_ours: bool) -> None:
         """Restore the record of the best checkpoint, without steps after the one that the run continues from."""

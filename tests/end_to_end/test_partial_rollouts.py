@@ -153,7 +153,7 @@ def said(rank: int, world_size: int, flags: list[str], output: str) -> int:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (["--async_rollout_depth", "0"], "partial completions of the checkpoint are dropped and sampled again: async_rollout_depth is 0."),
+        (["--async_rollout_depth", "0"], "partial completions of the checkpoint are dropped and sampled again: async_rollout_depth changed."),
         (["--top_k", "20"], "partial completions of the checkpoint are dropped and sampled again: top_k changed."),
     ],
     ids=["depth 0", "top_k"],
@@ -296,7 +296,7 @@ def test_a_signal_keeps_what_servers_have_sampled(served, whole, tmp_path):
     [file] = list((tmp_path / "checkpoints").glob("iter_*/grpo/partial/rank_00000.npz"))
     kept = read_samples(file, PartialCompletion)
     assert kept and all(len(one.token_ids) and one.text == "" for one in kept if not one.finish_reason)
-    assert run_ranks(on_servers, 1, flags, env=ASKS, timeout=240) == [0]
+    assert run_ranks(on_servers, 1, [*flags, "--verify_versions", "3", "--vllm_server_timeout", "500"], env=ASKS, timeout=240) == [0]
     assert_is_whole(tmp_path, whole[0])
     rows = rows_of(tmp_path)
     for one in kept:  # every token of it is trained
