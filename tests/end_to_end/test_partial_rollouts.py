@@ -153,8 +153,8 @@ def said(rank: int, world_size: int, flags: list[str], output: str) -> int:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (["--async_rollout_depth", "0"], "partial completions of the checkpoint are dropped and sampled again: async_rollout_depth changed."),
-        (["--top_k", "20"], "partial completions of the checkpoint are dropped and sampled again: top_k changed."),
+        (["--async_rollout_depth", "0"], "of the checkpoint are dropped and sampled again: async_rollout_depth changed."),
+        (["--top_k", "20"], "of the checkpoint are dropped and sampled again: top_k changed."),
     ],
     ids=["depth 0", "top_k"],
 )
