@@ -75,6 +75,8 @@ def sampled(engine, states, sampling, first=0, kept=()):
         generation = engine.resume([prompt(i) for i in (*wanted, *ahead)], sampling, seed=3, partial=kept)
         for number in wanted:  # as rounds of dynamic sampling ask
             found += generation.groups([prompt(number)])
+        for _ in range(np.random.default_rng(version).integers(4, 24)):  # a push may come at any step of the engine
+            generation._take(generation._parts.poll())
         kept = [one for one in generation.interrupt() if one.prompt_number > wanted[-1]]
         after.append(kept)
     return found, after
@@ -128,7 +130,7 @@ def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_fil
         engine, states, groups, after = whole_run(model, sampling)
         completions = [one for group in groups for one in group.completions]
         assert [group.prompt.number for group in groups] == list(range(6))
-        assert sum(len(one.versions) > 1 for one in completions) > 4 and {len(one.versions) for one in completions} >= {1, 2}
+        assert sum(len(one.versions) > 1 for one in completions) > 3 and {len(one.versions) for one in completions} >= {1, 2}
         for group in groups:
             for one in group.completions:
                 assert one.finish_reason == ("length" if one.num_sampled == LIMIT else "stop") and one.num_sampled <= LIMIT
