@@ -1,6 +1,7 @@
 """Breaks one place of a module at a time, and asks whether the tests that mirror it notice.
 
     python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/metrics_logger.py]      # or ranks: a minute a mutant
+    python tools/mutate.py partial_rollouts                                                        # all mistakes of a list
 
 A mutation flips a comparison, swaps + and -, * and /, `and` and `or`, True and False, moves a whole number by 1, negates a condition, or
 takes out a call, a `raise` or an `x += y`, in a copy of the tree. Killed: a test fails, or takes five times as long. Those that
@@ -46,6 +47,28 @@ ROOMS = {
         f"{RUNS} -k 'between_two_rollouts or was_that_long'": "train",
     },
 }
+PARTS, ENGINE = "tests/unit/trainer/test_partial_rollouts.py", "tests/distributed/test_partial_rollouts.py -k 'each_token_is and whole'"
+# Mistakes that somebody might make: (module, what is wrong, right source, wrong source, tests).
+NAMED = {
+    "partial_rollouts": [
+        ("rollout/partial_rollouts", "all parts have one seed", "if num_sampled == 0:", "if True:", PARTS),
+        ("rollout/partial_rollouts", "all tokens have the version of the end", "versions=(*partial.versions, part.version)",
+         "versions=(*(part.version for _ in partial.versions), part.version)", PARTS),
+        ("rollout/partial_rollouts", "the length limit is not lowered", "max_tokens=limit - len(tokens)", "max_tokens=limit", PARTS),
+        ("rollout/partial_rollouts", "the last token of a part is dropped",
+         "np.array(part.token_ids, dtype=np.int64), np.array(part.logprobs, dtype=np.float32)",
+         "np.array(part.token_ids[:-1], dtype=np.int64), np.array(part.logprobs[:-1], dtype=np.float32)", PARTS),
+        ("rollout/partial_rollouts", "parts are joined in another order", "np.concatenate([partial.token_ids, tokens])",
+         "np.concatenate([tokens, partial.token_ids])", PARTS),
+        ("rollout/partial_rollouts", "a clock interrupts", "if step % STEPS_BETWEEN_AGREEMENTS == 0:",
+         "if __import__('time').monotonic_ns() % 3 == 0:", PARTS),
+        ("trainer/partial_rollouts", "nothing is too old", "if completion.versions[0] >= oldest",
+         "if completion.versions[0] >= -1 or oldest", PARTS),
+        ("rollout/colocated", "the prefix cache is not reset", "        self._forget_prefixes()\n", "", ENGINE),
+        ("rollout/turns", "requests and their cache are kept over a weight sync", "        self.abort()\n        return turns",
+         "        return turns", ENGINE),
+    ],
+}  # fmt: skip
 PAIRS = "FloorDiv Mult, Mult Div, Add Sub, And Or, Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot".split(", ")
 SWAPS = {getattr(ast, old): getattr(ast, new) for one, other in map(str.split, PAIRS) for old, new in ((one, other), (other, one))}
 
@@ -91,6 +114,18 @@ def mutants(path: Path) -> Iterator[tuple[Path, str, bytes]]:
         yield path, f"{module} {where or 'module'}: {line} | {old} => {new}", source[:first] + new.encode() + source[end:]
 
 
+def named_mutants(name: str) -> tuple[list[tuple[Path, str, bytes]], dict[Path, str]]:
+    """(as of `mutants`, module -> its tests) of a list of mistakes."""
+    drawn, tests = [], {}
+    for module, what, right, wrong, of_module in NAMED[name]:
+        path = PACKAGE / f"{module}.py"
+        source = path.read_text()
+        assert source.count(right) == 1, f"{module}: {right}"
+        drawn.append((path, f"{module}: {what}", source.replace(right, wrong).encode()))
+        tests[path] = of_module
+    return drawn, tests
+
+
 def passes(tree: Path, tests: str, limit: float) -> bool:
     """Whether these tests pass within so many seconds. Forked from this process, which has imported what takes long and nothing mutated."""
     child = os.fork()
@@ -128,7 +163,7 @@ def outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str]) -> It
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rooms", choices=ROOMS)
+    parser.add_argument("rooms", choices=[*ROOMS, *NAMED])
     parser.add_argument("--sample", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="*", metavar="MODULES", help="such as metrics/metrics_logger.py or dialects/*.py")
@@ -137,10 +172,14 @@ def main() -> int:
 
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True  # two mutants of one second and one length would share it
-    globs = {glob: tests for tests, globs in ROOMS[args.rooms].items() for glob in globs.split()}
-    tests = {path: tests for glob, tests in globs.items() for path in sorted(PACKAGE.glob(f"{glob}.py")) if path.match(args.only)}
-    every = [mutant for path in tests for mutant in mutants(path)]
-    drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
+    if args.rooms in NAMED:
+        drawn, tests = named_mutants(args.rooms)
+        every = drawn
+    else:
+        globs = {glob: tests for tests, globs in ROOMS[args.rooms].items() for glob in globs.split()}
+        tests = {path: tests for glob, tests in globs.items() for path in sorted(PACKAGE.glob(f"{glob}.py")) if path.match(args.only)}
+        every = [mutant for path in tests for mutant in mutants(path)]
+        drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
     counts = {"killed": 0, "equivalent": 0, "survived": 0}
     for mutant, outcome in outcomes(sorted(drawn, key=lambda mutant: mutant[0]), tests):
         counts[outcome] += 1
