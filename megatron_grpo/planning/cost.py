@@ -56,7 +56,7 @@ def estimate_cost(
             cost["kept"] = _bytes_per_row(sizes, 8 + 4 * max_mask_tokens(cfg.rollout), completion)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
-        if sizes.partial_rollouts and not sizes.has_servers:  # servers and their slots are not known here
+        if sizes.partial_rollouts:
             cost["partial_rollouts"] = forecast(sizes, cfg.rollout, lengths)
     return cost | packings
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from megatron_grpo.cli import main
 from megatron_grpo.planning import partial_rollouts
-from megatron_grpo.planning.partial_rollouts import FIRST, NUM_ROLLOUTS, RECOMPUTED, STEP, sampling_time
+from megatron_grpo.planning.partial_rollouts import FIRST, NUM_ROLLOUTS, RECOMPUTED, STEP, sampling_times
 
 
 def slowly(rollouts, slots, depth):
     """One token a step for those that are open, first come, first served."""
-    left, total = [list(one) for one in rollouts], 0.0
+    left, found = [list(one) for one in rollouts], []
     for r in range(len(left)):
         spent, admitted = 0.0, []
         while any(left[r]):
@@ -29,22 +29,24 @@ def slowly(rollouts, slots, depth):
             for k, i in running:
                 left[k][i] -= 1
             spent += STEP + len(running)
-        total += spent if FIRST <= r < len(left) - 3 else 0
-    return total
+        found.append(spent)
+    return found
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=7, max_size=9), st.integers(1, 6), st.integers(0, 3))
 def test_the_time_is_that_of_stepping_token_by_token(rollouts, slots, depth):
-    assert sampling_time(rollouts, slots, depth) == pytest.approx(slowly(rollouts, slots, depth))
+    assert sampling_times(rollouts, slots, depth) == pytest.approx(slowly(rollouts, slots, depth))
 
 
 def test_by_hand():
     """One slot of two is free for six of ten tokens of each rollout: the next one's short completion fits into it."""
     rollouts = [[10, 4]] * 8
-    assert sampling_time(rollouts, 2, 0) == 2 * (10 * STEP + 14)  # rollouts 3 and 4 count
-    assert sampling_time(rollouts, 1, 0) == 2 * (14 * STEP + 14)
-    assert sampling_time(rollouts, 2, 1) < sampling_time(rollouts, 2, 0)
+    assert sampling_times(rollouts, 2, 0) == [10 * STEP + 14] * 8
+    assert sampling_times(rollouts, 1, 0) == [14 * STEP + 14] * 8
+    assert sampling_times(rollouts, 2, 0, step=3.0) == [44.0] * 8
+    # Of the next rollout's 10 tokens, 6 are sampled beside the first rollout, and are computed again in the step after it.
+    assert sampling_times(rollouts, 2, 1, step=3.0, recomputed=0.5)[:2] == [10 * 3 + 20, 4 * 3 + 8 + 0.5 * 6]
 
 
 def test_plan_shows_the_forecast_where_completions_are_interrupted(tmp_path, capsys, monkeypatch):
@@ -62,6 +64,11 @@ def test_plan_shows_the_forecast_where_completions_are_interrupted(tmp_path, cap
     assert speedups["1"]["mean"] < speedups["2"]["mean"]
     assert main(["plan", *words, "--async_rollout_depth", "1"]) == 0
     assert "speedup of sampling by async_rollout_depth, 4 groups per engine: 1: " in capsys.readouterr().out
+    servers = "--async_rollout_depth 2 --vllm_mode server --vllm_server_host h"
+    assert main(["plan", "--json", *[word for word in words if word not in ("--vllm_max_num_seqs", "8")], *servers.split()]) == 0
+    of_servers = json.loads(capsys.readouterr().out)["cost"]["partial_rollouts"]
+    assert of_servers["groups_of_engine"] == 8 and of_servers["speedup_of_sampling"].keys() == {"2", "3"}
+    assert of_servers["assumptions"][1].startswith("relative to depth 1")
     assert main(["plan", "--json", *words]) == 0
     assert "partial_rollouts" not in json.loads(capsys.readouterr().out)["cost"]
     assert NUM_ROLLOUTS > FIRST + 3
