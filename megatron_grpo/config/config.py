@@ -602,7 +602,7 @@ class PlanConfig:
     plan_rollouts: int = free(2, "rollouts to show in the schedule", unit="rollouts", at_least=1, at_most=1000)
     num_prompts: int | None = free(None, "size of the data set, if it is not on this machine", unit="prompts", at_least=1)
     gpu_memory_gb: float | None = free(None, "memory of one GPU, to compare the estimate with", unit="GB", above=0)
-    lengths: str | None = free(None, "file with a prompt length and a completion length per line", unit="tokens")
+    lengths: str | None = free(None, "file with a prompt length and a completion length per line, or output_dir of a run", unit="tokens")
     json: bool = free(False, "print one JSON object instead of tables and a figure")
     png: str | None = free(None, "file for a figure of the schedule (needs the extra `plot`)")
     dialect: Literal["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "ms-swift", "verl", "slime", "cs336"] | None = free(None,

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import config_error
@@ -27,23 +28,23 @@ MOST_ROWS = 65_536  # maximum rows of an optimizer step that are packed
 ASSUMED_PROMPT = 512  # tokens, without max_prompt_length and a file of lengths
 
 
-Lengths = Sequence[tuple[int, int]]  # (prompt, completion) in tokens, one pair per line of the file
+Lengths = Sequence[tuple[int, int]]  # (prompt, completion) in tokens
 
 
 def read_lengths(path: str) -> Lengths:
-    """Read a file of lengths: two integers per line, separated by blanks, a tab or a comma.
-
-    Blank lines and # comments are skipped.
+    """Read a file of lengths: two integers per line, separated by blanks, a tab or a comma. Blank lines and # comments are skipped.
 
     Args:
-        path: File of lengths.
+        path: File of lengths, or the output directory of a run, of which the lengths of all logged completions are read.
 
     Returns:
-        (prompt, completion) lengths in tokens, one pair per line.
+        (prompt, completion) lengths in tokens; completions of a prompt follow each other.
 
     Raises:
         ConfigError: If the file cannot be read, a line is malformed, or there are no lengths.
     """
+    if Path(path).is_dir():
+        return _lengths_of_run(path)
     pairs, invalid = list[tuple[int, int]](), list[int]()
     for number, line in enumerate(read_text(path, errors="replace").splitlines(), 1):
         text = line.partition("#")[0].strip()
@@ -65,6 +66,22 @@ def read_lengths(path: str) -> Lengths:
     if not pairs:
         raise config_error("lengths", f"lengths: {path} contains no lengths.")
     return pairs
+
+
+def _lengths_of_run(output_dir: str) -> Lengths:
+    files = sorted((Path(output_dir) / "completions").rglob("*.parquet"))
+    if not files:
+        raise config_error(
+            "lengths",
+            f"lengths: {output_dir} has no completions/*.parquet. Use a file, or the output_dir of a run that logs completions.",
+        )
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise config_error("lengths", f"lengths: the completions in {output_dir} are read with pyarrow. Install pyarrow.") from error
+    names = ["prompt_number", "generation", "num_prompt_tokens", "num_completion_tokens"]
+    rows = [row for path in files for row in zip(*pyarrow.parquet.read_table(path, columns=names).to_pydict().values(), strict=True)]
+    return [(prompt, completion) for _, _, prompt, completion in sorted(rows)]
 
 
 def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.metrics.records import write_table
 from megatron_grpo.planning.command import make_plan
 from megatron_grpo.planning.cost import work_of
 from megatron_grpo.planning.parameters import TrainableSpec, layers_of_stage
@@ -210,6 +211,17 @@ def test_lengths_say_how_well_they_pack(made, tmp_path):
     }
     packed = made("--lengths", file, "--world_size", 2, "--context_parallel_size", 2).cost["packing"]
     assert packed["packing_efficiency"] == (19 + 39 + 9 + 39) / (20 + 40 + 12 + 40)
+
+
+def test_the_output_directory_of_a_run_is_a_file_of_lengths(tmp_path):
+    """Rollout 1 is in a file of its own; ranks wrote the groups of rollout 0 in any order."""
+    names = "prompt_number generation num_prompt_tokens num_completion_tokens".split()
+    first, second = [(1, 0, 9, 4), (1, 1, 9, 7), (0, 1, 8, 5), (0, 0, 8, 6)], [(2, 0, 3, 1), (2, 1, 3, 2)]
+    for number, rows in enumerate((second, first)):
+        write_table(tmp_path / "completions" / f"step_{number:05d}.parquet", dict(zip(names, zip(*rows, strict=True), strict=True)))
+    assert read_lengths(str(tmp_path)) == [(8, 6), (8, 5), (9, 4), (9, 7), (3, 1), (3, 2)]
+    with pytest.raises(ConfigError, match=r"has no completions/\*\.parquet"):
+        read_lengths(str(tmp_path / "completions"))
 
 
 def test_bad_lengths_are_named_by_line(tmp_path):
