@@ -118,7 +118,7 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=t
     def reward(completions, **unused):
         return rng.normal(size=len(completions)).tolist()
 
-    class Clock(TrainerCallback):
+    class StepTimer(TrainerCallback):
         def on_step_begin(self, *unused, **others):
             now.apart, now.begun = 0.0, seconds()
 
@@ -137,7 +137,7 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=t
         ) | config),
         train_dataset=Dataset.from_list([{"prompt": str(4 + number)} for number in range(60)]),
         processing_class=AutoTokenizer.from_pretrained(path),
-        callbacks=[Clock()],
+        callbacks=[StepTimer()],
         rollout_func=rollout,
     )  # fmt: skip
     generate, clip, trainer.first_gradients = trainer._generate_and_score_completions, trainer.accelerator.clip_grad_norm_, {}

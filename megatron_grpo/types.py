@@ -244,7 +244,7 @@ def make_sequence(tokens: SequenceOf[int], images: tuple[tuple[int, Image], ...]
     return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, images=images)
 
 
-FAULTS = ("error", "timeout", "nonsense")  # finish reasons of an episode whose environment failed: it has no reward and trains nothing
+FAULTS = ("error", "timeout", "invalid")  # finish reasons of an episode whose environment failed: it has no reward and trains nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ REPORT = "in the configuration; nothing was started."
 # Eight ranks on one machine, as a launcher would say it: rank 0 speaks.
 EIGHT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
-Words = Sequence[str]
+Arguments = Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ class Case:
 
     name: str
     flags: Mapping[str, str | None] | Callable[[Path, Mapping[str, str]], Mapping[str, str | None]] = field(default_factory=dict)
-    extra: Words | Callable[[Path, Mapping[str, str]], Words] = ()
-    says: Words | Callable[[Path, Mapping[str, str]], Words] = ()
-    one_of: Words = ()
-    commands: Words = BOTH
+    extra: Arguments | Callable[[Path, Mapping[str, str]], Arguments] = ()
+    says: Arguments | Callable[[Path, Mapping[str, str]], Arguments] = ()
+    one_of: Arguments = ()
+    commands: Arguments = BOTH
     environ: Mapping[str, str] = field(default_factory=dict)
     code: int = 2
     reports: int = 1
@@ -228,7 +228,7 @@ def of_sizes() -> Iterator[Case]:
 
 # ---- pairs of settings -----------------------------------------------------------------------------------------------------------------
 
-_PAIRS: Sequence[tuple[Mapping[str, str], Words]] = (
+_PAIRS: Sequence[tuple[Mapping[str, str], Arguments]] = (
     ({"lr": "1e-6", "min_lr": "1e-5"}, ("min_lr (1e-05)", "lr (1e-06)")),
     ({"lr_warmup_iters": "5", "lr_warmup_fraction": "0.1"}, ("lr_warmup_iters (5)", "lr_warmup_fraction (0.1)")),
     ({"overlap_param_gather": "true"}, ("overlap_param_gather",)),
@@ -352,7 +352,7 @@ def of_pairs() -> Iterator[Case]:
 
 
 def of_lines() -> Iterator[Case]:
-    rows: Sequence[tuple[Words, Words]] = (
+    rows: Sequence[tuple[Arguments, Arguments]] = (
         (["stray"], ["stray"]), (["-x"], ["-x"]), (["--"], ["--"]), (["--no_such_flag", "1"], ["no_such_flag"]),
         (["--micro_batch_sizes", "1"], ["micro_batch_sizes", "micro_batch_size?"]), (["--Lr", "1"], ["Lr"]),
         (["--no_lr"], ["no_lr"]), (["--no_export_hf", "true"], ["no_export_hf"]), (["--config"], ["config"]),
@@ -398,8 +398,8 @@ def of_lines() -> Iterator[Case]:
 # ---- configuration files ---------------------------------------------------------------------------------------------------------------
 
 
-def _written(name: str, content: str | bytes) -> Callable[[Path, Mapping[str, str]], Words]:
-    def extra(at: Path, good: Mapping[str, str]) -> Words:
+def _written(name: str, content: str | bytes) -> Callable[[Path, Mapping[str, str]], Arguments]:
+    def extra(at: Path, good: Mapping[str, str]) -> Arguments:
         (at / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         return ["--config", str(at / name)]
 
@@ -407,7 +407,7 @@ def _written(name: str, content: str | bytes) -> Callable[[Path, Mapping[str, st
 
 
 def of_files() -> Iterator[Case]:
-    rows: Sequence[tuple[str, str | bytes, Words]] = (
+    rows: Sequence[tuple[str, str | bytes, Arguments]] = (
         ("an unknown key", "learning_rat: 1\n", ["learning_rat", "run.yaml", "learning_rate?"]),
         ("an unknown section", "optimiser:\n  lr: 1\n", ["optimiser.lr"]),
         ("a section in a section", "optimizer:\n  adam:\n    beta1: 0.9\n", ["adam"]),
@@ -486,13 +486,13 @@ def of_files() -> Iterator[Case]:
                ("negative", "3 4\n-1 4\n", ["line 2"]), ("zeros", "0 0\n", ["line 1"]), ("bytes", b"\xff\xff\n", ["line 1"]))  # fmt: skip
     for name, content, says in lengths:
 
-        def extra(at: Path, good: Mapping[str, str], content: str | bytes = content) -> Words:
+        def extra(at: Path, good: Mapping[str, str], content: str | bytes = content) -> Arguments:
             return ["--lengths", _written("lengths.txt", content)(at, good)[1]]
 
         yield Case(name=f"lengths: {name}", extra=extra, says=says)
 
 
-def _forbidden(at: Path, good: Mapping[str, str]) -> Words:
+def _forbidden(at: Path, good: Mapping[str, str]) -> Arguments:
     (at / "run.yaml").mkdir()  # root may read everything, but not a folder as a file
     return ["--config", str(at / "run.yaml")]
 
@@ -501,7 +501,7 @@ def _forbidden(at: Path, good: Mapping[str, str]) -> Words:
 
 
 def of_dialects() -> Iterator[Case]:
-    rows: Sequence[tuple[str, str, Words]] = (
+    rows: Sequence[tuple[str, str, Arguments]] = (
         ("swift", "--tuner_type lora_llm", ["tuner_type", "lora_llm"]), ("swift", "--train_type vera", ["train_type", "vera"]),
         ("swift", "--tuner_type lora --modules_to_save lm_head", ["modules_to_save (lm_head)"]),
         ("swift", "--tuner_type lora --lora_dtype float16", ["lora_dtype", "float16"]), ("swift", "--adapters a b", ["adapters", "a b"]),
@@ -565,7 +565,7 @@ _ROW = '{"prompt": "5 6", "answer": 1}\n'
 
 
 def of_data() -> Iterator[Case]:
-    rows: Sequence[tuple[str, str, str | bytes, Words]] = (
+    rows: Sequence[tuple[str, str, str | bytes, Arguments]] = (
         ("empty", "d.jsonl", "", ["d.jsonl", "no rows"]), ("blank lines alone", "d.jsonl", "\n\n \n", ["no rows"]),
         ("an empty array", "d.json", "[]", ["no rows"]), ("broken at line 3", "d.jsonl", _ROW * 2 + '{"prompt": "a"\n' + _ROW, ["d.jsonl",
          "line 3"]),
@@ -717,7 +717,7 @@ def of_models() -> Iterator[Case]:
     def without(*names: str) -> Callable[[Path], Any]:
         return lambda model: [(model / name).unlink() for name in names]
 
-    rows: Sequence[tuple[str, Callable[[Path], Any], Words, Words]] = (
+    rows: Sequence[tuple[str, Callable[[Path], Any], Arguments, Arguments]] = (
         ("no config.json", without("config.json"), ["config.json", "model"], BOTH),
         ("an empty config.json", text("config.json", ""), ["config.json"], BOTH),
         ("a broken config.json", text("config.json", "{"), ["config.json", "not valid JSON"], BOTH),
@@ -816,7 +816,7 @@ def of_adapters() -> Iterator[Case]:
         return write
 
     down = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
-    rows: tuple[tuple[str, Callable[[Path], Any], dict[str, str], Words], ...] = (
+    rows: tuple[tuple[str, Callable[[Path], Any], dict[str, str], Arguments], ...] = (
         ("no configuration", lambda a: (a / "adapter_config.json").unlink(), {}, ["adapter_config.json"]),
         ("no tensors", lambda a: (a / "adapter_model.safetensors").unlink(), {}, ["adapter_model.safetensors"]),
         ("a broken configuration", lambda a: (a / "adapter_config.json").write_text("{"), {}, ["adapter_config.json cannot be read"]),

@@ -22,7 +22,7 @@ ASKS = {"MEGATRON_GRPO_TOKEN": TOKEN}  # the environment of a run that asks them
 START = 240.0  # seconds; three processes import torch and vLLM, on a machine that does other things too
 
 
-class Refusal(Exception):
+class ServerAnswerError(Exception):
     """An answer that is not 200."""
 
     def __init__(self, status: int, sentence: str):
@@ -73,7 +73,7 @@ class Server:
         finally:
             connection.close()
         if answer.status != 200:
-            raise Refusal(answer.status, wire.decode_error(said))
+            raise ServerAnswerError(answer.status, wire.decode_error(said))
         return said
 
     def state(self, path: str = "/state", body: Any = None, **options: Any) -> wire.ServerState:
@@ -88,7 +88,7 @@ class Server:
         connection, stream = self.request("POST", "/generate", wire.encode(body))
         try:
             if stream.status != 200:
-                raise Refusal(stream.status, wire.decode_error(stream.read()))
+                raise ServerAnswerError(stream.status, wire.decode_error(stream.read()))
             answers = [wire.decode_line(wire.GenerateLine, line) for line in iter(stream.readline, b"")]
         finally:
             connection.close()
@@ -133,7 +133,7 @@ class Trainer:
             join = wire.JoinRequest(
                 address="127.0.0.1", port=self.meeting.port, first_rank=first, world=1 + sum(sizes), name=name, seconds=self.seconds
             )
-            joins.append(Asked(lambda server=server, join=join: server.call("/join", join)))
+            joins.append(BackgroundCall(lambda server=server, join=join: server.call("/join", join)))
             first += size
         link = WeightSender(self.meeting, name=name, world=1 + sum(sizes), local_host="127.0.0.1", seconds=self.seconds)
         for join in joins:
@@ -141,7 +141,7 @@ class Trainer:
         return link
 
 
-class Asked:
+class BackgroundCall:
     """A call in a thread, since a server answers a push only after its sender has done its part."""
 
     def __init__(self, call: Any):
@@ -168,6 +168,6 @@ def push(link: WeightSender, named: Iterable[tuple[str, Any]], *servers: Server,
          **body: Any) -> list[wire.ServerState]:  # fmt: skip
     """One push to all of them. Raises what the sender raised, else what a server said."""
     cls = wire.WeightUpdateRequest if path == "/weights" else wire.AdapterUpdateRequest
-    asked = [Asked(lambda server=server: server.state(path, cls(link=link.name, **body))) for server in servers]
+    asked = [BackgroundCall(lambda server=server: server.state(path, cls(link=link.name, **body))) for server in servers]
     link.send(iter(named), bucket_bytes)
     return [one.answer() for one in asked]

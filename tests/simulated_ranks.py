@@ -209,7 +209,7 @@ class OneRank:
 
         rank = self
 
-        class Told(Completions):
+        class RecordingCompletions(Completions):
             def write(self, one):
                 rank.on_pre_optimizer_step.append(one)
                 with rank.world.named("completions", incoming=rank.tables_sent_here):
@@ -217,7 +217,7 @@ class OneRank:
 
         number = self.me // self.world.per_node
         node = collectives.Node(first=number * self.world.per_node, number=number, count=-(-self.world.size // self.world.per_node))
-        self.completions = Told(self.folder, reward_names=["right"], rank=self.me, node=node)
+        self.completions = RecordingCompletions(self.folder, reward_names=["right"], rank=self.me, node=node)
         return MetricsLogger(
             Metrics(self.folder, rank=self.me), self.completions,
             timers=Timers(), reward_weights=[1.0], logs_selection=False,

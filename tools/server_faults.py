@@ -34,7 +34,7 @@ from tests.tiny_models import write_tiny  # noqa: E402
 LONGEST_STANDSTILL = 40.0  # seconds
 
 
-class Fleet:
+class ServerPool:
     """Servers by number; what dies is started again."""
 
     def __init__(self, folder: Path, model: Path, count: int):
@@ -121,7 +121,7 @@ class Trainer:
             self.failure = f"the trainer did not come to the end of a round within {seconds:.0f} s"
 
 
-def hurt(rng: random.Random, server_group: Fleet, trainer: Trainer) -> str | None:
+def hurt(rng: random.Random, server_group: ServerPool, trainer: Trainer) -> str | None:
     """One fault; its name."""
     running = server_group.running()
     of_servers = ["kill a server", "kill an engine", "stand still", "stop kindly"]
@@ -164,7 +164,7 @@ def main() -> int:
     asked = parser.parse_args()
     rng, folder = random.Random(asked.seed), Path(tempfile.mkdtemp(prefix="server_faults_"))
     models = [write_tiny(folder / f"model_{seed}", tied=False, seed=seed) for seed in range(3)]
-    server_group = Fleet(folder, models[0], asked.servers)
+    server_group = ServerPool(folder, models[0], asked.servers)
     trainer, faults = Trainer(folder, models, server_group.names), Counter[str]()
     while len(trainer.rounds()) < len(models) and trainer.failure is None:  # what they answer now must be answered later
         time.sleep(0.5)

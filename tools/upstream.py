@@ -77,7 +77,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Found:
+class Definition:
     """A definition: its node and the module that it stands in; None for a module itself, or what cannot be followed."""
 
     node: ast.AST | None
@@ -108,10 +108,10 @@ class Source:
             self._names[module] = dict(_top(tree.body))
         return self._names[module]
 
-    def find(self, dotted: str, depth: int = 0) -> Found | None:
+    def find(self, dotted: str, depth: int = 0) -> Definition | None:
         """What the dotted name means, through re-exports and base classes; None if there is no such thing."""
         if self.is_module(dotted):
-            return Found(None, dotted)
+            return Definition(None, dotted)
         owner, _, name = dotted.rpartition(".")
         if not owner or depth > 12:
             return None
@@ -120,22 +120,22 @@ class Source:
             return None
         if found.node is None:
             return self._in_module(found.module, name, depth)
-        return self._in_class(found, name, depth) if isinstance(found.node, ast.ClassDef) else Found(None, "")
+        return self._in_class(found, name, depth) if isinstance(found.node, ast.ClassDef) else Definition(None, "")
 
-    def _in_module(self, module: str, name: str, depth: int) -> Found | None:
+    def _in_module(self, module: str, name: str, depth: int) -> Definition | None:
         node = self.names(module).get(name)
         if isinstance(node, ast.ImportFrom):
             return self._follow(module, node, next(a.name for a in node.names if (a.asname or a.name) == name), depth)
         if isinstance(node, ast.Import):
-            return Found(None, node.names[0].name if self.is_module(node.names[0].name) else "")
+            return Definition(None, node.names[0].name if self.is_module(node.names[0].name) else "")
         if node is not None:
-            return Found(node, module)
+            return Definition(node, module)
         if lazy := self._lazily(module, name):
             return self.find(lazy, depth + 1)
         stars = (node for key, node in self.names(module).items() if key.startswith("*"))
         return next((hit for star in stars if (hit := self._follow(module, star, name, depth))), None)
 
-    def _follow(self, module: str, node: ast.ImportFrom, name: str, depth: int) -> Found | None:
+    def _follow(self, module: str, node: ast.ImportFrom, name: str, depth: int) -> Definition | None:
         base = module.split(".")
         if node.level:
             is_package = (path := self.file(module)) is not None and path.name == "__init__.py"
@@ -144,7 +144,7 @@ class Source:
         else:
             source = node.module or ""
         if not self.is_module(source):
-            return Found(None, "")  # of another package
+            return Definition(None, "")  # of another package
         return self.find(f"{source}.{name}", depth + 1)
 
     def _lazily(self, module: str, name: str) -> str:
@@ -156,23 +156,23 @@ class Source:
         where = values.get(name, "")
         return f"{module}{where.replace(':', '.')}" if where else ""
 
-    def _in_class(self, found: Found, name: str, depth: int) -> Found | None:
+    def _in_class(self, found: Definition, name: str, depth: int) -> Definition | None:
         assert isinstance(found.node, ast.ClassDef)
         for statement in ast.walk(found.node):
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.name == name:
-                return Found(statement, found.module)
+                return Definition(statement, found.module)
             if isinstance(statement, ast.Attribute) and statement.attr == name and isinstance(statement.ctx, ast.Store):
-                return Found(None, "")
+                return Definition(None, "")
         fields = dict(_top(found.node.body))
         if name in fields:
-            return Found(fields[name], found.module)
+            return Definition(fields[name], found.module)
         for base in self._bases(found, depth):
-            hit = self._in_class(base, name, depth + 1) if isinstance(base.node, ast.ClassDef) else Found(None, "")
+            hit = self._in_class(base, name, depth + 1) if isinstance(base.node, ast.ClassDef) else Definition(None, "")
             if hit is not None:
                 return hit
         return None
 
-    def _bases(self, found: Found, depth: int) -> Iterator[Found]:
+    def _bases(self, found: Definition, depth: int) -> Iterator[Definition]:
         assert isinstance(found.node, ast.ClassDef)
         for base in found.node.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
@@ -181,7 +181,7 @@ class Source:
             if hit is not None and hit.node is not found.node:
                 yield hit
 
-    def signature(self, found: Found, depth: int = 0) -> Signature | None:
+    def signature(self, found: Definition, depth: int = 0) -> Signature | None:
         """None where it cannot be read from the source."""
         node = found.node
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -75,7 +75,7 @@ class Launched:
         port: Port of the rendezvous store.
         launcher_holds_store: Whether torchrun itself runs the store.
         report_file: File shared by the ranks of one attempt on one machine, if known; they record in it which messages were printed.
-        ended: File shared by all attempts of one torchrun; they record in it how they ended.
+        attempts_file: File shared by all attempts of one torchrun; they record in it how they ended.
         error_file: File from which torchrun reads the reason of a failure.
         problems: Problems with the environment itself.
     """
@@ -90,7 +90,7 @@ class Launched:
     port: int = 0
     launcher_holds_store: bool = False
     report_file: Path | None = None
-    ended: Path | None = None
+    attempts_file: Path | None = None
     error_file: Path | None = None
     problems: tuple[Problem, ...] = ()
 
@@ -111,7 +111,7 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
     end_message = (
         report_file.parent.parent / "megatron_grpo.ended" if report_file is not None and error_file else None
     )  # beside its attempt_0, attempt_1, ...
-    single = Launched(report_file=report_file, ended=end_message, error_file=Path(error_file) if error_file else None)
+    single = Launched(report_file=report_file, attempts_file=end_message, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
         invalid = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (_is_count(env[name]) and int(env[name]))]
         message = f"The environment sets the number of processes, but {'; '.join(invalid)}. Unset it, or start the job with torchrun."
@@ -308,8 +308,8 @@ def note_end(code: int) -> None:
         code: Exit code of this attempt.
     """
     launched = read()
-    if launched.ended is not None:
-        with contextlib.suppress(OSError), launched.ended.open("a") as stream:  # without the record, later attempts take longer
+    if launched.attempts_file is not None:
+        with contextlib.suppress(OSError), launched.attempts_file.open("a") as stream:  # without the record, later attempts take longer
             stream.write(f"{code} {launched.world_size}\n")
 
 
@@ -317,7 +317,7 @@ def ended_before() -> tuple[int, str] | None:
     """Return (exit code, message) if this attempt must end at once because of an earlier one, else None."""
     launched = read()
     try:
-        lines = [line.split() for line in launched.ended.read_text().splitlines()] if launched.ended is not None else []
+        lines = [line.split() for line in launched.attempts_file.read_text().splitlines()] if launched.attempts_file is not None else []
     except OSError:
         return None
     for code, world_size in lines:

@@ -85,9 +85,9 @@ class BatchSizes:
         v, d = inputs.values, derive(inputs)
         return cls(
             layout=Layout(world_size=v[WORLD], tp=v[TP], pp=v[PP], vpp=v.get(VPP), cp=v[CP], ep=v[EP], etp=v[ETP]),
-            micro_batch_size=d.micro.whole(),
-            global_batch_size=d.global_batch.whole(),
-            generation_batch_size=d.generation.whole(),
+            micro_batch_size=d.micro.as_int(),
+            global_batch_size=d.global_batch.as_int(),
+            generation_batch_size=d.generation.as_int(),
             num_generations=d.group,
             num_iterations=d.passes,
             old_logprobs=old_logprobs,

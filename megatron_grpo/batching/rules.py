@@ -148,7 +148,7 @@ def _global_batch_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatte
             ratio=cross(glob, unit),
             after=("ranks",),
             flags=(*inputs.flags(GLOBAL), *words.unit_flags()),
-            text=lambda: f"{words.flag(GLOBAL)} must be a multiple of {words.unit()}: {remainder(glob.whole(), unit.whole())}",
+            text=lambda: f"{words.flag(GLOBAL)} must be a multiple of {words.unit()}: {remainder(glob.as_int(), unit.as_int())}",
         )
 
 
@@ -160,7 +160,7 @@ def _rollout_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) ->
         ratio=cross(gen, Fraction(d.group)),
         flags=(*words.generation_flags(), GROUP),
         after=() if is_product else ("ranks",),
-        text=lambda: f"{words.generation()} must be a multiple of {words.flag(GROUP)}: {remainder(gen.whole(), d.group)}",
+        text=lambda: f"{words.generation()} must be a multiple of {words.flag(GROUP)}: {remainder(gen.as_int(), d.group)}",
     )
     if GENERATION not in v:
         return
@@ -169,7 +169,7 @@ def _rollout_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) ->
         ratio=cross(gen, unit),
         after=("ranks", "micro"),
         flags=(*words.generation_flags(), *words.unit_flags()),
-        text=lambda: f"{words.flag(GENERATION)} must be a multiple of {words.unit()}: {remainder(gen.whole(), unit.whole())}",
+        text=lambda: f"{words.flag(GENERATION)} must be a multiple of {words.unit()}: {remainder(gen.as_int(), unit.as_int())}",
     )
     yield from _rollout_of_steps_rules(inputs, d, words)
 
@@ -205,7 +205,7 @@ def _rollout_of_steps_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeForm
             after=global_after,
             flags=(*words.generation_flags(), *words.global_flags()),
             text=lambda: (
-                f"{words.flag(GENERATION)} must be a multiple of {words.global_batch()}: {remainder(gen.whole(), glob.whole())} "
+                f"{words.flag(GENERATION)} must be a multiple of {words.global_batch()}: {remainder(gen.as_int(), glob.as_int())} "
                 "(allow_unaligned_generation true allows it)"
             ),
         )

@@ -102,7 +102,7 @@ class SizeFormatter:
 
     def accumulated(self) -> str:
         """Return the product of a micro-step and gradient accumulation."""
-        return _equation([self.flag(ACCUMULATION), *self._unit_parts()], self.values[ACCUMULATION] * self.derived.unit.whole())
+        return _equation([self.flag(ACCUMULATION), *self._unit_parts()], self.values[ACCUMULATION] * self.derived.unit.as_int())
 
     def rollout_of_steps(self, total: Fraction) -> str:
         """Return the product of a global batch and steps_per_generation.
@@ -288,12 +288,12 @@ class Fraction:
     top: int
     bottom: int = 1
 
-    def whole(self) -> int:
+    def as_int(self) -> int:
         """Return the fraction as an integer, rounded down."""
         return self.top // self.bottom
 
     def __str__(self) -> str:
-        return str(self.whole()) if self.top % self.bottom == 0 else f"{self.top / self.bottom:.2f}"
+        return str(self.as_int()) if self.top % self.bottom == 0 else f"{self.top / self.bottom:.2f}"
 
 
 def cross(a: Fraction, b: Fraction) -> tuple[int, int]:

@@ -251,7 +251,7 @@ class Folder:
         )
         return [*(manifest for manifest in manifests if isinstance(manifest, str)), *complete]
 
-    def whole(self) -> list[Manifest]:
+    def complete_checkpoints(self) -> list[Manifest]:
         """Return the readable ones of `candidates`."""
         return [manifest for manifest in self.candidates() if isinstance(manifest, Manifest)]
 
@@ -302,7 +302,7 @@ class Folder:
             files: {"bytes": size, "sha256": digest} of every file written, by name.
         """
         writing, target = self.being_written(step), self.directory(step)
-        save_numbers = [manifest.save_number for manifest in self.whole()]
+        save_numbers = [manifest.save_number for manifest in self.complete_checkpoints()]
         manifest = {**facts, "step": step, "save_number": max(save_numbers, default=0) + 1, "files": dict(sorted(files.items()))}
         atomic_write_text(writing / MANIFEST, json.dumps(with_digest(manifest), indent=1) + "\n", durable=True)
         for directory in {(writing / name).parent for name in files} | {writing}:
@@ -335,7 +335,7 @@ class Folder:
         Args:
             step: Number of optimizer steps.
         """
-        return next((manifest.directory for manifest in self.whole() if manifest.is_good and manifest.step <= step), None)
+        return next((manifest.directory for manifest in self.complete_checkpoints() if manifest.is_good and manifest.step <= step), None)
 
     def retain(self, limit: int | None, newest: int, *, best: int | None = None) -> None:
         """Delete old checkpoints, so that at most `limit` remain up to step `newest`.

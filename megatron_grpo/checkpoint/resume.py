@@ -307,7 +307,7 @@ def join_faults(faults: list[str]) -> str:
 
 
 def _newest(out: Path) -> Manifest | None:
-    return next(iter(Folder(out / "checkpoints").whole()), None)
+    return next(iter(Folder(out / "checkpoints").complete_checkpoints()), None)
 
 
 def _written_by(job: Mapping[str, str], out: Path) -> str:

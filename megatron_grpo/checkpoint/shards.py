@@ -31,7 +31,7 @@ class Shard(NamedTuple):
     key: str
     offset: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()  # global shape of the tensor
+    global_shape: tuple[int, ...] = ()  # global shape of the tensor
     dtype: torch.dtype | None = None
 
 

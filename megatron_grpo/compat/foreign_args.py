@@ -105,7 +105,7 @@ class ForeignArg:
             return f"read: {self.hint}"
         if self.lacks:
             refused_words = [word for word in self.off if word not in OFF]
-            exceptions = [f"`{word}`" for word in refused_words] + [f"`{remedy}` is given" for remedy in self.instead]
+            exceptions = [f"`{word}`" for word in refused_words] + [f"`{suggestion}` is given" for suggestion in self.instead]
             unless = f" (unless {' or '.join(exceptions)})" if exceptions else ""
             return f"refused{unless}: {self.lacks}"
         return f"ignored: {self.why or NOTHING}"
@@ -117,8 +117,8 @@ class ForeignArg:
             words: Words after the name.
             args: All names of this run with their words.
         """
-        remedies = [remedy.split() for remedy in self.instead]
-        is_given = any(name in args and (not value or list(args[name]) == value) for name, *value in remedies)
+        suggestions = [suggestion.split() for suggestion in self.instead]
+        is_given = any(name in args and (not value or list(args[name]) == value) for name, *value in suggestions)
         return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_given
 
 

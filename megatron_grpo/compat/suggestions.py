@@ -19,15 +19,15 @@ COUNTED_IN_PROMPTS = (*("train_batch_size", "rollout_batch_size", "policy_mini_b
 
 @cache
 def by_name(part: str) -> Mapping[str, str]:
-    """Return `same_as` or `said_with` of the remedies table: the setting, or the sentence, for each name.
+    """Return `same_as` or `sentences` of suggestions.yaml: the setting, or the sentence, for each name.
 
     Args:
-        part: `same_as` or `said_with`.
+        part: `same_as` or `sentences`.
     """
-    return {name: text for text, names in contents("remedies")[part].items() for name in names.split()}
+    return {name: text for text, names in contents("suggestions")[part].items() for name in names.split()}
 
 
-def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str] = ()) -> str:
+def suggestion(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str] = ()) -> str:
     """Return a sentence, with a leading space, on what to type instead of an unknown name.
 
     Args:
@@ -44,7 +44,7 @@ def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str
 
 
 def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[str]) -> str:
-    if sentence := by_name("said_with").get(name):
+    if sentence := by_name("sentences").get(name):
         is_setting = sentence.partition(" ")[0] in names()  # settings keep their spelling
         return f" {sentence if is_setting else sentence[0].upper() + sentence[1:]}"
     if (native := by_name("same_as").get(name)) and native not in hidden:
@@ -130,9 +130,9 @@ change the training."
 
 def _hint(name: str, dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> str:
     if dialect is None:
-        return remedy(name, dialects)
+        return suggestion(name, dialects)
     sizes = list(dialect.settings)
     if sizes and close_to(name, [*sizes, *dialect.hides], limit=1, cutoff=ALIKE):
         return f" Batch sizes in the {dialect.name} dialect: {', '.join(sizes)}."
-    sentence = remedy(name, dialects, hidden=dialect.hides)
+    sentence = suggestion(name, dialects, hidden=dialect.hides)
     return f"{sentence} It is not a known {dialect.title} name either, so it may change the training."

@@ -381,7 +381,7 @@ class PromptStream:
         ("num_rows", "dataset", "{} rows"),
         ("drops_last", "dataset_drop_last", "{}"),
     )
-    whole = 1  # prompts per epoch are a multiple of this (dataset_drop_last)
+    epoch_multiple = 1  # prompts per epoch are a multiple of this (dataset_drop_last)
 
     def __init__(self, rows: PromptRows, encode: Encode, *, seed: int, shuffle: bool = True):
         self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
@@ -395,7 +395,7 @@ class PromptStream:
     @property
     def per_epoch(self) -> int:
         """Number of prompts that one epoch takes from the data set."""
-        return len(self) // self.whole * self.whole
+        return len(self) // self.epoch_multiple * self.epoch_multiple
 
     @property
     def longest_prompt(self) -> int:

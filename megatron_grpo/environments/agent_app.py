@@ -201,7 +201,7 @@ class AgentServer:
         digest = hashlib.blake2b(f"{path}\0{key}\0".encode() + raw, digest_size=16).hexdigest()
         existing = entry.calls.get(digest)
         is_marked = headers.get("x-stainless-retry-count", "0") != "0" or bool(key)
-        if existing is not None and not session.ended and (is_marked or (not existing.num_waiting and not existing.turn.is_read)):
+        if existing is not None and not session.end_reason and (is_marked or (not existing.num_waiting and not existing.turn.is_read)):
             session.counts["retries"] += 1
             return existing
         turn = session.prepare(request)
@@ -294,7 +294,7 @@ def _entry(entries: dict[bytes, _Entry], headers: dict[str, str]) -> _Entry:
     entry = entries.get(_digest(headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2]))
     if entry is None:
         raise AgentRefusalError(401, "episode_over", "no open episode has this key.")
-    if entry.episode.session.ended == "done":
+    if entry.episode.session.end_reason == "done":
         raise episode_over("done")
     return entry
 

@@ -107,7 +107,7 @@ class AgentSession:
         reader: Returns the parser of tool calls for the tools of a request.
 
     Attributes:
-        ended: Why no further request is answered: "max_turns", "length", or "done"; "" while the session is open.
+        end_reason: Why no further request is answered: "max_turns", "length", or "done"; "" while the session is open.
         counts: Numbers of contexts, forks, retries and refusals.
     """
 
@@ -115,7 +115,7 @@ class AgentSession:
         self, template: ChatTemplate, limits: SessionLimits, *, key: Key, seed: int,
         reader: Callable[[Sequence[Mapping[str, Any]]], ReadCalls],
     ):  # fmt: skip
-        self.limits, self.key, self.ended = limits, key, ""
+        self.limits, self.key, self.end_reason = limits, key, ""
         self.seconds_waited = 0.0  # of all requests together, for the sampler
         self.turns: list[AgentTurn] = []  # with a sampled answer, in the order of sampling
         self.counts: Counter[str] = Counter()
@@ -135,7 +135,7 @@ class AgentSession:
         Args:
             reason: Why. Of several reasons the first one counts.
         """
-        self.ended = self.ended or reason
+        self.end_reason = self.end_reason or reason
 
     # ---- from a request to tokens
 
@@ -149,8 +149,8 @@ class AgentSession:
             AgentRefusalError: The episode is over, a limit is reached, which ends it, or the messages cannot be rendered.
         """
         with self._lock:
-            if self.ended:
-                raise episode_over(self.ended)
+            if self.end_reason:
+                raise episode_over(self.end_reason)
             if self._num_turns >= self.limits.max_turns:
                 raise self._ended_by("max_turns", f"max_turns {self.limits.max_turns}")
             full, known_turns = self._rendered(request)

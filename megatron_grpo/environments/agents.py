@@ -200,7 +200,7 @@ class AgentPlayer(RequestingPlayer):
         row = {**prompt.columns, "prompt": [dict(message) for message in self.stage.opening(prompt)]}
         episode.endpoint = Endpoint(
             url=self._server.url, api_key=episode.api_key, verdict_key=episode.verdict_key, timeout=self.stage.timeout,
-            is_over=lambda: bool(session.ended), messages=lambda: (session.conversations() or [[]])[-1],
+            is_over=lambda: bool(session.end_reason), messages=lambda: (session.conversations() or [[]])[-1],
         )  # fmt: skip
         return self.stage.agent.solve(row, episode.endpoint)
 
@@ -209,7 +209,7 @@ class AgentPlayer(RequestingPlayer):
         self._running.discard(episode.key)
         episode.seconds, episode.version = outcome.seconds, self._version
         session, error = episode.session, outcome.error
-        limit, has_turns = session.ended, bool(session.read_turns)
+        limit, has_turns = session.end_reason, bool(session.read_turns)
         session.end("done")
         try:
             if error is None:
@@ -224,13 +224,13 @@ class AgentPlayer(RequestingPlayer):
         error_text = str(error) if error is None or isinstance(error, AgentError) else describe_exception(error)
         seconds = f"within {self.stage.timeout:g} s"
         ends = [  # (whether, reason, fault); the first that applies
-            (isinstance(error, InvalidReplyError), "nonsense", str(error)),
+            (isinstance(error, InvalidReplyError), "invalid", str(error)),
             (is_late and not has_turns, "timeout", f"the agent sent no request {seconds}"),
             (is_late and lacks_reward, "timeout", f"the agent has returned no reward {seconds}"),
             (is_late, limit or "max_seconds", ""),
             (error is not None and (not limit or lacks_reward), "error", f"the agent {error_text}"),
             (not has_turns, "error", "the agent sent no request"),
-            (lacks_reward, "nonsense", "the agent returned no reward; expected a finite number, or a dict with reward"),
+            (lacks_reward, "invalid", "the agent returned no reward; expected a finite number, or a dict with reward"),
             (True, limit or "done", ""),
         ]
         episode.finish_reason, episode.fault = next((reason, fault) for applies, reason, fault in ends if applies)

@@ -157,7 +157,7 @@ class EpisodeRunner(RequestingPlayer):
         except CallTimeoutError:
             self._finish(episode, "timeout", f"{kind} did not return within {self.stage.timeout:g} s")
         except InvalidReplyError as error:
-            self._finish(episode, "nonsense", str(error))
+            self._finish(episode, "invalid", str(error))
         except MemoryError:
             raise
         except ExitRequestedError as exit_request:

@@ -265,14 +265,14 @@ class ModelScorer:
         """
 
         def finish(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
-            return self.whole(batch, local, select(logprobs, entropy))
+            return self.gather_tokens(batch, local, select(logprobs, entropy))
 
         require_on_device(self.model)
         with self.around(), torch.no_grad(), _without_dropout(self.model):
             routing = routing or self.router_pass()
             return _run(self.model, micro_batches, finish, self.parallel, model_kwargs, routing=routing, trains=False)
 
-    def whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
+    def gather_tokens(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
         """Gather values [c] of the context-parallel ranks to float32 [C] on each of them. Collective.
 
         Args:
@@ -334,7 +334,7 @@ class StepLoss:
             entropy_coef=self._entropy_coef,
             sum_over_context=lambda x: sum_over_ranks(x, self.parallel.cp_group),
         )
-        return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
+        return loss, (logs, micro, self.scorer.gather_tokens(micro, local, logprobs))
 
     def slope_of(self, micro: TrainingMicroBatch, local: LocalBatch) -> Slope | None:
         """Return the function that lets the head compute its gradients while it has the logits.

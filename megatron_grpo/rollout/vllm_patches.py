@@ -212,7 +212,8 @@ def _multiply_adapters_once() -> None:
         part, added = y[:, offset : offset + size], product(x, weights, indices, y.dtype)
         part.copy_(part + added if is_added else added)
 
-    punica.sgmv_shrink, punica.sgmv_expand_slice = shrink_once, expand_once
+    kernels: Any = punica
+    kernels.sgmv_shrink, kernels.sgmv_expand_slice = shrink_once, expand_once
 
 
 def _keep_process_groups(*args: object, **kwargs: object) -> None:

@@ -239,7 +239,7 @@ def _plan_of(
     from megatron_grpo.checkpoint.resume import plan_resume
 
     if inputs.prompts is not None and cfg.data.dataset_drop_last:
-        inputs.prompts.whole = plan.checked.sizes.num_rollout_prompts
+        inputs.prompts.epoch_multiple = plan.checked.sizes.num_rollout_prompts
     content = content_of(cfg, model_path=inputs.model_path, rows=rows, teacher_path=inputs.teacher_path)
     inputs.resume = plan_resume(cfg, plan.schedule, content, inputs.prompts)
     return plan

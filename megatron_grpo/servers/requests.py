@@ -103,7 +103,7 @@ class RequestRouter(Generic[Key, Answered]):
             self.answers[key] = answer
             self._waiting.pop(key, None)
 
-    def ended(self, server: str, call: tuple[Key, ...], *, is_lost: bool = False) -> None:
+    def end_call(self, server: str, call: tuple[Key, ...], *, is_lost: bool = False) -> None:
         """Record the end of a call, and queue its unanswered prompts again.
 
         Args:
@@ -235,7 +235,7 @@ class Calls(ABC, Generic[Answered]):
             try:
                 is_lost = await servers.during(member, self._receive(member, chunk))
             finally:
-                self._router.ended(str(member), chunk, is_lost=is_lost)
+                self._router.end_call(str(member), chunk, is_lost=is_lost)
                 self._notify()
 
 

@@ -356,10 +356,10 @@ class App:
     def _start(self, work: Coroutine[Any, Any, Done]) -> asyncio.Task[Done]:
         task = asyncio.ensure_future(work)
         self._work.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._end_call)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _end_call(self, task: asyncio.Task[Any]) -> None:
         self._work.discard(task)
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved: only the first failure is reported, and asyncio would log the others

@@ -135,8 +135,8 @@ class ServerParts(ServerTurns):
             if not (self._is_aborting and refusal.is_conflict):
                 raise
 
-    def _ended(self, *args: Any, **more: Any) -> None:
-        super()._ended(*args, **more)
+    def _end_call(self, *args: Any, **more: Any) -> None:
+        super()._end_call(*args, **more)
         self._has_more = True
 
     def _add_sampled(self, key: Key, sampled: SampledTurn) -> None:

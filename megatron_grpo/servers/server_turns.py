@@ -138,7 +138,7 @@ class ServerTurns:
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._refusal = self._refusal or error
         finally:
-            self._ended(member, requests, is_lost=is_lost)
+            self._end_call(member, requests, is_lost=is_lost)
 
     def _take(self, key: Key, request: wire.Request, answer: wire.GenerateLine, version: int) -> None:
         if answer.error is not None:
@@ -162,7 +162,7 @@ class ServerTurns:
         self._found.append((key, sampled))
         self._changed.set()
 
-    def _ended(self, member: ServerHandle, requests: Mapping[Key, wire.Request], *, is_lost: bool) -> None:
+    def _end_call(self, member: ServerHandle, requests: Mapping[Key, wire.Request], *, is_lost: bool) -> None:
         """Queue the unanswered turns of a finished call again.
 
         Keys alone do not identify them: the next turn of an episode whose turn was answered may already be in flight.

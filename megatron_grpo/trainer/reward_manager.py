@@ -173,7 +173,7 @@ def episode_columns(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
         "messages": [[dict(message) for message in record.messages] for record in records],
         "turn_rewards": [list(record.turn_rewards) for record in records],
         "num_turns": [record.numbers.num_turns for record in records],
-        "ended": [record.numbers.finish_reason for record in records],
+        "finish_reason": [record.numbers.finish_reason for record in records],
     }
 
 

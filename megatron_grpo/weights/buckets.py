@@ -126,7 +126,7 @@ class Bucket:
     stage: int
     slots: list[BucketSlot] = field(default_factory=list)
     sizes: list[int] = field(default_factory=lambda: [0, 0, 0])  # bytes of a rank's buffer, by part
-    whole: int = 0  # bytes of all shards, without what is read in place
+    num_bytes: int = 0  # bytes of all shards, without what is read in place
 
     def num_collectives(self, ranks: RankCounts) -> int:
         """Return the number of collectives of this bucket.
@@ -189,9 +189,9 @@ def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) 
                 buckets.append(Bucket(stage))
             bucket, end = buckets[-1], units
             if ranks.travels(part):
-                end = min(units, begin + (bucket_bytes - bucket.whole) // sharing // ALIGNMENT * ALIGNMENT // of_unit)
+                end = min(units, begin + (bucket_bytes - bucket.num_bytes) // sharing // ALIGNMENT * ALIGNMENT // of_unit)
             if end < units and (end - begin) * of_unit * sharing < bucket_bytes * SMALLEST_SLICE:
-                if bucket.whole:
+                if bucket.num_bytes:
                     buckets.append(Bucket(stage))
                     continue
                 end = max(end, begin + 1)
@@ -201,7 +201,7 @@ def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) 
             )
             length = -(-num_bytes // ALIGNMENT) * ALIGNMENT
             bucket.sizes[part] += length
-            bucket.whole += length * sharing if ranks.travels(part) else 0
+            bucket.num_bytes += length * sharing if ranks.travels(part) else 0
             begin = end
     return buckets
 

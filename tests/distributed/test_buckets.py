@@ -114,7 +114,7 @@ def look(rank, world, path, model, layout, tamper=None):
         assert counted.received == sum(bucket.received_bytes(plan.ranks, p.pp_rank) for bucket in plan.buckets)
         for bucket in plan.buckets:
             units = [slot.end - slot.begin for slot in bucket.slots if plan.ranks.travels(slot.part)]
-            assert bucket.whole == bucket.memory_bytes(plan.ranks) <= bucket_bytes or units == [1]
+            assert bucket.num_bytes == bucket.memory_bytes(plan.ranks) <= bucket_bytes or units == [1]
         same(found, {name: read(name) for name in read.names})
         sliced = list(exchange.stream(mine, "weights", in_slices=True))
         same(dict(joined(sliced)), found)

@@ -128,8 +128,8 @@ class Refused(Again):
 
 ENDS = {
     Again: "max_turns", AgainLater: "max_turns", RaisesAtTurn2: "error", Exits: "error", Sleeps: "timeout", SleepsAsync: "timeout",
-    Forks: "max_turns", StartsBadly: "error", NonText: "nonsense", NoList: "nonsense", NotANumber: "nonsense", Surrogate: "nonsense",
-    TenMegabytes: "length", Long: "length", Silent: "done", Injects: "max_turns", Refused: "nonsense",
+    Forks: "max_turns", StartsBadly: "error", NonText: "invalid", NoList: "invalid", NotANumber: "invalid", Surrogate: "invalid",
+    TenMegabytes: "length", Long: "length", Silent: "done", Injects: "max_turns", Refused: "invalid",
 }  # fmt: skip
 KINDS, EXPECTED = list(ENDS), {kind.__name__: finish_reason for kind, finish_reason in ENDS.items()}
 
@@ -261,7 +261,7 @@ def test_a_loop_that_a_coroutine_holds_and_one_row_that_begins_in_two_ways(model
 
     [(held, free, anew)] = run_ranks(body, 1, timeout=120)
     assert {finish_reason for finish_reason, _ in held} == {"timeout"} and {finish_reason for finish_reason, _ in free} == {"max_turns"}
-    assert Counter(finish_reason for finish_reason, _ in anew) == {"nonsense": 3, "max_turns": 1}
+    assert Counter(finish_reason for finish_reason, _ in anew) == {"invalid": 3, "max_turns": 1}
     [fault] = {why for _, why in anew if why}
     assert "start of StartsAnew returned different messages for two episodes of one row (data-set row 0)" in fault
 

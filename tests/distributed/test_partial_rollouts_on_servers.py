@@ -18,7 +18,7 @@ import pytest
 from megatron_grpo.servers import wire
 from tests.distributed.test_rollout_servers import named_in, prompts, trainer
 from tests.ranks import run_ranks
-from tests.servers import ASKS, Asked, Server
+from tests.servers import ASKS, BackgroundCall, Server
 from tests.tiny_models import write_tiny
 
 SEED, LIMIT, GROUP = 5, 120, 3
@@ -249,7 +249,7 @@ def lose_all(rank, world, paths, named, out, pid):
         push(policy, weight_sync, paths, 1)
         generation = engine.resume(asked, settings(), seed=SEED, partial=kept)
         os.killpg(pid, signal.SIGSTOP)
-        lost = Asked(lambda: generation.groups(asked))
+        lost = BackgroundCall(lambda: generation.groups(asked))
         time.sleep(4.0)  # longer than a silence
         os.killpg(pid, signal.SIGCONT)
         with pytest.raises(WeightsLostError, match="completions are not sampled"):

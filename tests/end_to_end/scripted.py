@@ -75,7 +75,7 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
     stream = open_stream(cfg.data, load_tokenizer(cfg.model.model), seed=cfg.run.seed)
     sizes = BatchSizes.from_config(cfg)
     table = TrainingSchedule(sizes, cfg.run.max_steps, len(stream), cfg.data.dataset_drop_last)
-    stream.whole = sizes.num_rollout_prompts if cfg.data.dataset_drop_last else 1
+    stream.epoch_multiple = sizes.num_rollout_prompts if cfg.data.dataset_drop_last else 1
     answer = answers_of(cfg, cfg.model.model)
 
     def batches(model, frozen) -> Iterator[list[Sample]]:

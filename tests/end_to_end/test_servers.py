@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.weight_transfer import LinkError
-from tests.servers import TOKEN, Asked, Refusal, Server, Trainer, push
+from tests.servers import TOKEN, BackgroundCall, Server, ServerAnswerError, Trainer, push
 from tests.small_server import certificate_in
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
@@ -116,7 +116,7 @@ def gap_of_scores(server: Server, model) -> float:
 
 
 def refusal(call) -> tuple[int, str]:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ServerAnswerError) as caught:
         call()
     return caught.value.status, str(caught.value)
 
@@ -215,7 +215,7 @@ def give_up(link, server: Server, named) -> None:
             yield name, torch.randn_like(tensor)
         raise CancelledError
 
-    told = Asked(lambda: server.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
+    told = BackgroundCall(lambda: server.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
     with pytest.raises(CancelledError):
         link.send(source(), 5000)
     status, says = refusal(told.answer)
@@ -229,7 +229,7 @@ def test_first_pushes_that_fail_in_any_way_do_not_spoil_the_first_that_comes_who
     link, all_of_them = trainer.link(plain), weights(models[1])
     for named in (all_of_them[:4], all_of_them[:9], [item for item in all_of_them if ".q_proj" in item[0] or ".gate_proj" in item[0]]):
         give_up(link, plain, named)
-    told = Asked(lambda: plain.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
+    told = BackgroundCall(lambda: plain.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
     with pytest.raises(LinkError):  # the worker left
         link.send(((n, t[:-1] if "layers.0.mlp.up_proj" in n else t) for n, t in all_of_them * 40), 2000)
     assert refusal(told.answer)[0] == 500 and plain.state().version is None
@@ -287,7 +287,7 @@ def test_a_tensor_that_is_wrong_is_seen_by_the_scores_and_one_of_another_shape_b
     link = trainer.link(plain)
     push(link, [(n, t * 1.5 if "layers.0.mlp.up_proj" in n else t) for n, t in weights(models[1])], plain, version=1)
     assert gap_of_scores(plain, load_tiny(models[1])) > 1e-2
-    told = Asked(lambda: plain.state("/weights", wire.WeightUpdateRequest(version=2, link=link.name)))
+    told = BackgroundCall(lambda: plain.state("/weights", wire.WeightUpdateRequest(version=2, link=link.name)))
     with pytest.raises(LinkError):  # the worker left, and nobody waits for the limit
         link.send(((n, t[:-1] if "layers.0.mlp.up_proj" in n else t) for n, t in weights(models[1]) * 40), 2000)
     assert refusal(told.answer)[0] == 500 and plain.state().version is None
@@ -504,13 +504,13 @@ def test_a_server_whose_engine_dies_in_a_push_ends_by_itself_and_the_others_take
             yield item
 
     told = [
-        Asked(lambda server=server: server.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
+        BackgroundCall(lambda server=server: server.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
         for server in (plain, lora)
     ]
     with pytest.raises(LinkError):
         link.send(source(), 5000)
     assert refusal(told[0].answer)[0] == 500 and plain.state().version is None
-    with pytest.raises((Refusal, OSError, http.client.HTTPException)):
+    with pytest.raises((ServerAnswerError, OSError, http.client.HTTPException)):
         told[1].answer()
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     assert gap_of_samples(plain.generate(asked(1)), load_tiny(models[1])) < 1e-4

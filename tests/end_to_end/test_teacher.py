@@ -19,7 +19,7 @@ from tests.end_to_end.test_async_rollouts import AHEAD, CORRECTED
 from tests.end_to_end.test_compare_losses import compare_losses
 from tests.end_to_end.test_many_steps import LORA
 from tests.ranks import run_ranks
-from tests.servers import ASKS, Refusal, Server
+from tests.servers import ASKS, Server, ServerAnswerError
 from tests.step_dump_cases import replayed
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
@@ -73,7 +73,7 @@ def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
     assert state.is_frozen and state.version is None and state.vocab_size == 128 and state.fingerprint and state.vocabulary
 
     def said(path, body, status=409):
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ServerAnswerError) as caught:
             server.call(path, body)
         assert caught.value.status == status
         return str(caught.value)

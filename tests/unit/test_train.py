@@ -57,7 +57,7 @@ def reward(number: int, place: int, version: int) -> float:
     return float(place) if (number + version) % 3 else 1.0
 
 
-class Judge:
+class ConstantRewards:
     names, reward_weights, most_failed_episodes = ["r"], [1.0], 1.0
 
     def __call__(self, groups, *, positions):
@@ -136,7 +136,7 @@ def culprit_of(batch) -> BadMicroBatch:
     return BadMicroBatch(micro_batch=0, ranks=(0,), norm=math.inf, rows=batch.micro_batches[0].rows)
 
 
-class Publisher:
+class VersionSync:
     def __init__(self, engine):
         self.engine = engine
 
@@ -145,7 +145,7 @@ class Publisher:
             self.engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=()))
 
 
-class Journal:
+class RecordingLogger:
     def __init__(self):
         self.timers, self.evaluated, self.batches, self.refused = Timers(), {}, [], {}
 
@@ -252,7 +252,7 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
     trained, evaluated, batches = {}, {}, []
     for _ in range(len(ends) + 1):
         last, how = min(ends.items(), default=(case.num_steps, ""))
-        policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
+        policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), RecordingLogger()
         try:
             train(run_of(case, policy, logger, disk, is_dropped_at=last if how == "drop" else None,
                          is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
@@ -271,7 +271,7 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
 @dataclass
 class Stop:
     policy: Policy
-    logger: Journal
+    logger: RecordingLogger
 
     def is_requested(self, all_reduce_max) -> bool:
         has_trained, self.policy.has_trained = self.policy.has_trained, False
@@ -285,7 +285,9 @@ class Stop:
         return "SIGTERM"
 
 
-def run_of(case: Case, policy: Policy, logger: Journal, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None) -> Run:
+def run_of(
+    case: Case, policy: Policy, logger: RecordingLogger, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None
+) -> Run:
     """A process. is_dropped_at, is_given_up_at: the step whose signal finds something under way that does not end by itself."""
     launched_before = is_given_up_at if is_dropped_at is None else is_dropped_at + 1
     stuck = max((step for step in case.comes_in if launched_before is not None and step < launched_before), default=-1)
@@ -299,15 +301,15 @@ def run_of(case: Case, policy: Policy, logger: Journal, disk: Disk, *, is_droppe
     engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, logger)
     engine.should_cancel = stop.should_cancel
     generator = RolloutGenerator(
-        engine, Judge(), sampling=SAMPLING, seed=0, timers=logger.timers, sync_again=lambda: pytest.fail("pushed again")
+        engine, ConstantRewards(), sampling=SAMPLING, seed=0, timers=logger.timers, sync_again=lambda: pytest.fail("pushed again")
     )
     return Run(
-        schedule=case.table, parallel=OneRank(), policy=policy, engine=engine, weight_sync=Publisher(engine), prompts=stream,
+        schedule=case.table, parallel=OneRank(), policy=policy, engine=engine, weight_sync=VersionSync(engine), prompts=stream,
         rollouts=Rollouts(generator, stream, cfg=case.grpo, schedule=case.table, policy=policy, logger=logger),
         checkpoints=disk, logger=logger, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
         max_skipped_steps=case.max_skipped_steps, stop=stop, step_callback=lambda step, buffer: nullcontext(),
         evaluator=Evaluator(EvaluationSpec(sets={"eval": Stream().take(3)} if case.eval_every else {},
-                                           sampling=SAMPLING.greedy(), score="r"), engine, Judge(),
+                                           sampling=SAMPLING.greedy(), score="r"), engine, ConstantRewards(),
                             eval_steps=case.eval_every, last_step=case.num_steps),
     )  # fmt: skip
 
@@ -318,7 +320,7 @@ def slowly(case: Case) -> dict:
     stream, engine, rows, fresh, by = Stream(), ScriptedEngine(partial(answer, refused=case.refused)), {}, {}, {}
 
     def ask(prompts):
-        return [GroupMetadata.of(one) for one in Judge()(engine.generate(prompts, SAMPLING, seed=0), positions=[])]
+        return [GroupMetadata.of(one) for one in ConstantRewards()(engine.generate(prompts, SAMPLING, seed=0), positions=[])]
 
     def are_zero_std(verdicts):  # one by one; the run itself asks for all of a round at once
         return [bool(advantages([verdict.rewards], case.grpo, [1.0]).is_zero_std[0]) for verdict in verdicts]
@@ -401,7 +403,7 @@ def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, ol
         end += steps
         case = Case(size, end, depth=depth, old_logprobs=old)
         policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
-        train(run_of(case, policy, Journal(), disk, is_dropped_at=None))
+        train(run_of(case, policy, RecordingLogger(), disk, is_dropped_at=None))
         trained |= policy.trained
     once = slowly(Case(size, end, depth=0, old_logprobs=old))
     assert {step: {row: len(times) for row, times in rows.items()} for step, rows in trained.items()} == {
@@ -423,7 +425,7 @@ def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, ol
 def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_sampled(save_every):
     """The flight that was launched at step 2 finds no servers; the next process samples its rollout anew."""
     case, disk = Case((2, 4, 1), 8, save_every=save_every), Disk(every=save_every)
-    policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), Journal()
+    policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), RecordingLogger()
     run = run_of(case, policy, logger, disk, is_dropped_at=None)
     answers, run.engine._answer = run.engine._answer, lambda *asked: lost(*asked)
 
@@ -437,13 +439,13 @@ def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_s
     assert len(logger.batches) == disk.saved[0].step == 4 - save_every
     assert disk.saved[0].num_prompts == disk.saved[3]["taken"] == 8
     again = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
-    train(run_of(case, again, Journal(), disk, is_dropped_at=None))
+    train(run_of(case, again, RecordingLogger(), disk, is_dropped_at=None))
     assert policy.trained | again.trained == slowly(replace(case, ends=((2, "drop"),), save_every=0))
 
 
 def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_nothing_of_it_is_kept():
     """Three rollouts to two steps: sometimes two come in together, and neither asks a prompt when it does."""
-    case, logger = Case((3, 2, 1), 8), Journal()
+    case, logger = Case((3, 2, 1), 8), RecordingLogger()
     run = run_of(case, Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), logger, Disk(every=0), is_dropped_at=None)
     asked, generate = [], run.engine.generate
     run.engine.generate = lambda prompts, *rest, **more: asked.append(len(prompts)) or generate(prompts, *rest, **more)
@@ -464,7 +466,7 @@ def test_rows_of_a_refused_step_that_are_trained_again_are_held_against_the_vers
 
 def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_good_checkpoint():
     """Steps 2, 4, 5 and 6 are refused: the third in a row is step 6, the seventh. Rollout r has prompts 2r and 2r + 1, two rows each."""
-    case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), Journal()
+    case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), RecordingLogger()
     policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
     with pytest.raises(
         RunError,
@@ -501,7 +503,7 @@ class Penalty:
 def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollouts_own_step(depth, save_every):
     case = Case((2, 8, 1), 12, depth=depth, save_every=save_every)
     policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
-    run = run_of(case, policy, Journal(), Disk(every=save_every), is_dropped_at=None)
+    run = run_of(case, policy, RecordingLogger(), Disk(every=save_every), is_dropped_at=None)
     run.rollouts.penalty = Penalty(policy)
     scored = []
     policy.logprobs = lambda micro_batches: scored.append(policy.version) or Policy.logprobs(policy, micro_batches)

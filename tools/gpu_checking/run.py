@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
 from tools.gpu_checking import steps as table  # noqa: E402
-from tools.gpu_checking.steps import STEPS, Of, Step, Words  # noqa: E402
+from tools.gpu_checking.steps import STEPS, CommandStep, Of, Step  # noqa: E402
 
 RESULTS = "gpu_check.json"
 SECONDS_TO_LEAVE = 60.0  # for a run that was asked to stop
@@ -75,7 +75,7 @@ class Check:
             for number, command in enumerate(step.commands):
                 limit = end - time.monotonic()
                 found = run_one(command, self.out, step.env, stream, limit)
-                expected = (command.ends,) if isinstance(command, Words) else command.ends
+                expected = (command.ends,) if isinstance(command, CommandStep) else command.ends
                 if found not in expected:
                     how = f"did not end in {step.seconds} s" if found is None else f"ended with {found}, not {expected[0]}"
                     return "FAIL", f"command {number + 1} of {len(step.commands)} {how}; see {log}"
@@ -98,10 +98,10 @@ class Check:
         print(f"{one['verdict']} {name:<16} {one['seconds']:6.1f} s  {one['note']}", flush=True)
 
 
-def run_one(command: Words | Of, out: Path, env: Mapping[str, str], stream, limit: float) -> int | None:
+def run_one(command: CommandStep | Of, out: Path, env: Mapping[str, str], stream, limit: float) -> int | None:
     """The exit status; None where it did not end in `limit` seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "4", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
-    if isinstance(command, Words):
+    if isinstance(command, CommandStep):
         return _ended(
             _started([word.replace("OUT", str(out)) if "OUT/" in word else word for word in command.words], environment, stream), limit
         )

@@ -36,14 +36,14 @@ class Step:
     name: str
     shows: str
     seconds: int
-    commands: tuple[Words | Of, ...]
+    commands: tuple[CommandStep | Of, ...]
     needs: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     judge: Callable[[Path, str], str] = lambda folder, log: ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class CommandStep:
     """Words of a command. OUT stands for the check's folder."""
 
     words: tuple[str, ...]
@@ -168,15 +168,15 @@ def told(*names: str) -> Callable[[Path, str], str]:
 # ---- steps -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _python(*words: str) -> tuple[Words]:
-    return (Words(words=(PYTHON, *words)),)
+def _python(*words: str) -> tuple[CommandStep]:
+    return (CommandStep(words=(PYTHON, *words)),)
 
 
-def _tests(*words: str) -> tuple[Words]:
+def _tests(*words: str) -> tuple[CommandStep]:
     return _python("-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
 
 
-def _layers(impl: str) -> tuple[Words, ...]:
+def _layers(impl: str) -> tuple[CommandStep, ...]:
     models = ("dense", "biases", "MoE", "MLA") if impl == "local" else ("dense", "biases", "MoE")
     return tuple(_python("benchmarks/gpu.py", "layers", "--impl", impl, "--model", model)[0] for model in models)
 

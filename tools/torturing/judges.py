@@ -32,7 +32,7 @@ RUDE: dict[str, tuple[str, int, str | None]] = {
 }
 
 
-class Judge:
+class JudgeProcess:
     """The endpoint as a process of its own. port: where an earlier one was."""
 
     def __init__(self, folder: Path, how: str = "", times: int = 0, port: int = 0):
@@ -52,19 +52,19 @@ class Judge:
 
 
 @contextmanager
-def judged(victim: Victim, how: str = "", times: int = 0) -> Iterator[Judge]:
+def judged(victim: Victim, how: str = "", times: int = 0) -> Iterator[JudgeProcess]:
     """Within it the victim's runs are judged by such a judge."""
     victim.inputs[victim.inputs.index("--reward_funcs") + 1] = "llm_judge"
     # Not in the victim's folder: a process that has that open is taken for one of the run.
     with TemporaryDirectory(prefix="torture_judge_") as folder:
-        judge = Judge(Path(folder), how, times)
+        judge = JudgeProcess(Path(folder), how, times)
         try:
             url = f"http://127.0.0.1:{judge.port}/v1"
             victim.inputs += ["--llm_judge_url", url, "--llm_judge_model", "m", "--reward_timeout", str(TIMEOUT)]
             yield judge
             if how in ("die", "silent") or times == OFTEN:  # mended
                 judge.close()
-                judge = Judge(Path(folder), port=judge.port)
+                judge = JudgeProcess(Path(folder), port=judge.port)
                 victim.continues()
             else:
                 victim.is_whole()

@@ -28,7 +28,7 @@ def test_torchrun():
     found = launcher.read(TORCHRUN)
     assert (found.rank, found.world_size, found.local_rank, found.problems) == (3, 4, 1, ())
     assert found.is_launched and found.by_torchrun and found.launcher_holds_store and not found.is_logging_rank
-    assert str(found.report_file) == "/tmp/a/attempt_2/megatron_grpo.said" and str(found.ended) == "/tmp/a/megatron_grpo.ended"
+    assert str(found.report_file) == "/tmp/a/attempt_2/megatron_grpo.said" and str(found.attempts_file) == "/tmp/a/megatron_grpo.ended"
 
 
 def test_a_process_that_nobody_launched_is_rank_0_of_1():

@@ -330,7 +330,7 @@ def test_a_flag_goes_before_the_environment_and_which_holds_is_said(tmp_path, mo
         image_spec_of(by_environment, tmp_path)
 
 
-class Words:
+class SmallTokenizer:
     """A tokenizer that knows a few."""
 
     chat_template, all_special_ids, name_or_path = "yes", (), ""
@@ -348,21 +348,21 @@ def test_picture_tokens_count_for_max_prompt_length_and_a_stream_leads_to_them_a
     for name, size in (("a", (56, 56)), ("b", (112, 112)), ("c", (56, 84))):
         (tmp_path / f"{name}.png").write_bytes(as_bytes(picture(*size)))
     cfg = rows_at(tmp_path, asks("a.png"), asks("b.png", "c.png", text="<image>x<image>"), {"prompt": [{"role": "user", "content": "no"}]})
-    stream = open_stream(cfg, Words(), seed=3, image_spec=EYES)
+    stream = open_stream(cfg, SmallTokenizer(), seed=3, image_spec=EYES)
     prompts = {prompt.row: prompt for prompt in stream.take(3)}
     assert {row: len(prompt.token_ids) for row, prompt in prompts.items()} == {0: 7, 1: 28, 2: 1}
     assert [(place, one.num_tokens) for place, one in prompts[1].images] == [(1, 16), (20, 6)]
     assert stream.longest_prompt == 28 and stream.rows.max_images == 2 and prompts[2].images == ()
-    again = open_stream(cfg, Words(), seed=3, image_spec=EYES)
+    again = open_stream(cfg, SmallTokenizer(), seed=3, image_spec=EYES)
     for number in (5, 0, 4):
         one, other = again.images_of(number), stream.images_of(number)
         assert [(place, shown.key) for place, shown in one] == [(place, shown.key) for place, shown in other]
     assert again.taken == 0
     limited = DataConfig(dataset=cfg.dataset, max_prompt_length=27)
     with pytest.raises(ConfigError, match="longer than max_prompt_length .27. tokens; the longest has 28"):
-        open_stream(limited, Words(), seed=3, image_spec=EYES)
+        open_stream(limited, SmallTokenizer(), seed=3, image_spec=EYES)
     deleted = DataConfig(dataset=cfg.dataset, max_prompt_length=27, truncation_strategy="delete")
-    assert len(open_stream(deleted, Words(), seed=3, image_spec=EYES)) == 2
+    assert len(open_stream(deleted, SmallTokenizer(), seed=3, image_spec=EYES)) == 2
 
 
 def test_another_file_under_the_same_name_is_another_data_set(tmp_path):

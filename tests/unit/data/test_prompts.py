@@ -108,20 +108,20 @@ def test_restoring_under_another_order_is_refused(ten, change, flag, message):
 def test_an_epoch_leaves_out_what_fills_no_rollout_and_goes_on_from_any_place(ten, shuffle):
     """Rollouts of 4 of 10 prompts: the first 8 of each permutation."""
     source = stream(ten, shuffle=shuffle)
-    source.whole = 4
+    source.epoch_multiple = 4
     rows = [prompt.row for prompt in source.take(24)]
     orders = [permutation(10, 7, epoch).tolist() if shuffle else list(range(10)) for epoch in range(3)]
     assert rows == [row for order in orders for row in order[:8]] and source.row_of(8) == orders[1][0]
     source.give_back(11)  # 13 are taken: the last of them is in the second epoch
     again = stream(ten, shuffle=shuffle)
-    again.whole = 4
+    again.epoch_multiple = 4
     again.restore(source.state())
     assert [prompt.row for prompt in again.take(11)] == rows[13:]
 
 
 def test_restoring_with_other_ends_of_epochs_is_refused_and_with_the_same_ones_is_not(ten):
     whole, halves, fours = stream(ten), stream(ten), stream(ten)
-    halves.whole, fours.whole = 5, 4
+    halves.epoch_multiple, fours.epoch_multiple = 5, 4
     whole.restore(halves.state())  # nothing is left out by either
     for one, other, said in (
         (whole, fours, "dataset_drop_last False, but this run has true \\(8 prompts per epoch\\)"),

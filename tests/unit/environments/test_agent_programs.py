@@ -112,7 +112,7 @@ def test_a_verdict_that_is_no_reward_trains_nothing(tmp_path, value):
     scope: dict = {}
     exec(f"def verdict(row, folder, output, messages):\n    {value}", scope)
     row = play(tmp_path, "ask()", verdict=scope["verdict"], rules={"needs_reward": True})
-    assert row.finish_reason == "nonsense" and "agent_verdict" in row.record.numbers.fault and not any(row.record.turn_rewards)
+    assert row.finish_reason == "invalid" and "agent_verdict" in row.record.numbers.fault and not any(row.record.turn_rewards)
 
 
 def test_a_program_is_ended_with_what_it_has_started_at_its_time_limit_and_judged(tmp_path):

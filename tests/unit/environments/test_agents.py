@@ -323,9 +323,9 @@ def test_an_example_of_the_agent_is_not_taken_for_what_the_model_said():
 ENDS = {
     "raises": ("error", "the agent raised ZeroDivisionError"),
     "nothing": ("error", "sent no request"),
-    "no reward": ("nonsense", "no reward"),
-    "nan": ("nonsense", "nan"),
-    "string": ("nonsense", "good"),
+    "no reward": ("invalid", "no reward"),
+    "nan": ("invalid", "nan"),
+    "string": ("invalid", "good"),
     "late": ("timeout", "no reward within 1 s"),
     "late, nothing": ("timeout", "sent no request within 1 s"),
     "async": ("done", ""),

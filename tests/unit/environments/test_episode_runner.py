@@ -85,7 +85,7 @@ def test_an_opening_that_does_not_fit_is_the_environments_fault_and_trains_nothi
             return [{"role": "user", "content": "x" * count}]
 
     [one], sampler = played(Long, "a", max_model_len=100)
-    assert one.finish_reason == "nonsense" and says in one.record.numbers.fault and not sampler.asked and one.version == 4
+    assert one.finish_reason == "invalid" and says in one.record.numbers.fault and not sampler.asked and one.version == 4
     assert not one.sequence.mask.any() and len(one.sequence.token_ids) < 100, "the row that is trained is the prompt's"
 
 

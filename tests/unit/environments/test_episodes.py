@@ -60,13 +60,13 @@ def function(call, name="f") -> RewardFunction:
 def test_rewards_get_whole_episodes_by_name_and_a_failed_one_is_judged_by_nobody():
     heard = {}
 
-    def reward(completions, messages, turn_rewards, num_turns, ended, answer):
+    def reward(completions, messages, turn_rewards, num_turns, finish_reason, answer):
         heard.update(
             completions=completions,
             messages=messages,
             turn_rewards=turn_rewards,
             num_turns=num_turns,
-            ended=ended,
+            finish_reason=finish_reason,
             answer=answer,
         )
         return [1.0] * len(completions)
@@ -78,7 +78,7 @@ def test_rewards_get_whole_episodes_by_name_and_a_failed_one_is_judged_by_nobody
     assert scored.rewards == ((1.0, 2.0), (None, None), (1.0, 2.0))
     assert heard == {
         "completions": [list(SAID)] * 2, "messages": [[*OPENING, *SAID]] * 2, "turn_rewards": [[0.0, 1.0]] * 2, "num_turns": [2, 2],
-        "ended": ["done", "max_turns"], "answer": ["x", "x"],
+        "finish_reason": ["done", "max_turns"], "answer": ["x", "x"],
     }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_a_run_whose_episodes_fail_ends_with_the_most_frequent_sentence():
     ):
         check_failures(verdicts("error", "timeout", "done"), 0.5)
     with pytest.raises(EnvironmentFailuresError, match="2 of 2"):
-        check_failures(verdicts("error", "nonsense"), 1.0)
+        check_failures(verdicts("error", "invalid"), 1.0)
     with pytest.raises(EnvironmentFailuresError):
         rollout(
             {0: ((None,), (None,)), 1: ((None,), (None,))},

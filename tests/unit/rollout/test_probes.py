@@ -9,7 +9,7 @@ from megatron_grpo.rollout.probes import probe_sequences
 from tests.unit.data.test_images import EYES
 
 
-class Words:
+class SmallTokenizer:
     all_special_ids = (0,)
 
     def __len__(self):
@@ -18,17 +18,17 @@ class Words:
 
 @pytest.mark.parametrize(("longest", "num_showing"), [(400, 2), (26, 2), (13, 2), (11, 1), (9, 0)])
 def test_probes_show_pictures_as_far_as_they_fit(longest, num_showing):
-    probes = probe_sequences(Words(), vocab_size=60, max_model_len=longest, image_spec=EYES)
+    probes = probe_sequences(SmallTokenizer(), vocab_size=60, max_model_len=longest, image_spec=EYES)
     assert len(probes) == 4 and sum(bool(one.images) for one in probes) == num_showing
     for probe in probes:
         assert len(probe.token_ids) < longest
         at = np.flatnonzero(probe.token_ids == EYES.image_token)
         images = [place + i for place, picture in probe.images for i in range(picture.num_tokens)]
         assert at.tolist() == images and (not images or images[-1] < len(probe.token_ids) - 2)
-    text = probe_sequences(Words(), vocab_size=60, max_model_len=longest)
+    text = probe_sequences(SmallTokenizer(), vocab_size=60, max_model_len=longest)
     assert not any(one.images for one in text)
 
 
 def test_a_drawn_picture_is_the_same_everywhere():
-    one, other = (probe_sequences(Words(), vocab_size=60, max_model_len=400, image_spec=EYES)[0].images[0][1] for _ in range(2))
+    one, other = (probe_sequences(SmallTokenizer(), vocab_size=60, max_model_len=400, image_spec=EYES)[0].images[0][1] for _ in range(2))
     assert one.key == other.key and np.array_equal(one.patches(), other.patches()) and len(one.patches()) == np.prod(one.grid)

@@ -8,7 +8,7 @@ from megatron_grpo.servers.serve_state import Ownership, RequestRefusedError
 from megatron_grpo.servers.wire import LEASE_SECONDS, ClaimRequest
 
 
-class Clock:
+class ManualClock:
     now = 100.0
 
     def __call__(self) -> float:
@@ -17,7 +17,7 @@ class Clock:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock()
 
 
 @pytest.fixture

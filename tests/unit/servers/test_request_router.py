@@ -54,7 +54,7 @@ class World:
         answered.add(key)
         if len(answered) == len(call):
             self.open.remove((name, call, answered))
-            self.dealing.ended(name, call)
+            self.dealing.end_call(name, call)
 
     def take(self, name: str, key: int) -> None:
         before = self.dealing.answers.get(key)
@@ -85,7 +85,7 @@ class World:
             self.open.remove(one)
             if died:
                 self.in_flight_at_death.update(key for key in one[1] if key not in self.dealing.answers)
-            self.dealing.ended(name, one[1], is_lost=died)
+            self.dealing.end_call(name, one[1], is_lost=died)
 
     def check(self) -> None:
         held = [key for _, call, answered in self.open for key in call if key not in answered and key not in self.dealing.answers]
@@ -132,12 +132,12 @@ def test_a_prompt_that_kills_is_found_alone_and_never_asked_a_fourth_time(seed):
 def test_a_prompt_under_suspicion_is_alone_on_its_server():
     dealing: RequestRouter[str, int] = RequestRouter(["a", "b", "c"])
     for _ in range(2):
-        dealing.ended("one", dealing.next_for("one", 1), is_lost=True)
+        dealing.end_call("one", dealing.next_for("one", 1), is_lost=True)
     assert dealing.deaths == {"a": ["one", "one"]}
     assert dealing.next_for("two", 2) == ("b", "c")
     assert dealing.next_for("two", 2) == ()  # it has something else
     assert dealing.next_for("one", 2) == ("a",)
-    dealing.ended("two", ("b", "c"))
+    dealing.end_call("two", ("b", "c"))
     assert dealing.next_for("one", 2) == () and dealing.next_for("two", 2) == ("b", "c")
 
 

@@ -28,7 +28,7 @@ SAMPLING = SamplingSettings(n=2, max_completion_length=4)
 PROMPTS = [Prompt(number=number, row=number, raw="", token_ids=(4, 5), columns={}) for number in range(6)]
 
 
-class Pusher:
+class VersionBroadcaster:
     """A push is a number that the servers are told."""
 
     def __init__(self, server_group, servers):
@@ -58,7 +58,7 @@ def engine_of():
             timeout=5.0,
             print_line=lambda line: None,
         )
-        engine = ServerEngine(lambda: Pusher(server_group, servers), tokenizer=None, vocab_size=10, **more)
+        engine = ServerEngine(lambda: VersionBroadcaster(server_group, servers), tokenizer=None, vocab_size=10, **more)
         pushed(engine, 1)
         opened.extend([engine, *servers])
         return engine, servers

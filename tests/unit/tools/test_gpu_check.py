@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tools.gpu_checking import run, steps
-from tools.gpu_checking.steps import Of, Step, Words
+from tools.gpu_checking.steps import CommandStep, Of, Step
 
 pytestmark = pytest.mark.skipif(bool(run.gpus()), reason="there is a GPU: run the check itself")
 
@@ -30,9 +30,9 @@ def test_a_step_that_would_not_begin_is_told(folder, monkeypatch):
     first = steps.STEPS[0]
     broken = (
         replace(first, name="a", commands=(Of(folder="x", flags={"num_generation": 7}),)),
-        replace(first, name="b", commands=(Words(words=(sys.executable, "benchmarks/gpu.py", "t9")),)),
-        replace(first, name="b", commands=(Words(words=(sys.executable, "tools/none.py")),)),
-        replace(first, name="c", commands=(Words(words=(sys.executable, "-m", "pytest", "tests/gpu/test_none.py")),)),
+        replace(first, name="b", commands=(CommandStep(words=(sys.executable, "benchmarks/gpu.py", "t9")),)),
+        replace(first, name="b", commands=(CommandStep(words=(sys.executable, "tools/none.py")),)),
+        replace(first, name="c", commands=(CommandStep(words=(sys.executable, "-m", "pytest", "tests/gpu/test_none.py")),)),
     )
     monkeypatch.setattr(run, "STEPS", broken)
     told = "\n".join(run.faults(folder))
@@ -42,7 +42,7 @@ def test_a_step_that_would_not_begin_is_told(folder, monkeypatch):
 
 
 def _step(name: str, code: str, **more) -> Step:
-    return Step(name=name, shows="", seconds=20, commands=(Words(words=(sys.executable, "-c", code)),), **more)
+    return Step(name=name, shows="", seconds=20, commands=(CommandStep(words=(sys.executable, "-c", code)),), **more)
 
 
 def test_steps_are_told_remembered_and_not_run_again(tmp_path, capsys):

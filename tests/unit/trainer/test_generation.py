@@ -59,7 +59,7 @@ class Losing(ScriptedEngine):
     def begin(self, prompts, sampling, *, seed):
         outer, lost = self, []
 
-        class Flight:
+        class Future:
             seconds = 1.0
             dropped = False
 
@@ -75,7 +75,7 @@ class Losing(ScriptedEngine):
             def drop(self):
                 lost.append(1)
 
-        return Flight()
+        return Future()
 
 
 def test_weights_that_are_lost_in_flight_are_pushed_again_as_the_policy_has_them_now():

@@ -198,7 +198,7 @@ class Heard(list):
     rollout = list.append
 
 
-class Judge:
+class TableRewards:
     """Gives what a table says."""
 
     names, reward_weights, most_failed_episodes = ["r"], [1.0], 1.0
@@ -231,7 +231,7 @@ def rollouts_of(
 
 
 def generator_of(engine, rewards=(), sampling=SAMPLING, sync_again=lambda: pytest.fail("pushed again")):
-    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, timers=Timers(), sync_again=sync_again)
+    return RolloutGenerator(engine, TableRewards(rewards), sampling=sampling, seed=0, timers=Timers(), sync_again=sync_again)
 
 
 def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
