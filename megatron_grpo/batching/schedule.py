@@ -1,7 +1,7 @@
 """Training schedule: which rows are trained when, which version sampled them, and where their old log-probs come from.
 
 `plan` prints it and `train` follows it: the same object. Each optimizer step is computed independently from the batch sizes
-(docs/batching.md sections 2 and 3), so a run of a million steps costs no memory and resuming costs nothing.
+(docs/batching.md, Training schedule and Old log-probs), so a run of a million steps costs no memory and resuming costs nothing.
 
 A *micro-step* trains `micro_batch_size` completions on each DP rank. A *slice* is the part of a rollout that one micro-step trains. With A
 micro-steps per optimizer step, W slices per rollout and mu passes: micro-step s belongs to optimizer step s // A and to rollout s // (W *

@@ -131,11 +131,11 @@ class KlPenalty:
         """
         cut, parallel = self.policy.cut, self.policy.parallel
         with self.policy.on_device("reference"):
-            scored, held_to = (
+            scored, scored_by_reference = (
                 score_rows(placed, score=without_experts(logprobs), cut=cut, parallel=parallel)
                 for logprobs in (self.policy.scorer.logprobs, self.reference.logprobs)
             )
-        policy, reference = scored.logprobs, held_to.logprobs
+        policy, reference = scored.logprobs, scored_by_reference.logprobs
         local = [(*key, self.beta * float((policy[key].astype(np.float64) - reference[key]).sum())) for key in policy]
         penalties = np.empty(len(placed.rows))
         for part in collectives.all_gather_object(np.array(local if parallel.is_model_parallel_src else []).reshape(-1, 3)):
@@ -377,7 +377,7 @@ class Rollouts:
         return Rollout(number=number, rows=rows, samples=samples, num_prompts=result.num_prompts)
 
     def _held(self, rows: TrainingRows, scored_groups: Mapping[int, ScoredGroup]) -> dict[RowKey, Completion]:
-        """Send the completions of a rollout to their homes; return those that this data-parallel rank holds. Collective."""
+        """Send completions to the data-parallel ranks that train them; return those that this rank holds. Collective."""
         sampled = {
             position * len(scored.group.completions) + i: completion
             for position, scored in scored_groups.items()

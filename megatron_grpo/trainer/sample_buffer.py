@@ -53,7 +53,7 @@ class ScoredRows:
     """Rows on the data-parallel ranks that scored them.
 
     Args:
-        rows: The rows, with their new homes.
+        rows: The rows, on the data-parallel ranks that scored them.
         logprobs: float32 [T] of each row that this rank now holds, 0 where the mask is false.
         experts: int16 [T, MoE layers, k] of each row that this rank now holds; None if they are not needed.
     """
@@ -172,7 +172,7 @@ def _same_experts_in_shared_prefixes(
 
 
 def local_samples(items: Mapping[RowKey, Any], rows: TrainingRows, dp_ranks: np.ndarray, parallel: ParallelState) -> dict:
-    """Send items from the data-parallel ranks that hold them to their homes. Collective.
+    """Send items from the data-parallel ranks that hold them to those that train them. Collective.
 
     Args:
         items: Items of the rows that this rank holds.
@@ -305,7 +305,7 @@ class SampleBuffer:
             token_weight_fn: Computes the token weights of the step.
 
         Returns:
-            The buffer with the rows in their new homes, and the global batch.
+            The buffer with the rows on the data-parallel ranks that train them, and the global batch.
 
         Raises:
             KeyError: The training schedule asks for a row that was never sampled.
