@@ -1,7 +1,7 @@
 """Gathers the pages of the documentation, generates those of the reference, and checks the links of the built site.
 
     python tools/docs.py gather     build/docs: docs/, the examples' READMEs, and the generated pages
-    python tools/docs.py check      build/docs/site: writes redirects for moved pages, then follows every link to its page and anchor
+    python tools/docs.py check      build/docs/site: narrows the search, writes redirects for moved pages, and follows every link
     python tools/docs.py write      the generated tables of pages in docs/, which a test holds equal to their source
     python tools/docs.py notebooks  output/notebooks: executes the notebooks on output/quickstart; `gather` publishes their outputs
 
@@ -318,6 +318,17 @@ def redirect() -> None:
         )
 
 
+def narrow_search() -> None:
+    """Leave members of classes and tables of the parity matrix out of the search: they came before pages that explain a word."""
+    index = SITE / "search.json"
+    found = json.loads(index.read_text(encoding="utf-8"))
+    deep = {"reference/api/": 4, "parity/": 3}  # pages -> level from which headings are left out
+    found["items"] = [
+        item for item in found["items"] if all(item["level"] < level for pages, level in deep.items() if item["location"].startswith(pages))
+    ]
+    index.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+
+
 class Page(HTMLParser):
     """The links and the anchors of one page."""
 
@@ -360,6 +371,7 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["gather", "check", "write", "notebooks"])
     what = parser.parse_args().what
     if what == "check":
+        narrow_search()
         sys.exit(1 if check() else 0)
     sys.path.insert(0, str(ROOT))
     {"gather": gather, "write": write, "notebooks": execute_notebooks}[what]()
