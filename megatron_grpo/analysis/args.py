@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,32 +14,13 @@ from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.read import split_flags
 from megatron_grpo.grpo import validation
 from megatron_grpo.run.open_checkpoint import settings_over, undamaged_checkpoint
 from megatron_grpo.run.terminal import note_renamed
 from megatron_grpo.types import Sample
 
 Parse = Callable[[Sequence[str]], ParsedConfig]
-
-
-def _split_flags(words: Sequence[str], own_flags: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Separate a command's own flags from settings.
-
-    Args:
-        words: Command line; `--row 1` and `--row=1` are equivalent.
-        own_flags: Flags of the command.
-
-    Returns:
-        (typed values of each flag, remaining words).
-    """
-    values, other_words, remaining = {name: list[str]() for name in own_flags}, list[str](), iter(words)
-    for word in remaining:
-        name, is_one_word, value = word.partition("=")
-        if name in values:
-            values[name].append(value if is_one_word else next(remaining, ""))
-        else:
-            other_words.append(word)
-    return values, other_words
 
 
 # ---- mismatch --------------------------------------------------------------------------------------------------------------------------
@@ -84,7 +65,7 @@ def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
     """
     if not argv or argv[0].startswith("--"):
         raise ConfigError("mismatch needs a directory first: an output_dir, one of its checkpoints (checkpoints/iter_0000100), or a model.")
-    own_values, other_words = _split_flags(argv[1:], ("--row", "--rows", "--dtype"))
+    own_values, other_words = split_flags(argv[1:], ("--row", "--rows", "--dtype"))
     parsed = parse([*other_words, *(word for dtype in own_values["--dtype"] for word in ("--torch_dtype", dtype))])
     problems = [
         problem_with(name, f"{name} ({value or 'nothing'}) must be a whole number, {least} or more.")
@@ -203,7 +184,7 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
         example = 'megatron-grpo compare-losses OUTPUT_DIR --variant "loss_type=vespo"'
         raise _refused(f"compare-losses needs the output_dir of a run first: {example}")
     run = Path(argv[0])
-    own_values, other_words = _split_flags(argv[1:], ("--variant", "--try", "--step"))
+    own_values, other_words = split_flags(argv[1:], ("--variant", "--try", "--step"))
     variant_texts, old_flag_values, steps = own_values.values()
     if old_flag_values:
         note_renamed("--try", "--variant")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -228,3 +228,23 @@ def _one_word(value: Any) -> str:
     if value is None or value is True or value is False:
         return {None: "none", True: "true", False: "false"}[value]
     return str(value)
+
+
+def split_flags(words: Sequence[str], own_flags: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Separate a command's own flags from settings.
+
+    Args:
+        words: Command line; `--row 1` and `--row=1` are equivalent.
+        own_flags: Flags of the command.
+
+    Returns:
+        (typed values of each flag, remaining words).
+    """
+    values, other_words, remaining = {name: list[str]() for name in own_flags}, list[str](), iter(words)
+    for word in remaining:
+        name, is_one_word, value = word.partition("=")
+        if name in values:
+            values[name].append(value if is_one_word else next(remaining, ""))
+        else:
+            other_words.append(word)
+    return values, other_words

@@ -21,6 +21,7 @@ from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Reward
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.read import split_flags
 from megatron_grpo.data.chat import PromptEncoder, as_completion
 from megatron_grpo.data.checks import PromptRows, check_images
 from megatron_grpo.data.image_dataset import num_tokens
@@ -112,14 +113,11 @@ def run_dry_run(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
 
 def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
     """Return the value of --rows and the remaining arguments."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--rows=") else [word])]
-    if "--rows" not in words:
-        return ROWS, words
-    index = words.index("--rows")
-    text = words[index + 1] if index + 1 < len(words) else ""
+    values, other_words = split_flags(argv, ("--rows",))
+    text = [str(ROWS), *values["--rows"]][-1]
     if not text.isdecimal() or int(text) < 1:
         raise config_error("rows", f"rows ({text or 'nothing'}) is a number of rows, 1 or more.")
-    return int(text), [*words[:index], *words[index + 2 :]]
+    return int(text), other_words
 
 
 def untokenized_rows(cfg: Config, inputs: ValidatedInputs) -> None:

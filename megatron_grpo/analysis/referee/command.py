@@ -17,6 +17,7 @@ from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, prob
 from megatron_grpo.base.files import plot_obstacle
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.read import split_flags
 from megatron_grpo.config.table import InvalidValueError, read_value, table
 
 EXIT_DIFFERENT = 3
@@ -74,13 +75,8 @@ def _read(argv: Sequence[str]) -> tuple[Path, str, int | None, str | None, list[
     example = "megatron-grpo referee DUMP --of slime|verl|trl|swift|native [--config their_script_or_yaml]"
     if not argv or argv[0].startswith("-"):
         raise config_error("referee", f"referee needs a dump first: {example}")
-    path, values, rest, left = Path(argv[0]), dict[str, str](), list[str](), iter(argv[1:])
-    for word in left:
-        name, is_one_word, value = word.partition("=")
-        if name in OWN:
-            values[name] = value if is_one_word else next(left, "")
-        else:
-            rest.append(word)
+    path, (typed_values, rest) = Path(argv[0]), split_flags(argv[1:], OWN)
+    values = {name: typed[-1] for name, typed in typed_values.items() if typed}
     system, step = values.get("--of", ""), values.get("--step")
     if system not in DIALECTS:
         raise config_error("of", f"referee: --of ({system or 'nothing'}) must name the system that wrote the dump: {', '.join(DIALECTS)}.")
