@@ -37,8 +37,8 @@ class RunFiles:
 
     folder: Path
     name: str
-    steps: Sequence[Row]
-    evaluations: Sequence[Row]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
     events: Sequence[Row]
     plan: Row
     settings: Row
@@ -52,16 +52,6 @@ class RunFiles:
             name: Name of the run; default: the name of the folder.
         """
         steps, evaluations, events = (Records(folder / file).all() for file in ("metrics.jsonl", "evaluations.jsonl", EVENTS))
-        if not (folder / EVENTS).exists():  # a run of an earlier version
-            events = [
-                {
-                    "step": record["step"],
-                    "time": "",
-                    "kind": "skipped",
-                    "text": f"Optimizer step {record['step']:,} was skipped: {record.get('why')}.",
-                }
-                for record in Records(folder / "skipped.jsonl").all()
-            ]
         return cls(
             folder=folder, name=name or folder.absolute().name, steps=steps, evaluations=evaluations, events=events,
             plan=read_object(folder / "plan.json"), settings=read_settings(folder / "config.yaml"),

@@ -16,6 +16,7 @@ from megatron_grpo.analysis.run_files import Points, Row, RunFiles, downsample, 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.base.files import atomic_write_text
+from megatron_grpo.config.read import split_flags
 from megatron_grpo.config.table import table
 from megatron_grpo.metrics.display import describe_duration
 
@@ -112,21 +113,15 @@ def arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     Args:
         argv: Arguments of `megatron-grpo report`.
     """
-    words, folders, target = list(argv), list[Path](), None
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name in ("-o", "--output"):
-            if not equals and not words:
-                raise ConfigError(f"{name} needs a file. {USAGE}")
-            target = Path(value if equals else words.pop(0))
-        elif word.startswith("-"):
-            raise ConfigError(f"Unknown argument {word}. {USAGE}")
-        else:
-            folders.append(Path(word))
+    values, folders = split_flags(argv, ("-o", "--output"))
+    if unknown := [word for word in folders if word.startswith("-")]:
+        raise ConfigError(f"Unknown argument {unknown[0]}. {USAGE}")
+    if without_file := [name for name, files in values.items() if "" in files]:
+        raise ConfigError(f"{without_file[0]} needs a file. {USAGE}")
     if not folders:
         raise ConfigError(f"No output_dir of a run is named. {USAGE}")
-    return folders, target
+    files = [*values["-o"], *values["--output"]]
+    return [*map(Path, folders)], Path(files[-1]) if files else None
 
 
 def page_of(runs: Sequence[RunFiles]) -> str:
@@ -290,17 +285,11 @@ def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
     Args:
         changes: Answers at the first and last evaluation, with both scores.
     """
-    better = sorted(
-        (row for row in changes if row["score_after"] > row["score_before"]), key=lambda row: row["score_before"] - row["score_after"]
-    )
-    worse = sorted(
-        (row for row in changes if row["score_after"] < row["score_before"]), key=lambda row: row["score_after"] - row["score_before"]
-    )
-    chosen = [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse]
-    return [
-        {**row, **{name: text_of(row[name], max_characters=MOST_TEXT) for name in ("prompt", "before", "after")}}
-        for row in chosen[:MOST_ANSWERS]
-    ]
+    changed = sorted(changes, key=lambda row: -abs(row["score_after"] - row["score_before"]))
+    better = [row for row in changed if row["score_after"] > row["score_before"]]
+    worse = [row for row in changed if row["score_after"] < row["score_before"]]
+    chosen = [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse][:MOST_ANSWERS]
+    return [{**row, **{name: text_of(row[name], max_characters=MOST_TEXT) for name in ("prompt", "before", "after")}} for row in chosen]
 
 
 def group_row(rows: Sequence[Row]) -> dict[str, Any]:
@@ -323,21 +312,9 @@ def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]
     """
     known_settings = table()
     changed_names = {
-        name
-        for run in runs
-        for name, value in run.settings.items()
-        if name in known_settings and value != as_yaml(known_settings[name].default)
+        name for run in runs for name, value in run.settings.items() if name in known_settings and value != known_settings[name].default
     }
     return compare_values([{name: value for name, value in run.settings.items() if name in changed_names} for run in runs])
-
-
-def as_yaml(value: Any) -> Any:
-    """Return a default as a YAML file has it.
-
-    Args:
-        value: Default of a setting.
-    """
-    return list(value) if isinstance(value, tuple) else value
 
 
 def compare_values(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:

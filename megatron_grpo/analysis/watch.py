@@ -10,14 +10,13 @@ from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from megatron_grpo.analysis.run_files import Points, RunFiles, downsample, text_of
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.base.files import read_object
-from megatron_grpo.metrics.display import NOW, describe_duration
+from megatron_grpo.metrics.display import NOW, describe_duration, progress_row
 
 USAGE = "usage: megatron-grpo watch OUTPUT_DIR [--once]"
 SECONDS = 2.0  # between two drawings
@@ -90,17 +89,13 @@ def head(run: RunFiles) -> list[Table | Text]:
     """
     now = read_object(run.folder / NOW)
     silent = time.time() - float(now.get("time", 0.0))
-    is_alive = bool(now) and silent <= SILENT
-    line = Table.grid(padding=(0, 2))
-    cells: list[Text | ProgressBar] = [Text(f"{run.name}: step {run.step}{f'/{run.total}' if run.total else ''}", style="bold")]
-    if run.total:
-        cells.append(ProgressBar(total=run.total, completed=run.step, width=24))
-    if is_alive:
-        line.add_row(*cells, Text(str(now.get("speed", ""))))
-        return [line, Text(str(now.get("phase") or "between two phases"))]
-    line.add_row(*cells)
     lost = f"No sign of the run for {describe_duration(silent)}: it was killed, or its machine is not reachable."
-    return [line, Text(run.end or (lost if now else "The run has ended."))]
+    if now and silent <= SILENT:
+        speed, phase = str(now.get("speed", "")), str(now.get("phase") or "between two phases")
+    else:
+        speed, phase = "", run.end or (lost if now else "The run has ended.")
+    step = Text(f"{run.name}: step {run.step}{f'/{run.total}' if run.total else ''}", style="bold")
+    return [progress_row(step, run.step, run.total, speed), Text(phase)]
 
 
 def sparkline(points: Points) -> str:

@@ -58,13 +58,10 @@ class CallbackHandler:
 
     def __init__(self, callbacks: Sequence[Any], args: Any):
         for callback in callbacks:
-            if isinstance(callback, type) or not any(callable(getattr(callback, name, None)) for name in METHODS):
-                is_class = (
-                    f"{callback.__name__} is a class: pass an instance"
-                    if isinstance(callback, type)
-                    else f"{callback!r} has none of the methods"
-                )
-                raise config_error("callbacks", f"callbacks: {is_class}. The methods that are called: {', '.join(METHODS)}.")
+            is_class = isinstance(callback, type)
+            if is_class or not any(callable(getattr(callback, name, None)) for name in METHODS):
+                problem = f"{callback.__name__} is a class: pass an instance" if is_class else f"{callback!r} has none of the methods"
+                raise config_error("callbacks", f"callbacks: {problem}. The methods that are called: {', '.join(METHODS)}.")
         self.callbacks, self.args = list(callbacks), args
         self.state, self.control = TrainerState(), TrainerControl()
 

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megatron_grpo.api.settings import explicit_settings
 from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.html import grid
+from megatron_grpo.grpo.advantages import total_rewards
 
 _SHOWN = 20  # rows of the table in a notebook
 _WIDTH = 80  # characters of a completion in it
@@ -82,11 +85,11 @@ def score(reward_funcs: Any, rows: Sequence[Mapping[str, Any]], args: Any = None
     if len(weights) != len(functions):
         raise config_error("reward_weights", f"reward_weights has {len(weights)} values for {len(functions)} reward functions.")
     own_names = tuple(function.name for function in functions)
+    totals = total_rewards(np.array(scores_of_rows, dtype=np.float64).reshape(len(rows), len(functions)), weights)
     return ScoreTable(
-        own_names, [{**row, **dict(zip(own_names, scores)), "reward": _sum(scores, weights)} for row, scores in zip(rows, scores_of_rows)]
+        own_names,
+        [
+            {**row, **dict(zip(own_names, scores)), "reward": None if np.isnan(total) else float(total)}
+            for row, scores, total in zip(rows, scores_of_rows, totals)
+        ],
     )
-
-
-def _sum(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    counted = [weight * score_value for score_value, weight in zip(scores, weights) if score_value is not None]
-    return sum(counted) if counted else None

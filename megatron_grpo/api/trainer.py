@@ -8,10 +8,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.analysis.run_files import RunFiles
 from megatron_grpo.api import launch
 from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.api.settings import explicit_settings, write_settings
@@ -56,11 +57,11 @@ class RunResult:
         return self.output_dir / "hf"
 
     def _repr_html_(self) -> str:
-        rewards = [record["reward"] for record in self.history if record.get("reward") is not None]
-        rows: dict[str, Any] = {"optimizer steps": self.step, "finished": self.finished, "output_dir": self.output_dir}
-        rows |= {"reward, first to last step": f"{rewards[0]:.4g} to {rewards[-1]:.4g}"} if rewards else {}
-        rows |= {"tokens": self.metrics["num_tokens"]} if "num_tokens" in self.metrics else {}
-        return table("Run", rows | {"evaluations": len(self.evaluations)})
+        from megatron_grpo.analysis.run_report import summary
+
+        run = replace(RunFiles.read(self.output_dir), steps=self.history, evaluations=self.evaluations)
+        rows = summary(run) if self.history else [("optimizer steps", "0")]
+        return table("Run", {**dict(rows), "finished": self.finished, "output_dir": self.output_dir})
 
 
 class GRPOTrainer:
@@ -148,9 +149,9 @@ class GRPOTrainer:
         code = self._run("train", self._settings(), number, output_dir)
         if calls:
             self._callbacks.end()
-        history, evaluations = (Records(output_dir / name).all() for name in ("metrics.jsonl", "evaluations.jsonl"))
-        step = history[-1]["step"] if history else 0
-        return RunResult(output_dir=output_dir, step=step, finished=code == EXIT_DONE, history=history, evaluations=evaluations)
+        run = RunFiles.read(output_dir)
+        finished = code == EXIT_DONE
+        return RunResult(output_dir=output_dir, step=run.step, finished=finished, history=run.steps, evaluations=run.evaluations)
 
     def evaluate(self, **settings: Any) -> list[dict[str, Any]]:
         """Evaluate on the held-out sets and return one dict per set: the newest checkpoint of the run, or the model if there is none.

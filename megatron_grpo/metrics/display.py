@@ -139,8 +139,8 @@ class Display:
             # The most important values are first, because a narrow terminal cuts the end.
             values = sorted(self._shown.items(), key=lambda item: item[0] != "reward")
             texts = [*self._speed(self._step), *(f"{name} {_number(value)}" for name, value in values)]
-            lines.append(_row(Text(self._number_of_step(self._step), style="bold"), self._step, self.total, "  ".join(texts)))
-        lines.append(_row(Text(""), phases[-1].done if phases else 0, phases[-1].total if phases else None, describe_phase()))
+            lines.append(progress_row(Text(self._number_of_step(self._step), style="bold"), self._step, self.total, "  ".join(texts)))
+        lines.append(progress_row(Text(""), phases[-1].done if phases else 0, phases[-1].total if phases else None, describe_phase()))
         return Group(*lines)
 
     def _number_of_step(self, step: int) -> str:
@@ -218,7 +218,15 @@ class Display:
         return per_step * (self.total - step) - min(per_step, time.monotonic() - end)
 
 
-def _row(head: Text, completed: int, total: int | None, text: str) -> Table:
+def progress_row(head: Text, completed: int, total: int | None, text: str) -> Table:
+    """Return a line of a display: its beginning, a bar, and text that a narrow terminal cuts.
+
+    Args:
+        head: Beginning of the line; may be empty.
+        completed: Amount that is done.
+        total: Amount to do; None leaves the bar out.
+        text: The rest of the line.
+    """
     row = Table.grid(padding=(0, 1))
     bar = [ProgressBar(total=total, completed=completed, width=12)] if total else []
     row.add_row(*([head] if head.plain else []), *bar, Text(text, no_wrap=True, overflow="ellipsis"))

@@ -132,7 +132,7 @@ def test_a_model_is_copied_once_it_is_exported(tmp_path):
 def test_a_result_is_a_small_table(tmp_path):
     history = [{"step": 1, "reward": 0.25, "num_tokens": 8}, {"step": 2, "reward": 0.5, "num_tokens": 1600}]
     result = RunResult(output_dir=tmp_path, step=2, finished=True, history=history, evaluations=[])
-    assert "<td>0.25 to 0.5</td>" in result._repr_html_() and "<td>1,600</td>" in result._repr_html_()
+    assert "<td>0.250 → 0.500</td>" in result._repr_html_() and "<td>1,600</td>" in result._repr_html_()
     assert result.metrics == history[-1] and result.model == tmp_path / "hf"
     assert "optimizer steps" in RunResult(output_dir=tmp_path, step=0, finished=False, history=[], evaluations=[])._repr_html_()
 
