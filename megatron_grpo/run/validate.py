@@ -22,6 +22,7 @@ from megatron_grpo.data.hub import is_path
 from megatron_grpo.planning.check import CheckedConfig, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.images import ImageStats, tower_without_images
+from megatron_grpo.policy.validation import sampler_problems
 from megatron_grpo.rewards.loading import close_rewards, may_exist
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
 
@@ -154,12 +155,12 @@ def load_inputs(parsed: ParsedConfig, *, has_sampler: bool = False) -> tuple[Pla
 
     Args:
         parsed: Parsed settings.
-        has_sampler: Whether a custom sampler replaces the servers that the settings name.
+        has_sampler: Whether a custom sampler replaces vLLM and the servers that the settings name.
 
     Raises:
         ConfigError: With all problems of settings and inputs.
     """
-    return _validate(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True)
+    return _validate(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True, has_sampler=has_sampler)
 
 
 def validate_run(parsed: ParsedConfig) -> Plan:
@@ -185,7 +186,9 @@ def validate_run(parsed: ParsedConfig) -> Plan:
     return replace(plan, not_checked=tuple(left_out.values()))
 
 
-def _validate(parsed: ParsedConfig, left_out: Collection[str], *, is_asked_to_train: bool) -> tuple[Plan, ValidatedInputs]:
+def _validate(
+    parsed: ParsedConfig, left_out: Collection[str], *, is_asked_to_train: bool, has_sampler: bool = False
+) -> tuple[Plan, ValidatedInputs]:
     """Validate the settings, then the inputs they name, then their combination."""
     problems, paths = Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
@@ -197,7 +200,9 @@ def _validate(parsed: ParsedConfig, left_out: Collection[str], *, is_asked_to_tr
     inputs = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
     plan = None
     if checked is not None and inputs is not None and not problems:
-        plan = problems.attempt(lambda: _plan_of(parsed, checked, inputs, paths, is_asked_to_train=is_asked_to_train))
+        plan = problems.attempt(
+            lambda: _plan_of(parsed, checked, inputs, paths, is_asked_to_train=is_asked_to_train, has_sampler=has_sampler)
+        )
     if inputs is None or plan is None:
         close_rewards(inputs.rewards if inputs is not None else [])
         raise ConfigError(problems)
@@ -211,7 +216,13 @@ def _unreadable(parsed: ParsedConfig) -> set[str]:
 
 
 def _plan_of(
-    parsed: ParsedConfig, checked: CheckedConfig, inputs: ValidatedInputs, paths: Mapping[str, str], *, is_asked_to_train: bool
+    parsed: ParsedConfig,
+    checked: CheckedConfig,
+    inputs: ValidatedInputs,
+    paths: Mapping[str, str],
+    *,
+    is_asked_to_train: bool,
+    has_sampler: bool,
 ) -> Plan:
     """Return the plan of a run with these inputs, and set how the run begins in them."""
     fetched: dict[str, str] = {}  # Hub names whose config.json has been downloaded by now
@@ -225,6 +236,8 @@ def _plan_of(
         checked = replace(checked_here, config=checked_here.config.with_values(typed_values))
     checked, rows = replace(checked, config=checked.config.with_values(paths)), inputs.rows
     images = ImageStats.of(rows, checked.sizes) if rows is not None else None
+    if not has_sampler and checked.shape is not None and (problems := sampler_problems(checked.shape)):
+        raise ConfigError(problems)
     plan = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
     cfg = plan.checked.config
     if problems := length_problems(cfg.optimizer, plan.schedule.num_steps):

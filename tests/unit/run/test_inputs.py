@@ -119,6 +119,9 @@ BAD = {
     "an unknown service": (lambda good, at: {"report_to": "tensorbord"}, "tensorbord"),
     "heads that vLLM cannot share": (
         lambda good, at: {"world_size": 3, "vllm_tensor_parallel_size": 3, "global_batch_size": 12}, "vllm_tensor_parallel_size (3): "),
+    "a model that vLLM samples from memory that nobody wrote": (
+        lambda good, at: {"model": write_tiny(at / "tied", "qwen3_next", layer_types=["linear_attention", "full_attention"], tied=True)},
+        "vLLM 0.32 does not tie the embeddings of Qwen3NextForCausalLM"),
     "a run that is there": (lambda good, at: {"output_dir": run_in(at), "resume": "never"},
                             "contains an earlier run, but resume is never"),
     "a file that no run wrote": (lambda good, at: {"output_dir": write(at / "config.yaml", "{}").parent},
