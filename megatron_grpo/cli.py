@@ -171,7 +171,7 @@ def serve(argv: list[str]) -> int:
 def doctor(argv: list[str]) -> int:
     """Check what is installed, what each missing package switches off, and whether it works on this machine.
 
-    Takes --json and no settings.
+    --json: print one JSON object.
     """
     from megatron_grpo.run.doctor import run_doctor
 
@@ -237,7 +237,7 @@ def referee(argv: list[str]) -> int:
 def completion(argv: list[str]) -> int:
     """Print a completion script for bash or zsh.
 
-    Takes the name of the shell and no settings. `source <(megatron-grpo completion bash)` completes commands, settings and their values.
+    `source <(megatron-grpo completion bash)` completes commands, settings and their values.
     """
     from megatron_grpo.run.completion import run_completion
 
@@ -327,6 +327,9 @@ def _print_config(config: Config) -> NoReturn:
     raise _ConfigShown
 
 
+_HELP, _HELP_SEARCH = ("-h", "--help", "help"), ("--help-search", "--help_search")
+
+
 def _problems_of_process(command: str) -> Iterator[Problem]:
     """Yield problems of the process itself that no command can work with: its directory, launcher and open-file limit."""
     try:
@@ -361,7 +364,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
         return supervised(lambda: main(sys.argv[1:], **parts))
     replace_unencodable()
     note_renamed.cache_clear()
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in _HELP and len(argv) == 1:
         from megatron_grpo.config.show import print_overview
 
         print_overview(COMMANDS)
@@ -369,6 +372,10 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
     if argv[0] == "--version":
         print(__version__)
         return EXIT_DONE
+    if argv[0] in _HELP and argv[1] in COMMANDS:  # `--help plan`
+        argv = [argv[1], "--help", *argv[2:]]
+    elif argv[0] in (*_HELP, *_HELP_SEARCH):  # without a command: settings, which are those of train
+        argv = ["train", "--help" if argv[0] in _HELP else argv[0], *argv[1:]]
     try:
         return run(argv[0], list(argv[1:]), parts)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place that catches every error
@@ -420,12 +427,12 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
         close = close_to(command, list(COMMANDS), limit=1)
         hint = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(COMMANDS)}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
-    if any(word in ("-h", "--help") for word in words):
+    if any(word in _HELP[:2] for word in words):
         from megatron_grpo.config.show import print_help
 
-        print_help(command, COMMANDS[command], words[1:] if words[0] in ("-h", "--help") else ())
+        print_help(command, COMMANDS[command], words[1:] if words[0] in _HELP[:2] else ())
         return EXIT_DONE
-    if words and words[0] in ("--help-search", "--help_search"):
+    if words and words[0] in _HELP_SEARCH:
         from megatron_grpo.config.show import print_matching
 
         print_matching(words[1:])

@@ -39,10 +39,10 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
     for name, function in commands.items():
         text = f"  {name}".ljust(width) + (function.__doc__ or "").strip().splitlines()[0]
         print(textwrap.fill(text, _width(), subsequent_indent=" " * width))
-    print("\nOptions of a command:\n")
+    print("\nOptions, also without a command:\n")
     print("  --help                list its settings, by section, with unit and default")
-    print("  --help NAME ...       explain settings or sections, such as `train --help batch`")
-    print("  --help-search WORD    find settings by a word, such as `train --help-search lr`")
+    print("  --help NAME ...       explain settings or sections, such as `--help batch`")
+    print("  --help-search WORD    find settings by a word, such as `--help-search lr`")
 
 
 def print_help(command: str, function: Callable, topics: Sequence[str] = ()) -> None:
@@ -161,11 +161,14 @@ def _entry(setting: Setting) -> list[str]:
     default = "none" if setting.default is None else " ".join(map(str, setting.default)) if has_several_values else str(setting.default)
     if setting.kind == "bool" and setting.default is not None:
         default = default.lower()
-    is_told = default in ("none", "") and "default" in setting.help  # the help states the default
+    is_stated = default in ("none", "") and "default" in setting.help  # the help states the default
     notes = [
-        note for note in ("" if setting.unit in setting.help else setting.unit, "" if is_told else f"default {default or 'empty'}") if note
+        note for note in ("" if setting.unit in setting.help else setting.unit, "" if is_stated else f"default {default or 'empty'}") if note
     ]
-    text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
+    is_open = is_stated and setting.help.endswith(")")  # "(default: end of the run)": the unit goes into these brackets
+    text = setting.help[:-1] if notes and is_open else setting.help
+    if notes:
+        text += f"{'; ' if is_open else ' ('}{'; '.join(notes)})"
     if setting.aliases:
         text += f". Also: {', '.join(f'--{alias}' for alias in setting.aliases)}."
     return [f"  --{setting.name} {kind}", *_wrap(text.strip())]

@@ -62,9 +62,11 @@ def test_every_setting_is_in_the_help_or_in_its_map_and_explained_on_demand(caps
     assert sorted(flags_of(capsys, "--help", "all")) == sorted(listed)
     assert flags_of(capsys, "--help", "loss-kwargs", "learning_rate") == [*keys()["loss_kwargs"], "lr"]
     assert flags_of(capsys, "--help", "kernels") == keys()["kernel_kwargs"]
+    assert main(["--help", "kernels"]) == 0, "without a command"
+    assert re.findall(r"^  --(\w+)", capsys.readouterr().out, re.M) == keys()["kernel_kwargs"]
     main(["train", "--help"])
     told = capsys.readouterr().out
-    assert all(key in told for key in in_maps)
+    assert all(key in told for key in in_maps) and not re.search(r"\(default: [^()]*\)\s\(", told)
 
 
 def test_help_lists_the_sections_at_its_end_and_explains_each(capsys):
