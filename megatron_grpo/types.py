@@ -46,10 +46,14 @@ class SamplingMask(NamedTuple):
     """Token IDs that survived top-k/top-p/min-p filtering at each of n positions, in CSR layout.
 
     Each row includes the sampled token itself. An empty row means no filtering: the token was sampled from the whole vocabulary.
+
+    Args:
+        at: Offset of each position's row in `ids`, [n + 1].
+        ids: Token IDs of all rows, concatenated; [m].
     """
 
-    at: NDArray[np.int64]  # [n + 1]: offset of each position's row in `ids`
-    ids: NDArray[np.int32]  # [m]: token IDs of all rows, concatenated
+    at: NDArray[np.int64]
+    ids: NDArray[np.int32]
 
     @property
     def counts(self) -> np.ndarray:
@@ -95,12 +99,19 @@ class SequenceLengths(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLengths:
-    """Lengths of rows, as `SequenceLengths`: one array per field."""
+    """Lengths of rows, as `SequenceLengths`: one array per field.
 
-    group: np.ndarray  # int64 [rows]: number of the row's group
-    prefix: np.ndarray  # int64 [rows]
-    num_contexts: np.ndarray  # int64 [rows]
-    contexts: np.ndarray  # int64 [contexts]: tokens of each context, row by row
+    Args:
+        group: Number of the row's group, int64 [rows].
+        prefix: Tokens of the common prefix, int64 [rows].
+        num_contexts: Number of contexts of each row, int64 [rows].
+        contexts: Tokens of each context, row by row; int64 [contexts].
+    """
+
+    group: np.ndarray
+    prefix: np.ndarray
+    num_contexts: np.ndarray
+    contexts: np.ndarray
 
     def __len__(self) -> int:
         return len(self.group)
@@ -183,15 +194,24 @@ class Sequence:
 
     A context is a stretch that attends causally from its own beginning; `starts` says where the contexts begin. The first token of a
     context is never scored, because no token predicts it.
+
+    Args:
+        token_ids: Token IDs, int64 [T].
+        mask: Tokens to score, bool [T].
+        starts: Index of the first token of each context.
+        images: (index in token_ids, image), ascending.
+        experts: Where the sampler routed each token; -1 routes freely; int16 [T, MoE layers, k].
+        mask_offsets: Offset of each masked token's row in kept_ids, int64 [masked + 1].
+        mask_ids: Token IDs that survived top-k, top-p and min-p; None, as mask_offsets: no filtering; int32 [m].
     """
 
-    token_ids: np.ndarray  # int64 [T]
-    mask: np.ndarray  # bool [T]: tokens to score
-    starts: tuple[int, ...] = (0,)  # index of the first token of each context
-    images: tuple[tuple[int, Image], ...] = ()  # (index in token_ids, image), ascending
-    experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: where the sampler routed each token; -1 routes freely
-    mask_offsets: np.ndarray | None = None  # int64 [masked + 1]: offset of each masked token's row in kept_ids
-    mask_ids: np.ndarray | None = None  # int32 [m]: token IDs that survived top-k, top-p and min-p; None, as mask_offsets: no filtering
+    token_ids: np.ndarray
+    mask: np.ndarray
+    starts: tuple[int, ...] = (0,)
+    images: tuple[tuple[int, Image], ...] = ()
+    experts: np.ndarray | None = None
+    mask_offsets: np.ndarray | None = None
+    mask_ids: np.ndarray | None = None
 
     @property
     def contexts(self) -> tuple[RowKey, ...]:
@@ -273,15 +293,22 @@ class Completion:
     """Sampled completion, together with the prompt that it answers.
 
     `sequence.mask` marks the tokens that the sampler generated.
+
+    Args:
+        logprobs: The sampler's log-prob of each sampled token; 0 elsewhere; float32 [T].
+        finish_reason: Finish reason: "stop" or "length"; for an episode see `EpisodeNumbers`.
+        versions: (weights version, begin, end) of each stretch, as token indices into the sequence.
+        record: Record of the episode; None for a plain completion.
+        columns: Extra columns that a rollout function passes to the reward functions.
     """
 
     sequence: Sequence
-    logprobs: np.ndarray  # float32 [T], the sampler's log-prob of each sampled token; 0 elsewhere
+    logprobs: np.ndarray
     text: str
-    finish_reason: str  # finish reason: "stop" or "length"; for an episode see `EpisodeNumbers`
-    versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each stretch, as token indices into the sequence
-    record: EpisodeRecord | None = None  # only for an episode
-    columns: Mapping[str, Any] | None = None  # extra columns that a rollout function passes to the reward functions
+    finish_reason: str
+    versions: tuple[tuple[int, int, int], ...]
+    record: EpisodeRecord | None = None
+    columns: Mapping[str, Any] | None = None
 
     @property
     def version(self) -> int:
@@ -368,18 +395,28 @@ class PartialCompletion:
     """Sampled tokens of a completion that was interrupted by a weight sync, or that has ended before its group was complete.
 
     It consists of parts, each sampled by one request: a later part has the earlier ones in its prompt, and computes them anew.
+
+    Args:
+        place: Index in its group.
+        token_ids: Token IDs, int64 [n]; without the prompt.
+        logprobs: Log-prob of each token, float32 [n]; of each token by the weights that sampled it.
+        versions: Weights version of each part, ascending.
+        starts: Index of the first token of each part.
+        finish_reason: "stop" or "length"; empty while it is unfinished.
+        mask_offsets: Sampling mask of the n tokens, as in `Sequence`.
+        text: Text of an ended completion from rollout servers; elsewhere it is made from the tokens.
     """
 
     prompt_number: int
-    place: int  # index in its group
-    token_ids: np.ndarray  # int64 [n], without the prompt
-    logprobs: np.ndarray  # float32 [n], of each token by the weights that sampled it
-    versions: tuple[int, ...]  # weights version of each part, ascending
-    starts: tuple[int, ...]  # index of the first token of each part
-    finish_reason: str = ""  # "stop" or "length"; empty while it is unfinished
-    mask_offsets: np.ndarray | None = None  # sampling mask of the n tokens, as in `Sequence`
+    place: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: tuple[int, ...]
+    starts: tuple[int, ...]
+    finish_reason: str = ""
+    mask_offsets: np.ndarray | None = None
     mask_ids: np.ndarray | None = None
-    text: str = ""  # of an ended completion from rollout servers; elsewhere it is made from the tokens
+    text: str = ""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -425,7 +462,8 @@ class ScoredGroup:
 
     Args:
         group: The prompt and its completions.
-        rewards: [num_generations, num_reward_funcs], `None` where a function does not apply to a completion.
+        rewards: Reward of each completion by each function, [num_generations, num_reward_funcs]; `None` where a function does not
+            apply to a completion.
     """
 
     group: Group
@@ -434,20 +472,32 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMetadata:
-    """Numbers and flags of a scored group that every rank knows. Its tokens and texts stay on the rank that scored it."""
+    """Numbers and flags of a scored group that every rank knows. Its tokens and texts stay on the rank that scored it.
+
+    Args:
+        rewards: Reward of each completion by each function, [G, num_reward_funcs].
+        contexts: Tokens of each context, [G].
+        num_sampled: Sampled tokens, [G].
+        is_truncated: Whether the length limit ended it, [G].
+        is_refused: Whether the log-probs are invalid, [G].
+        episodes: Numbers of each episode, [G]; empty if completions are not episodes.
+        mask_sizes: Surviving token IDs, summed over the sampled tokens, [G]; empty without sampling masks.
+        max_mask_size: Largest number of surviving token IDs at one position.
+        spans: `Completion.versions` of each completion, [G]; empty if all have the version of the group.
+    """
 
     prompt_number: int
     version: int
     prefix: int
-    rewards: tuple[tuple[float | None, ...], ...]  # [G, num_reward_funcs]
-    contexts: tuple[tuple[int, ...], ...]  # [G]: tokens of each context
-    num_sampled: tuple[int, ...]  # [G]: sampled tokens
-    is_truncated: tuple[bool, ...]  # [G]: stopped by the length limit
-    is_refused: tuple[bool, ...]  # [G]: its log-probs are invalid
-    episodes: tuple[EpisodeNumbers, ...] = ()  # [G] if completions are episodes, else empty
-    mask_sizes: tuple[int, ...] = ()  # [G] with sampling masks, else empty: surviving token IDs, summed over the sampled tokens
-    max_mask_size: int = 0  # largest number of surviving token IDs at one position
-    spans: tuple[tuple[tuple[int, int, int], ...], ...] = ()  # [G]: `Completion.versions`, unless all have the version of the group
+    rewards: tuple[tuple[float | None, ...], ...]
+    contexts: tuple[tuple[int, ...], ...]
+    num_sampled: tuple[int, ...]
+    is_truncated: tuple[bool, ...]
+    is_refused: tuple[bool, ...]
+    episodes: tuple[EpisodeNumbers, ...] = ()
+    mask_sizes: tuple[int, ...] = ()
+    max_mask_size: int = 0
+    spans: tuple[tuple[tuple[int, int, int], ...], ...] = ()
 
     @property
     def trains(self) -> tuple[bool, ...]:
@@ -499,20 +549,32 @@ class DynamicSamplingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample(Sequence):
-    """Trainable sequence: its tokens, its advantage, and the weights that sampled it."""
+    """Trainable sequence: its tokens, its advantage, and the weights that sampled it.
+
+    Args:
+        row: Index in its rollout: prompt row // G, generation row % G.
+        prefix: Length of its group's common prefix, in computed tokens.
+        version: Version of the oldest weights that sampled any part of it.
+        spans: Version, begin, end of each stretch, one after another, in tokens; empty if all are of `version`.
+        on_policy_version: Weights version at which its ratio is 1 without old log-probs.
+        sampler_logprobs: The sampler's log-probs, float32 [T]; 0 where the mask is false, NaN where the sampler gave none.
+        teacher_logprobs: The teacher's log-probs, float32 [T]; 0 where the mask is false; None: not scored by a teacher.
+        is_zero_std: Whether all rewards of its group are exactly equal.
+        is_truncated: Whether it reached max_completion_length.
+    """
 
     rollout: int
-    row: int  # index in its rollout: prompt row // G, generation row % G
+    row: int
     prompt_number: int
-    prefix: int = 0  # length of its group's common prefix, in computed tokens
-    version: int  # version of the oldest weights that sampled any part of it
-    spans: tuple[int, ...] = ()  # version, begin, end of each stretch, one after another, in tokens; empty if all are of `version`
-    on_policy_version: int  # weights version at which its ratio is 1 without old log-probs
-    sampler_logprobs: np.ndarray  # float32 [T], 0 where the mask is false, NaN where the sampler gave none
-    teacher_logprobs: np.ndarray | None = None  # float32 [T], 0 where the mask is false; None: not scored by a teacher
+    prefix: int = 0
+    version: int
+    spans: tuple[int, ...] = ()
+    on_policy_version: int
+    sampler_logprobs: np.ndarray
+    teacher_logprobs: np.ndarray | None = None
     advantage: float
-    is_zero_std: bool  # all rewards of its group are exactly equal
-    is_truncated: bool  # reached max_completion_length
+    is_zero_std: bool
+    is_truncated: bool
 
     @property
     def key(self) -> RowKey:
@@ -564,11 +626,14 @@ class SampleWithOldLogprobs(Sample):
 
     Only a sampler may leave out single tokens. Elsewhere a missing (NaN) log-prob is an error, because the loss would read it as on-policy.
 
+    Args:
+        old_logprobs: Old log-probs, float32 [T]; 0 where the mask is false; NaN where a sampler gave none.
+
     Raises:
         ValueError: A trained token has no old log-prob, and they do not come from a sampler.
     """
 
-    old_logprobs: np.ndarray  # float32 [T], 0 where the mask is false; NaN where a sampler gave none
+    old_logprobs: np.ndarray
     old_logprobs_from: OldLogprobs
 
     def __post_init__(self) -> None:
@@ -588,24 +653,34 @@ class TrainingRows:
     """Numbers and flags of rows that wait to be trained, known to every rank: one array per field, rows in ascending (rollout, row).
 
     The `Sample` of a row is held by all model-parallel ranks of one data-parallel rank, `dp_rank`.
+
+    Args:
+        rollout: Rollout of each row, int64 [n], as all columns that are not flags.
+        contexts: Tokens of each context, row by row; int64 [contexts].
+        num_versions: Number of weights versions that sampled the row.
+        version_excess: Sum over its sampled tokens of (version of the token - `version`).
+        is_zero_std: Whether all rewards of the row's group are equal, bool [n].
+        is_zero_advantage: As `Sample.is_zero_advantage`.
+        has_old_logprobs: Whether the row has old log-probs by the weights of version `on_policy_version`.
+        dp_rank: Data-parallel rank.
     """
 
-    rollout: np.ndarray = field(default_factory=_empty_index)  # int64 [n], as all that are not flags
+    rollout: np.ndarray = field(default_factory=_empty_index)
     row: np.ndarray = field(default_factory=_empty_index)
     prompt_number: np.ndarray = field(default_factory=_empty_index)
     version: np.ndarray = field(default_factory=_empty_index)
     on_policy_version: np.ndarray = field(default_factory=_empty_index)
     prefix: np.ndarray = field(default_factory=_empty_index)
     num_contexts: np.ndarray = field(default_factory=_empty_index)
-    contexts: np.ndarray = field(default_factory=_empty_index)  # int64 [contexts]: tokens of each context, row by row
+    contexts: np.ndarray = field(default_factory=_empty_index)
     num_masked: np.ndarray = field(default_factory=_empty_index)
-    num_versions: np.ndarray = field(default_factory=_empty_index)  # number of weights versions that sampled the row
-    version_excess: np.ndarray = field(default_factory=_empty_index)  # sum over its sampled tokens of (version of the token - `version`)
-    is_zero_std: np.ndarray = field(default_factory=_no_flags)  # bool [n]
+    num_versions: np.ndarray = field(default_factory=_empty_index)
+    version_excess: np.ndarray = field(default_factory=_empty_index)
+    is_zero_std: np.ndarray = field(default_factory=_no_flags)
     is_truncated: np.ndarray = field(default_factory=_no_flags)
-    is_zero_advantage: np.ndarray = field(default_factory=_no_flags)  # as `Sample.is_zero_advantage`
-    has_old_logprobs: np.ndarray = field(default_factory=_no_flags)  # has old log-probs by the weights of version `on_policy_version`
-    dp_rank: np.ndarray = field(default_factory=_empty_index)  # data-parallel rank
+    is_zero_advantage: np.ndarray = field(default_factory=_no_flags)
+    has_old_logprobs: np.ndarray = field(default_factory=_no_flags)
+    dp_rank: np.ndarray = field(default_factory=_empty_index)
 
     def __len__(self) -> int:
         return len(self.row)
@@ -718,27 +793,43 @@ class MicroBatch:
 
     `logit_positions[c]` is the position in the stream whose hidden state predicts `targets[c]`. Arrays indexed by C are ordered by row, and
     within a row by token.
+
+    Args:
+        number: Index in the pass.
+        token_ids: Token IDs, int64 [T].
+        positions: Position of each token in its context; [3, T] (frame, row, column) if there is an image; int64 [T].
+        num_references: Number of contexts that share a token; 0 is alignment padding; int64 [T].
+        logit_positions: Position whose logits predict each target, int64 [C]; a position that several contexts share predicts
+            several tokens.
+        targets: Token to predict at each position, int64 [C].
+        sequence: Index of the sequence that each trained position belongs to, 0..S-1; int64 [C].
+        num_sequences: Number of sequences S.
+        places: Position of each in the stream; -1: not computed; int64 [tokens of all sequences, row by row].
+        experts: Experts to replay for each token; -1 routes freely; int16 [T, MoE layers, k].
+        images: Each image once, however many contexts contain it.
+        image_positions: Positions of image tokens in the stream, ascending; int64 [n].
+        image_token_index: Index of the image token among those of all `images`, int64 [n].
     """
 
-    number: int  # index in the pass
-    token_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T]: position of each token in its context; [3, T] (frame, row, column) if there is an image
-    num_references: np.ndarray  # int64 [T]: number of contexts that share a token; 0 is alignment padding
+    number: int
+    token_ids: np.ndarray
+    positions: np.ndarray
+    num_references: np.ndarray
     # They cover the stream: parents, then their children (grouped by parent), then segments without parent or child, then padding.
     segments: tuple[Segment, ...]
-    logit_positions: np.ndarray  # int64 [C]; a position that several contexts share predicts several tokens
-    targets: np.ndarray  # int64 [C]
-    sequence: np.ndarray  # int64 [C], 0..S-1: which sequence a trained position belongs to
-    num_sequences: int  # S
+    logit_positions: np.ndarray
+    targets: np.ndarray
+    sequence: np.ndarray
+    num_sequences: int
     num_contexts: int
-    places: np.ndarray  # int64 [tokens of all sequences, row by row]: position of each in the stream; -1: not computed
-    experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: experts to replay for each token; -1 routes freely
+    places: np.ndarray
+    experts: np.ndarray | None = None
     sampling_mask: SamplingMask | None = (
         None  # of the C trained positions: token IDs that their softmax runs over; None: the whole vocabulary
     )
-    images: tuple[Image, ...] = ()  # each image once, however many contexts contain it
-    image_positions: np.ndarray = field(default_factory=_empty_index)  # int64 [n], ascending: positions of image tokens in the stream
-    image_token_index: np.ndarray = field(default_factory=_empty_index)  # int64 [n]: index of the image token among those of all `images`
+    images: tuple[Image, ...] = ()
+    image_positions: np.ndarray = field(default_factory=_empty_index)
+    image_token_index: np.ndarray = field(default_factory=_empty_index)
 
     def by_sequence(self, values: np.ndarray) -> list[np.ndarray]:
         """Split values by sequence.
@@ -769,17 +860,29 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingMicroBatch(MicroBatch):
-    """Micro-batch with the inputs of its loss."""
+    """Micro-batch with the inputs of its loss.
 
-    rows: tuple[RowKey, ...]  # [S]: row of each sequence
-    prompts: tuple[int, ...]  # [S]: prompt number of each sequence
-    place: np.ndarray  # int64 [C]: token index of each trained position in its row, from 0, untrained tokens counted
-    token_weights: np.ndarray  # float64 [C], `u` of docs/algorithms.md section 1, fixed over the whole global batch
-    advantages: np.ndarray  # float32 [C]
-    teacher_logprobs: np.ndarray  # float32 [C]; NaN where no teacher scored the row
-    sampler_logprobs: np.ndarray  # float32 [C]; NaN where the sampler gave none
-    old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
-    is_compared: np.ndarray  # bool [C]: old log-probs come from the trainer, so comparing them with the sampler's is meaningful
+    Args:
+        rows: Row of each sequence, [S].
+        prompts: Prompt number of each sequence, [S].
+        place: Token index of each trained position in its row, from 0, untrained tokens counted; int64 [C].
+        token_weights: Weight of each position, float64 [C]; `u` of docs/algorithms.md section 1, fixed over the whole global batch.
+        advantages: Advantage of each position, float32 [C].
+        teacher_logprobs: The teacher's log-probs, float32 [C]; NaN where no teacher scored the row.
+        sampler_logprobs: The sampler's log-probs, float32 [C]; NaN where the sampler gave none.
+        old_logprobs: Old log-probs, float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob.
+        is_compared: Whether old log-probs come from the trainer, so that comparing them with the sampler's is meaningful; bool [C].
+    """
+
+    rows: tuple[RowKey, ...]
+    prompts: tuple[int, ...]
+    place: np.ndarray
+    token_weights: np.ndarray
+    advantages: np.ndarray
+    teacher_logprobs: np.ndarray
+    sampler_logprobs: np.ndarray
+    old_logprobs: np.ndarray
+    is_compared: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -787,20 +890,33 @@ class GlobalBatch:
     """Micro-batches of one optimizer step on this data-parallel rank.
 
     Token weights are already fixed over the whole step.
+
+    Args:
+        step: Optimizer steps done before it.
+        num_sequences: N of the whole step, over all data-parallel ranks.
+        num_loss_tokens: Sum of the masks over the whole step.
+        num_tokens: Tokens of the whole step, prompts included, alignment padding not.
+        num_contexts: Contexts of the whole step.
+        num_left_out: Sequences of the whole step that are not computed, because they have no gradient; all other counts include them.
+        placed: (rollout, row), rank by rank, micro-batch by micro-batch; int64 [computed rows, 2].
+        counts: Number of rows of each micro-batch, int64 [data-parallel ranks, micro-batches].
+        staleness: Staleness of each sequence of the whole step, in optimizer steps, int64 [N].
+        lag: Part of that staleness on arrival, int64 [N], because sampling ran ahead.
+        by_token: Metrics of staleness by token, with partial rollouts.
     """
 
-    step: int  # optimizer steps done before it
+    step: int
     micro_batches: tuple[TrainingMicroBatch, ...]
-    num_sequences: int  # N of the whole step, over all data-parallel ranks
-    num_loss_tokens: int  # sum of the masks over the whole step
-    num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
-    num_contexts: int  # of the whole step
-    num_left_out: int = 0  # sequences of the whole step that are not computed, because they have no gradient; all other counts include them
-    placed: np.ndarray  # int64 [computed rows, 2]: (rollout, row), rank by rank, micro-batch by micro-batch
-    counts: np.ndarray  # int64 [data-parallel ranks, micro-batches]: rows of each
-    staleness: np.ndarray  # int64 [N], of each sequence of the whole step, in optimizer steps
-    lag: np.ndarray  # int64 [N], of each sequence: the part of its staleness that it had on arrival, because sampling ran ahead
-    by_token: Mapping[str, float] = field(default_factory=dict)  # metrics of staleness by token, with partial rollouts
+    num_sequences: int
+    num_loss_tokens: int
+    num_tokens: int
+    num_contexts: int
+    num_left_out: int = 0
+    placed: np.ndarray
+    counts: np.ndarray
+    staleness: np.ndarray
+    lag: np.ndarray
+    by_token: Mapping[str, float] = field(default_factory=dict)
 
     def rows_by_micro_batch(self) -> list[list[list[list[int]]]]:
         """Return (rollout, row) of the rows of the whole step, indexed by micro-batch, data-parallel rank and row."""

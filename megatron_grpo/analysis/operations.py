@@ -110,10 +110,10 @@ class ComparedRow:
         trainer: The trainer's log-probs, float32 [T].
     """
 
-    tokens: np.ndarray  # int64 [T]
-    is_sampled: np.ndarray  # bool [T]
-    sampler: np.ndarray  # float32 [T]
-    trainer: np.ndarray  # float32 [T]
+    tokens: np.ndarray
+    is_sampled: np.ndarray
+    sampler: np.ndarray
+    trainer: np.ndarray
 
     @classmethod
     def unscored(cls, tokens: np.ndarray, logprobs: np.ndarray) -> ComparedRow:

@@ -21,11 +21,17 @@ PlacedImages = tuple[tuple[int, Image], ...]  # (index of the first token, image
 
 
 class StreamImages(NamedTuple):
-    """Images of one packed stream."""
+    """Images of one packed stream.
 
-    images: tuple[Image, ...]  # each key once
-    at: np.ndarray  # int64 [n], ascending: indices in the stream, each once
-    token: np.ndarray  # int64 [n]: index into the concatenated image tokens of all `images`
+    Args:
+        images: The images, each key once.
+        at: Indices of image tokens in the stream, ascending; int64 [n].
+        token: Index into the concatenated image tokens of all `images`, int64 [n].
+    """
+
+    images: tuple[Image, ...]
+    at: np.ndarray
+    token: np.ndarray
 
 
 def grid_of(image: Image) -> tuple[int, int]:

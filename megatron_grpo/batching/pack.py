@@ -23,10 +23,15 @@ MOST_ROWS_SPREAD = 20_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows(Sequence[list[np.ndarray]]):
-    """Rows by data-parallel rank and micro-batch: `packed[dp_rank][number]` are the rows of a micro-batch, int64 [n]."""
+    """Rows by data-parallel rank and micro-batch: `packed[dp_rank][number]` are the rows of a micro-batch, int64 [n].
 
-    rows: np.ndarray  # int64 [rows], rank by rank, micro-batch by micro-batch
-    counts: np.ndarray  # int64 [data-parallel ranks, micro-batches]: rows of each
+    Args:
+        rows: Row indices, rank by rank and micro-batch by micro-batch; int64 [rows].
+        counts: Number of rows of each micro-batch, int64 [data-parallel ranks, micro-batches].
+    """
+
+    rows: np.ndarray
+    counts: np.ndarray
 
     @property
     def starts(self) -> np.ndarray:

@@ -163,16 +163,26 @@ class RowColumns:
     """Columns over rows, with all that packing uses. Tokens include alignment; costs are tokens plus attention in the same unit.
 
     A row by itself takes `apart`. A part of a group computes the group's prefix once: it takes its length plus the `tail` of each row.
+
+    Args:
+        group: Number of the group of each row from 0; a row that shares with none has its own; int64.
+        prefix: Tokens of the common prefix, int64; 0 if the row shares nothing.
+        apart: Tokens of the row by itself, int64.
+        apart_cost: Cost of the row by itself, float64.
+        shared_prefix: Tokens of the group's prefix, computed once, int64.
+        prefix_cost: Cost of that prefix, float64.
+        tail: Tokens that the row adds to a shared prefix, int64.
+        tail_cost: Cost of these tokens, float64.
     """
 
-    group: np.ndarray  # int64, 0..; a row that shares with none has a number to itself
-    prefix: np.ndarray  # int64, 0 if the row shares nothing
-    apart: np.ndarray  # int64
-    apart_cost: np.ndarray  # float64
-    shared_prefix: np.ndarray  # int64
-    prefix_cost: np.ndarray  # float64
-    tail: np.ndarray  # int64
-    tail_cost: np.ndarray  # float64
+    group: np.ndarray
+    prefix: np.ndarray
+    apart: np.ndarray
+    apart_cost: np.ndarray
+    shared_prefix: np.ndarray
+    prefix_cost: np.ndarray
+    tail: np.ndarray
+    tail_cost: np.ndarray
 
     def __len__(self) -> int:
         return len(self.group)

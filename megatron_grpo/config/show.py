@@ -163,7 +163,9 @@ def _entry(setting: Setting) -> list[str]:
         default = default.lower()
     is_stated = default in ("none", "") and "default" in setting.help  # the help states the default
     notes = [
-        note for note in ("" if setting.unit in setting.help else setting.unit, "" if is_stated else f"default {default or 'empty'}") if note
+        note
+        for note in ("" if setting.unit in setting.help else setting.unit, "" if is_stated else f"default {default or 'empty'}")
+        if note
     ]
     is_open = is_stated and setting.help.endswith(")")  # "(default: end of the run)": the unit goes into these brackets
     text = setting.help[:-1] if notes and is_open else setting.help

@@ -35,16 +35,26 @@ _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
-    """A data set whose rows have been checked to hold prompts. `keep` maps a prompt's index to its row in the file."""
+    """A data set whose rows have been checked to hold prompts. `keep` maps a prompt's index to its row in the file.
+
+    Args:
+        keep: Indices of the rows that are kept, int64 [number of prompts].
+        longest_prompt: Tokens, after truncation; None before `check_lengths`.
+        tokens: Of every row of the file; None before `check_lengths`.
+        digest: The fingerprint, if known.
+        image_store: Images of the file's rows; None for a text model or rows without images.
+        is_beginning: True if more rows follow, read during the run (streaming).
+        named: Number of rows of the file that have a column, by column name.
+    """
 
     rows: Rows
-    keep: np.ndarray  # int64 [number of prompts]
-    longest_prompt: int | None  # tokens, after truncation; None before `check_lengths`
-    tokens: TokenTable | None = None  # of every row of the file; None before `check_lengths`
-    digest: str | None = None  # the fingerprint, if known
-    image_store: ImageStore | None = None  # images of the file's rows; None for a text model or rows without images
-    is_beginning: bool = False  # True if more rows follow, read during the run (streaming)
-    named: Mapping[str, int] = field(default_factory=dict)  # number of rows of the file that have a column, by column name
+    keep: np.ndarray
+    longest_prompt: int | None
+    tokens: TokenTable | None = None
+    digest: str | None = None
+    image_store: ImageStore | None = None
+    is_beginning: bool = False
+    named: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keep)

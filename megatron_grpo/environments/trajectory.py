@@ -175,11 +175,16 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenizedTrajectory:
-    """All contexts of an episode, concatenated; T tokens in total."""
+    """All contexts of an episode, concatenated; T tokens in total.
+
+    Args:
+        logprobs: Log-prob of each token, float32 [T]; 0 for tokens that were not sampled.
+        versions: (weights version, begin, end) of each sampled span.
+    """
 
     sequence: TokenSequence
-    logprobs: np.ndarray  # float32 [T], 0 for tokens that were not sampled
-    versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each sampled span
+    logprobs: np.ndarray
+    versions: tuple[tuple[int, int, int], ...]
 
 
 class SampledSpan(NamedTuple):

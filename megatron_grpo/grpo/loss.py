@@ -142,20 +142,34 @@ class LossInputs:
     It has C trained positions of S sequences (or a context-parallel rank's part of them). `old_logprobs` is NaN where a position is
     on-policy: there the current log-prob, held constant, is the old one. A stale position never has NaN, because `batching.collate` refuses
     a stale sample that is not a `SampleWithOldLogprobs`.
+
+    Args:
+        token_weights: Weight of each position, float [C]; `u`; 0 where a filter removed the completion.
+        advantages: Advantage of each position, float [C].
+        sampler_logprobs: The sampler's log-probs, float [C]; NaN where the sampler gave none.
+        old_logprobs: Old log-probs, float [C]; NaN where on-policy.
+        is_compared: Whether old log-probs come from the trainer, so that comparing them with the sampler's is meaningful; bool [C].
+        sequence: Index of the sequence of each position, 0..S-1; int64 [C].
+        num_sequences: Number of sequences S.
+        num_loss_tokens: Over the whole global batch, all ranks: the entropy bonus is a mean over them.
+        teacher_logprobs: The teacher's log-probs, float [C]; NaN where no teacher scored the row.
+        place: Token index in its row, from 0, untrained tokens counted; for `fipo`; int64 [C].
+        longest: Greater than any `place` in the whole micro-batch.
+        labels: Classification terms of the rows' groups, if `needs_classification`.
     """
 
-    token_weights: torch.Tensor  # float [C], `u`; 0 where a filter removed the completion
-    advantages: torch.Tensor  # float [C]
-    sampler_logprobs: torch.Tensor  # float [C], NaN where the sampler gave none
-    old_logprobs: torch.Tensor  # float [C], NaN where on-policy
-    is_compared: torch.Tensor  # bool [C]: old log-probs come from the trainer, so comparing them with the sampler's is meaningful
-    sequence: torch.Tensor  # int64 [C], 0..S-1: sequence of each position
-    num_sequences: int  # S
-    num_loss_tokens: int  # over the whole global batch, all ranks: the entropy bonus is a mean over them
-    teacher_logprobs: torch.Tensor | None = None  # float [C], NaN where no teacher scored the row
-    place: torch.Tensor | None = None  # int64 [C]: token index in its row, from 0, untrained tokens counted; for `fipo`
-    longest: int = 0  # greater than any `place` in the whole micro-batch
-    labels: ClassificationTerms | None = None  # classification terms of the rows' groups, if `needs_classification`
+    token_weights: torch.Tensor
+    advantages: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    is_compared: torch.Tensor
+    sequence: torch.Tensor
+    num_sequences: int
+    num_loss_tokens: int
+    teacher_logprobs: torch.Tensor | None = None
+    place: torch.Tensor | None = None
+    longest: int = 0
+    labels: ClassificationTerms | None = None
 
 
 class _Terms(NamedTuple):

@@ -38,7 +38,7 @@ class Sequences:
 
     Args:
         index: int64 [C], 0..S-1: sequence of each position.
-        num_sequences: S.
+        num_sequences: Number of sequences S.
         sum_over_context: Sums partial results over context-parallel ranks.
     """
 
@@ -113,8 +113,8 @@ def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: S
     """Return PPO's ratio r[i,t] = exp(logp - old), [C] (arXiv 1707.06347, equation 6).
 
     Args:
-        logprobs: [C], current log-probs.
-        old_logprobs: [C], constants.
+        logprobs: Log-prob of each token, [C]; current log-probs.
+        old_logprobs: Old log-probs, [C]; constants.
         sequences: Sequences of the positions (unused).
     """
     return bounded(logprobs - old_logprobs).exp()
@@ -128,8 +128,8 @@ def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences
     The gradient of every token goes through the mean, hence through the sum over context-parallel ranks.
 
     Args:
-        logprobs: [C], current log-probs.
-        old_logprobs: [C], constants.
+        logprobs: Log-prob of each token, [C]; current log-probs.
+        old_logprobs: Old log-probs, [C]; constants.
         sequences: Sequences of the positions.
     """
     return sequences.scatter(bounded(sequences.mean(logprobs - old_logprobs)).exp())
@@ -141,8 +141,8 @@ def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, seq
     Source: GSPO-token, arXiv 2507.18071, equation 14.
 
     Args:
-        logprobs: [C], current log-probs.
-        old_logprobs: [C], constants.
+        logprobs: Log-prob of each token, [C]; current log-probs.
+        old_logprobs: Old log-probs, [C]; constants.
         sequences: Sequences of the positions.
     """
     with torch.no_grad():
@@ -163,7 +163,7 @@ def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     As a loss without the ratio its on-policy gradient has zero mean: `validation.problems` refuses that.
 
     Args:
-        logprobs: [C], current log-probs.
+        logprobs: Log-prob of each token, [C]; current log-probs.
         ref_logprobs: [C], log-probs of the reference.
     """
     return -bounded(ref_logprobs - logprobs)
@@ -173,7 +173,7 @@ def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Return d*d/2 with d = ref - logp, [C] (Schulman 2020, k2).
 
     Args:
-        logprobs: [C], current log-probs.
+        logprobs: Log-prob of each token, [C]; current log-probs.
         ref_logprobs: [C], log-probs of the reference.
     """
     return 0.5 * bounded(ref_logprobs - logprobs).square()
@@ -185,7 +185,7 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     Source: Schulman 2020, k3; GRPO, arXiv 2402.03300, equation 4.
 
     Args:
-        logprobs: [C], current log-probs.
+        logprobs: Log-prob of each token, [C]; current log-probs.
         ref_logprobs: [C], log-probs of the reference.
     """
     d = bounded(ref_logprobs - logprobs)
@@ -203,8 +203,8 @@ def teacher_log_ratio(teacher_logprobs: torch.Tensor, old_logprobs: torch.Tensor
     alone: its effect on later tokens does not count.
 
     Args:
-        teacher_logprobs: [C], NaN where no teacher scored the row.
-        old_logprobs: [C].
+        teacher_logprobs: The teacher's log-probs, [C]; NaN where no teacher scored the row.
+        old_logprobs: Old log-probs, [C].
     """
     return (teacher_logprobs - old_logprobs).nan_to_num(nan=0.0)
 
@@ -232,8 +232,8 @@ def log_rho(old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch
     """Return old - sampler log-prob [C], and 0 (a ratio of 1) where the sampler has no log-prob.
 
     Args:
-        old_logprobs: [C].
-        sampler_logprobs: [C], NaN where the sampler gave none.
+        old_logprobs: Old log-probs, [C].
+        sampler_logprobs: The sampler's log-probs, [C]; NaN where the sampler gave none.
     """
     return (old_logprobs - sampler_logprobs).nan_to_num(nan=0.0)
 
@@ -253,10 +253,10 @@ def off_policy_mask(
 
     Args:
         delta: Largest allowed mean of `sampler - logp` over a sequence, in nats.
-        logprobs: [C], current log-probs, constants.
-        old_logprobs: [C].
-        sampler_logprobs: [C], NaN where the sampler gave none.
-        advantages: [C].
+        logprobs: Log-prob of each token, [C]; current log-probs, constants.
+        old_logprobs: Old log-probs, [C].
+        sampler_logprobs: The sampler's log-probs, [C]; NaN where the sampler gave none.
+        advantages: Advantage of each position, [C].
         sequences: Sequences of the positions.
 
     Returns:
@@ -296,23 +296,36 @@ def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: b
 
 
 class ClassificationTerms(NamedTuple):
-    """Classification terms of a token's sequence for `real`, see `classification`."""
+    """Classification terms of a token's sequence for `real`, see `classification`.
 
-    value: torch.Tensor  # float64 [C]: the sequence's share of the loss
-    slope: torch.Tensor  # float64 [C]: its derivative by the sequence's score
+    Args:
+        value: The sequence's share of the loss, float64 [C].
+        slope: Its derivative by the sequence's score, float64 [C].
+    """
+
+    value: torch.Tensor
+    slope: torch.Tensor
 
 
 class Tokens(NamedTuple):
-    """Inputs of an objective, for C trained positions."""
+    """Inputs of an objective, for C trained positions.
 
-    ratio: torch.Tensor  # r, at the level of `importance_sampling_level`
+    Args:
+        ratio: R, at the level of `importance_sampling_level`.
+        old_logprobs: Constants.
+        place: Token index in its row, from 0, untrained tokens counted; int64.
+        longest: Greater than any `place` in this micro-batch.
+        correction: Factors of the rollout correction; None without one.
+    """
+
+    ratio: torch.Tensor
     logprobs: torch.Tensor
-    old_logprobs: torch.Tensor  # constants
+    old_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequences: Sequences
-    place: torch.Tensor | None = None  # int64: token index in its row, from 0, untrained tokens counted
-    longest: int = 0  # greater than any `place` in this micro-batch
-    correction: torch.Tensor | None = None  # factors of the rollout correction; None without one
+    place: torch.Tensor | None = None
+    longest: int = 0
+    correction: torch.Tensor | None = None
     labels: ClassificationTerms | None = None
 
 

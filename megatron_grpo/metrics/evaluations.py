@@ -36,7 +36,7 @@ def prompt_means(scores: np.ndarray) -> np.ndarray:
     """Return the mean score of each prompt: float64 [P], NaN for a prompt without scores.
 
     Args:
-        scores: float64 [P, n]; NaN is left out.
+        scores: Score of each completion, float64 [P, n]; NaN is left out.
     """
     count = (~np.isnan(scores)).sum(axis=1)
     return np.where(count > 0, np.nansum(scores, axis=1) / np.maximum(count, 1), np.nan)
@@ -65,7 +65,7 @@ def sampling_error(scores: np.ndarray) -> float:
     A prompt with one score has no variance estimate and gets the mean of the others'. NaN if all prompts have one score.
 
     Args:
-        scores: float64 [P, n]; NaN is left out.
+        scores: Score of each completion, float64 [P, n]; NaN is left out.
     """
     count = (~np.isnan(scores)).sum(axis=1)
     scores, count = scores[count > 0], count[count > 0]
@@ -96,18 +96,31 @@ def pass_at_k(num_right: np.ndarray, num_sampled: np.ndarray, k: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvaluationResult:
-    """Result of one evaluation of one set. Numbers are the same on every rank."""
+    """Result of one evaluation of one set. Numbers are the same on every rank.
 
-    name: str  # of the set
-    n: int  # completions asked of each prompt
-    temperature: float  # 0 is greedy
-    score: str  # name of the reward that is the score
-    question: str  # equal for two evaluations with the same task and prompts
-    rows: Sequence[int]  # of each prompt in its data set
-    scores: np.ndarray  # float64 [P, n]; NaN where a completion has no score
-    pass_threshold: float | np.ndarray  # [P, n]: of each completion
-    others: Mapping[str, float] = field(default_factory=dict)  # further means: of every reward, of lengths
-    table: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # completions by column, on rank 0
+    Args:
+        name: Of the set.
+        n: Completions asked of each prompt.
+        temperature: 0 is greedy.
+        score: Name of the reward that is the score.
+        question: Equal for two evaluations with the same task and prompts.
+        rows: Of each prompt in its data set.
+        scores: Score of each completion, float64 [P, n]; NaN where a completion has no score.
+        pass_threshold: Score from which each completion counts as right, [P, n]; of each completion.
+        others: Further means: of every reward, of lengths.
+        table: Completions by column, on rank 0.
+    """
+
+    name: str
+    n: int
+    temperature: float
+    score: str
+    question: str
+    rows: Sequence[int]
+    scores: np.ndarray
+    pass_threshold: float | np.ndarray
+    others: Mapping[str, float] = field(default_factory=dict)
+    table: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def means(self) -> np.ndarray:

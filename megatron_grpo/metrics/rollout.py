@@ -32,14 +32,18 @@ class ScoredRollout:
     """One scored rollout, as the logger receives it.
 
     `held`: {index among the kept groups: scored group} for the groups that this rank scored.
+
+    Args:
+        penalty: What `kl_in_reward` subtracted, float64 [num_groups, G].
+        arrived: With partial rollouts.
     """
 
     number: int
     result: DynamicSamplingResult
     advantages: Advantages
-    penalty: np.ndarray | None  # float64 [num_groups, G]: what `kl_in_reward` subtracted
+    penalty: np.ndarray | None
     held: Mapping[int, ScoredGroup]
-    arrived: PartialRolloutInfo | None = None  # with partial rollouts
+    arrived: PartialRolloutInfo | None = None
 
 
 def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]) -> dict[str, float]:

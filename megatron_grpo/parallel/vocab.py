@@ -31,12 +31,19 @@ _LEFT_OUT = -1e30
 
 
 class VocabMask(NamedTuple):
-    """Token IDs that the softmax of each of the C positions runs over (CSR layout). An empty row means the whole vocabulary."""
+    """Token IDs that the softmax of each of the C positions runs over (CSR layout). An empty row means the whole vocabulary.
 
-    at: np.ndarray  # int64 [C + 1], on the host: where each position's token IDs begin
-    ids: torch.Tensor  # int64 [m]
-    positions: torch.Tensor  # int64 [m], 0..C-1: position that each token ID belongs to
-    is_some: torch.Tensor  # bool [C]: whether the position has token IDs
+    Args:
+        at: Where each position's token IDs begin, int64 [C + 1], on the host.
+        ids: Token IDs, int64 [m].
+        positions: Position that each token ID belongs to, 0..C-1; int64 [m].
+        is_some: Whether the position has token IDs, bool [C].
+    """
+
+    at: np.ndarray
+    ids: torch.Tensor
+    positions: torch.Tensor
+    is_some: torch.Tensor
 
     @classmethod
     def of(cls, offsets: np.ndarray, ids: np.ndarray, device: torch.device) -> VocabMask:
@@ -112,7 +119,7 @@ def linear_logprobs(
     Args:
         hidden: [C, H], the same on every rank of `group`.
         weight: [V_shard, H], this rank's rows of the output layer, which are rows vocab_start.. of the vocabulary.
-        targets: int64 [C], IDs in the whole vocabulary.
+        targets: Token to predict at each position, int64 [C]; IDs in the whole vocabulary.
         temperature: Sampling temperature.
         vocab_start: First row of this shard in the vocabulary.
         num_valid_rows: Rows of this shard that are tokens; the rest is padding of the vocabulary and takes no part in the softmax. None is

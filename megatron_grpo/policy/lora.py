@@ -62,11 +62,15 @@ class LoraLinear:
     """Mixin before one of Megatron's parallel linear layers (see `_adapted`), which adds LoRA.
 
     `Adapters` sets the attributes and registers the matrices.
+
+    Args:
+        lora_part: One-hot, the module that a row belongs to; None for one module; [rows, P].
+        lora_use: The matrices that are added, TRAINED or REFERENCE; None for neither.
     """
 
     lora_place: _LoraSharding
-    lora_part: torch.Tensor | None  # [rows, P]: one-hot, the module that a row belongs to; None for one module
-    lora_use: str | None = None  # the matrices that are added, TRAINED or REFERENCE; None for neither
+    lora_part: torch.Tensor | None
+    lora_use: str | None = None
     lora_dropout = 0.0
 
     def forward(self: Any, x, *args, **kwargs):

@@ -114,6 +114,9 @@ class PackedBatch:
 
     `qkv_format` is not "thd": Megatron then applies RoPE row by row, and the frequencies that it receives are already gathered by position.
 
+    Args:
+        cu_seqlens: Cumulative lengths of the segments, int32 [segments + 1].
+
     Attributes:
         causal: Every query except padding once, on its own segment or on the chunk of it that lies on this rank. None if all tokens are
             padding.
@@ -134,7 +137,7 @@ class PackedBatch:
     windowed: Callable[[int], tuple[AttentionPart | None, tuple[AttentionPart, ...]]]
     recurrence: Callable[[int, int], RecurrenceOrder]
     longest: int
-    cu_seqlens: torch.Tensor  # int32 [segments + 1]
+    cu_seqlens: torch.Tensor
     max_seqlen: int
     rotations: tuple[RotaryFactors, ...] = ()
     qkv_format: str = "segments"
@@ -160,30 +163,48 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalImages:
-    """The images of which this context-parallel rank holds tokens."""
+    """The images of which this context-parallel rank holds tokens.
+
+    Args:
+        at: Indices into the t tokens of this rank, ascending; int64 [n].
+        token: Index of that image token among the tokens of all `images`, concatenated; int64 [n].
+    """
 
     images: tuple[Image, ...]
-    at: torch.Tensor  # int64 [n], ascending: indices into the t tokens of this rank
-    token: torch.Tensor  # int64 [n]: index of that image token among the tokens of all `images`, concatenated
+    at: torch.Tensor
+    token: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBatch:
-    """This context-parallel rank's part of a micro-batch: t = T / cp tokens and c of the C trained positions."""
+    """This context-parallel rank's part of a micro-batch: t = T / cp tokens and c of the C trained positions.
 
-    number: int  # index of the micro-batch in its pass
-    held: np.ndarray  # int64 [t]: indices of these tokens in the whole stream
-    token_ids: torch.Tensor  # int64 [1, t]
-    positions: torch.Tensor  # int64 [t], or [3, t] if the micro-batch has images
-    num_references: torch.Tensor  # int64 [t]: number of contexts that share a token; 0 is alignment padding
+    Args:
+        number: Index of the micro-batch in its pass.
+        held: Indices of these tokens in the whole stream, int64 [t].
+        token_ids: Token IDs, int64 [1, t].
+        positions: Position of each token in its context, int64 [t], or [3, t] if the micro-batch has images.
+        num_references: Number of contexts that share a token; 0 is alignment padding; int64 [t].
+        logit_positions: Indices into the t tokens; an index that several contexts share occurs several times; int64 [c].
+        targets: Token to predict at each position, int64 [c].
+        trained: Which of the C trained positions these are, int64 [c].
+        sampling_mask: Sampling mask of the c trained positions; None: their softmax runs over the whole vocabulary.
+        image_tokens: Images of which this rank holds tokens; None if there are none.
+    """
+
+    number: int
+    held: np.ndarray
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    num_references: torch.Tensor
     packed: PackedBatch
-    logit_positions: torch.Tensor  # int64 [c], indices into the t tokens; an index that several contexts share occurs several times
-    targets: torch.Tensor  # int64 [c]
-    trained: np.ndarray  # int64 [c], which of the C trained positions these are
+    logit_positions: torch.Tensor
+    targets: torch.Tensor
+    trained: np.ndarray
     # By index among the model's MoE layers, those of this stage: int16 [t, k], -1 lets the router choose.
     experts: Mapping[int, torch.Tensor]
-    sampling_mask: VocabMask | None  # sampling mask of the c trained positions; None: their softmax runs over the whole vocabulary
-    image_tokens: LocalImages | None  # None: no image token is on this rank
+    sampling_mask: VocabMask | None
+    image_tokens: LocalImages | None
 
 
 def sequences(packed: PackedBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -115,11 +115,14 @@ class PolicyRouter(TopKRouter):
     The z-loss is coeff / T * sum over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, section 3.3). T (`num_routed_tokens`) is the
     number of tokens of the global batch without padding; set it before a forward that trains. A token that several contexts share counts
     once for each of them, in T and in the sum.
+
+    Args:
+        copies: Multiplicity of the tokens that are being routed; set only while `routing` runs; int64 [t].
     """
 
     num_routed_tokens: int = 0
     running: RouterPass
-    copies: torch.Tensor  # int64 [t], multiplicity of the tokens that are being routed; set only while `routing` runs
+    copies: torch.Tensor
 
     @property
     def place(self) -> int:

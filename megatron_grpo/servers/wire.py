@@ -188,15 +188,24 @@ class ServerState(Message, frozen=True):
 
 
 class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
-    """One completion of T tokens."""
+    """One completion of T tokens.
 
-    tokens: NDArray[np.int32]  # [T]
-    logprobs: NDArray[np.float32]  # [T], natural logs
+    Args:
+        tokens: Token IDs, [T].
+        logprobs: Log-prob of each token, [T]; natural logs.
+        reason: Finish reason: "stop" or "length", or "abort" after POST /abort; the client rejects any other.
+        versions: (weights version, begin, end) in tokens of the completion.
+        experts: As `experts.completion_routes` returns them, [tokens, MoE layers, k].
+        sampling_mask: Tokens that sampling could choose from at each of the T positions.
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
     text: str
-    reason: str  # finish reason: "stop" or "length", or "abort" after POST /abort; the client rejects any other
-    versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) in tokens of the completion
-    experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k], as `experts.completion_routes` returns them
-    sampling_mask: SamplingMask | None = None  # tokens that sampling could choose from at each of the T positions
+    reason: str
+    versions: tuple[tuple[int, int, int], ...]
+    experts: NDArray[np.int16] | None = None
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         count = len(self.tokens)

@@ -86,6 +86,19 @@ def test_nineteen_of_twenty_arguments_are_documented():
     assert wanted > 3000 and named >= 0.95 * wanted, f"{named} of {wanted}; not documented:\n" + "\n".join(missing)
 
 
+def test_the_shape_of_a_field_is_in_the_docstring_of_its_class():
+    """Not in a comment behind the field, which no tool shows."""
+    shape = re.compile(r"#.*(\b(u?int|float|bool)\d* ?\[|\[[A-Zt]\b)")
+    lines = {path: (PACKAGE / path).read_text(encoding="utf-8").splitlines() for path in {path for path, _ in classes()}}
+    fields = [
+        f"{path}:{field.end_lineno} {lines[path][(field.end_lineno or 0) - 1].strip()}"
+        for path, node in classes()
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and not node.name.startswith("_")
+    ]
+    assert [field for field in fields if shape.search(field)] == [] and len(fields) > 1000
+
+
 def test_a_documented_argument_exists():
     stale = {place: documented - names for place, names, documented in documented_functions() if documented - names}
     assert stale == {}
