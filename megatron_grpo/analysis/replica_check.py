@@ -46,7 +46,7 @@ Held = tuple[str, str, tuple[str, ...], torch.Tensor | int]  # kind, name, group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMismatch:
-    """Copies that differ.
+    """Copies of one value that differ between ranks.
 
     Args:
         kind: Kind of the value, one of KINDS.

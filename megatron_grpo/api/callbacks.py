@@ -46,7 +46,7 @@ class TrainerControl:
 
 
 class CallbackHandler:
-    """Calls those methods that each callback has.
+    """Caller of the methods that each callback has.
 
     Args:
         callbacks: The user's objects.

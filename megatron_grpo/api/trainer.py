@@ -65,7 +65,7 @@ class RunResult:
 
 
 class GRPOTrainer:
-    """Trains a model with GRPO. The first five arguments are TRL's, in TRL's order.
+    """Trainer for GRPO. The first five arguments are TRL's, in TRL's order.
 
     In a process of torchrun this process is a rank. Otherwise `train` starts `nproc_per_node` ranks as processes, waits for them and
     returns. The ranks get copies of all objects: what a reward function appends to a list of the program is lost. Use callbacks to see in

@@ -100,14 +100,14 @@ class RunInterruptedError(Exception):
 
 
 class NoRolloutServerError(RunInterruptedError):
-    """No rollout server is left, and none returned in time.
+    """Error raised if no rollout server is left and none returned in time.
 
     Raised on every rank; the state of the run is saved before it ends.
     """
 
 
 class CancelledError(RunInterruptedError):
-    """Cancelled sampling or scoring, which would take longer than the time left after a stop request.
+    """Error raised if sampling or scoring is cancelled, because it would take longer than the time left after a stop request.
 
     Raised on every rank; the state of the run is saved before it ends.
 

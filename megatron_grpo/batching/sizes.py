@@ -24,7 +24,7 @@ def remainder(top: int, bottom: int) -> str:
 
 
 class SizeFormatter:
-    """Formats the flags that determine a size as products with their values, and lists these flags.
+    """Formatter of the flags that determine a size: products with their values, and lists of flags.
 
     Args:
         inputs: The typed sizes.

@@ -47,7 +47,7 @@ FAILURES = (OSError, RuntimeError, ValueError, KeyError, CheckpointException, Ch
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or read. Raised on every rank, with the errors of all ranks."""
+    """Error raised if a checkpoint cannot be written or read: on every rank, with the errors of all ranks."""
 
 
 @contextmanager

@@ -37,7 +37,7 @@ _NAMES = {
 
 
 class UnsafePickleError(ValueError):
-    """A file of a checkpoint would execute code when it is read."""
+    """Error raised if a file of a checkpoint would execute code when it is read."""
 
 
 class _Data(pickle._Unpickler):

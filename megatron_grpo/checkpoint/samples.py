@@ -35,7 +35,7 @@ _SCALARS = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}
 
 
 class UnknownSamplesError(ValueError):
-    """The file is intact but contains something that this version does not know."""
+    """Error raised if a file is intact but contains something that this version does not know."""
 
 
 def file_of(samples: Sequence[Any]) -> bytes:

@@ -44,7 +44,7 @@ class PlacedShard(NamedTuple):
 
 
 class MissingShardError(ValueError):
-    """The pieces of all ranks do not cover a tensor exactly: some element is in none of them, or in two."""
+    """Error raised if the shards of all ranks do not cover a tensor exactly: some element is in none of them, or in two."""
 
 
 def pieces_of(state: dict[str, Any], assigned_names: frozenset[int]) -> list[tuple[Shard, Contents]]:

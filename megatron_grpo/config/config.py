@@ -327,7 +327,7 @@ class TurnsConfig:
 
     @property
     def player(self) -> str:
-        """Return the setting that names what plays the episodes."""
+        """Return the setting that names the agent, environment or tools of the run."""
         return next((name for name in ("agent", "agent_command", "environment") if getattr(self, name) is not None), "tools")
 
 

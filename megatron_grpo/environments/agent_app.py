@@ -32,7 +32,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointAddress:
-    """Where the endpoint of agents listens."""
+    """Address at which the endpoint of agents listens, with its certificate."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one

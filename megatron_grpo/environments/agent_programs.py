@@ -33,7 +33,7 @@ _SUPERVISOR = Path(__file__).with_name("program_supervisor.py")
 
 
 class AgentError(Exception):
-    """The agent failed; its episode trains nothing. The message completes a sentence about the agent."""
+    """Error raised if the agent failed; its episode is not trained. The message completes a sentence about the agent."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -161,7 +161,7 @@ def as_result(value: Any, source: str) -> AgentResult:
 
 
 class AgentProgram:
-    """Starts a program for each episode, in a folder and with an environment of its own, and ends it with all that it has started.
+    """Agent that is a program: started for each episode in its own folder and environment, and ended with all processes that it started.
 
     Args:
         words: Program and arguments.

@@ -31,7 +31,7 @@ _THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 class AgentRefusalError(Exception):
-    """A request of an agent that gets no answer.
+    """Error for a request of an agent that is refused.
 
     Args:
         status: HTTP status.
@@ -133,7 +133,7 @@ class AgentSession:
         """Refuse all further requests.
 
         Args:
-            reason: Why. Of several reasons the first one counts.
+            reason: Reason for the end. Of several reasons the first one counts.
         """
         self.end_reason = self.end_reason or reason
 

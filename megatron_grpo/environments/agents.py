@@ -265,7 +265,7 @@ class AgentSampler(PlayedSampler[AgentRunnerFactory, AgentPlayer]):
         return AgentPlayer(self.stage, prompts, sampling, seed=seed, overruled=self._overruled)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Play as `PlayedSampler.generate` does. Collective.
+        """Play one episode for each completion, and return the groups, as `PlayedSampler.generate` does. Collective.
 
         Args:
             prompts: The prompts of the round, the same on every rank.

@@ -96,7 +96,7 @@ class Environment:
 
 
 class InvalidReplyError(ValueError):
-    """The environment returned an invalid value. The message completes a sentence about the environment."""
+    """Error raised if the environment returned an invalid value. The message completes a sentence about the environment."""
 
 
 def as_step_output(value: Any) -> StepOutput:

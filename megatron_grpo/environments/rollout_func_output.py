@@ -25,7 +25,7 @@ _NOT_MASKS = ("completion_mask", "mask", "tool_mask", "loss_mask", "response_mas
 
 
 class InvalidRolloutOutputError(Exception):
-    """The return value of a rollout function is invalid. The message completes the sentence `rollout_func NAME ...`."""
+    """Error raised if the return value of a rollout function is invalid. The message completes the sentence `rollout_func NAME ...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

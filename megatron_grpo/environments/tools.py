@@ -23,7 +23,7 @@ _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
 
 class InvalidToolError(ValueError):
-    """The function cannot be a tool. The message completes a sentence about the function."""
+    """Error raised if a function cannot be a tool. The message completes a sentence about the function."""
 
 
 def schema_of(function: Function) -> dict[str, Any]:

@@ -21,7 +21,7 @@ LINGER, MOST_LINGERED = 0.001, 0.02  # seconds to wait for the next result, and 
 
 
 class CallTimeoutError(Exception):
-    """The call did not end within its timeout."""
+    """Error raised if a call does not end within its timeout."""
 
 
 class CallResult(NamedTuple):

@@ -143,7 +143,7 @@ class MegatronToHF:
     def plan(self, local: dict[str, torch.Tensor], kind: str) -> PushPlan:
         """Return the plan of a kind of stream, which is made at its first stream. Collective.
 
-        The caller names the kind. A stage that has no tensor of either of two kinds could not tell them apart by its own list, and would
+        The caller names the kind. A stage that has no tensor of two kinds could not distinguish them by its own list of tensors, and would
         not take part when the other stages plan the second kind.
 
         Args:

@@ -30,7 +30,10 @@ _OUTPUTS = {1: "stdout", 2: "stderr"}
 
 
 class ExitRequestedError(Exception):
-    """The code raised SystemExit, or KeyboardInterrupt without Ctrl-C. Either would end the run, perhaps with exit code 0."""
+    """Error that replaces SystemExit, or KeyboardInterrupt without Ctrl-C, of the user's code.
+
+    Either would end the run, perhaps with exit code 0.
+    """
 
 
 class isolated:  # lower case because it is used as `with contained(...)`
@@ -141,7 +144,7 @@ _LOOK = 0.5  # seconds between two calls of should_cancel
 
 
 class RewardTimeoutError(Exception):
-    """The function did not return before its deadline."""
+    """Error raised if a function does not return before its deadline."""
 
 
 class _StopCall(BaseException):

@@ -96,7 +96,7 @@ def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
 
 
 class Sampler(Protocol):
-    """Generates completions. Every rank of the trainer holds one instance and calls it at the same points of the program.
+    """Source of completions. Every rank of the trainer holds one instance and calls it at the same points of the program.
 
     A sampler that can stop in the middle of a request, because the run was asked to stop and has no time left for it, has an attribute
     `should_cancel: Callable[[], bool]`. It is set once, before the first request. Where it returns true on a rank that still waits for
@@ -228,7 +228,7 @@ class InterruptibleSampler(Sampler, Protocol):
 
 
 class WeightReceiver(Protocol):
-    """Holds one version of the weights, takes updates, and scores sequences so that the trainer can verify what it holds."""
+    """Holder of one version of the weights. It loads updates, and scores sequences so that the trainer can verify the weights."""
 
     @property
     def version(self) -> int:

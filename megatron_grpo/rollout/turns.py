@@ -60,7 +60,7 @@ class TurnSampler(Protocol):
 
 
 class Player(Protocol):
-    """Runs the episodes of some prompts, and returns their groups at the end."""
+    """Player of the episodes of some prompts, whose groups it returns at the end."""
 
     def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
         """Run the episodes for a limited time.

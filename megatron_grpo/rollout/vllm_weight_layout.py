@@ -233,7 +233,7 @@ class _CopiesOfWeight:
 
 
 class WeightLayoutRecorder(TorchDispatchMode):
-    """Records the copies into the engine's weights while it is the current dispatch mode.
+    """Recorder of the copies into the engine's weights, while it is the current dispatch mode.
 
     Every synced tensor is cloned, so that the source address of a copy identifies its name. The clones of a layer are dropped once its
     copies have been tested.

@@ -27,7 +27,7 @@ TOWER = "visual."  # prefix of the names of vision-tower weights in vLLM
 
 
 class WeightLoader:
-    """Loads synced weights into one engine, in the process that holds its weights. Keeps the table from sync to sync."""
+    """Loader of synced weights into one engine, in the process that holds its weights. It keeps the table of copies between syncs."""
 
     def __init__(self) -> None:
         self.tables: dict[bool, CopyTable] = {}  # by whether the weight sync contains the vision tower
@@ -248,7 +248,7 @@ def sampler_obstacle(architecture: str, *, on_gpu: bool) -> str | None:
 
 
 class AdapterSlot:
-    """Holds the adapter of one engine.
+    """Slot for the adapter of one engine.
 
     Args:
         llm: vLLM's LLM.

@@ -95,7 +95,7 @@ exec torchrun --standalone --nproc_per_node {gpus} --shutdown-timeout 300 -m meg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitAnswers:
-    """Answers to the five questions.
+    """Answers to the five questions of `init`.
 
     Args:
         model: Hub name or directory.

@@ -61,7 +61,7 @@ def signals_before_run() -> Iterator[None]:
 
 
 class StopSignal:
-    """Records that this run was asked to stop. Make one per process, in its main thread, for as long as it trains.
+    """Record of requests to stop this run. Make one per process, in its main thread, for as long as it trains.
 
     Args:
         leave_if_doomed: Called when SIGTERM arrives. A launcher sends it both to stop a run and after a rank has failed: the function exits

@@ -98,7 +98,7 @@ class TimeSinceChange:
 
 
 class HangDetector:
-    """Decides when to raise an alarm.
+    """Detector of ranks that make no progress; it decides when to raise an alarm.
 
     `reason` is called once per period.
 

@@ -34,7 +34,7 @@ RUN_FILE = "server_run"  # file in output_dir with the name of the run
 
 
 class ServerGoneError(Exception):
-    """The server did not answer, or stopped in the middle of a response.
+    """Error raised if a server does not answer, or stops in the middle of a response.
 
     Args:
         reason: End of a sentence about the server.
@@ -47,7 +47,7 @@ class ServerGoneError(Exception):
 
 
 class ServerRefusedError(Exception):
-    """The server refused a request.
+    """Error raised if a server refuses a request.
 
     Args:
         status: HTTP status, or `NOT_HTTP`.

@@ -28,7 +28,7 @@ ONE_CALL_EXECUTOR = "megatron_grpo.rollout.vllm_executor.OneCallExecutor"
 
 
 class WeightUpdateError(Exception):
-    """The weights did not arrive, or not all of them. The message is a sentence."""
+    """Error raised if the weights do not arrive, or not all of them. The message is a sentence."""
 
 
 class ServedEngine:

@@ -283,7 +283,7 @@ class ParentBoundProcess(context.SpawnProcess):
 
 
 def bind_children_to_parent() -> None:
-    """Make every process that `multiprocessing` spawns from now on an `ParentBoundProcess`.
+    """Make every process that `multiprocessing` spawns from now on a `ParentBoundProcess`.
 
     The thread that starts such a process must live as long as the process.
     """

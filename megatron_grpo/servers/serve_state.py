@@ -18,7 +18,7 @@ PREFIX = "megatron_grpo_server_"  # of metric names
 
 
 class RequestRefusedError(Exception):
-    """The caller does not own the server, or expects other weights (HTTP 409). The message is a sentence."""
+    """Error raised if the caller does not own the server, or expects other weights (HTTP 409). The message is a sentence."""
 
 
 class Ownership:

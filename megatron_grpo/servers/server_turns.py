@@ -21,7 +21,7 @@ BETWEEN_CALLS = 0.02  # seconds between two batches of turns
 
 
 class NoServerError(Exception):
-    """Turns are open, none of them is in flight, and no server with the weights is left."""
+    """Error raised if turns are open, none of them is in flight, and no server with the weights is left."""
 
 
 class ServerTurns:

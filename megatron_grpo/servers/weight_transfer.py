@@ -29,11 +29,11 @@ Named = tuple[str, torch.Tensor | TensorSlice]
 
 
 class LinkError(RuntimeError):
-    """A weight sync failed. After TransferCancelledError the link is usable; after any other LinkError it is closed."""
+    """Error raised if a weight sync fails. After TransferCancelledError the link is usable; after any other LinkError it is closed."""
 
 
 class TransferCancelledError(LinkError):
-    """The trainer cancelled a weight sync before its end."""
+    """Error raised if the trainer cancels a weight sync before its end."""
 
 
 class _MessageKind(IntEnum):

@@ -29,7 +29,7 @@ Kind = Literal["weights", "merged"]
 
 
 class MalformedMessageError(ValueError):
-    """The received message has an unexpected form. The message is a sentence.
+    """Error raised if a received message has an unexpected form. The text of the error is a sentence.
 
     Args:
         sentence: Description of the fault.

@@ -207,7 +207,7 @@ class RolloutGenerator:
 
 
 class InvalidLogprobsError(RuntimeError):
-    """All completions have log-probs that no distribution has: the sampler's weights, or its arithmetic, are broken."""
+    """Error raised if all completions have log-probs that no distribution has: the sampler's weights, or its arithmetic, are broken."""
 
 
 def first_invalid_logprob(logprobs: np.ndarray) -> int | None:
@@ -276,7 +276,7 @@ def invalid_logprobs_warning(faults: Sequence[str], total: int) -> str | None:
 
 
 class InvalidSamplingMaskError(RunError):
-    """The sampler's sampling mask is missing or impossible, so the trainer's softmax would run over other tokens than the sampler's."""
+    """Error raised if a sampling mask is missing or impossible: the trainer's softmax would run over other tokens than the sampler's."""
 
 
 def check_sampling_mask(sequence: Tokens, top_k: int) -> None:

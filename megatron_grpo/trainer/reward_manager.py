@@ -199,7 +199,7 @@ def gather_metadata(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
 
 
 class EnvironmentFailuresError(RunError):
-    """Too many episodes of a rollout ended because their environment failed."""
+    """Error raised if too many episodes of a rollout end because their environment failed."""
 
 
 def check_failures(metas: Sequence[GroupMetadata], max_share: float) -> None:

@@ -20,7 +20,7 @@ Gap = Callable[[Mapping[str, float]], "str | None"]
 
 
 class ReplicaMismatchError(RunError):
-    """State that must be equal on several ranks differs. Raised on every rank, before the optimizer step."""
+    """Error raised on every rank, before the optimizer step, if state that must be equal on several ranks differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def rule(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Se
 
 @dataclass(frozen=True)
 class Change:
-    """What makes a cause of the reference.
+    """Change of the reference formulas that represents one possible cause.
 
     Args:
         cause: Sentence that names it.

@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 
 
 class UnansweredError(Exception):
-    """No usable response arrived. The message ends the sentence "reward `name` ...".
+    """Error raised if no usable response arrived. The message ends the sentence "reward `name` ...".
 
     Args:
         reason: End of the sentence.
@@ -143,7 +143,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 class AnswerTooLongError(Exception):
-    """The response is larger than `_LONGEST` bytes."""
+    """Error raised if a response is larger than `_LONGEST` bytes."""
 
 
 class _BoundedStream(io.RawIOBase):

@@ -128,11 +128,11 @@ def _prepare() -> Callable[[Any], float]:
 
 
 class ChildDiedError(Exception):
-    """The child ended or was killed before it answered; the message says which. The next request gets a new child."""
+    """Error raised if the child process ended or was killed before it answered; the message says which. The next request gets a new one."""
 
 
 class ChildBrokenError(Exception):
-    """The child cannot start; the message is that of the child."""
+    """Error raised if the child process cannot start; the message is that of the child."""
 
 
 class Interpreter:
