@@ -87,7 +87,7 @@ def mismatch_logs(
             to them (1) counts.
 
     Returns:
-        (sums, maxima).
+        (sums, maxima) by name, each a scalar.
     """
     rho = bounded(log_rho).exp()
     factors, units = (rho, is_trained) if importance is None else (importance.factors, importance.units * is_trained)

@@ -51,7 +51,11 @@ class Change:
     drops: Callable[[DumpedRow], bool] = lambda row: False
 
     def apply(self, s: Any) -> SimpleNamespace:
-        """Return the settings with those that differ."""
+        """Return the settings with those that differ.
+
+        Args:
+            s: Settings of the run.
+        """
         return SimpleNamespace(**vars(s) | self.settings)
 
 
@@ -94,7 +98,12 @@ def _unmasked(c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
 
 
 def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the token weights and in the rows that count."""
+    """Yield causes in the token weights and in the rows that count.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
     if s.overlong_filter:
         yield Change("truncated rows kept: overlong_filter is not applied", {"overlong_filter": False})
     else:
@@ -123,7 +132,12 @@ def _high(s: Any) -> float:
 
 
 def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the importance ratio, its clip and the sign of the advantage."""
+    """Yield causes in the importance ratio, its clip and the sign of the advantage.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
     yield Change("staleness ignored: the ratio is 1", row=lambda c, row: replace(c, old_logp=None))
     yield Change(
         "old log-probs of the wrong version: they are the sampler's",
@@ -152,7 +166,11 @@ def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def clip_changes(s: Any) -> Iterator[Change]:
-    """Yield causes in the bounds of the ratio."""
+    """Yield causes in the bounds of the ratio.
+
+    Args:
+        s: Settings of the run.
+    """
     high = _high(s)
     larger = {"objective": lambda c, r, t: reference.clipped(r, -reference.token_advantage(c, t), t)}
     yield Change("clip on the wrong side: the larger surrogate is taken", {"delta": None}, formulas=larger)
@@ -167,7 +185,12 @@ def clip_changes(s: Any) -> Iterator[Change]:
 
 
 def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the factors for off-policy data."""
+    """Yield causes in the factors for off-policy data.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
 
     def factor(of: Callable[[Any], Any]) -> Row:
         return lambda c, row: replace(c, correction=of(reference.rollout_importance(c, s)))
@@ -192,7 +215,12 @@ def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the KL term."""
+    """Yield causes in the KL term.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
     if not s.beta:
         return
     yield Change("KL of the wrong sign: it is subtracted", {"beta": -s.beta})
@@ -213,7 +241,12 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes that scale everything."""
+    """Yield causes that scale everything.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
     micro_batches = len(dump.micro_batches) / dump.ranks
     for count, words in ((micro_batches, "the number of micro-batches"), (dump.ranks, "the number of ranks")):
         if count > 1:
@@ -222,7 +255,12 @@ def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield every known cause of another loss or gradient, the more frequent first."""
+    """Yield every known cause of another loss or gradient, the more frequent first.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
     for kind in (weight_changes, scale_changes, ratio_changes, correction_changes, kl_changes):
         yield from kind(dump, s)
 
@@ -231,7 +269,11 @@ def changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def population_std(values: Sequence[float]) -> float:
-    """Return the standard deviation over n."""
+    """Return the standard deviation over n.
+
+    Args:
+        values: Numbers; None where a reward does not apply.
+    """
     return math.sqrt(sum((v - reference.mean(values)) ** 2 for v in values) / len(values)) if values else 0.0
 
 

@@ -123,6 +123,9 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
 
     Raises:
         ConfigError: It cannot be read.
+
+    Args:
+        path: The file.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

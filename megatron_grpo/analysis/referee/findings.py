@@ -173,7 +173,12 @@ def _each(values: np.ndarray) -> list[np.ndarray]:
 
 
 def incomplete_groups(dump: Dump, s: Any) -> bool:
-    """Return whether the dump contains a part of a group only, so that its advantages cannot be recomputed."""
+    """Return whether the dump contains a part of a group only, so that its advantages cannot be recomputed.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
     groups = [row.group for row in dump.rollout if row.rewards is not None]
     return any(groups.count(group) < s.num_generations for group in set(groups))
 

@@ -22,7 +22,13 @@ Settings = Any  # an object with the names of GrpoConfig
 
 
 def token_logprobs(logits: Any, targets: Any, temperature: float) -> tuple[Any, Any]:
-    """Return (log-probs [T], entropy [T]) of torch logits [T, V] and targets [T]."""
+    """Return (log-probs [T], entropy [T]) of torch logits [T, V] and targets [T].
+
+    Args:
+        logits: Logits [T, V].
+        targets: Token IDs [T].
+        temperature: Sampling temperature.
+    """
     log_softmax = (logits.double() / temperature).log_softmax(dim=-1)
     logp = log_softmax.gather(-1, targets.long()[:, None])[:, 0]
     return logp, -(log_softmax.exp() * log_softmax).sum(dim=-1)
@@ -60,18 +66,33 @@ Counted = Sequence[tuple[ReferenceCompletion, Array]]
 
 
 def ones_like(x: Array) -> Array:
-    """Return ones of the shape of a mask."""
+    """Return ones of the shape of a mask.
+
+    Args:
+        x: Values of the tokens, [T].
+    """
     return x.detach() * 0.0 + 1.0
 
 
 def counted(completions: Sequence[ReferenceCompletion], s: Settings) -> Counted:
-    """Return the completions that make up N, and the mask that is left of each."""
+    """Return the completions that make up N, and the mask that is left of each.
+
+    Args:
+        completions: Completions of the global batch.
+        s: Settings of the run.
+    """
     kept = [c for c in completions if not (s.exclude_zero_std_groups and c.is_zero_std)]
     return [(c, c.mask * 0.0 if s.overlong_filter and c.is_truncated else c.mask) for c in kept]
 
 
 def token_weights(batch: Counted, s: Settings, max_completion_length: int) -> list[Array]:
-    """Return u[i,t] of each counted completion."""
+    """Return u[i,t] of each counted completion.
+
+    Args:
+        batch: The completions that count, with their masks.
+        s: Settings of the run.
+        max_completion_length: Limit of the completion length in tokens.
+    """
     num_completions = len(batch)
     num_tokens = sum(m.sum().item() for _, m in batch)
     weights = []
@@ -94,17 +115,31 @@ def token_weights(batch: Counted, s: Settings, max_completion_length: int) -> li
 
 
 def masked_mean(x: Array, m: Array) -> Array:
-    """Return the mean of x over the tokens of a mask; 0 of an empty one."""
+    """Return the mean of x over the tokens of a mask; 0 of an empty one.
+
+    Args:
+        x: Values of the tokens, [T].
+        m: Mask, 1 or 0 for each token.
+    """
     return (x * m).sum() / max(m.sum().item(), 1.0)
 
 
 def exp20(log_ratio: Array) -> Array:
-    """Return exp of a log-ratio that is clamped to +-20."""
+    """Return exp of a log-ratio that is clamped to +-20.
+
+    Args:
+        log_ratio: Logarithms of ratios.
+    """
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
 def ratio(c: ReferenceCompletion, s: Settings) -> Array:
-    """Return r[i,t], or r[i] for every t."""
+    """Return r[i,t], or r[i] for every t.
+
+    Args:
+        c: A completion.
+        s: Settings of the run.
+    """
     token = exp20(c.logp - c.old)
     if s.importance_sampling_level == "token":
         return token
@@ -115,14 +150,25 @@ def ratio(c: ReferenceCompletion, s: Settings) -> Array:
 
 
 def token_advantage(c: ReferenceCompletion, s: Settings) -> Any:
-    """Return A[i], or with a teacher A[i,t] = A[i] + coef * (log p_teacher - log p_old), a constant of the gradient."""
+    """Return A[i], or with a teacher A[i,t] = A[i] + coef * (log p_teacher - log p_old), a constant of the gradient.
+
+    Args:
+        c: A completion.
+        s: Settings of the run.
+    """
     if not s.teacher_model_server or c.teacher_logp is None:
         return c.advantage
     return s.teacher_kl_coef * (c.teacher_logp - c.old) + c.advantage
 
 
 def objective(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
-    """Return l[i,t]."""
+    """Return l[i,t], the loss of each token.
+
+    Args:
+        c: A completion.
+        r: Ratio of each token, [T].
+        s: Settings of the run.
+    """
     a = token_advantage(c, s)
     if s.loss_type == "cispo":
         bound = 5.0 if s.epsilon_high is None else s.epsilon_high
@@ -148,14 +194,26 @@ def objective(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
 
 
 def clipped(r: Array, a: Any, s: Settings) -> Array:
-    """Return min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)."""
+    """Return min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
+
+    Args:
+        r: Ratio of each token, [T].
+        a: Advantage of each token, or of all.
+        s: Settings of the run.
+    """
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
     unclipped = r if s.delta is None else r.clamp(max=s.delta)
     return (unclipped * a).minimum(r.clamp(1.0 - s.epsilon, 1.0 + high) * a)
 
 
 def fipo_influence(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
-    """Return f[i,t], a constant: exp of the sum over k >= t of 0.5 ** ((k - t) / rate) * (logp - old) at k, clipped."""
+    """Return f[i,t], a constant: exp of the sum over k >= t of 0.5 ** ((k - t) / rate) * (logp - old) at k, clipped.
+
+    Args:
+        c: A completion.
+        r: Ratio of each token, [T].
+        s: Settings of the run.
+    """
     influence, future = [], 0.0
     drifts, ratios, masks = (c.logp.detach() - c.old).tolist(), r.tolist(), c.mask.tolist()
     for drift, at, trained in reversed(list(zip(drifts, ratios, masks, strict=True))):
@@ -175,6 +233,10 @@ def real_loss(batch: Counted, s: Settings) -> Any:
     """Return the mean over groups of log(1 + sum over good e^(-S/tau)) + log(1 + sum over bad e^(S/tau)).
 
     A group that lacks good or bad completions counts 0.
+
+    Args:
+        batch: The completions that count, with their masks.
+        s: Settings of the run.
     """
     groups = sorted({c.group for c, _ in batch})
     loss: Any = 0.0
@@ -188,7 +250,13 @@ def real_loss(batch: Counted, s: Settings) -> Any:
 
 
 def kl(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
-    """Return the estimate of KL(policy || reference) of each token, times the ratio with `use_bias_correction_kl`."""
+    """Return the estimate of KL(policy || reference) of each token, times the ratio with `use_bias_correction_kl`.
+
+    Args:
+        c: A completion.
+        r: Ratio of each token, [T].
+        s: Settings of the run.
+    """
     d = (c.ref_logp - c.logp).clamp(-20.0, 20.0)
     estimate = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: d.exp() - d - 1.0}[s.kl_estimator]()
     return estimate * r if s.use_bias_correction_kl else estimate
@@ -198,6 +266,10 @@ def entropy_kept(batch: Counted, s: Settings) -> list[Array]:
     """Return the top-entropy mask of each counted completion: one quantile over all trained tokens of the global batch.
 
     What lies below the lowest token kept by no more than 1e-4 of it (or 1e-5 nats) ties with it, and is kept as well.
+
+    Args:
+        batch: The completions that count, with their masks.
+        s: Settings of the run.
     """
     if s.top_entropy_quantile >= 1.0:
         return [ones_like(m) for _, m in batch]
@@ -217,7 +289,12 @@ def entropy_kept(batch: Counted, s: Settings) -> list[Array]:
 
 
 def rollout_importance(c: ReferenceCompletion, s: Settings) -> Array:
-    """Return the correction for the engine mismatch: rho, bounded."""
+    """Return the weight of each token that corrects for the difference of trainer and sampler: rho, bounded.
+
+    Args:
+        c: A completion.
+        s: Settings of the run.
+    """
     if c.correction is not None:
         return c.correction
     mode = s.rollout_importance_sampling_mode
@@ -235,7 +312,12 @@ def rollout_importance(c: ReferenceCompletion, s: Settings) -> Array:
 
 
 def off_policy_kept(c: ReferenceCompletion, s: Settings) -> float:
-    """Return 0 for a completion of negative advantage that drifted further than the threshold, else 1."""
+    """Return 0 for a completion of negative advantage that drifted further than the threshold, else 1.
+
+    Args:
+        c: A completion.
+        s: Settings of the run.
+    """
     if s.off_policy_sequence_mask_delta is None or c.advantage >= 0:
         return 1.0
     before = c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old)  # NaN: the sampler gave none
@@ -260,7 +342,14 @@ FORMULAS = Formulas()
 
 
 def grpo_loss(completions: Sequence[ReferenceCompletion], s: Settings, max_completion_length: int, formulas: Formulas = FORMULAS) -> Any:
-    """Return sum of u * (c * l + beta * kl), minus entropy_coef * mean entropy. Differentiable in logp and entropy of every completion."""
+    """Return sum of u * (c * l + beta * kl), minus entropy_coef * mean entropy. Differentiable in logp and entropy of every completion.
+
+    Args:
+        completions: Completions of the global batch.
+        s: Settings of the run.
+        max_completion_length: Limit of the completion length in tokens.
+        formulas: Parts of the loss.
+    """
     batch = counted(completions, s)
     num_tokens = sum(m.sum().item() for _, m in batch)
     loss = sum(0.0 * (c.logp.sum() + c.entropy.sum()) for c in completions)
@@ -286,23 +375,40 @@ def grpo_loss(completions: Sequence[ReferenceCompletion], s: Settings, max_compl
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean."""
+    """Return the mean.
+
+    Args:
+        values: Numbers; None where a reward does not apply.
+    """
     return sum(values) / len(values)
 
 
 def std(values: Sequence[float]) -> float:
-    """Return the sample standard deviation; of a single value, 0."""
+    """Return the sample standard deviation; of a single value, 0.
+
+    Args:
+        values: Numbers; None where a reward does not apply.
+    """
     return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
 
 
 def total(row: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return one completion's reward: the weighted sum over the functions that apply; None where none does."""
+    """Return one completion's reward: the weighted sum over the functions that apply; None where none does.
+
+    Args:
+        row: Rewards of one completion; None where a function does not apply.
+        weights: Weights of the reward functions.
+    """
     applies = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
     return sum(applies) if applies else None
 
 
 def with_reward(values: Sequence[float | None]) -> list[float]:
-    """Return the values that are not None."""
+    """Return the values that are not None.
+
+    Args:
+        values: Numbers; None where a reward does not apply.
+    """
     return [v for v in values if v is not None]
 
 
@@ -354,7 +460,14 @@ def gdpo(
     epsilon: float = 1e-4,
     deviation: Callable[[Sequence[float]], float] = std,
 ) -> list[list[float]]:
-    """Return advantages of each function normalised inside its group; the weighted sum is normalised over the batch."""
+    """Return advantages of each function normalised inside its group; the weighted sum is normalised over the batch.
+
+    Args:
+        rewards: Rewards by group, completion and function.
+        weights: Weights of the reward functions.
+        epsilon: Constant added to standard deviations.
+        deviation: Function that returns a standard deviation.
+    """
     sums: list[float | None] = []
     for group in rewards:
         columns = [with_reward(column) for column in zip(*group, strict=True)]
@@ -367,5 +480,10 @@ def gdpo(
 
 
 def kl_penalty(completions: Sequence[ReferenceCompletion], beta: float) -> list[float]:
-    """Return what `kl_in_reward` subtracts from each completion's reward: beta * sum over tokens of (old - ref)."""
+    """Return what `kl_in_reward` subtracts from each completion's reward: beta * sum over tokens of (old - ref).
+
+    Args:
+        completions: Completions of the global batch.
+        beta: Coefficient of the KL term.
+    """
     return [beta * float(((c.old - c.ref_logp) * c.mask).sum()) for c in completions]
