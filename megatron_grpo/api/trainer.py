@@ -17,11 +17,12 @@ from megatron_grpo.api import launch
 from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.api.settings import explicit_settings, write_settings
 from megatron_grpo.base import launcher, python_objects
-from megatron_grpo.base.errors import EXIT_DONE, RunInterruptedError, config_error
+from megatron_grpo.base.errors import EXIT_DONE, ConfigError, RunInterruptedError, config_error, problem_with
 from megatron_grpo.base.html import table
 from megatron_grpo.metrics.records import Records
 
 if TYPE_CHECKING:
+    from megatron_grpo.config.config import Config
     from megatron_grpo.config.parse import ParsedConfig
     from megatron_grpo.planning.command import Plan
 
@@ -144,7 +145,9 @@ class GRPOTrainer:
         launched, number = launcher.read(), self._num_ranks()
         calls = bool(self._callbacks.callbacks) and launched.rank == 0
         if calls or not launched.is_launched:  # problems are found here, before any rank imports anything
-            self._callbacks.begin(self.plan().schedule.num_steps or 0)
+            made = self.plan()
+            _require_parts(made.checked.config)
+            self._callbacks.begin(made.schedule.num_steps or 0)
         output_dir = self.output_dir
         code = self._run("train", self._settings(), number, output_dir)
         if calls:
@@ -279,6 +282,14 @@ def _run_here(command: str, settings: Mapping[str, Any], parts: Mapping[str, Any
 
             state.stop()  # so that a later call can join a job again
             return cli.exit_code(error)
+
+
+def _require_parts(cfg: Config) -> None:
+    """Raise ConfigError for parts of a run that a plan may lack."""
+    has_rewards = cfg.rewards.reward_funcs or cfg.grpo.teacher_flag
+    parts = {"model": cfg.model.model, "reward_funcs": has_rewards, "train_dataset": cfg.data.dataset}
+    if missing := [name for name, value in parts.items() if not value]:
+        raise ConfigError([problem_with(name, f"{name} is missing: pass it to GRPOTrainer.") for name in missing])
 
 
 def _newest_checkpoint(output_dir: Path) -> Path | None:

@@ -62,6 +62,8 @@ def test_mistakes_are_found_before_anything_is_started(model, tmp_path, monkeypa
     monkeypatch.setattr(launch, "RankProcesses", None)
     with pytest.raises(ConfigError, match="micro_batch_size"):
         GRPOTrainer(model, even, settings(tmp_path, micro_batch_size=7), ROWS).train()
+    with pytest.raises(ConfigError, match="model is missing: pass it to GRPOTrainer.\nreward_funcs is missing.*\ntrain_dataset is missing"):
+        GRPOTrainer(args=settings(tmp_path)).train()
     assert not (tmp_path / "out").exists()
 
 
