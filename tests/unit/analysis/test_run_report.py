@@ -132,8 +132,10 @@ def test_text_has_contrast_in_both_themes(browser, tmp_path, run, scheme):
 
 @pytest.mark.parametrize("names", [["first"], ["first", "other"]])
 def test_a_phone_does_not_scroll_sideways(browser, tmp_path, names):
-    runs = [write_run(tmp_path / name) for name in names]
+    event = {"step": 3, "time": "2026-01-02T03:04:05+00:00", "kind": "warning", "text": "A long sentence of a run. " * 9}
+    runs = [write_run(tmp_path / name, events=[event]) for name in names]
     page = opened(browser, tmp_path, runs, viewport={"width": 360, "height": 740})
+    assert page.locator("td.text").first.evaluate("e => e.getBoundingClientRect().right") <= 360, "seen without scrolling in its table"
     page.evaluate("document.querySelectorAll('details').forEach(e => { e.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.evaluate("Math.max(...[...document.querySelectorAll('canvas')].map(e => e.getBoundingClientRect().right))") <= 360
