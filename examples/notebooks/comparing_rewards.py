@@ -12,7 +12,7 @@
 
 # %% [markdown]
 # # Compare two reward functions
-# What a reward function teaches can be seen without training, on completions that a run recorded. `RUN` names its `output_dir`; without it,
+# This notebook compares reward functions without training, on completions that a run recorded. `RUN` names its `output_dir`; without it,
 # this notebook reads the run of `bash examples/quickstart/run.sh`.
 
 # %%
@@ -60,7 +60,7 @@ zero_std.rename("frac_reward_zero_std")
 
 # %% [markdown]
 # ## Advantages
-# The mean advantage of right answers, of answers with the right last digit, and of wrong answers.
+# This table has the mean advantage of right answers, of answers with the right last digit, and of wrong answers.
 
 # %%
 kinds = scores["last_digit"].map({1.0: "right", 0.5: "last digit right", 0.0: "wrong"})

@@ -34,7 +34,7 @@ axes = steps.reward.rolling(8, min_periods=1).mean().plot(label="reward, mean of
 axes = steps.frac_reward_zero_std.plot(ax=axes, alpha=0.5, label="fraction of groups with equal rewards", legend=True)
 
 # %% [markdown]
-# ## Time
+# ## Time by phase
 # `time/step` is the sum of the phases of a step.
 
 # %%
@@ -53,7 +53,7 @@ mean = f"mean@{latest['n']}"
 evaluations[evaluations.name == latest["name"]].set_index("step")[[mean, f"{mean}/stderr"]]
 
 # %% [markdown]
-# Completions of the same prompts, before and after: those that were right and are no longer.
+# This table has the prompts whose answer was right before the run and is wrong after it.
 
 # %%
 score = f"rewards/{latest['score']}"
@@ -68,8 +68,8 @@ print(f"{better} better, {worse} worse, {len(both) - better - worse} equal")
 
 # %% [markdown]
 # ## Trainer and sampler
-# The trainer and vLLM compute the log-prob of every sampled token with the same weights. The largest difference of a healthy run is below
-# 1e-3 nats in float32; bfloat16 rounds to about 1e-1.
+# The trainer and vLLM compute the log-prob of every sampled token with the same weights. In a correct run the largest difference is below
+# 1e-3 nats in float32, and about 1e-1 in bfloat16.
 
 # %%
 difference = steps["sampling/sampling_logp_difference/max"]

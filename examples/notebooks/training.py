@@ -32,7 +32,7 @@ train_rows[:2]
 
 # %% [markdown]
 # ## Reward function
-# A function of a cell, with TRL's signature.
+# The reward is a function of this cell. It has TRL's signature.
 
 
 # %%
