@@ -63,13 +63,14 @@ def machine_problems(
     return list(broken_rules(MACHINE_RULES, settings_of(cfg, **machine, fused=" and ".join(_fused_recompute(cfg)))))
 
 
-def sampler_problems(shape: ModelShape) -> list[Problem]:
-    """Return what vLLM 0.32 would sample differently from the model, whatever config.json says.
+def sampler_problems(shape: ModelShape, *, on_cpu: bool = False) -> list[Problem]:
+    """Return what vLLM 0.32 cannot sample, or would sample differently from the model, whatever config.json says.
 
     Args:
         shape: The model's dimensions.
+        on_cpu: Whether vLLM is known to run on a CPU.
     """
-    return list(broken_rules(SAMPLER_RULES, SimpleNamespace(shape=shape)))
+    return list(broken_rules(SAMPLER_RULES, SimpleNamespace(shape=shape, on_cpu=on_cpu)))
 
 
 def _settings(cfg: Config, shape: ModelShape | None) -> SimpleNamespace:
@@ -414,6 +415,10 @@ SAMPLER_RULES = (
     Rule("model", lambda c: c.shape.architecture == "Qwen3NextForCausalLM" and c.shape.tied_embeddings,
          "model: vLLM 0.32 does not tie the embeddings of Qwen3NextForCausalLM and would sample from memory that was never written. Use a "
          "checkpoint with tie_word_embeddings false."),
+    Rule("model", lambda c: c.on_cpu and (reason := "multi-latent attention" if c.shape.mla else "the router"
+                                          if c.shape.architecture == "MiniMaxM2ForCausalLM" else None) and {"reason": reason},
+         "model: vLLM 0.32 has no correct CPU kernel for {reason} of {shape.architecture}. Use a GPU, or vllm_mode server with servers on "
+         "GPUs."),
 )
 
 MACHINE_RULES = (

@@ -13,6 +13,7 @@ import torch
 
 from megatron_grpo import train
 from megatron_grpo.base.activity import Timers
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.output_files import BestCheckpoint
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
@@ -26,6 +27,7 @@ from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import describe_offload
 from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.policy import Policy
+from megatron_grpo.policy.validation import sampler_problems
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightReceiver
 from megatron_grpo.run.build import AnalysisHooks, Listener, RunParts
 from megatron_grpo.run.build.engines import (
@@ -70,10 +72,13 @@ def build_run(
         parts: Custom parts, and the hooks into `analysis`.
 
     Raises:
-        ConfigError: If a part refuses the settings.
+        ConfigError: If vLLM cannot sample the model on this machine, or if a part refuses the settings.
     """
     cfg, schedule = plan.checked.config, plan.schedule
     assert schedule.num_steps is not None  # the data have been read, so the length of the run is known
+    on_cpu = parts.engine is None and cfg.rollout.vllm_mode == "colocate" and parallel.device.type == "cpu"
+    if on_cpu and (problems := sampler_problems(inputs.shape, on_cpu=True)):  # `plan` does not know the machine
+        raise ConfigError(problems)
     printed: list[str] = []  # before warnings can be recorded
 
     def print_line(line: str) -> None:

@@ -284,4 +284,11 @@ def test_a_qwen3_next_with_tied_embeddings_is_refused_for_its_sampler():
         "model: vLLM 0.32 does not tie the embeddings of Qwen3NextForCausalLM and would sample from memory that was never written. Use a "
         "checkpoint with tie_word_embeddings false."
     )
-    assert sampler_problems(ModelShape.from_hf(config_of("qwen3_5") | tied)) == []
+    assert sampler_problems(ModelShape.from_hf(config_of("qwen3_5") | tied), on_cpu=True) == []
+
+
+@pytest.mark.parametrize(("model", "part"), [("deepseek_v3", "multi-latent attention of Deep"), ("minimax_m2", "the router of MiniMax")])
+def test_what_vllm_does_not_sample_on_a_cpu_is_refused_there(model, part):
+    shape = ModelShape.from_hf(config_of(model))
+    (problem,) = sampler_problems(shape, on_cpu=True)
+    assert problem.message.startswith(f"model: vLLM 0.32 has no correct CPU kernel for {part}") and sampler_problems(shape) == []
