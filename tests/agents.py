@@ -76,6 +76,7 @@ class Ledger:
 
         self.tokenizer, self.is_split, self.answers = agent_tokenizer(), is_split, answers or ANSWERS
         self.sampled: list[tuple[tuple[int, int], tuple[int, ...], SampledTurn]] = []
+        self.seeds: list[int] = []
         self._open: dict[tuple[int, int], Any] = {}
         self._pieces = {piece: number for piece, number in self.tokenizer.get_vocab().items() if number > 2}
         self._most, self._letters = max(map(len, self._pieces)), bytes_to_unicode()
@@ -85,6 +86,7 @@ class Ledger:
         return len(self._open)
 
     def submit(self, key, token_ids, *, seed, max_tokens) -> None:
+        self.seeds.append(seed)
         rng, text = random.Random(seed), self.tokenizer.decode(token_ids)
         answer = rng.choice(self.answers)
         ids = (

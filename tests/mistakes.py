@@ -39,5 +39,8 @@ def _take_code(old: Any, new: Any) -> None:
             old.__code__ = new.__code__
         return
     for name, member in vars(old).items():
+        other = vars(new).get(name)
+        if isinstance(member, property):
+            member, other = member.fget, other.fget
         if isinstance(member, FunctionType):
-            _take_code(member, vars(new)[name])
+            _take_code(member, other)

@@ -1,6 +1,6 @@
 """Breaks one place of a module at a time, and asks whether the tests that mirror it notice.
 
-    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/metrics_logger.py]      # or ranks: a minute a mutant
+    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/metrics_logger.py]      # or agents, or ranks: a minute a mutant
     python tools/mutate.py partial_rollouts                                                        # all mistakes of a list
 
 A mutation flips a comparison, swaps + and -, * and /, `and` and `or`, True and False, moves a whole number by 1, negates a condition, or
@@ -38,6 +38,10 @@ ROOMS = {
         "tests/unit/grpo/test_metrics.py": "grpo/metrics",
         "tests/unit/grpo/test_zero_gradient.py": "grpo/zero_gradient",
         "tests/unit/config tests/unit/compat": "config/parse compat/*",
+    },
+    "agents": {  # the account of tokens of an agent's episode: half a minute a mutant
+        "tests/unit/environments/test_agents.py -k 'not mistake and not address and not slowly'": "environments/agent_session",
+        "tests/unit/environments/test_trajectory.py": "environments/trajectory",
     },
     "ranks": {
         STEP: "policy/optimizer",
