@@ -144,7 +144,7 @@ def played(
     told: list[str] = []
     sampling = SamplingSettings(n=n, max_completion_length=30_000)
     player = AgentPlayer(
-        stage(solve, **rules), [prompt(i, **columns or {}) for i in range(prompts)], sampling, seed=seed, overruled=told.append
+        stage(solve, **rules), [prompt(i, **columns or {}) for i in range(prompts)], sampling, seed=seed, notify=told.append
     )
     player.told = told
     until = time.monotonic() + most

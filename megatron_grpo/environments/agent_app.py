@@ -97,7 +97,7 @@ class AgentServer:
         episodes: The episodes. Keys of other episodes are refused.
         sampling: Sampling settings of the run.
         on_call: Passes a call to the engine's thread. `answered` is called when its turn is sampled.
-        overruled: Receives a description of each sampling parameter that is not the run's.
+        notify: Receives a description of each refused request, and of each sampling parameter that is not the run's.
         address: Where it listens.
 
     Attributes:
@@ -106,12 +106,12 @@ class AgentServer:
 
     def __init__(
         self, episodes: Sequence[OpenEpisode], sampling: SamplingSettings, *, on_call: Callable[[AgentCall], None],
-        overruled: Callable[[str], None], address: EndpointAddress = EndpointAddress(),
+        notify: Callable[[str], None], address: EndpointAddress = EndpointAddress(),
     ):  # fmt: skip
         entries = [_Entry(episode) for episode in episodes]
         self._agents = {_digest(entry.episode.api_key): entry for entry in entries}
         self._verdicts = {_digest(entry.episode.verdict_key): entry for entry in entries}
-        self._sampling, self._ask, self._overruled = sampling, on_call, overruled
+        self._sampling, self._ask, self._notify = sampling, on_call, notify
         self._socket, self.url = address.listen()
         self._loop, self._server = asyncio.new_event_loop(), _server(self._app, address)
         self._loop.set_exception_handler(rate_limited_handler())
@@ -186,8 +186,10 @@ class AgentServer:
                 raise refusal
             call = self._call(entry, path, raw, headers, request, body)
             await _Reply(call, form, path, receive, send).run()
-        except AgentRefusalError:
+        except AgentRefusalError as refusal:
             entry.episode.session.counts["refused"] += 1
+            if refusal.code != "episode_over":
+                self._notify(f"{path} refused ({refusal.status} {refusal.code}): {refusal}")
             raise
         finally:
             entry.num_open -= 1
@@ -207,7 +209,7 @@ class AgentServer:
         turn = session.prepare(request)
         for words in agent_forms.overridden_parameters(body, self._sampling):
             session.counts["overruled"] += 1
-            self._overruled(words)
+            self._notify(words)
         call = entry.calls[digest] = AgentCall(turn, session, asyncio.get_running_loop().create_future())
         self._ask(call)
         return call

@@ -79,7 +79,7 @@ def overridden_parameters(body: Body, run: SamplingSettings) -> Iterator[str]:
     for name, value in used.items():
         requested = body.get(name)
         if requested is not None and requested != value and not (requested in neutral.get(name, ()) and value in neutral[name]):
-            yield f"{name} {requested!r:.40} requested, {'the seed of the run' if name == 'seed' else value} used"
+            yield f"{name} {requested!r:.40} requested, the run's {'' if name == 'seed' else f'{value} '}used"
 
 
 # ---- parts of requests

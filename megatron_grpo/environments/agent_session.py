@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.base.errors import one_line
-from megatron_grpo.environments.players import LARGE
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.tools import MARKS, ReadCalls
 from megatron_grpo.environments.trajectory import ChatTemplate, ContextTokens, SampledSpan, TokenizedTrajectory, join_contexts
@@ -154,7 +153,7 @@ class AgentSession:
             if self._num_turns >= self.limits.max_turns:
                 raise self._ended_by("max_turns", f"max_turns {self.limits.max_turns}")
             full, known_turns = self._rendered(request)
-            if self._is_long(full):
+            if self._template.is_longer(len(full), self.limits.max_model_len):
                 raise self._ended_by("length", f"{self.limits.max_model_len} tokens of a context")
             parent = max((turn for turn in self.turns if full.startswith(turn.text)), key=lambda turn: len(turn.text), default=None)
             turn = self._turn(request, full, self._encoded(full, parent), parent)
@@ -175,7 +174,7 @@ class AgentSession:
         """
         with self._lock:
             full, _ = self._rendered(request)
-            if self._is_long(full):
+            if self._template.is_longer(len(full), self.limits.max_model_len):
                 raise AgentRefusalError(400, "invalid_request", f"the messages have more than {self.limits.max_model_len} tokens.")
             return len(self._template.encode(full, self._guards))
 
@@ -195,10 +194,6 @@ class AgentSession:
     def _ended_by(self, reason: str, limit: str) -> AgentRefusalError:
         self.end(reason)
         return AgentRefusalError(401, "episode_over", f"the episode has reached its limit ({limit})")
-
-    def _is_long(self, full: str) -> bool:
-        """Return whether a rendering has so many characters that it exceeds a context for certain, without encoding it."""
-        return len(full) > max(LARGE, self.limits.max_model_len * self._template.longest)
 
     def _encoded(self, full: str, parent: AgentTurn | None) -> list[int]:
         if parent is None:
@@ -292,11 +287,9 @@ class AgentSession:
             self._by_call |= {call["id"]: turn for call in turn.message.get("tool_calls", ())}
 
     def _read_answer(self, turn: AgentTurn, sampled: SampledTurn) -> None:
-        template, ids = self._template, sampled.token_ids
-        is_ended = bool(ids) and ids[-1] in template.end_ids
-        text = template.decode_behind(turn.before[-1:], ids[:-1] if is_ended else ids)
+        text, end = self._template.decode_turn(turn.before[-1:], sampled.token_ids)
         turn.sampled, turn.content = sampled, turn.prefill + text
-        turn.text = turn.shown + text + (template.decode(ids[-1:]) if is_ended else "")
+        turn.text = turn.shown + text + end
         thought = _THOUGHT.match(turn.content)
         answer = turn.content[thought.end() :] if thought else turn.content
         turn.message = {"role": "assistant", "content": answer}

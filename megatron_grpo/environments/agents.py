@@ -106,12 +106,12 @@ class AgentPlayer(RequestingPlayer):
         prompts: The prompts.
         sampling: Sampling settings of the run.
         seed: Seed of the run.
-        overruled: Receives a description of each sampling parameter of a request that is not the run's.
+        notify: Receives a description of each refused request, and of each sampling parameter that is not the run's.
     """
 
     def __init__(
         self, stage: AgentRunnerFactory, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int,
-        overruled: Callable[[str], None] = lambda words: None,
+        notify: Callable[[str], None] = lambda words: None,
     ):  # fmt: skip
         super().__init__(prompts, sampling.n)
         self.stage = stage
@@ -123,7 +123,7 @@ class AgentPlayer(RequestingPlayer):
         }
         self._running = set(self.episodes)
         episodes = list(self.episodes.values())
-        self._server = AgentServer(episodes, sampling, on_call=self._ask_turn, overruled=overruled, address=stage.address)
+        self._server = AgentServer(episodes, sampling, on_call=self._ask_turn, notify=notify, address=stage.address)
         self._workers = WorkerPool(concurrency=stage.concurrency, timeout=stage.agent.timeout_of_call)
         for episode in self.episodes.values():
             self._workers.submit(episode.key, partial(self._play, episode))
@@ -262,7 +262,7 @@ class AgentSampler(PlayedSampler[AgentRunnerFactory, AgentPlayer]):
     """`Sampler` whose completions are episodes of agents."""
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> AgentPlayer:
-        return AgentPlayer(self.stage, prompts, sampling, seed=seed, overruled=self._overruled)
+        return AgentPlayer(self.stage, prompts, sampling, seed=seed, notify=self._notify)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         """Play one episode for each completion, and return the groups, as `PlayedSampler.generate` does. Collective.
@@ -274,5 +274,5 @@ class AgentSampler(PlayedSampler[AgentRunnerFactory, AgentPlayer]):
         """
         return super().generate(prompts, replace(sampling, max_completion_length=1), seed=seed)
 
-    def _overruled(self, words: str) -> None:
-        self._warn(f"An agent's request: {words}, because the policy is trained on the distribution of the run.")
+    def _notify(self, words: str) -> None:
+        self._warn(f"An agent's request: {words}.")

@@ -13,6 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.environments.agent_programs import AgentEnvironment
 from megatron_grpo.environments.agents import AgentPlayer, AgentRunnerFactory
 from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
+from megatron_grpo.environments.players import RequestingPlayer
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.environments.trajectory import ChatTemplate
@@ -32,7 +33,7 @@ class PlayedEpisodes:
     faults: list[str]  # errors of the environment
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> PlayedEpisodes:
+    def of(cls, groups: Sequence[Group], notes: Sequence[str] = ()) -> PlayedEpisodes:
         """Summarize episodes.
 
         `summary` reads `8 episodes, 3.0 turns; done 6, error 2; mean environment reward 0.5`. `faults` lists the three most frequent errors
@@ -40,6 +41,7 @@ class PlayedEpisodes:
 
         Args:
             groups: Groups of episodes; at least one completion has an episode record.
+            notes: Further parts of the summary.
         """
         records = [completion.record for group in groups for completion in group.completions if completion.record is not None]
         finish_reason = Counter(record.numbers.finish_reason for record in records)
@@ -49,7 +51,7 @@ class PlayedEpisodes:
         faults = Counter(record.numbers.fault for record in records if record.numbers.finish_reason in FAULTS)
         return cls(
             groups=groups,
-            summary=f"{len(records)} episodes, {turns:.1f} turns; {end}; mean environment reward {mean_reward:.4g}",
+            summary="; ".join([f"{len(records)} episodes, {turns:.1f} turns", end, f"mean environment reward {mean_reward:.4g}", *notes]),
             faults=[f"{count} of {len(records)} episodes: {fault}" for fault, count in faults.most_common(3)],
         )
 
@@ -107,13 +109,19 @@ def play_rows(
             AgentRunnerFactory.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest), prompts, kinds
         )
     stage = EpisodeRunnerFactory.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest)
-    episodes_by_kind = {}
-    for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
-        play, turns = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *key: 0), _Scripted(stage.template, dict(enumerate(texts)))
-        while not play.advance(turns, 1.0, version=0):
-            pass
-        episodes_by_kind[kind] = PlayedEpisodes.of(play.groups())
-    return episodes_by_kind
+    return {
+        kind: PlayedEpisodes.of(
+            _play(EpisodeRunner(stage, prompts, n=1, seed_of=lambda *key: 0), stage.template, dict(enumerate(texts)))
+        )
+        for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items()
+    }  # fmt: skip
+
+
+def _play(player: RequestingPlayer, template: ChatTemplate, texts: Mapping[int, str]) -> Sequence[Group]:
+    turns = _Scripted(template, texts)
+    while not player.advance(turns, 1.0, version=0):
+        pass
+    return player.groups()
 
 
 def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]) -> dict[str, PlayedEpisodes]:
@@ -121,10 +129,12 @@ def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Ma
     episodes_by_kind = {}
     for kind, texts in kinds.items():
         sampling = SamplingSettings(n=1, max_completion_length=stage.limits.max_completion_length)
-        player, turns = AgentPlayer(stage, prompts[:1], sampling, seed=0), _Scripted(stage.template, {prompts[0].number: texts[0]})
-        while not player.advance(turns, 1.0, version=0):
-            pass
-        episodes_by_kind[kind] = PlayedEpisodes.of(player.groups())
+        notes = Counter[str]()
+        player = AgentPlayer(stage, prompts[:1], sampling, seed=0, notify=lambda words, notes=notes: notes.update([words]))
+        groups = _play(player, stage.template, {prompts[0].number: texts[0]})
+        contexts = sum(len(completion.sequence.contexts) for completion in groups[0].completions)
+        said = [f"{words} ({count} times)" if count > 1 else words for words, count in notes.items()]
+        episodes_by_kind[kind] = PlayedEpisodes.of(groups, [f"{contexts} contexts", *said])
     return episodes_by_kind
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from megatron_grpo.base.errors import one_line
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.loading import template_of
-from megatron_grpo.environments.players import LARGE, Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
+from megatron_grpo.environments.players import Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
 from megatron_grpo.environments.trajectory import History, Trajectory, without_turns
 from megatron_grpo.environments.workers import CallResult, CallTimeoutError, WorkerPool
@@ -197,8 +197,7 @@ class EpisodeRunner(RequestingPlayer):
         return min(self.stage.max_completion_length - num_used, self.stage.max_model_len - len(episode.transcript.ids))
 
     def _is_long(self, messages: Sequence[Message], max_tokens: int) -> bool:
-        """Return whether messages have so many characters that they exceed `max_tokens` tokens for certain, without encoding them."""
-        return sum(1 + len(message["content"]) for message in messages) > max(LARGE, max_tokens * self.stage.template.longest)
+        return self.stage.template.is_longer(sum(1 + len(message["content"]) for message in messages), max_tokens)
 
     def _ask_turn(self, episode: _Episode) -> None:
         assert episode.transcript is not None

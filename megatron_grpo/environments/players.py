@@ -20,7 +20,6 @@ from megatron_grpo.rollout.engine import SamplingSettings, WeightsLostError
 from megatron_grpo.rollout.turns import Key, SampledTurn, TurnEngine, TurnSampler
 from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt
 
-LARGE = 1_000_000  # characters; the length of a longer text is estimated before it is encoded
 MOST_WARNINGS = 20  # different ones of a run
 _LOG = logging.getLogger(__name__)
 

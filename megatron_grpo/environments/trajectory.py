@@ -21,6 +21,7 @@ from megatron_grpo.types import Sequence as TokenSequence
 
 History = Literal["template", "sampled"]  # context of a turn: the template's rendering of the conversation, or the tokens as sampled
 MARK = "\U000ffffd"  # placeholder for a text whose position in a rendering is searched
+LARGE = 1_000_000  # characters; the length of a longer text is estimated before it is encoded
 _GUARDS = range(0xF0000, 0xFFFFD)  # private-use characters, each replacing a text that must not be encoded as a special token
 
 
@@ -142,15 +143,29 @@ class ChatTemplate:
         """
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def decode_behind(self, previous: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Decode tokens in the context of preceding ones, since some tokenizers drop the space at the beginning of a text.
+    def decode_turn(self, previous: Sequence[int], token_ids: Sequence[int]) -> tuple[str, str]:
+        """Decode a sampled turn in the context of preceding tokens, since some tokenizers drop the space at the beginning of a text.
 
         Args:
             previous: Token IDs that precede.
-            token_ids: Token IDs to decode.
+            token_ids: Sampled token IDs.
+
+        Returns:
+            The text, and the text of the end-of-turn token; "" for a turn that was truncated.
         """
-        head, text = self.decode(previous), self.decode([*previous, *token_ids])
-        return text[len(head) :] if text.startswith(head) else self.decode(token_ids)
+        is_finished = bool(token_ids) and token_ids[-1] in self.end_ids
+        answer = token_ids[:-1] if is_finished else token_ids
+        head, text = self.decode(previous), self.decode([*previous, *answer])
+        return text[len(head) :] if text.startswith(head) else self.decode(answer), self.decode(token_ids[len(answer) :])
+
+    def is_longer(self, num_characters: int, max_tokens: int) -> bool:
+        """Return whether a text has so many characters that it exceeds `max_tokens` tokens for certain, without encoding it.
+
+        Args:
+            num_characters: Length of the text in characters.
+            max_tokens: The limit.
+        """
+        return num_characters > max(LARGE, max_tokens * self.longest)
 
     def encode(self, text: str, guards: SpecialTokenGuards) -> list[int]:
         """Encode a rendering. Guarded texts are encoded as plain text, not as special tokens.
@@ -287,10 +302,7 @@ class Trajectory:
         Returns:
             The text of the turn without the end-of-turn token.
         """
-        last_id = self.ids[-1:]
-        is_finished = bool(token_ids) and token_ids[-1] in self.template.end_ids
-        self._end = self.template.decode(token_ids[-1:]) if is_finished else ""
-        self._turn_text = self.template.decode_behind(last_id, token_ids[:-1] if is_finished else token_ids)
+        self._turn_text, self._end = self.template.decode_turn(self.ids[-1:], token_ids)
         self._contexts[-1].add_span(token_ids, logprobs, version, sampling_mask)
         self.messages.append({"role": "assistant", "content": self._prefill + self._turn_text})
         return self._turn_text

@@ -179,9 +179,9 @@ def test_sampling_parameters_of_a_client_are_overruled_counted_and_reported():
 
     (row,), player = played(solve, Ledger())
     assert set(player.told) == {
-        "temperature 0.0 requested, 1.0 used",
-        "top_p 0.5 requested, 1.0 used",
-        "seed 7 requested, the seed of the run used",
+        "temperature 0.0 requested, the run's 1.0 used",
+        "top_p 0.5 requested, the run's 1.0 used",
+        "seed 7 requested, the run's used",
     }
     assert row.record.numbers.metrics["agent/overruled"] == 6
 
