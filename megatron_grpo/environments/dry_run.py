@@ -133,8 +133,8 @@ def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Ma
         player = AgentPlayer(stage, prompts[:1], sampling, seed=0, notify=lambda words, notes=notes: notes.update([words]))
         groups = _play(player, stage.template, {prompts[0].number: texts[0]})
         contexts = sum(len(completion.sequence.contexts) for completion in groups[0].completions)
-        said = [f"{words} ({count} times)" if count > 1 else words for words, count in notes.items()]
-        episodes_by_kind[kind] = PlayedEpisodes.of(groups, [f"{contexts} contexts", *said])
+        counted = [f"{words} ({count} times)" if count > 1 else words for words, count in notes.items()]
+        episodes_by_kind[kind] = PlayedEpisodes.of(groups, [f"{contexts} contexts", *counted])
     return episodes_by_kind
 
 
