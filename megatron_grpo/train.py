@@ -83,7 +83,12 @@ class StepCallback(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Components of one training run, assembled by `build`."""
+    """Components of one training run, assembled by `build`.
+
+    Args:
+        stop_drain_seconds: How long to wait for running generations once the run must stop.
+        max_skipped_steps: Consecutive steps refused by the gradient check after which the run ends.
+    """
 
     schedule: TrainingSchedule
     parallel: ParallelState
@@ -96,8 +101,8 @@ class Run:
     evaluator: Evaluator
     logger: MetricsLogger
     stop: StopRequest
-    stop_drain_seconds: float  # how long to wait for running generations once the run must stop
-    max_skipped_steps: int  # consecutive steps refused by the gradient check after which the run ends
+    stop_drain_seconds: float
+    max_skipped_steps: int
     step_callback: StepCallback
 
 

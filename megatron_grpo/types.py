@@ -90,11 +90,17 @@ class SamplingMask(NamedTuple):
 
 
 class SequenceLengths(NamedTuple):
-    """Lengths of a row, as needed for packing. Rows of one group begin with the same tokens."""
+    """Lengths of a row, as needed for packing. Rows of one group begin with the same tokens.
 
-    contexts: tuple[int, ...]  # tokens of each context
-    group: tuple[int, int] | None = None  # (rollout, prompt number); None if it shares with none
-    prefix: int = 0  # computed tokens that every context of the group begins with, as far as it is known
+    Args:
+        contexts: Tokens of each context.
+        group: (rollout, prompt number); None if it shares with none.
+        prefix: Computed tokens that every context of the group begins with, as far as it is known.
+    """
+
+    contexts: tuple[int, ...]
+    group: tuple[int, int] | None = None
+    prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,14 +184,22 @@ class Image(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Tokenised prompt, with the data set columns that its reward functions need."""
+    """Tokenised prompt, with the data set columns that its reward functions need.
 
-    number: int  # index in the run's stream of prompts, from 0, over all epochs: the number that `plan` prints
-    row: int  # row in the data set
-    raw: str | SequenceOf[Mapping[str, Any]]  # the prompt as in the data set: a string, or chat messages
+    Args:
+        number: Index in the run's stream of prompts, from 0, over all epochs: the number that `plan` prints.
+        row: Row in the data set.
+        raw: The prompt as in the data set: a string, or chat messages.
+        columns: Every other column of the row, by name.
+        images: (index in token_ids, image).
+    """
+
+    number: int
+    row: int
+    raw: str | SequenceOf[Mapping[str, Any]]
     token_ids: tuple[int, ...]
-    columns: Mapping[str, Any]  # every other column of the row, by name
-    images: tuple[tuple[int, Image], ...] = ()  # (index in token_ids, image)
+    columns: Mapping[str, Any]
+    images: tuple[tuple[int, Image], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -269,23 +283,36 @@ FAULTS = ("error", "timeout", "invalid")  # finish reasons of an episode whose e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeNumbers:
-    """Numbers of an episode that every rank knows, besides those of any completion."""
+    """Numbers of an episode that every rank knows, besides those of any completion.
 
-    finish_reason: str  # finish reason: "done", "max_turns", "length", "max_seconds" (agents alone), or one of FAULTS
+    Args:
+        finish_reason: Finish reason: "done", "max_turns", "length", "max_seconds" (agents alone), or one of FAULTS.
+        seconds: Seconds spent in its environment.
+        metrics: Metrics of the environment, summed over its turns.
+        fault: Description of the environment's failure, if it failed.
+    """
+
+    finish_reason: str
     num_turns: int
-    seconds: float  # spent in its environment
-    metrics: Mapping[str, float]  # metrics of the environment, summed over its turns
-    fault: str = ""  # description of the environment's failure, if it failed
+    seconds: float
+    metrics: Mapping[str, float]
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRecord:
-    """Messages and rewards of an episode, for reward functions and the completions table."""
+    """Messages and rewards of an episode, for reward functions and the completions table.
+
+    Args:
+        messages: All messages, the opening included.
+        num_opening: Number of messages that the first turn answers.
+        turn_rewards: Rewards of the environment by turn; None where it gave none.
+    """
 
     numbers: EpisodeNumbers
-    messages: tuple[Mapping[str, Any], ...]  # all messages, the opening included
-    num_opening: int  # number of messages that the first turn answers
-    turn_rewards: tuple[float | None, ...]  # rewards of the environment by turn; None where it gave none
+    messages: tuple[Mapping[str, Any], ...]
+    num_opening: int
+    turn_rewards: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -444,11 +471,15 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Prompt with its `num_generations` completions."""
+    """Prompt with its `num_generations` completions.
+
+    Args:
+        prefix: Length of the common prefix of every context of every completion, in computed tokens.
+    """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
-    prefix: int = 0  # length of the common prefix of every context of every completion, in computed tokens
+    prefix: int = 0
 
     @property
     def version(self) -> int:
@@ -533,13 +564,20 @@ class GroupMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingResult:
-    """Scored groups of one rollout, in the order of their prompt numbers, and statistics of their sampling."""
+    """Scored groups of one rollout, in the order of their prompt numbers, and statistics of their sampling.
+
+    Args:
+        sampled: All groups that were sampled and scored, kept or not.
+        num_rounds: Number of rounds: 1, plus one for each time zero-std groups were replaced.
+        num_zero_std_dropped: Zero-std groups that were dropped; their prompts count as used.
+        num_given_back: Prompts returned to the stream, because there were more usable groups than needed.
+    """
 
     kept: list[GroupMetadata]
-    sampled: list[GroupMetadata]  # all that were sampled and scored, kept or not
-    num_rounds: int  # 1, plus one for each time zero-std groups were replaced
-    num_zero_std_dropped: int  # zero-std groups that were dropped; their prompts count as used
-    num_given_back: int  # prompts returned to the stream, because there were more usable groups than needed
+    sampled: list[GroupMetadata]
+    num_rounds: int
+    num_zero_std_dropped: int
+    num_given_back: int
 
     @property
     def num_prompts(self) -> int:
@@ -762,12 +800,15 @@ class Rollout:
     """Rows of one rollout of the training schedule.
 
     `rows` is the same on every rank; `samples` are those that this data-parallel rank holds.
+
+    Args:
+        num_prompts: Prompts taken from the stream, less those given back.
     """
 
     number: int
     rows: TrainingRows
     samples: Mapping[RowKey, Sample]
-    num_prompts: int  # taken from the stream, less those given back
+    num_prompts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -959,12 +1000,17 @@ class Progress:
     """Progress of a run.
 
     `step` counts optimizer steps done; it is also the version of the weights.
+
+    Args:
+        num_rollouts: Rollouts sampled so far.
+        num_prompts: Prompts taken from the stream so far, over all epochs.
+        num_tokens: Tokens trained on so far, prompts included.
     """
 
     step: int = 0
-    num_rollouts: int = 0  # sampled so far
-    num_prompts: int = 0  # taken from the stream so far, over all epochs
-    num_tokens: int = 0  # trained on so far, prompts included
+    num_rollouts: int = 0
+    num_prompts: int = 0
+    num_tokens: int = 0
 
     def add(self, rollouts: SequenceOf[Rollout]) -> Progress:
         """Return the progress after new rollouts have arrived.

@@ -32,14 +32,18 @@ MOST_ANSWERS, MOST_GROUPS, MOST_SCHEDULE = 8, 6, 8
 
 @dataclass(frozen=True, slots=True)
 class ReportFigure:
-    """One figure of the page: its title, the unit of its values, metric -> label, and a sentence about it."""
+    """One figure of the page: its title, the unit of its values, metric -> label, and a sentence about it.
+
+    Args:
+        is_exact: Whether it has no noise, and so no moving mean.
+    """
 
     title: str
     unit: str
     metrics: dict[str, str]
     meaning: str = ""
     is_log: bool = False
-    is_exact: bool = False  # has no noise, and so no moving mean
+    is_exact: bool = False
 
 
 HELD_OUT, EACH_REWARD = "evaluations.jsonl", "rewards/{name}/mean"  # stand for one curve per set, and per reward

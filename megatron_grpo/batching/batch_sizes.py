@@ -33,7 +33,15 @@ def exact_quotient(top: int, bottom: int) -> int | float:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """Every size of docs/batching.md section 1. Counted in completions unless a name says prompts, steps or ranks."""
+    """Every size of docs/batching.md section 1. Counted in completions unless a name says prompts, steps or ranks.
+
+    Args:
+        old_logprobs: Source of old log-probs, as in the settings; or "always": every slice that will be trained stale gets a forward-only
+            pass.
+        async_rollout_depth: Sampling steps that sampling runs ahead.
+        partial_rollouts: Whether completions are interrupted at weight syncs and continue with the new weights.
+        has_servers: Whether partial rollouts are sampled while the trainer trains.
+    """
 
     layout: Layout
     micro_batch_size: int = 1
@@ -41,10 +49,10 @@ class BatchSizes:
     generation_batch_size: int
     num_generations: int
     num_iterations: int = 1
-    old_logprobs: str = "auto"  # as in the settings; or "always": every slice that will be trained stale gets a forward-only pass
-    async_rollout_depth: int = 0  # sampling steps that sampling runs ahead
-    partial_rollouts: bool = False  # completions are interrupted at weight syncs and continue with the new weights
-    has_servers: bool = False  # partial rollouts are sampled while the trainer trains
+    old_logprobs: str = "auto"
+    async_rollout_depth: int = 0
+    partial_rollouts: bool = False
+    has_servers: bool = False
 
     @classmethod
     def from_config(

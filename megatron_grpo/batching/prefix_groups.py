@@ -54,12 +54,16 @@ class Alignment:
 
 
 class ContextSpan(NamedTuple):
-    """One context of a sequence: the sequence's row in the micro-batch, and the token range of the context."""
+    """One context of a sequence: the sequence's row in the micro-batch, and the token range of the context.
+
+    Args:
+        num_computed: Tokens that are computed: all but the last, which predicts nothing.
+    """
 
     row: int
     first: int
     end: int
-    num_computed: int  # the last token predicts nothing, so it is not computed
+    num_computed: int
 
 
 def contexts_of(sequences: SequenceOf[Sequence]) -> list[ContextSpan]:
@@ -304,7 +308,7 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
         rows: Columns of the rows.
         max_tokens: Token budget of one micro-batch.
         dp_size: Number of data-parallel ranks.
-        multiple: The number of micro-batches on a rank is a multiple of it.
+        multiple: Number that the micro-batches on a rank must be a multiple of.
 
     Returns:
         Rows of each micro-batch, indexed by data-parallel rank, then micro-batch.

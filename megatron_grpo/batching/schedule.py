@@ -31,7 +31,13 @@ Label = Literal["on_policy", "recompute", "cached", "rollout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroStep:
-    """One forward and backward pass on every DP rank. `rows` is (first, last_exclusive) inside the rollout, over all DP ranks."""
+    """One forward and backward pass on every DP rank. `rows` is (first, last_exclusive) inside the rollout, over all DP ranks.
+
+    Args:
+        sampled_by_version: With partial rollouts, the oldest version that may have sampled a token.
+        on_policy_version: The version at which its rollout arrives: old log-probs are those of this version.
+        staleness: Optimizer steps between sampling and training; 0 is exactly on-policy.
+    """
 
     micro_step: int
     optimizer_step: int
@@ -39,9 +45,9 @@ class MicroStep:
     pass_index: int
     slice_index: int
     rows: tuple[int, int]
-    sampled_by_version: int  # with partial rollouts: the oldest version that may have sampled a token
-    on_policy_version: int  # the version at which its rollout arrives: old log-probs are those of this version
-    staleness: int  # optimizer steps between sampling and training; 0 is exactly on-policy
+    sampled_by_version: int
+    on_policy_version: int
+    staleness: int
     old_logprobs: Label
 
 
@@ -50,20 +56,29 @@ class ScheduledStep:
     """One optimizer step: what is sampled just before it, what it trains, and which log-probs must be computed or kept.
 
     A slice is identified by (rollout, slice index).
+
+    Args:
+        index: Optimizer steps done before it; also the version of the weights that it starts from.
+        arriving: Rollouts that an earlier step launched: they arrive before this one.
+        immediate: Rollouts that are sampled just before it, while training waits.
+        launches: Rollouts that begin to be sampled just before it, and arrive before a later one.
+        ahead: Rollouts whose prompts may be sampled beside `immediate`; interrupted, they continue at the next step.
+        evaluates: Evaluations due at it, by steps done: also those that waited until nothing was being sampled.
+        old_logprob_slices: Slices for a forward-only pass before this step, at its version: their first use will be stale.
+        keeps: Slices whose log-probs of this step's training forward are kept, because stale uses follow.
+        last_use: Slices that are not needed after this step.
     """
 
-    index: int  # optimizer steps done before it; also the version of the weights that it starts from
-    arriving: range  # rollouts that an earlier step launched: they arrive before this one
-    immediate: range  # rollouts that are sampled just before it, while training waits
-    launches: range  # rollouts that begin to be sampled just before it, and arrive before a later one
-    ahead: range = range(0)  # rollouts whose prompts may be sampled beside `immediate`; interrupted, they continue at the next step
-    evaluates: range  # evaluations due at it, by steps done: also those that waited until nothing was being sampled
+    index: int
+    arriving: range
+    immediate: range
+    launches: range
+    ahead: range = range(0)
+    evaluates: range
     micro_steps: tuple[MicroStep, ...]
-    old_logprob_slices: tuple[
-        tuple[int, int], ...
-    ]  # slices for a forward-only pass before this step, at its version: their first use will be stale
-    keeps: tuple[tuple[int, int], ...]  # log-probs of this step's training forward are kept: stale uses follow
-    last_use: tuple[tuple[int, int], ...]  # not needed after this step
+    old_logprob_slices: tuple[tuple[int, int], ...]
+    keeps: tuple[tuple[int, int], ...]
+    last_use: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,17 +169,25 @@ class SizeModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeInputs:
-    """Numbers that sizes are made of, by flag, each in the unit in which it was typed."""
+    """Numbers that sizes are made of, by flag, each in the unit in which it was typed.
 
-    values: Mapping[str, int]  # a flag that was not set is absent
-    typed: frozenset[str]  # of those flags, the ones that the user set
-    origins: Mapping[str, SizeOrigin]  # for flags that were typed under another system's names
+    Args:
+        values: Value of each flag that is set.
+        typed: The flags that the user set.
+        origins: Names and values of another system, for flags that were typed under its names.
+        parallel: Pipeline settings that are not numbers.
+        names: The user's name of a flag, where it is an alias.
+    """
+
+    values: Mapping[str, int]
+    typed: frozenset[str]
+    origins: Mapping[str, SizeOrigin]
     aligned: bool
     needs_group: bool
     sequence_parallel: bool
-    parallel: ParallelConfig  # pipeline settings that are no numbers
+    parallel: ParallelConfig
     model: SizeModel
-    names: Mapping[str, str]  # the user's name of a flag, where it is an alias
+    names: Mapping[str, str]
 
     def with_value(self, flag: str, value: int) -> SizeInputs:
         """Return a copy in which the user has set a flag.
@@ -308,10 +316,14 @@ def cross(a: Fraction, b: Fraction) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedSizes:
-    """Derived sizes, in completions; integers once every rule holds."""
+    """Derived sizes, in completions; integers once every rule holds.
+
+    Args:
+        unit: Completions in one micro-step, over all DP ranks.
+    """
 
     ranks_per_replica: int
-    unit: Fraction  # completions in one micro-step, over all DP ranks
+    unit: Fraction
     micro: Fraction
     global_batch: Fraction
     generation: Fraction

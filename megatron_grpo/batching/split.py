@@ -17,16 +17,23 @@ from megatron_grpo.types import RowLengths, SequenceLengths, ragged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPartitioner:
-    """Partitioning of a batch over the data-parallel ranks. `batching.pack` documents `max_tokens` and `balance_length`."""
+    """Partitioning of a batch over the data-parallel ranks. `batching.pack` documents `max_tokens` and `balance_length`.
+
+    Args:
+        multiple: Number that the micro-batches on a rank must be a multiple of.
+        max_tokens: Maximum number of tokens; None: micro_batch_size completions each, whatever their lengths.
+        scored_tokens: Tokens up to which rows that are only scored are packed, if micro-batches are smaller.
+        pad_to_longest: Whether the n-th micro-batches of all ranks are padded to one length.
+    """
 
     dp_size: int
     micro_batch_size: int
     alignment: Alignment = field(default_factory=Alignment)
-    multiple: int = 1  # the number of micro-batches on a rank is a multiple of it
-    max_tokens: int | None = None  # None: micro_batch_size completions each, whatever their lengths
-    scored_tokens: int = SCORED_TOKENS  # rows that are only scored are packed up to this many tokens, if micro-batches are smaller
+    multiple: int = 1
+    max_tokens: int | None = None
+    scored_tokens: int = SCORED_TOKENS
     balance_length: float = math.inf
-    pad_to_longest: bool = False  # the n-th micro-batches of all ranks are padded to one length
+    pad_to_longest: bool = False
     # Rows of a group share their prefix if that saves at least this fraction of their tokens; None: never.
     min_saving_ratio: float | None = None
 
@@ -55,12 +62,19 @@ class BatchPartitioner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSpec:
-    """One micro-batch: its rows, which of them may share a prefix, and the minimum length of its packed stream."""
+    """One micro-batch: its rows, which of them may share a prefix, and the minimum length of its packed stream.
 
-    rows: tuple[int, ...]  # indices into the partitioned list
-    prefix_groups: tuple[PrefixGroup, ...]  # their members are indices into `rows`
-    at_least: int  # minimum tokens in its stream
-    num_tokens: int  # maximum tokens in its stream
+    Args:
+        rows: Indices into the partitioned list.
+        prefix_groups: Prefix groups, whose members are indices into `rows`.
+        at_least: Minimum tokens in its stream.
+        num_tokens: Maximum tokens in its stream.
+    """
+
+    rows: tuple[int, ...]
+    prefix_groups: tuple[PrefixGroup, ...]
+    at_least: int
+    num_tokens: int
 
 
 class Partition(Sequence[list[MicroBatchSpec]]):

@@ -26,12 +26,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 
 
 class Shard(NamedTuple):
-    """A box of the tensor `key`; or the object `key`, which has no shape and no dtype."""
+    """A box of the tensor `key`; or the object `key`, which has no shape and no dtype.
+
+    Args:
+        global_shape: Global shape of the tensor.
+    """
 
     key: str
     offset: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
-    global_shape: tuple[int, ...] = ()  # global shape of the tensor
+    global_shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
 

@@ -164,21 +164,33 @@ class SettingChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Vocabulary of another system: its batch sizes, and all its other names."""
+    """Vocabulary of another system: its batch sizes, and all its other names.
+
+    Args:
+        title: Title, such as "Megatron-SWIFT".
+        hides: Native names that are unknown, or mean something else, in this vocabulary.
+        products: Native size -> (unit, foreign name).
+        prefixes: Sections of its files that may precede the name of a size: "trainer.".
+        sections: Sections that are omitted in the keys of `names`.
+        heads: Section -> first parts of names that occur in no other section.
+        patterns: Names not in `names`, without sections: "ref.*".
+        implies: Native settings that the dialect sets.
+        trains_tower: Whether the vision tower trains by default.
+    """
 
     name: str
-    title: str  # "Megatron-SWIFT"
+    title: str
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    hides: Sequence[str] = ()  # native names that are unknown, or mean something else, in this vocabulary
-    products: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # native size -> (unit, foreign name)
-    prefixes: Sequence[str] = ()  # sections of its files that may precede the name of a size: "trainer."
-    sections: Sequence[str] = ()  # sections that are omitted in the keys of `names`
-    heads: Mapping[str, str] = field(default_factory=dict)  # section -> first parts of names that occur in no other section
+    hides: Sequence[str] = ()
+    products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    prefixes: Sequence[str] = ()
+    sections: Sequence[str] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, ForeignArg] = field(default_factory=dict)
-    patterns: Mapping[str, ForeignArg] = field(default_factory=dict)  # names not in `names`, without sections: "ref.*"
+    patterns: Mapping[str, ForeignArg] = field(default_factory=dict)
     defaults: Sequence[DialectDefault] = ()
-    implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that the dialect sets
-    trains_tower: bool = False  # the vision tower trains by default
+    implies: Mapping[str, Any] = field(default_factory=dict)
+    trains_tower: bool = False
     # each (native values, foreign names with their words) -> changes, applied once everything has been read
     convert: Sequence[Callable[[Mapping[str, Any], ForeignArgs], Iterable[SettingChange]]] = ()
 

@@ -49,11 +49,14 @@ class ParsedScript:
     """Result of reading a script: the last command that has flags, and the variables at the end.
 
     Unknown values contain UNKNOWN.
+
+    Args:
+        others: Programs of earlier commands with flags.
     """
 
     words: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)  # programs of earlier commands with flags
+    others: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 

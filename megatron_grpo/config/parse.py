@@ -70,13 +70,13 @@ class ParsedConfig:
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[str] = field(default_factory=set)
     print_config: bool = False
-    is_other_task: bool = False  # the arguments request another task than GRPO
+    is_other_task: bool = False
     system: ForeignSystem | None = None
     # About `system`: names that change nothing and are ignored, by source; what was read as something else; defaults that differ.
     aside: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    repeated: list[str] = field(default_factory=list)  # a sentence for each flag that occurs twice
-    renamed: dict[str, str] = field(default_factory=dict)  # current names, by the former names that were typed
+    repeated: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
     defaults: list[ForeignDefault] = field(default_factory=list)
 
 

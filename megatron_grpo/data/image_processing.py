@@ -54,9 +54,13 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Location of the bytes of an image: a file, or memory."""
+    """Location of the bytes of an image: a file, or memory.
 
-    name: str  # name for messages
+    Args:
+        name: Name for messages.
+    """
+
+    name: str
     path: Path | None = None
     held: bytes | None = None
 
@@ -240,13 +244,19 @@ VARIABLES = {"max_pixels": "MAX_PIXELS", "min_pixels": "MIN_PIXELS"}  # Megatron
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessorSpec:
-    """All settings that determine the tokens and patches of an image."""
+    """All settings that determine the tokens and patches of an image.
 
-    image_token: int  # token ID that stands for each part of an image
-    around: tuple[int, int]  # token IDs before and after an image
+    Args:
+        image_token: Token ID that stands for each part of an image.
+        around: Token IDs before and after an image.
+        settings: Arguments of transformers' image processor, without its size bounds.
+    """
+
+    image_token: int
+    around: tuple[int, int]
     min_pixels: int
     max_pixels: int
-    settings: Mapping[str, Any] = field(repr=False)  # arguments of transformers' image processor, without its size bounds
+    settings: Mapping[str, Any] = field(repr=False)
 
     @classmethod
     def of(cls, model_path: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessorSpec | None:

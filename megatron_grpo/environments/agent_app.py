@@ -32,11 +32,16 @@ Send = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointAddress:
-    """Address at which the endpoint of agents listens, with its certificate."""
+    """Address at which the endpoint of agents listens, with its certificate.
+
+    Args:
+        port: Port number; 0: a free one.
+        certfile: TLS certificate.
+    """
 
     host: str = "127.0.0.1"
-    port: int = 0  # 0: a free one
-    certfile: str | None = None  # TLS
+    port: int = 0
+    certfile: str | None = None
     keyfile: str | None = None
 
     def listen(self) -> tuple[Listener, str]:
@@ -59,13 +64,17 @@ class EndpointAddress:
 
 @dataclass(slots=True, eq=False)
 class AgentCall:
-    """One sampled answer, with the clients that wait for it."""
+    """One sampled answer, with the clients that wait for it.
+
+    Args:
+        num_waiting: Number of clients that wait.
+    """
 
     turn: AgentTurn
     session: AgentSession
     done: asyncio.Future[None]
     asked_at: float = field(default_factory=time.monotonic)
-    num_waiting: int = 0  # clients
+    num_waiting: int = 0
 
 
 class OpenEpisode(Protocol):

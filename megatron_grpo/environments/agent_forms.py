@@ -21,11 +21,15 @@ _BILLING = "x-anthropic-billing-header:"  # Claude Code's system block with a ne
 
 
 class ApiProtocol(NamedTuple):
-    """One protocol."""
+    """One protocol.
+
+    Args:
+        events: Events of a stream, as server-sent events.
+    """
 
     read: Callable[[Body], AgentRequest]
     answer: Callable[[AgentTurn], dict[str, Any]]
-    events: Callable[[AgentTurn], Iterator[str]]  # of a stream, as server-sent events
+    events: Callable[[AgentTurn], Iterator[str]]
 
 
 def invalid_request(message: str, code: str = "invalid_request") -> AgentRefusalError:

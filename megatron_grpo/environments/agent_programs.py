@@ -38,16 +38,26 @@ class AgentError(Exception):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Endpoint:
-    """Second argument of an agent function. Its key is valid until the function returns."""
+    """Second argument of an agent function. Its key is valid until the function returns.
 
-    url: str  # http://127.0.0.1:PORT, for clients of Anthropic's protocol
+    Args:
+        url: http://127.0.0.1:PORT, for clients of Anthropic's protocol.
+        verdict_key: Key for POST /v1/verdict {"reward": 1.0} by a harness elsewhere; no environment variable holds it.
+        timeout: Seconds of the episode.
+        is_over: Whether the episode has ended, so further requests are refused.
+        messages: The conversation so far, as the last request saw it.
+        closed: Set when the rollout ends early.
+        ended: Set when a program and all that it started have ended.
+    """
+
+    url: str
     api_key: str
-    verdict_key: str  # for POST /v1/verdict {"reward": 1.0} by a harness elsewhere; no environment variable holds it
-    timeout: float  # seconds of the episode
-    is_over: Callable[[], bool] = field(repr=False)  # whether the episode has ended, so further requests are refused
-    messages: Callable[[], list[dict[str, Any]]] = field(repr=False)  # the conversation so far, as the last request saw it
-    closed: threading.Event = field(repr=False, default_factory=threading.Event)  # set when the rollout ends early
-    ended: threading.Event = field(repr=False, default_factory=threading.Event)  # set when a program and all that it started have ended
+    verdict_key: str
+    timeout: float
+    is_over: Callable[[], bool] = field(repr=False)
+    messages: Callable[[], list[dict[str, Any]]] = field(repr=False)
+    closed: threading.Event = field(repr=False, default_factory=threading.Event)
+    ended: threading.Event = field(repr=False, default_factory=threading.Event)
 
     @property
     def base_url(self) -> str:
@@ -65,18 +75,28 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """Result of an agent's episode, besides its turns."""
+    """Result of an agent's episode, besides its turns.
+
+    Args:
+        columns: Columns for reward functions.
+        is_late: Whether the agent was ended by its timeout.
+    """
 
     reward: float | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)  # for reward functions
-    is_late: bool = False  # the agent was ended by its timeout
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    is_late: bool = False
 
 
 class AgentEnvironment(Environment):
-    """Environment class of a run with agents. `load_agent` makes subclasses."""
+    """Environment class of a run with agents. `load_agent` makes subclasses.
 
-    solve: ClassVar[Callable[[dict[str, Any], Endpoint], Any]]  # returns what `as_result` reads, or an awaitable of it
-    timeout_of_call: ClassVar[float]  # longer than that of the agent: a program is ended, and then its verdict is called
+    Args:
+        solve: Returns what `as_result` reads, or an awaitable of it.
+        timeout_of_call: Seconds after which the call is given up; longer than the agent's, because its verdict is called after its end.
+    """
+
+    solve: ClassVar[Callable[[dict[str, Any], Endpoint], Any]]
+    timeout_of_call: ClassVar[float]
 
 
 def load_agent(cfg: Config) -> type[AgentEnvironment]:

@@ -46,23 +46,33 @@ class AgentRefusalError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Limits of one episode."""
+    """Limits of one episode.
 
-    max_model_len: int  # tokens of one context
-    max_completion_length: int  # tokens of all contexts, without the prompt of the first one
+    Args:
+        max_model_len: Tokens of one context.
+        max_completion_length: Tokens of all contexts, without the prompt of the first one.
+    """
+
+    max_model_len: int
+    max_completion_length: int
     max_turns: int
     max_contexts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRequest:
-    """Request of an agent, independent of its protocol."""
+    """Request of an agent, independent of its protocol.
 
-    messages: Sequence[Message]  # contents are strings
+    Args:
+        messages: Messages whose contents are strings.
+        has_usage: Whether a stream ends with the numbers of tokens.
+    """
+
+    messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     max_tokens: int | None = None
     is_streamed: bool = False
-    has_usage: bool = False  # a stream ends with the numbers of tokens
+    has_usage: bool = False
     model: str = "policy"
     stop: Sequence[str] = ()
 
@@ -74,24 +84,37 @@ class AgentRequest:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AgentTurn:
-    """One request with its answer."""
+    """One request with its answer.
+
+    Args:
+        number: Number of the request in its session.
+        before: Token IDs to sample after.
+        shown: The text of `before`.
+        prefill: End of `shown` that belongs to the answer, such as `<think>`.
+        parent: Turn whose tokens `before` begins with.
+        context: The context that it continues; None: a new one.
+        content: Content of the assistant's message, as sampled.
+        text: Text of `before` and the sampled tokens.
+        message: The answer that the agent gets.
+        is_read: Whether the answer was delivered, or a later request contains it.
+    """
 
     request: AgentRequest
-    number: int  # of the request in its session
-    before: tuple[int, ...]  # token IDs to sample after
-    shown: str  # the text of `before`
-    prefill: str  # end of `shown` that belongs to the answer, such as `<think>`
+    number: int
+    before: tuple[int, ...]
+    shown: str
+    prefill: str
     seed: int
     max_tokens: int
-    parent: AgentTurn | None  # turn whose tokens `before` begins with
-    context: ContextTokens | None  # the context that it continues; None: a new one
+    parent: AgentTurn | None
+    context: ContextTokens | None
     sampled: SampledTurn | None = None
     span: SampledSpan | None = None
-    content: str = ""  # of the assistant's message, as sampled
-    text: str = ""  # of `before` and the sampled tokens
-    message: dict[str, Any] = field(default_factory=dict)  # the answer that the agent gets
+    content: str = ""
+    text: str = ""
+    message: dict[str, Any] = field(default_factory=dict)
     refusal: AgentRefusalError | None = None
-    is_read: bool = False  # the answer was delivered, or a later request contains it
+    is_read: bool = False
     is_continued: bool = False
 
 

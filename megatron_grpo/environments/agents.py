@@ -46,11 +46,15 @@ MOST_UNREAD = 0.05  # share of turns without a reader above which a warning is l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRunnerFactory(PlayerFactory):
-    """Settings that all agents of a run share."""
+    """Settings that all agents of a run share.
+
+    Args:
+        needs_reward: Whether the built-in reward `environment` is used.
+    """
 
     agent: type[AgentEnvironment]
     limits: SessionLimits
-    needs_reward: bool  # whether the built-in reward `environment` is used
+    needs_reward: bool
     reader: Callable[[Sequence[Mapping[str, Any]]], ReadCalls]
     address: EndpointAddress = EndpointAddress()
 

@@ -26,11 +26,16 @@ MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisodes:
-    """Episodes played with one kind of scripted turn."""
+    """Episodes played with one kind of scripted turn.
+
+    Args:
+        summary: Summary in one line.
+        faults: Errors of the environment.
+    """
 
     groups: Sequence[Group]
-    summary: str  # in one line
-    faults: list[str]  # errors of the environment
+    summary: str
+    faults: list[str]
 
     @classmethod
     def of(cls, groups: Sequence[Group], notes: Sequence[str] = ()) -> PlayedEpisodes:

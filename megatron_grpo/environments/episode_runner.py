@@ -23,12 +23,17 @@ from megatron_grpo.types import Completion, Group, Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunnerFactory(PlayerFactory):
-    """Settings that all episodes of a run share. Lengths are in tokens."""
+    """Settings that all episodes of a run share. Lengths are in tokens.
+
+    Args:
+        max_completion_length: Limit for an episode after its opening, including messages of the environment.
+        max_model_len: Limit for one context.
+    """
 
     environment: type[Environment]
     max_turns: int
-    max_completion_length: int  # limit for an episode after its opening, including messages of the environment
-    max_model_len: int  # limit for one context
+    max_completion_length: int
+    max_model_len: int
     history: History = "template"
 
     @classmethod

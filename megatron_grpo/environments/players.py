@@ -26,14 +26,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """One turn to sample."""
+    """One turn to sample.
 
-    key: Key  # unique among the open ones; the first number is the prompt's
+    Args:
+        key: Key of the completion, unique among the open ones; the first number is the prompt's.
+        sampled: Function that receives the sampled turn, in the engine's thread.
+        cancel: Function that is called if the player is closed before.
+    """
+
+    key: Key
     token_ids: Sequence[int]
     seed: int
     max_tokens: int
-    sampled: Callable[[SampledTurn], None]  # called in the engine's thread
-    cancel: Callable[[], None] = lambda: None  # called if the player is closed before
+    sampled: Callable[[SampledTurn], None]
+    cancel: Callable[[], None] = lambda: None
 
 
 class RequestingPlayer:
@@ -145,12 +151,18 @@ class RequestingPlayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayerFactory:
-    """Settings that all episodes of a run share."""
+    """Settings that all episodes of a run share.
+
+    Args:
+        system: System message for prompts without one.
+        timeout: Seconds that are allowed for one environment call, or for an agent's episode.
+        concurrency: Largest number of concurrent environment calls, or agents.
+    """
 
     template: ChatTemplate
-    system: str | None  # system message for prompts without one
-    timeout: float  # in seconds: of one environment call, or of an agent's episode
-    concurrency: int  # largest number of concurrent environment calls, or agents
+    system: str | None
+    timeout: float
+    concurrency: int
 
     def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
         """Return the messages of a row, from which its token IDs were rendered.
@@ -164,14 +176,19 @@ class PlayerFactory:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """State of one episode that all players share."""
+    """State of one episode that all players share.
+
+    Args:
+        place: Index in its group.
+        version: Version of the weights, for an episode without a turn.
+    """
 
     prompt: Prompt
-    place: int  # in its group
+    place: int
     seconds: float = 0.0
     finish_reason: str = ""
     fault: str = ""
-    version: int = 0  # of the weights, for an episode without a turn
+    version: int = 0
 
     @property
     def key(self) -> Key:

@@ -20,12 +20,19 @@ Message = Mapping[str, Any]  # {"role", "content"}, and further keys that the ch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One assistant turn, as an environment receives it."""
+    """One assistant turn, as an environment receives it.
 
-    number: int  # index of the turn in the episode, from 0
-    text: str  # without the end-of-turn token; other special tokens appear as text
-    messages: Sequence[Message]  # the conversation so far; its last message is this turn
-    is_last: bool  # True if max_turns allows no further turn
+    Args:
+        number: Index of the turn in the episode, from 0.
+        text: Text without the end-of-turn token; other special tokens appear as text.
+        messages: The conversation so far; its last message is this turn.
+        is_last: Whether this is the last turn: max_turns allows no further turn.
+    """
+
+    number: int
+    text: str
+    messages: Sequence[Message]
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +40,18 @@ class StepOutput:
     """Answer of an environment to one turn.
 
     An output without messages ends the episode, as `done` does.
+
+    Args:
+        messages: What the model reads next.
+        reward: Reward of this turn; None: no reward.
+        done: Whether the episode ends.
+        metrics: Metrics, summed over the episode and logged as environment/<name>.
     """
 
-    messages: Sequence[Message] = ()  # what the model reads next
-    reward: float | None = None  # of this turn; None: no reward
-    done: bool = False  # True ends the episode
-    metrics: Mapping[str, float] = field(default_factory=dict)  # summed over the episode; logged as environment/<name>
+    messages: Sequence[Message] = ()
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environment:

@@ -39,23 +39,35 @@ class _RolloutEnded(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFunc:
-    """A user's rollout function with its tokenizer and limits."""
+    """A user's rollout function with its tokenizer and limits.
 
-    name: str  # as given in `--rollout_func`
+    Args:
+        name: Name as given in `--rollout_func`.
+        timeout: Seconds in which the function must call the sampler or return.
+    """
+
+    name: str
     function: RolloutFunction
     tokenizer: Any
     limits: TokenLimits
-    timeout: float  # seconds in which the function must call the sampler or return
+    timeout: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Tokens that the sampler generated after one context."""
+    """Tokens that the sampler generated after one context.
 
-    token_ids: tuple[int, ...]  # including the end token
-    logprobs: tuple[float, ...]  # natural logs, one per token
-    is_cut: bool  # truncated by max_tokens
-    text: str  # without special tokens
+    Args:
+        token_ids: Token IDs, including the end token.
+        logprobs: Natural logs, one per token.
+        is_cut: Whether it was truncated by max_tokens.
+        text: Text without special tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    is_cut: bool
+    text: str
 
 
 class RolloutFuncEngine:

@@ -30,14 +30,23 @@ class InvalidRolloutOutputError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """Request for one completion. The requests of one group are adjacent."""
+    """Request for one completion. The requests of one group are adjacent.
 
-    prompt: Any  # as in the data set: a string or chat messages
-    token_ids: tuple[int, ...]  # token IDs of the prompt, rendered by the chat template
-    columns: Mapping[str, Any]  # columns of its row
-    number: int  # number of the prompt in the run
-    generation: int  # index of the completion in its group
-    row: int  # row in the data set
+    Args:
+        prompt: Prompt as in the data set: a string or chat messages.
+        token_ids: Token IDs of the prompt, rendered by the chat template.
+        columns: Columns of its row.
+        number: Number of the prompt in the run.
+        generation: Index of the completion in its group.
+        row: Row in the data set.
+    """
+
+    prompt: Any
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, Any]
+    number: int
+    generation: int
+    row: int
 
     def __str__(self) -> str:
         return f"completion {self.generation} of prompt {self.number} (data-set row {self.row})"
@@ -45,12 +54,19 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """Limits that the output of a rollout function must respect."""
+    """Limits that the output of a rollout function must respect.
 
-    vocab_size: int  # token IDs are below it
-    max_completion_length: int  # in tokens
-    max_model_len: int  # prompt plus completion, in tokens
-    end_ids: frozenset[int] = field(default_factory=frozenset)  # token IDs that end a completion
+    Args:
+        vocab_size: Size of the vocabulary; token IDs are below it.
+        max_completion_length: Maximum length of a completion in tokens.
+        max_model_len: Prompt plus completion, in tokens.
+        end_ids: Token IDs that end a completion.
+    """
+
+    vocab_size: int
+    max_completion_length: int
+    max_model_len: int
+    end_ids: frozenset[int] = field(default_factory=frozenset)
 
 
 def completion_requests(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:

@@ -53,11 +53,16 @@ def schema_of(function: Function) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One tool call of a turn."""
+    """One tool call of a turn.
 
-    name: str = ""  # of the tool
+    Args:
+        name: Name of the tool.
+        error: Why the call could not be parsed; empty if it was.
+    """
+
+    name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
-    error: str = ""  # why the call could not be parsed; "": it was
+    error: str = ""
 
 
 ReadCalls = Callable[[str], Sequence[ToolCall]]

@@ -203,12 +203,16 @@ class TokenizedTrajectory:
 
 
 class SampledSpan(NamedTuple):
-    """Tokens of a context that were sampled in one turn."""
+    """Tokens of a context that were sampled in one turn.
+
+    Args:
+        version: Version of the weights.
+    """
 
     begin: int
     end: int
     logprobs: Sequence[float]
-    version: int  # of the weights
+    version: int
     sampling_mask: SamplingMask | None
 
 

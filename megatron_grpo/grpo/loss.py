@@ -84,8 +84,8 @@ class TokenWeights:
     """
 
     of_rows: np.ndarray
-    num_sequences: int  # N: completions that count, over the whole global batch
-    num_loss_tokens: int  # sum of the masks after filtering
+    num_sequences: int
+    num_loss_tokens: int
 
 
 def token_weights(
@@ -200,26 +200,32 @@ class GrpoLoss:
     Call it on each micro-batch and sum: losses and `logs.sums` over micro-batches, DP and CP ranks.
 
     Args:
-        needs_entropy: Whether `entropy` must be passed.
-        needs_reference: Whether `ref_logprobs` must be passed.
-        needs_entropy_threshold: Whether a no-grad pass over the global batch must first find the threshold (`entropy.entropy_threshold`).
-        needs_classification: Tau for `objectives.classification` if a no-grad pass must first find `LossInputs.labels`, else None.
+        token_weights: The function with all arguments bound but those of the batch.
         temperature: Divisor of the logits before the softmax.
+        sequence_clip: Whether a clip decision, or a logged weight, is one per sequence and is counted once per sequence.
+        corrects_inside: Whether the objective includes the rollout correction, so it is not applied as a factor as well.
+        beta: Coefficient of the KL term in the loss; 0 where the KL is in the reward.
+        teacher_kl_coef: Coefficient of the teacher's KL term; 0 without a teacher.
+        entropy_coef: Coefficient of the entropy bonus in every step; with `adaptive`, the initial value.
+        needs_entropy: Whether `entropy` must be passed.
+        needs_entropy_threshold: Whether a no-grad pass over the global batch must first find the threshold (`entropy.entropy_threshold`).
+        needs_reference: Whether `ref_logprobs` must be passed.
+        needs_classification: Tau for `objectives.classification` if a no-grad pass must first find `LossInputs.labels`, else None.
         is_per_token: Whether a token's contribution depends on its own log-prob alone, so that `slope` can be called.
         zero_gradient: Kinds of rows that have no gradient.
     """
 
-    token_weights: Callable[..., TokenWeights]  # the function with all arguments bound but those of the batch
+    token_weights: Callable[..., TokenWeights]
     temperature: float
     ratio: objectives.Ratio
     objective: Objective
-    sequence_clip: bool  # a clip decision, or a logged weight, is one per sequence and is counted once per sequence
-    corrects_inside: bool  # the objective includes the rollout correction, so it is not applied as a factor as well
+    sequence_clip: bool
+    corrects_inside: bool
     kl: objectives.KlEstimator
-    beta: float  # of the KL term in the loss; 0 where the KL is in the reward
+    beta: float
     use_bias_correction_kl: bool
-    teacher_kl_coef: float  # 0 without a teacher
-    entropy_coef: float  # of every step; with `adaptive`, the initial value
+    teacher_kl_coef: float
+    entropy_coef: float
     adaptive: AdaptiveEntropy | None
     correction: RolloutCorrection | None
     off_policy_delta: float | None

@@ -81,6 +81,9 @@ class Plot:
     """One plot of a run.
 
     `curves` maps metric -> label; with `stacked` they are drawn as areas on top of each other. A plot without data is not drawn.
+
+    Args:
+        held_out: Whether it adds the means of several rewards, and one dotted curve of scores per evaluation set.
     """
 
     file: str
@@ -88,7 +91,7 @@ class Plot:
     unit: str
     curves: Mapping[str, str]
     stacked: bool = False
-    held_out: bool = False  # adds the means of several rewards, and one dotted curve of scores per evaluation set
+    held_out: bool = False
 
 
 # All phases of the run's timers. They sum to `time/step`.

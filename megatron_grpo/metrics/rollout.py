@@ -21,10 +21,15 @@ from megatron_grpo.types import FAULTS, DynamicSamplingResult, EpisodeRecord, Gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRolloutInfo:
-    """Version and metrics of a rollout whose completions may have tokens of several versions."""
+    """Version and metrics of a rollout whose completions may have tokens of several versions.
 
-    version: int  # of the weights when it arrives
-    metrics: Mapping[str, float]  # metrics of the sampling step
+    Args:
+        version: Version of the weights when it arrives.
+        metrics: Metrics of the sampling step.
+    """
+
+    version: int
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

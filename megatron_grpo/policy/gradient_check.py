@@ -31,10 +31,15 @@ Places = Mapping[RowKey, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """A gradient summed over all ranks, before clipping. The same on every rank."""
+    """A gradient summed over all ranks, before clipping. The same on every rank.
 
-    step: int  # optimizer steps done before it
-    norm: float  # over all parameters; infinite if any element of it, or the loss, is not finite on any rank
+    Args:
+        step: Optimizer steps done before it.
+        norm: Norm over all parameters; infinite if any element of it, or the loss, is not finite on any rank.
+    """
+
+    step: int
+    norm: float
 
 
 class GradientCheck(Protocol):
@@ -103,10 +108,14 @@ class GradNormSpikeCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipCounter:
-    """Counts of the optimizer steps that the gradient check refused in this run."""
+    """Counts of the optimizer steps that the gradient check refused in this run.
+
+    Args:
+        in_a_row: Consecutive refused steps, the last one included.
+    """
 
     total: int = 0
-    in_a_row: int = 0  # the last step included
+    in_a_row: int = 0
 
     def after(self, *, is_skipped: bool) -> SkipCounter:
         """Return the counts after one more step.

@@ -33,11 +33,14 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
     """Output layer that returns log-probs of given tokens.
 
     It remains Megatron's module, so hooks and sharding are Megatron's.
+
+    Args:
+        in_float32: Whether the matrix product too, not only the softmax, is computed in float32.
     """
 
     num_valid_rows: int
     vocab_start: int
-    in_float32: bool  # whether the matrix product too, not only the softmax, is computed in float32
+    in_float32: bool
 
     def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy, slope):
         """Compute log-probs and entropies of the targets; equal on all TP ranks.

@@ -47,15 +47,20 @@ def select_trainable(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: Tu
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trainable:
-    """This stage's model chunks with Megatron-Core's DDP, optimizer and scheduler."""
+    """This stage's model chunks with Megatron-Core's DDP, optimizer and scheduler.
+
+    Args:
+        adapters: Adapters of the model; if set, they train and the weights of the chunks are frozen.
+        trains_tower: Whether any parameter of the vision tower trains, on the ranks that have it.
+    """
 
     chunks: Sequence[MegatronModule]
     wrapped: Sequence[DistributedDataParallel]
     optimizer: Any
     scheduler: OptimizerParamScheduler
     sums: SumOverRanks
-    adapters: Adapters | None = None  # if set, the adapters train and the weights of the chunks are frozen
-    trains_tower: bool = False  # whether any parameter of the vision tower trains, on the ranks that have it
+    adapters: Adapters | None = None
+    trains_tower: bool = False
 
     @classmethod
     def of(

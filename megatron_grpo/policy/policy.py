@@ -43,6 +43,11 @@ from megatron_grpo.weights.vision_towers import MEGATRON as TOWER
 class TrainedStep:
     """Results of one optimizer step.
 
+    Args:
+        logprobs: Log-probs by row; empty after a refused step, where they may be the numbers that are wrong.
+        skipped: Why the optimizer did not act.
+        skipped_step: Description of the step if the gradient check refused it.
+
     Attributes:
         metrics: The metrics of the step, by name; the same on every rank.
         logprobs: Log-probs of the rows of this data-parallel rank at the trained positions, by row. Empty on ranks that are not on the last
@@ -52,9 +57,9 @@ class TrainedStep:
     """
 
     metrics: dict[str, float]
-    logprobs: Mapping[RowKey, np.ndarray]  # empty after a refused step: its log-probs may be the very numbers that are wrong
-    skipped: str | None = None  # why the optimizer did not act
-    skipped_step: SkippedStep | None = None  # set if the gradient check refused the step
+    logprobs: Mapping[RowKey, np.ndarray]
+    skipped: str | None = None
+    skipped_step: SkippedStep | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

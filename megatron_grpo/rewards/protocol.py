@@ -30,7 +30,7 @@ class RowFailure:
     """
 
     kind: str
-    reason: str  # ends the sentence "reward `name` ..."
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,14 @@ class RewardStats:
     """Running statistics of one reward function, to detect that its score is constant over the run.
 
     No single batch can show that.
+
+    Args:
+        scored: Rows whose score was not None.
     """
 
     batches: int = 0
     rows: int = 0
-    scored: int = 0  # rows whose score was not None
+    scored: int = 0
     lowest: float = math.inf
     highest: float = -math.inf
 
@@ -139,7 +142,7 @@ class RewardFunction:
     timeout: float
     on_error: str = "raise"
     keeps_deadline: bool = False
-    warned: set[str] = field(default_factory=set)  # kinds of failure that a warning has reported
+    warned: set[str] = field(default_factory=set)
     watch: RewardStats = field(default_factory=RewardStats)
 
     @property

@@ -25,12 +25,18 @@ MERGED_BFLOAT16 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSync:
-    """Delivery of a run's adapters to the sampler."""
+    """Delivery of a run's adapters to the sampler.
+
+    Args:
+        modules: Hugging Face names of the modules that have an adapter.
+        slot_rank: max_lora_rank of the sampler; 0 where it receives merged weights.
+        notes: Messages for the user.
+    """
 
     kind: AdapterUpdateRequest
-    modules: frozenset[str]  # Hugging Face names of the modules that have an adapter
-    slot_rank: int  # max_lora_rank of the sampler; 0 where it receives merged weights
-    notes: tuple[str, ...] = ()  # messages for the user
+    modules: frozenset[str]
+    slot_rank: int
+    notes: tuple[str, ...] = ()
 
     @property
     def last_name_parts(self) -> list[str]:

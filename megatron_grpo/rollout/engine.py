@@ -47,18 +47,28 @@ class SamplingSettings:
     """Sampling parameters of one round of generation.
 
     Log-probs are those of the distribution that tokens are sampled from: after temperature, min-p, top-k and top-p.
+
+    Args:
+        n: Completions per prompt.
+        max_completion_length: Maximum length of a completion in tokens.
+        temperature: Temperature; 0 is greedy.
+        top_k: Top-k; 0 is off.
+        min_p: Fraction of the most likely token's probability; 0 is off.
+        returns_sampling_mask: Whether to return each token's sampling mask: what top_k, top_p, min_p and a grammar left; needs top_k.
+        more: Further fields of vLLM's SamplingParams, as in JSON.
+        stop_token_ids: Token IDs that end a completion, in addition to the model's end-of-text IDs.
     """
 
-    n: int  # completions per prompt
-    max_completion_length: int  # tokens
-    temperature: float = 1.0  # 0 is greedy
+    n: int
+    max_completion_length: int
+    temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 is off
-    min_p: float = 0.0  # fraction of the most likely token's probability; 0 is off
-    returns_sampling_mask: bool = False  # return each token's sampling mask: what top_k, top_p, min_p and a grammar left; needs top_k
+    top_k: int = 0
+    min_p: float = 0.0
+    returns_sampling_mask: bool = False
     stop: tuple[str, ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of vLLM's SamplingParams, as in JSON
-    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-text IDs
+    more: Mapping[str, Any] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
@@ -176,9 +186,13 @@ class BackgroundSampler(Sampler, Protocol):
 
 
 class InterruptibleGeneration(Protocol):
-    """Completions of some prompts, in progress on the engines while its methods run. Every rank holds one instance."""
+    """Completions of some prompts, in progress on the engines while its methods run. Every rank holds one instance.
 
-    version: int  # of the weights that sample them
+    Args:
+        version: Version of the weights that sample them.
+    """
+
+    version: int
 
     def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Generate until the groups of these prompts are complete, and return them as `Sampler.generate` does. Collective.

@@ -23,9 +23,13 @@ class InvalidRoutingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayers:
-    """Layers of a model with experts, and the number of experts per token."""
+    """Layers of a model with experts, and the number of experts per token.
 
-    layers: tuple[int, ...]  # indices of the layers with experts, among all layers of the model
+    Args:
+        layers: Indices of the layers with experts, among all layers of the model.
+    """
+
+    layers: tuple[int, ...]
     num_experts: int
     topk: int
 

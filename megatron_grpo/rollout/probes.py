@@ -24,10 +24,14 @@ FEWEST_WORDS = 3  # text tokens around an image
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeImage:
-    """An `Image` of color waves: the same pixels wherever it is generated."""
+    """An `Image` of color waves: the same pixels wherever it is generated.
+
+    Args:
+        height: Height in pixels.
+    """
 
     image_spec: ImageProcessorSpec
-    height: int  # pixels
+    height: int
     width: int
 
     @property

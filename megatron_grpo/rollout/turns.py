@@ -28,14 +28,22 @@ DONE, WAITS, GIVES_UP = 0.0, 1.0, 2.0  # states of a rank that waits; the larges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """One sampled turn of an episode."""
+    """One sampled turn of an episode.
 
-    token_ids: tuple[int, ...]  # including the one that ended it
+    Args:
+        token_ids: Token IDs, including the one that ended it.
+        is_cut: Whether it was truncated at max_tokens.
+        version: Version of the weights.
+        sampling_mask: The sampling mask, where it is returned.
+        text: Text of the completion that it ends, from rollout servers.
+    """
+
+    token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    is_cut: bool  # truncated at max_tokens
-    version: int  # of the weights
-    sampling_mask: SamplingMask | None = None  # the sampling mask, where it is returned
-    text: str = ""  # of the completion that it ends, from rollout servers
+    is_cut: bool
+    version: int
+    sampling_mask: SamplingMask | None = None
+    text: str = ""
 
 
 class TurnSampler(Protocol):

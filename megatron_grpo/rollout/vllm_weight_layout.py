@@ -69,12 +69,18 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class TensorCopy:
-    """One copy: part of a synced tensor to part of a weight."""
+    """One copy: part of a synced tensor to part of a weight.
 
-    unit: int  # index of the unit in the table
-    weight: str  # name of the weight in that unit
+    Args:
+        unit: Index of the unit in the table.
+        weight: Name of the weight in that unit.
+        part: Part of the synced tensor, made contiguous; None: all of it.
+    """
+
+    unit: int
+    weight: str
     to: TensorView
-    part: TensorView | None  # part of the synced tensor, made contiguous; None: all of it
+    part: TensorView | None
 
     def start(self, shape: tuple[int, ...]) -> list[int] | None:
         """Return the index at which the part begins in the synced tensor; None if its axes are not those of the tensor.
@@ -111,12 +117,18 @@ class TensorCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleWeights:
-    """Weights of one module that are complete together."""
+    """Weights of one module that are complete together.
+
+    Args:
+        loaded: Form in which weights are loaded, by name.
+        live: Form in which the engine keeps them.
+        packed: Weights that it keeps in another form, made when all of them have arrived.
+    """
 
     module: torch.nn.Module
-    loaded: dict[str, TensorForm]  # by name: form in which they are loaded
-    live: dict[str, TensorForm]  # form in which the engine keeps them
-    packed: frozenset[str]  # weights that it keeps in another form, made when all of them have arrived
+    loaded: dict[str, TensorForm]
+    live: dict[str, TensorForm]
+    packed: frozenset[str]
     padding: list[tuple[str, TensorView, float]]
     num_copies: int
 

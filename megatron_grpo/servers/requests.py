@@ -244,9 +244,13 @@ class Calls(ABC, Generic[Answered]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesToSend:
-    """Images of some prompts. Their files are read when they are sent."""
+    """Images of some prompts. Their files are read when they are sent.
 
-    image_data: Mapping[str, Image] = field(default_factory=dict)  # by key
+    Args:
+        image_data: Image data by key.
+    """
+
+    image_data: Mapping[str, Image] = field(default_factory=dict)
     bounds: wire.PixelBounds | None = None
 
     @classmethod

@@ -41,15 +41,21 @@ READ = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Validated settings of a rollout server."""
+    """Validated settings of a rollout server.
+
+    Args:
+        max_model_len: Prompt plus completion, in tokens; None: the context length of the model.
+        token_place: Where the token is stored, for the user.
+        image_spec: Image processor of a vision-language model; None: text only.
+    """
 
     cfg: Config
     model_path: Path
     shape: ModelShape
-    max_model_len: int | None  # prompt plus completion, in tokens; None: the context length of the model
+    max_model_len: int | None
     token: str = field(repr=False)
-    token_place: str  # where the token is stored, for the user
-    image_spec: ImageProcessorSpec | None = None  # image processor of a vision-language model; None: text only
+    token_place: str
+    image_spec: ImageProcessorSpec | None = None
 
     @property
     def dtype(self) -> str:

@@ -46,15 +46,24 @@ LOST = (ServerGoneError, ServerRefusedError, wire.MalformedMessageError)  # exce
 
 @dataclass(slots=True)
 class ServerHandle:
-    """A server and its last known status. Mutable: every call to the server may update it."""
+    """A server and its last known status. Mutable: every call to the server may update it.
+
+    Args:
+        state: Response to the last claim; None: never claimed.
+        trouble: Why the server is not used; None: it is used.
+        is_silent: Whether it accepts connections but does not answer; only heartbeats try it again, since each call would time out.
+        times_claimed: Claims by this process.
+        is_proven: Whether it has completed a weight sync of this run since its start.
+        image_keys: Keys of the images that it was sent since its start.
+    """
 
     server: Server
-    state: wire.ServerState | None = None  # response to the last claim; None: never claimed
-    trouble: str | None = "not contacted yet"  # why the server is not used; None: it is used
-    is_silent: bool = False  # it accepts connections but does not answer; only heartbeats try it again, since each call would time out
-    times_claimed: int = 0  # claims by this process
-    is_proven: bool = False  # it has completed a weight sync of this run since its start
-    image_keys: set[str] = field(default_factory=set)  # keys of the images that it was sent since its start
+    state: wire.ServerState | None = None
+    trouble: str | None = "not contacted yet"
+    is_silent: bool = False
+    times_claimed: int = 0
+    is_proven: bool = False
+    image_keys: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
         return str(self.server)
@@ -78,15 +87,25 @@ class ServerHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRequirements:
-    """Requirements that a rollout server must meet for this run."""
+    """Requirements that a rollout server must meet for this run.
 
-    max_model_len: int  # prompt plus completion, in tokens
-    shape: Mapping[str, Any] = field(default_factory=dict)  # `flat_values` of the model that is synced; {}: not compared
-    adapter_rank: int = 0  # LoRA rank that it must support; 0: no adapters are synced
-    returns_experts: bool = False  # completions must include the experts that their tokens were routed to
-    limit_images: int = 0  # images per prompt
-    max_pixels: int = 0  # per image
-    max_mask_size: int = 0  # top_k of the run if completions must include the sampling mask, else 0
+    Args:
+        max_model_len: Prompt plus completion, in tokens.
+        shape: `flat_values` of the model that is synced; {}: not compared.
+        adapter_rank: LoRA rank that it must support; 0: no adapters are synced.
+        returns_experts: Whether completions must include the experts that their tokens were routed to.
+        limit_images: Images per prompt.
+        max_pixels: Maximum number of pixels per image.
+        max_mask_size: top_k of the run if completions must include the sampling mask, else 0.
+    """
+
+    max_model_len: int
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    adapter_rank: int = 0
+    returns_experts: bool = False
+    limit_images: int = 0
+    max_pixels: int = 0
+    max_mask_size: int = 0
 
     def problem(self, state: wire.ServerState) -> str | None:
         """Return why a server in this state cannot sample for the run.

@@ -33,11 +33,17 @@ LARGEST = 1e-3  # largest valid log-prob: 0 plus rounding error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRequirements:
-    """Requirements that a teacher server must meet for this run."""
+    """Requirements that a teacher server must meet for this run.
 
-    max_model_len: int  # prompt plus completion plus the one token that vLLM always samples, in tokens
-    vocabulary: str  # `data.chat.vocabulary_of` the policy's tokenizer
-    vocab_size: int  # number of token IDs of the policy
+    Args:
+        max_model_len: Prompt plus completion plus the one token that vLLM always samples, in tokens.
+        vocabulary: Fingerprint of the policy's vocabulary (`data.chat.vocabulary_of`).
+        vocab_size: Number of token IDs of the policy.
+    """
+
+    max_model_len: int
+    vocabulary: str
+    vocab_size: int
 
     @classmethod
     def of(cls, cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> TeacherRequirements:

@@ -44,10 +44,15 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClaimRequest(Message, frozen=True):
-    """Body of POST /claim: a run becomes the owner of the server."""
+    """Body of POST /claim: a run becomes the owner of the server.
 
-    run: str  # name of the run; stored in its output_dir, so it survives a restart
-    incarnation: str  # name of the process; new in every process
+    Args:
+        run: Name of the run; stored in its output_dir, so it survives a restart.
+        incarnation: Name of the process; new in every process.
+    """
+
+    run: str
+    incarnation: str
 
 
 class EmptyBody(Message, frozen=True):
@@ -55,45 +60,75 @@ class EmptyBody(Message, frozen=True):
 
 
 class JoinRequest(Message, frozen=True):
-    """Body of POST /join: all workers of the server join a link (`servers.weight_transfer`), from rank `first_rank` on."""
+    """Body of POST /join: all workers of the server join a link (`servers.weight_transfer`), from rank `first_rank` on.
 
-    address: str  # of the trainer's store, as this server reaches it
-    port: int  # of that store
-    first_rank: int  # rank of the server's first worker in the link, above 0: rank 0 is the trainer
-    world: int  # size of the link
-    name: str  # of the link
-    seconds: float  # timeout for a member, above 0 and at most LONGEST_JOIN
+    Args:
+        address: Address of the trainer's store, as this server reaches it.
+        port: Port number of that store.
+        first_rank: Rank of the server's first worker in the link, above 0: rank 0 is the trainer.
+        world: Size of the link.
+        name: Name of the link.
+        seconds: Timeout for a member, above 0 and at most LONGEST_JOIN.
+    """
+
+    address: str
+    port: int
+    first_rank: int
+    world: int
+    name: str
+    seconds: float
 
 
 class WeightUpdateRequest(Message, frozen=True):
-    """Body of POST /weights: the server receives all weights over the link."""
+    """Body of POST /weights: the server receives all weights over the link.
 
-    version: int | None  # None: base weights; an adapter follows and sets the version
-    link: str  # name of the link
-    kind: Kind = "weights"  # "merged": an adapter is merged into the weights, so no adapter can be added to them
-    moves_tower: bool = False  # True: the update contains the vision tower; False: the server has it already
+    Args:
+        version: Version; None: base weights; an adapter follows and sets the version.
+        link: Name of the link.
+        kind: Kind of the update; "merged": an adapter is merged into the weights, so no adapter can be added to them.
+        moves_tower: True: the update contains the vision tower; False: the server has it already.
+    """
+
+    version: int | None
+    link: str
+    kind: Kind = "weights"
+    moves_tower: bool = False
 
 
 class AdapterUpdateRequest(Message, frozen=True):
-    """Body of POST /adapter: the server receives an adapter for the base weights that this owner has synced."""
+    """Body of POST /adapter: the server receives an adapter for the base weights that this owner has synced.
+
+    Args:
+        link: Name of the link.
+        config: PEFT's adapter configuration.
+        modules: Hugging Face names of the modules that have an adapter in this run.
+    """
 
     version: int
-    link: str  # name of the link
-    config: dict[str, Any]  # PEFT's adapter configuration
-    modules: tuple[str, ...]  # Hugging Face names of the modules that have an adapter in this run
+    link: str
+    config: dict[str, Any]
+    modules: tuple[str, ...]
 
 
 class Sampling(Message, frozen=True):
-    """Sampling parameters for all requests of one body."""
+    """Sampling parameters for all requests of one body.
 
-    temperature: float = 1.0  # 0: greedy
+    Args:
+        temperature: Temperature; 0: greedy.
+        top_k: Top-k; 0: off.
+        min_p: Min-p; 0: off.
+        returns_sampling_mask: True: return the sampling mask, what top_k, top_p, min_p and a grammar left of the vocabulary.
+        more: Further fields of vLLM's SamplingParams.
+    """
+
+    temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # 0: off
-    returns_sampling_mask: bool = False  # True: return the sampling mask, what top_k, top_p, min_p and a grammar left of the vocabulary
+    top_k: int = 0
+    min_p: float = 0.0
+    returns_sampling_mask: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    more: dict[str, Any] = {}  # further fields of vLLM's SamplingParams
+    more: dict[str, Any] = {}
 
 
 class ImageData(Message, frozen=True):
@@ -104,29 +139,48 @@ class ImageData(Message, frozen=True):
 
 
 class PlacedImage(Message, frozen=True):
-    """Position of an image in a prompt."""
+    """Position of an image in a prompt.
 
-    key: str  # of the image
-    place: int  # index of its first token in the prompt with expanded image placeholders
-    tokens: int  # number of its tokens
+    Args:
+        key: Key of the image.
+        place: Index of its first token in the prompt with expanded image placeholders.
+        tokens: Number of its tokens.
+    """
+
+    key: str
+    place: int
+    tokens: int
 
 
 class AbortRequest(Message, frozen=True):
-    """Body of POST /abort: running requests end, and are answered with what they have sampled (`SampledCompletion.reason` "abort")."""
+    """Body of POST /abort: running requests end, and are answered with what they have sampled (`SampledCompletion.reason` "abort").
 
-    version: int  # of the weights that sample them; another version is refused with 409
+    Args:
+        version: Version of the weights that sample them; another version is refused with 409.
+    """
+
+    version: int
 
 
 class Request(Message, frozen=True, omit_defaults=True):
-    """Request for one group: n completions of one prompt; or for the rest of a completion that was interrupted."""
+    """Request for one group: n completions of one prompt; or for the rest of a completion that was interrupted.
 
-    key: str  # the answer carries the same key
-    ids: tuple[int, ...]  # token IDs of the prompt, and of what was sampled before
-    seed: int  # completion i is sampled with seed + i
-    n: int  # completions
-    max_tokens: int  # limit for one completion
+    Args:
+        key: Key that the answer carries too.
+        ids: Token IDs of the prompt, and of what was sampled before.
+        seed: Seed; completion i is sampled with seed + i.
+        n: Number of completions.
+        max_tokens: Limit for one completion.
+        num_sampled: The last tokens of `ids` that belong to the completion: its text includes them.
+    """
+
+    key: str
+    ids: tuple[int, ...]
+    seed: int
+    n: int
+    max_tokens: int
     images: tuple[PlacedImage, ...] = ()
-    num_sampled: int = 0  # the last tokens of `ids` that belong to the completion: its text includes them
+    num_sampled: int = 0
 
 
 class PixelBounds(Message, frozen=True):
@@ -137,54 +191,93 @@ class PixelBounds(Message, frozen=True):
 
 
 class GenerateRequest(Message, frozen=True):
-    """Body of POST /generate. The response has one line per request, in order of completion."""
+    """Body of POST /generate. The response has one line per request, in order of completion.
 
-    version: int  # of the weights that must sample; another version is refused with 409
+    Args:
+        version: Version of the weights that must sample; another version is refused with 409.
+        image_data: Images of the requests that the server may not have.
+        bounds: Bounds of the image size; required if a request has images.
+    """
+
+    version: int
     sampling: Sampling
     requests: tuple[Request, ...]
-    image_data: tuple[ImageData, ...] = ()  # images of the requests that the server may not have
-    bounds: PixelBounds | None = None  # required if a request has images
+    image_data: tuple[ImageData, ...] = ()
+    bounds: PixelBounds | None = None
 
 
 class ScoreRequest(Message, frozen=True):
-    """Body of POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
+    """Body of POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache.
 
-    sequences: tuple[tuple[int, ...], ...]  # token IDs
-    images: tuple[tuple[PlacedImage, ...], ...] = ()  # images of each sequence; () if no sequence has any
+    Args:
+        sequences: Token IDs of each sequence.
+        images: Images of each sequence; () if no sequence has any.
+        bounds: Bounds of the image size; required if a sequence has images.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    images: tuple[tuple[PlacedImage, ...], ...] = ()
     image_data: tuple[ImageData, ...] = ()
-    bounds: PixelBounds | None = None  # required if a sequence has images
+    bounds: PixelBounds | None = None
 
 
 class ScoreResponse(Message, frozen=True):
-    """Response to POST /score."""
+    """Response to POST /score.
 
-    version: int | None  # of the weights
-    logprobs: tuple[tuple[float, ...], ...]  # one row per sequence, natural logs
+    Args:
+        version: Version of the weights.
+        logprobs: One row per sequence, natural logs.
+    """
+
+    version: int | None
+    logprobs: tuple[tuple[float, ...], ...]
 
 
 class ServerState(Message, frozen=True):
-    """Response to GET /state, and to POST /claim, /release, /weights, /adapter and /abort."""
+    """Response to GET /state, and to POST /claim, /release, /weights, /adapter and /abort.
 
-    boot: str  # random name that changes with every start of the server
-    version: int | None  # of the weights; None: no weight sync has completed, or the last one failed
-    has_base: bool  # this owner has synced base weights for an adapter
-    owner: str | None  # the run that owns the server
-    running: int  # requests in the engine
-    model: str  # path of the model
+    Args:
+        boot: Random name that changes with every start of the server.
+        version: Version of the weights; None: no weight sync has completed, or the last one failed.
+        has_base: Whether this owner has synced base weights for an adapter.
+        owner: The run that owns the server.
+        running: Number of requests in the engine.
+        model: Path of the model.
+        world_size: Number of workers, each of which is one member of a link.
+        max_model_len: Limit for prompt plus completion in tokens.
+        max_num_seqs: Number of sequences decoded concurrently, by all engines of the server.
+        adapter_rank: Largest supported LoRA rank; 0: no adapters.
+        shape: `weights.shape.flat_values` of its model; {}: unknown.
+        returns_experts: Whether completions include the experts that their tokens were routed to.
+        limit_images: Images per prompt; 0: text only.
+        max_pixels: Maximum number of pixels per image.
+        max_mask_size: Largest top_k for which it returns the sampling mask.
+        is_frozen: Whether it accepts no claim and no weight sync, and answers /prompt_logprobs to every client with the token.
+        vocabulary: Vocabulary of a frozen server's tokenizer: `data.chat.vocabulary_of`.
+        fingerprint: Fingerprint of a frozen server's model: its configuration and weights.
+        vocab_size: Size of the vocabulary of a frozen server's model: token ids below it have log-probs.
+    """
+
+    boot: str
+    version: int | None
+    has_base: bool
+    owner: str | None
+    running: int
+    model: str
     dtype: str
-    world_size: int  # workers, each of which is one member of a link
-    max_model_len: int  # limit for prompt plus completion in tokens
-    max_num_seqs: int  # sequences decoded concurrently, by all engines of the server
-    adapter_rank: int  # largest supported LoRA rank; 0: no adapters
-    shape: dict[str, Any] = {}  # `weights.shape.flat_values` of its model; {}: unknown
-    returns_experts: bool = False  # completions include the experts that their tokens were routed to
-    limit_images: int = 0  # images per prompt; 0: text only
-    max_pixels: int = 0  # per image
-    max_mask_size: int = 0  # largest top_k for which it returns the sampling mask
-    is_frozen: bool = False  # it accepts no claim and no weight sync, and answers /prompt_logprobs to every client with the token
-    vocabulary: str = ""  # of a frozen server's tokenizer: `data.chat.vocabulary_of`
-    fingerprint: str = ""  # of a frozen server's model: its configuration and weights
-    vocab_size: int = 0  # of a frozen server's model: token ids below it have log-probs
+    world_size: int
+    max_model_len: int
+    max_num_seqs: int
+    adapter_rank: int
+    shape: dict[str, Any] = {}
+    returns_experts: bool = False
+    limit_images: int = 0
+    max_pixels: int = 0
+    max_mask_size: int = 0
+    is_frozen: bool = False
+    vocabulary: str = ""
+    fingerprint: str = ""
+    vocab_size: int = 0
 
 
 class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
@@ -221,12 +314,18 @@ class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
 
 
 class GenerateLine(Message, frozen=True, omit_defaults=True, eq=False):
-    """One line of the response to /generate."""
+    """One line of the response to /generate.
 
-    key: str  # of the request
+    Args:
+        key: Key of the request.
+        error: Why the request is invalid; every other server would reject it too.
+        lacks: Keys of images that the server does not have; send the request again with them.
+    """
+
+    key: str
     completions: tuple[SampledCompletion, ...] = ()
-    error: str | None = None  # why the request is invalid; every other server would reject it too
-    lacks: tuple[str, ...] = ()  # keys of images that the server does not have; send the request again with them
+    error: str | None = None
+    lacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.error is not None:
@@ -234,10 +333,15 @@ class GenerateLine(Message, frozen=True, omit_defaults=True, eq=False):
 
 
 class PromptLogprobsRequest(Message, frozen=True):
-    """Body of POST /prompt_logprobs, for a frozen server. The response has one line per sequence, in order of completion."""
+    """Body of POST /prompt_logprobs, for a frozen server. The response has one line per sequence, in order of completion.
 
-    sequences: tuple[tuple[int, ...], ...]  # token IDs
-    first: tuple[int, ...]  # per sequence: index of the first token whose log-prob is requested, at least 1
+    Args:
+        sequences: Token IDs of each sequence.
+        first: Per sequence, index of the first token whose log-prob is requested, at least 1.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    first: tuple[int, ...]
 
     def fault(self, max_model_len: int, vocab_size: int) -> str | None:
         """Return why no server of these sizes could answer the request.
@@ -265,10 +369,15 @@ class PromptLogprobsRequest(Message, frozen=True):
 
 
 class LogprobsLine(Message, frozen=True, eq=False):
-    """One line of the response to /prompt_logprobs."""
+    """One line of the response to /prompt_logprobs.
 
-    place: int  # index of the sequence in the body
-    logprobs: NDArray[np.float32]  # of the tokens from `first` on, natural logs
+    Args:
+        place: Index of the sequence in the body.
+        logprobs: Log-probs of the tokens from `first` on, natural logs.
+    """
+
+    place: int
+    logprobs: NDArray[np.float32]
 
 
 # ---- JSON

@@ -29,15 +29,22 @@ class EvaluationSpec:
     """Prompts, sampling settings and score of each evaluation.
 
     `seed` is used for evaluations alone and is not the run's.
+
+    Args:
+        sets: Held-out sets by name.
+        score: Name of the reward function that counts, or SUM.
+        pass_threshold: Least score of a correct completion; None: 1, or for SUM the sum of `most`.
+        most: For SUM, the largest contribution of each reward to that sum.
+        episodes: Description of the environment and its rules; "" for single-turn prompts.
     """
 
-    sets: Mapping[str, Sequence[Prompt]]  # by name
+    sets: Mapping[str, Sequence[Prompt]]
     sampling: SamplingSettings
-    score: str  # name of the reward function that counts, or SUM
-    pass_threshold: float | None = None  # least score of a correct completion; None: 1, or for SUM the sum of `most`
-    most: Sequence[float] = ()  # for SUM: the contribution of each reward that applies to that sum
+    score: str
+    pass_threshold: float | None = None
+    most: Sequence[float] = ()
     seed: int = 0
-    episodes: str = ""  # description of the environment and its rules; "" for single-turn prompts
+    episodes: str = ""
 
     def seed_of(self, name: str) -> int:
         """Return the run seed of a set for `prompt_seed`: different from that of any training run and of any other set.

@@ -168,11 +168,15 @@ class VersionCheck:
 
     A wrong version, a KV cache that was kept over a weight sync, and parts that were joined wrongly all show here, at the sampling step
     where they occur.
+
+    Args:
+        count: Completions to score.
+        is_coarse: Whether the trainer or the sampler is not float32.
     """
 
     policy: Policy
-    count: int  # completions to score
-    is_coarse: bool  # whether the trainer or the sampler is not float32
+    count: int
+    is_coarse: bool
     temperature: float
 
     def __call__(self, partial: Sequence[PartialCompletion], prompts: dict[int, Prompt], version: int) -> dict[str, float]:

@@ -206,14 +206,18 @@ class SampleBuffer:
 
     Every method that returns a `SampleBuffer` is collective, and leaves this one unchanged. Rows of the kinds `zero_gradient` wait and are
     counted like all others, but are neither scored nor trained.
+
+    Args:
+        partial_rollouts: Whether completions continue over weight syncs.
+        samples: Samples that this data-parallel rank holds.
     """
 
     parallel: ParallelState
     cut: BatchPartitioner
     zero_gradient: frozenset[RowKind] = frozenset()
-    partial_rollouts: bool = False  # whether completions continue over weight syncs
+    partial_rollouts: bool = False
     rows: TrainingRows = field(default_factory=TrainingRows)
-    samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # samples that this data-parallel rank holds
+    samples: Mapping[RowKey, Sample] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -53,13 +53,16 @@ class SyncStats:
     """Statistics of a weight sync.
 
     Differences are |trainer - engine| log-probs of the probes over all engines, in nats; NaN: nothing was checked.
+
+    Args:
+        image_difference_max: Largest difference over the probes with an image.
     """
 
     num_tensors: int = 0
     num_bytes: int = 0
     logp_difference_max: float = float("nan")
     logp_difference_mean: float = float("nan")
-    image_difference_max: float = float("nan")  # over the probes with an image
+    image_difference_max: float = float("nan")
 
 
 class WeightSyncManager:

@@ -47,11 +47,15 @@ class BucketPart(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """Numbers of ranks that share the weights being sent."""
+    """Numbers of ranks that share the weights being sent.
+
+    Args:
+        experts: Number of ranks of expert tensor parallelism x expert parallelism.
+    """
 
     stages: int
     tensor: int
-    experts: int  # expert tensor parallel x expert parallel
+    experts: int
 
     def sharing(self, part: BucketPart) -> int:
         """Return how many ranks share the parameters of a part.
@@ -72,17 +76,22 @@ class RankCounts:
 
 @dataclass(frozen=True, slots=True)
 class OwnedParameter:
-    """One parameter of the whole model, as each rank that holds it has it."""
+    """One parameter of the whole model, as each rank that holds it has it.
+
+    Args:
+        place: (layer, row of the table, expert on its rank).
+        units: Equal runs of rows between which a shard may be sliced; 0: it has no rows of its own in the full tensors.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
     num_bytes: int
     part: BucketPart
-    place: tuple[int, int, int]  # layer, row of the table, expert on its rank
+    place: tuple[int, int, int]
     stage: int
     expert_rank: int = 0
-    units: int = 0  # equal runs of rows between which a shard may be sliced; 0: it has no rows of its own in the full tensors
+    units: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +99,19 @@ class BucketSlot:
     """A position in the buffer of every rank that holds a parameter there, for parameters of equal shape and dtype.
 
     It has the units from `begin` to `end` of each shard: all of them, or a slice. A shard without units is one.
+
+    Args:
+        start: Offset in bytes from the beginning of its part.
+        shape: Shape of the shard.
+        names: Names by expert rank, in order; a rank may hold nothing here.
     """
 
     part: BucketPart
-    start: int  # bytes from the beginning of its part
+    start: int
     num_bytes: int
-    shape: tuple[int, ...]  # of the shard
+    shape: tuple[int, ...]
     dtype: Any
-    names: Mapping[int, str]  # by expert rank, in order; a rank may hold nothing here
+    names: Mapping[int, str]
     begin: int = 0
     end: int = 1
     units: int = 0
@@ -121,12 +135,17 @@ class BucketSlot:
 
 @dataclass(slots=True)
 class Bucket:
-    """A buffer with consecutive parameters of one stage."""
+    """A buffer with consecutive parameters of one stage.
+
+    Args:
+        sizes: Bytes of a rank's buffer, by part.
+        num_bytes: Bytes of all shards, without what is read in place.
+    """
 
     stage: int
     slots: list[BucketSlot] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=lambda: [0, 0, 0])  # bytes of a rank's buffer, by part
-    num_bytes: int = 0  # bytes of all shards, without what is read in place
+    sizes: list[int] = field(default_factory=lambda: [0, 0, 0])
+    num_bytes: int = 0
 
     def num_collectives(self, ranks: RankCounts) -> int:
         """Return the number of collectives of this bucket.
@@ -229,11 +248,16 @@ def peak_bytes(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSlice:
-    """Some rows of a tensor, or some columns of these, where a bucket has no room for all of it. Each element arrives once."""
+    """Some rows of a tensor, or some columns of these, where a bucket has no room for all of it. Each element arrives once.
+
+    Args:
+        start: Index of its first element in the tensor.
+        shape: Shape of the tensor.
+    """
 
     part: torch.Tensor
-    start: tuple[int, ...]  # index of its first element in the tensor
-    shape: tuple[int, ...]  # of the tensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -287,10 +311,16 @@ class WeightUpdate:
 
     `tensors` yields (Hugging Face name, full tensor), is consumed once, and may be collective. For a receiver that takes slices, a tensor
     may be a `TensorSlice`. A tensor is valid until the stream ends; clone it to keep it longer.
+
+    Args:
+        kind: "weights" (all), "merged" (all, with an adapter merged) or "adapter" (an adapter alone).
+        version: Version of the weights after this update; or NO_VERSION.
+        config: Configuration of an adapter, as PEFT writes it.
+        moves_tower: Whether vision weights are included, so cached image embeddings are stale.
     """
 
-    kind: Literal["weights", "merged", "adapter"]  # all weights; all weights with an adapter merged; an adapter alone
-    version: int  # version of the weights after this update; or NO_VERSION
+    kind: Literal["weights", "merged", "adapter"]
+    version: int
     tensors: Iterable[tuple[str, Any]]
-    config: Mapping[str, Any] = field(default_factory=dict)  # of an adapter, as PEFT writes it
-    moves_tower: bool = False  # vision weights are included, so cached image embeddings are stale
+    config: Mapping[str, Any] = field(default_factory=dict)
+    moves_tower: bool = False

@@ -49,6 +49,7 @@ class ModelFamily:
         shared_expert: Name of the shared experts inside that block.
         expert_bias: Name of the bias on the selection of experts inside that block.
         expert_names: Names of an expert's gate, up and down projections.
+        turns_a_part: Whether it supports a partial_rotary_factor below 1.
         tower: Vision tower, for vision-language models.
     """
 
@@ -64,7 +65,7 @@ class ModelFamily:
     # Multi-token prediction layers after the last layer, for speculative decoding. GRPO neither trains nor exports them.
     has_prediction_layers: bool = False
     # config.json -> (rope config of full-attention layers, rope config of sliding-window layers). None: all layers have the same rope.
-    turns_a_part: bool = False  # supports a partial_rotary_factor below 1
+    turns_a_part: bool = False
     ropes: Callable[[Config], tuple[Config, ...]] | None = None
     tower: VisionTower | None = None
 

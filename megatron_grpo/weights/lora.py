@@ -83,7 +83,7 @@ class LoraSettings:
     exclude_regex: str | None = None
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # cache of rank_of
+    _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, cfg: TunerConfig, shape: ModelShape) -> LoraSettings:
@@ -308,14 +308,21 @@ def _lora_error(flag: str, message: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearModule:
-    """A Hugging Face module that can have an adapter, and the Megatron linear that it is part of (both with global numbers)."""
+    """A Hugging Face module that can have an adapter, and the Megatron linear that it is part of (both with global numbers).
+
+    Args:
+        out: Number of output channels.
+        inner: Number of input channels.
+        megatron: Megatron's name without `.weight`.
+        is_row: Whether tensor parallelism cuts the input channels instead of the output channels.
+    """
 
     name: str
-    out: int  # output channels
-    inner: int  # input channels
-    megatron: str  # without `.weight`
+    out: int
+    inner: int
+    megatron: str
     is_expert: bool
-    is_row: bool  # tensor parallelism cuts the input channels; else the output channels
+    is_row: bool
 
 
 @cache

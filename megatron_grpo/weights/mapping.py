@@ -53,13 +53,17 @@ def is_of_adapter(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """Mapping between the Hugging Face and Megatron parameters of one model. Built by `for_shape`."""
+    """Mapping between the Hugging Face and Megatron parameters of one model. Built by `for_shape`.
+
+    Args:
+        padded_vocab_size: Rows of the padded vocabulary.
+    """
 
     shape: ModelShape
-    padded_vocab_size: int  # rows
+    padded_vocab_size: int
     outer: dict[str, WeightEntry]
     layers: dict[LayerKind, dict[str, WeightEntry]]
-    _located: dict[str, tuple[WeightEntry, str, int]] = field(default_factory=dict, compare=False, repr=False)  # cache of _locate
+    _located: dict[str, tuple[WeightEntry, str, int]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def for_shape(cls, shape: ModelShape, *, padded_vocab_size: int, naming: str = "local", grouped: bool | None = None) -> WeightMap:

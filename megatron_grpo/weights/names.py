@@ -40,16 +40,24 @@ class ShardCut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One Megatron parameter. Inside a layer, both names are relative to it; `{e}` stands for the expert number."""
+    """One Megatron parameter. Inside a layer, both names are relative to it; `{e}` stands for the expert number.
+
+    Args:
+        hf: (name, full size) of each Hugging Face tensor.
+        is_expert: Whether it is on one expert-parallel rank, sharded over *expert* tensor parallelism.
+        is_buffer: Whether it is not among named_parameters().
+        is_copy: Whether it is a second copy of a tensor that another entry exports.
+        is_float32: Whether it is stored in float32, whatever the model's dtype is.
+    """
 
     megatron: str
-    hf: tuple[tuple[str, tuple[int, ...]], ...]  # (name, full size)
+    hf: tuple[tuple[str, tuple[int, ...]], ...]
     packing: Packing
     cut: ShardCut
-    is_expert: bool = False  # on one expert-parallel rank, sharded over *expert* tensor parallelism
-    is_buffer: bool = False  # not among named_parameters()
-    is_copy: bool = False  # a second copy of a tensor that another entry exports
-    is_float32: bool = False  # stored in float32, whatever the model's dtype is
+    is_expert: bool = False
+    is_buffer: bool = False
+    is_copy: bool = False
+    is_float32: bool = False
 
 
 def num_units(entry: WeightEntry, rows: int, shape: ModelShape, ranks: int) -> int:

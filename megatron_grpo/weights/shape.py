@@ -24,40 +24,57 @@ class ModelShape:
     """Shape of one decoder-only model: RMSNorm, rotary positions, gated MLP, optionally experts.
 
     All sizes are of the whole model, in channels, heads or rows; none depends on ranks.
+
+    Args:
+        num_query_groups: Number of key/value heads.
+        head_dim: Channels of a head (Megatron's kv_channels).
+        local_rope: Rotary embedding of sliding-window layers, if it differs.
+        qk_norm_is_whole: Whether one norm runs over all query heads, and one over all key heads.
+        pre_norm: Whether there are norms before attention and before the MLP.
+        post_norm: Whether there are norms after each of them, before the residual addition.
+        norms_from_one: Whether a norm's weight is stored as its offset from 1.
+        activation: Activation of the gate.
+        clamp: Clamp of a clamped gate: (factor in its sigmoid, clamp limit).
+        sinks: Whether there are attention sinks: one extra score per head, with value 0.
+        embedding_scale: Factor on the output of the embedding.
+        softmax_scale: Factor on attention scores; None: 1 / sqrt(head_dim).
+        windows: Windows by layer: tokens attended to, including the token itself; None is all; () is all everywhere.
+        attention_output_gate: Whether linear_qkv has a gate beside each query head; its sigmoid multiplies the head's output.
+        vision: Sizes of the vision tower of a vision-language model.
     """
 
     architecture: str
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    num_query_groups: int  # key/value heads
-    head_dim: int  # Megatron's kv_channels
+    num_query_groups: int
+    head_dim: int
     ffn_hidden_size: int
     vocab_size: int
     max_position_embeddings: int
     norm_epsilon: float
     rope: RopeShape
-    local_rope: RopeShape | None = None  # of sliding-window layers, if it differs
+    local_rope: RopeShape | None = None
     tied_embeddings: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    qk_norm_is_whole: bool = False  # one norm over all query heads, and one over all key heads
-    pre_norm: bool = True  # before attention, and before the MLP
-    post_norm: bool = False  # after each of them, before the residual addition
-    norms_from_one: bool = False  # a norm's weight is stored as its offset from 1
-    activation: Activation = "silu"  # of the gate
-    clamp: tuple[float, float] | None = None  # of a clamped gate: (factor in its sigmoid, clamp limit)
-    sinks: bool = False  # attention sinks: one extra score per head, with value 0
-    embedding_scale: float = 1.0  # multiplies the output of the embedding
-    softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    windows: tuple[int | None, ...] = ()  # by layer: tokens attended to, including the token itself; None is all; () is all everywhere
+    qk_norm_is_whole: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    norms_from_one: bool = False
+    activation: Activation = "silu"
+    clamp: tuple[float, float] | None = None
+    sinks: bool = False
+    embedding_scale: float = 1.0
+    softmax_scale: float | None = None
+    windows: tuple[int | None, ...] = ()
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     delta_net: DeltaNetShape | None = None
-    attention_output_gate: bool = False  # linear_qkv has a gate beside each query head; its sigmoid multiplies the head's output
-    vision: VisionShape | None = None  # of a vision-language model
+    attention_output_gate: bool = False
+    vision: VisionShape | None = None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:

@@ -47,6 +47,8 @@ class VisionTower:
         text_prefix: Prefix of the text model's tensor names on the Hub. The head is `lm_head` everywhere.
         shape: Function (vision_config, config.json) -> sizes.
         tensors: Function (sizes, channels of the text model) -> names without the prefix, and sizes.
+        sections: Default value of mrope_section.
+        interleaved_axes: As in `RopeShape`.
     """
 
     module: str
@@ -54,8 +56,8 @@ class VisionTower:
     text_prefix: str
     shape: Callable[[Config, Config], VisionShape]
     tensors: Callable[[VisionShape, int], Sizes]
-    sections: tuple[int, int, int]  # default of mrope_section
-    interleaved_axes: bool = False  # see `RopeShape`
+    sections: tuple[int, int, int]
+    interleaved_axes: bool = False
 
     def on_the_hub(self, name: str) -> str:
         """Return a tensor's name on the Hub. transformers 4.52 to 4.57 write the names of their modules in memory instead.

@@ -41,20 +41,31 @@ def token_logprobs(logits: Any, targets: Any, temperature: float) -> tuple[Any, 
 
 @dataclass
 class ReferenceCompletion:
-    """One completion: float64 [T] each, over its tokens. Where `mask` is 0 a token is not trained (a tool's answer, say)."""
+    """One completion: float64 [T] each, over its tokens. Where `mask` is 0 a token is not trained (a tool's answer, say).
 
-    mask: Array  # 0 or 1
-    logp: Array  # of the policy now, with gradient
-    entropy: Array  # with gradient
-    sampler_logp: Array  # NaN where the sampler gave none
+    Args:
+        mask: Mask of trained tokens, 0 or 1.
+        logp: Log-probs of the policy now, with gradient.
+        entropy: Entropy, with gradient.
+        sampler_logp: The sampler's log-probs; NaN where the sampler gave none.
+        old_logp: Old log-probs; None: on-policy.
+        group: Completions of one prompt.
+        teacher_logp: The teacher's log-probs; None: no teacher has seen it.
+        correction: Correction for off-policy data; None: computed from `sampler_logp`.
+    """
+
+    mask: Array
+    logp: Array
+    entropy: Array
+    sampler_logp: Array
     ref_logp: Array
-    old_logp: Array | None  # None: on-policy
+    old_logp: Array | None
     advantage: float
     is_truncated: bool = False
     is_zero_std: bool = False
-    group: int = 0  # completions of one prompt
-    teacher_logp: Array | None = None  # None: no teacher has seen it
-    correction: Array | None = None  # None: computed from `sampler_logp`
+    group: int = 0
+    teacher_logp: Array | None = None
+    correction: Array | None = None
 
     @property
     def old(self) -> Array:
