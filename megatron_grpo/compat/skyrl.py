@@ -256,6 +256,16 @@ def _correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Settin
         yield from idle(args, {f"{_ALGORITHM}tis_imp_ratio_cap": "-1.0"}, required_setting="use_tis")
 
 
+def _ahead(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    if args.is_true("fully_async.enabled") and "async_rollout_depth" not in values:
+        depth, has_depth = args.integer("fully_async.max_staleness_steps", 4), "fully_async.max_staleness_steps" in args
+        yield SettingChange(
+            values={"async_rollout_depth": depth}, untyped=None if has_depth else ("fully_async.max_staleness_steps", "4"),
+            note="SkyRL's max_staleness_steps counts from the beginning of a group; async_rollout_depth is the largest age of a token in "
+            "sampling steps. Nothing is discarded for its age, and caches are computed anew after a weight sync.",
+        )  # fmt: skip
+
+
 def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     if values.get("tuner_type") != "lora":
         yield from idle(args, {f"{_LORA}dropout": "0.0"}, required_setting=f"{_LORA}rank")
@@ -278,5 +288,5 @@ def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChang
         )
 
 
-CONVERSIONS = (_loss, _kl, _correction, _layout, partial(_steps, in_prompts=True), _lora, _prompts_and_engines)
+CONVERSIONS = (_loss, _kl, _correction, _layout, partial(_steps, in_prompts=True), _ahead, _lora, _prompts_and_engines)
 CONVERSIONS_OF_THE_GUIDE = (*CONVERSIONS[:4], partial(_steps, in_prompts=False), *CONVERSIONS[5:])

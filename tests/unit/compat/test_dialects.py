@@ -155,7 +155,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("skyrl", "trainer.algorithm.policy_loss_type=clip_cov", "policy_loss_type (clip_cov)"),
         ("skyrl", "trainer.algorithm.loss_reduction=prompt_mean", "loss_reduction (prompt_mean)"),
         ("skyrl", "trainer.placement.colocate_all=false", "servers are started beside a run"),
-        ("skyrl", "trainer.fully_async.enabled=true", "not synced during requests"),
+        ("skyrl", "trainer.fully_async.enabled=true", "async_rollout_depth 4 trains on completions of older weights"),
         ("skyrl", "generator.max_turns=4", "multi-turn"),
         ("skyrl", "environment.env_class=gsm8k", "rewards come from reward_funcs"),
         ("skyrl", "trainer.strategy=deepspeed", "trainer.strategy (deepspeed) is not supported. Supported: megatron, fsdp, fsdp2"),

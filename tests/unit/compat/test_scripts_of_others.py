@@ -169,7 +169,7 @@ SKYRL = {
         "trainer.algorithm.overlong_buffer_len=512 trainer.algorithm.overlong_buffer_penalty_factor=1.0 --reward_funcs math",
         (16, 4, 2, 512, 8192, 16)),
     "clip_cov": ("trainer.algorithm.policy_loss_type=clip_cov", "(clip_cov) with algorithm.loss_reduction (token_mean) is not supported"),
-    "fully_async": ("trainer.fully_async.enabled=true", "weights are not synced during requests"),
+    "fully_async": ("trainer.fully_async.enabled=true trainer.placement.colocate_all=false", "servers are started beside a run"),
 }  # fmt: skip
 # More of verl: examples/tuning and verl/experimental.
 VERL |= {
@@ -188,7 +188,7 @@ VERL |= {
         "algorithm.rollout_correction.rollout_is_threshold=null "
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_AND_PIECEWISE", (8, 8, 1, 16, 32, 2)),
     "ppo_trainer": ("algorithm.adv_estimator=gae critic.enable=True actor_rollout_ref.rollout.n=1", "there is no critic"),
-    "fully_async": ("async_training.partial_rollout=True data.train_batch_size=0 rollout.nnodes=2", "not synced during requests"),
+    "fully_async": ("async_training.partial_rollout=True data.train_batch_size=0 rollout.nnodes=2", "give the depth as async_rollout"),
     "one_step_off": ("rollout.nnodes=1 rollout.n_gpus_per_node=2", "sampling on separate GPUs is vllm_mode server"),
 }  # fmt: skip
 CASES = [
@@ -373,7 +373,7 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
         ("slime", "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 2 --global-batch-size 256",
          "global_batch_size (256) is not 32 x 8 / num_steps_per_rollout (2) = 128"),
         ("slime", "--use-dynamic-batch-size", "requires max_tokens_per_gpu"),
-        ("slime", "--partial-rollout", "weights are not synced during requests"),
+        ("slime", "--partial-rollout", "give the depth as async_rollout_depth N"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_said(dialect, words, said):
