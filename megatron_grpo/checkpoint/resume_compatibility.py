@@ -100,7 +100,7 @@ def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
 @cache
 def sampling_settings() -> frozenset[str]:
     """Return the settings that a partial completion depends on: with another value it is not continued but sampled again."""
-    sampling = "num_generations max_completion_length temperature top_k top_p min_p stop_token_ids generation_kwargs vllm_mode".split()
+    sampling = "num_generations max_completion_length temperature top_k top_p min_p stop stop_token_ids generation_kwargs vllm_mode".split()
     return frozenset({*sampling, *(name for name, setting in table().items() if setting.group == "data")})
 
 

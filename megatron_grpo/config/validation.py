@@ -210,9 +210,6 @@ SAMPLING = (
          "rollout_importance_sampling_mode token_truncate, or old_logprobs rollout (ratio to the sampler's log-probs).",
          {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
     # partial rollouts
-    Rule("async_rollout_depth stop", lambda c: c.stop and _depths(c),
-         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and stop strings are not recognised over an "
-         "interruption. Use stop_token_ids, or async_rollout_depth {depths}.", lambda c: {"async_rollout_depth": c.smaller}),
     Rule("async_rollout_depth {flag}", lambda c: training_structured_outputs(c.cfg.rollout) is not None
          and (depths := _depths(c)) and depths | {"flag": flag_of(c.cfg.rollout)},
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and structured outputs begin anew after an "

@@ -147,6 +147,7 @@ class EngineTurns:
         self._engine, self._sampling, self._version, self._adapter = engine, sampling, version, adapter
         self._vocab_size = engine.model_config.get_vocab_size()
         self._keys: dict[str, Key] = {}
+        self._earlier: dict[Key, tuple[Sequence[int], int]] = {}  # tokens of requests that continue a completion, and how many are of it
         self._count = 0
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, num_sampled: int | None = None) -> None:
@@ -162,13 +163,16 @@ class EngineTurns:
         # `vllm_scheduling` computes a prompt once for the requests whose names end alike after an underscore.
         name = f"turn-{self._count}" + (f"_{PROMPT}{key[0]}" if num_sampled == 0 else "")
         self._keys[name] = key
+        if num_sampled:
+            self._earlier[key] = token_ids, num_sampled
         self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params, lora_request=self._adapter)
 
     def poll(self) -> list[tuple[Key, SampledTurn]]:
         if not self._keys:
             return []
         finished = [output for output in self._engine.step() if output.finished]
-        return [(self._keys.pop(output.request_id), self._sampled_turn(output.outputs[0])) for output in finished]
+        turns = [(self._keys.pop(output.request_id), output.outputs[0]) for output in finished]
+        return [(key, self._sampled_turn(key, output)) for key, output in turns]
 
     @property
     def num_running(self) -> int:
@@ -190,7 +194,8 @@ class EngineTurns:
             )
             for state in states
         ]
-        turns = [(self._keys[state.external_req_id], self._sampled_turn(output)) for state, output in zip(states, outputs, strict=True)]
+        keys = [self._keys[state.external_req_id] for state in states]
+        turns = [(key, self._sampled_turn(key, output)) for key, output in zip(keys, outputs, strict=True)]
         self.abort()
         return turns
 
@@ -199,9 +204,12 @@ class EngineTurns:
         self._keys.clear()
         self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
 
-    def _sampled_turn(self, output: Any) -> SampledTurn:
-        from megatron_grpo.rollout.vllm_requests import sampled
+    def _sampled_turn(self, key: Key, output: Any) -> SampledTurn:
+        from megatron_grpo.rollout.vllm_requests import sampled, until_stop
 
+        earlier = self._earlier.pop(key, None)
+        if self._sampling.stop and earlier is not None:
+            output = until_stop(output, self._engine.get_tokenizer(), *earlier, self._sampling)
         logprobs, sampling_mask = sampled(output, self._sampling, self._vocab_size)
         is_cut = output.finish_reason == "length"
         return SampledTurn(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -188,15 +189,43 @@ def text_of(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int],
         prompt_ids: Token IDs of the prompt.
         token_ids: Token IDs of the completion.
         sampling: Sampling settings.
-        is_stopped: Whether the last token ended the completion, which is then not part of the text.
+        is_stopped: Whether a stop string or its last token ended the completion; neither is part of the text.
     """
+    detokenizer, stop = _detokenized(tokenizer, prompt_ids, token_ids, sampling, is_stopped and not sampling.stop)
+    if is_stopped and sampling.stop and stop is None:
+        detokenizer, _ = _detokenized(tokenizer, prompt_ids, token_ids, sampling, True)
+    return detokenizer.get_next_output_text(finished=True, delta=False)
+
+
+def until_stop(output: Any, tokenizer: Any, ids: Sequence[int], num_sampled: int, sampling: SamplingSettings) -> Any:
+    """Return a part of a completion as far as a stop string that began in an earlier part, which vLLM does not see.
+
+    Args:
+        output: vLLM's CompletionOutput of the part.
+        tokenizer: vLLM's tokenizer.
+        ids: Token IDs of its request.
+        num_sampled: Number of the last `ids` that belong to the completion.
+        sampling: Sampling settings.
+    """
+    begin, is_token = len(ids) - num_sampled, output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+    detokenizer, stop = _detokenized(tokenizer, ids[:begin], [*ids[begin:], *output.token_ids], sampling, is_token)
+    if stop is None:
+        return output
+    count, output = detokenizer.num_output_tokens() - num_sampled, copy(output)
+    output.token_ids, output.logprobs, output.finish_reason = list(output.token_ids)[:count], output.logprobs[:count], "stop"
+    return output
+
+
+def _detokenized(
+    tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], sampling: SamplingSettings, ends_by_token: bool
+) -> tuple[Any, str | None]:
+    """Return vLLM's detokenizer with the tokens of a completion as far as its first stop string, and that string or None."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     params = sampling_params(sampling, None, vocab_size=len(tokenizer))
     request: Any = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=list(prompt_ids), prompt_embeds=None)
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-    detokenizer.update(list(token_ids), is_stopped)
-    return detokenizer.get_next_output_text(finished=True, delta=False)
+    return detokenizer, detokenizer.update(list(token_ids), ends_by_token)
 
 
 def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:

@@ -148,6 +148,9 @@ class ServedEngine:
                 return wire.GenerateLine(key=request.key, error=f"{difference}.")
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.GenerateLine(key=request.key, error=str(error))
+        if settings.stop and request.num_sampled:
+            of_part = self._llm.get_tokenizer(), request.ids, request.num_sampled, settings
+            output.outputs = [vllm_requests.until_stop(output_item, *of_part) for output_item in output.outputs]
         try:
             draws = [vllm_requests.sampled(output_item, settings, self.vocab_size, may_be_aborted=True) for output_item in output.outputs]
         except ConfigError as error:

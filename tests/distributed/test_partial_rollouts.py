@@ -217,6 +217,32 @@ def test_a_part_has_a_seed_of_its_own(model, is_right):
     assert share < 0.1 if is_right else share > 0.2
 
 
+def test_a_stop_string_ends_a_completion_also_where_it_lies_over_an_interruption(model):
+    """Words are numbers, so a stop string of the end of one and the beginning of the next lies over two tokens. Each part has three."""
+
+    def body(rank, world_size):
+        stops = ("1 4", "7 2", "3 9", "5 8")
+        engine, sampling, asked, kept, num_over = build(model, 0, 1), settings(stop=stops), [prompt(i) for i in range(8)], [], 0
+        while len(kept) < 8 * GROUP or not all(one.finish_reason for one in kept):
+            generation = engine.resume(asked, sampling, seed=3, partial=kept)
+            for _ in range(3):
+                generation._take(generation._parts.poll())
+            kept = generation.interrupt()
+        for one in kept:
+            tokens, last = one.token_ids.tolist(), len(one.token_ids) - 1
+            texts = [" ".join(str(token) for token in tokens[: i + 1] if token > 3) for i in range(last + 1)]
+            found = [i for i, text in enumerate(texts) if any(stop in text for stop in stops)]
+            assert found in ([], [last]) and len(one.logprobs) == last + 1 and (not found or one.finish_reason == "stop")
+            num_over += bool(found) and one.starts[-1] == last
+        assert num_over > 1  # the last token alone is of the last part
+        for group in engine.resume(asked, sampling, seed=3, partial=kept).groups(asked):
+            for one in group.completions:
+                words = " ".join(str(token) for token in one.answer_ids if token > 3)
+                assert one.text.strip() == words[: min([len(words), *(words.find(stop) for stop in stops if stop in words)])].strip()
+
+    run_ranks(body, 1)
+
+
 def test_a_generation_that_is_cancelled_leaves_the_engine_free(model):
     def body(rank, world_size):
         from megatron_grpo.base.errors import CancelledError

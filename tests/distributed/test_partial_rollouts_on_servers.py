@@ -218,6 +218,17 @@ def hold(rank, world, paths, named, out, file):
         start_coroutine(member.server.stream("/generate", replace_requests(body, rest), lines.append)).result()
         [answer] = [answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None]
         assert answer.completions[0].text.startswith(answers["1"].completions[0].text.rstrip("�"))
+        # A stop string over both parts: the last token of the first part and the first one of the second.
+        from transformers import AutoTokenizer
+
+        begun, tokenizer = answers["1"].completions[0].tokens.tolist(), AutoTokenizer.from_pretrained(paths[0])
+        over = tokenizer.decode([begun[-1], answer.completions[0].tokens[0]])
+        lines.clear()
+        stops = wire.GenerateRequest(version=0, sampling=wire.Sampling(stop=(over,)), requests=(rest,))
+        start_coroutine(member.server.stream("/generate", stops, lines.append)).result()
+        [stopped] = [answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None]
+        assert stopped.completions[0].reason == "stop" and stopped.completions[0].tokens.tolist() == [answer.completions[0].tokens[0]]
+        assert stopped.completions[0].text == tokenizer.decode(begun[:-1], skip_special_tokens=True) + " "
 
 
 def replace_requests(body, *requests):

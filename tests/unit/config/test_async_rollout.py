@@ -30,7 +30,7 @@ def plan(capsys):
         "--async_rollout_depth 0",
         "--async_rollout_depth 1 --old_logprobs rollout",
         "--async_rollout_depth 3 --rollout_importance_sampling_mode token_mask",
-        f"--async_rollout_depth 3 {CORRECTED}",
+        f"--async_rollout_depth 3 {CORRECTED} --stop END",
     ],
 )
 def test_it_is_taken_where_something_corrects_for_the_age_of_what_was_sampled(plan, words):
@@ -40,10 +40,8 @@ def test_it_is_taken_where_something_corrects_for_the_age_of_what_was_sampled(pl
 @pytest.mark.parametrize(
     ("words", "nearest"),
     [
-        (f"--async_rollout_depth 3 {CORRECTED} --stop END", {"async_rollout_depth": [0, 1]}),
         (f"--async_rollout_depth 3 {CORRECTED} --top_k 9 --vllm_structured_outputs_regex a+", {"async_rollout_depth": [0, 1]}),
         ("--async_rollout_depth 2", {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
-        ("--async_rollout_depth 2 --old_logprobs rollout --stop END", {"async_rollout_depth": [0]}),
         ("--async_rollout_depth 2 --old_logprobs rollout --top_k 9 --vllm_structured_outputs_regex a+", {"async_rollout_depth": [0]}),
         (f"--async_rollout_depth 1 {SERVERS}", {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
     ],
