@@ -379,6 +379,6 @@ def _sampled_completion(
         tokens=np.array(output.token_ids, np.int32),
         text=text,
         reason=output.finish_reason,
-        versions=tuple((int(span.version), span.start, span.end) for span in output.weight_versions or ()),
+        versions=tuple((int(span.version), span.start, min(span.end, len(output.token_ids))) for span in output.weight_versions or ()),
         experts=experts,
     )
