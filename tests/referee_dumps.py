@@ -145,13 +145,13 @@ def modules(**named) -> dict[str, ModuleType]:
     return found
 
 
-def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False) -> Path:
-    """volcengine/verl b178a3c, verl/workers/actor/dp_actor.py (update_policy) and verl/trainer/ppo/core_algos.py (agg_loss, GRPO)."""
-    b, uid = batch_of(seed), np.array([f"u{i // G}" for i in range(16)])
+def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False, kl=0.0) -> Path:
+    """verl 0.8.0 and 0.9.1, verl/workers/utils/losses.py (ppo_loss) and verl/trainer/ppo/core_algos.py (agg_loss, GRPO)."""
+    b = batch_of(seed)
     grouped = b["rewards"].view(-1, G)
     std = grouped.std(dim=1, unbiased=wrong != "n", keepdim=True) + 1e-6
     scores = ((grouped - grouped.mean(dim=1, keepdim=True)) / std).view(-1, 1)
-    data = {
+    data: dict = {
         "response_mask": b["mask"], "advantages": scores * b["mask"], "old_log_probs": b["old_logp"], "ref_log_prob": b["ref_logp"],
         "token_level_scores": torch.zeros_like(b["mask"]).index_fill_(1, torch.tensor([0]), 1.0) * b["rewards"][:, None],
     }  # fmt: skip
@@ -161,44 +161,48 @@ def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong
             rho = 1 / rho
         data |= {"rollout_log_probs": b["sampler_logp"], "rollout_is_weights": rho.clamp(max=2.0) * b["mask"]}
 
-    def agg(loss, mask):
+    def agg(loss, mask, tokens, rows):
         if wrong == "padding":
-            return loss.mul(mask).mean()
-        if mode == "token-mean" and wrong != "length":
-            return (loss * mask).sum() / mask.sum()
-        if mode == "seq-mean-token-sum-norm":
-            return (loss * mask).sum(-1).sum() / mask.shape[-1]
-        tokens = (loss * mask).sum(-1) / (1.0 if mode == "seq-mean-token-sum" else mask.sum(-1))
-        return tokens.mean()
+            return (loss * mask).sum() / mask.numel() * len(mask) / rows
+        if mode == "token-mean" and wrong not in ("length", "micro"):
+            return (loss * mask).sum() / tokens
+        if wrong == "micro":
+            return (loss * mask).sum() / mask.sum() * len(mask) / rows
+        sums = (loss * mask).sum(-1) / (mask.sum(-1) if mode == "seq-mean-token-mean" or wrong == "length" else 1.0)
+        return sums.sum() / rows / (mask.shape[-1] if mode == "seq-mean-token-sum-norm" else 1)
 
-    def vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
-        old = log_prob.detach() if wrong == "stale" else old_log_prob
-        loss = ppo(log_prob, old, advantages, dual=None if wrong == "dual" else 3.0, wrong=wrong)
-        loss = loss if rollout_is_weights is None else loss * rollout_is_weights ** (2 if wrong == "twice" else 1)
-        return agg(loss, response_mask), {}
+    def ppo_loss(config, model_output, data, dp_group=None):
+        log_prob, mask, old = model_output["log_probs"], data["response_mask"], data["old_log_probs"]
+        old, dual = log_prob.detach() if wrong == "stale" else old, None if wrong == "dual" else 3.0
+        loss = ppo(log_prob, old, data["advantages"], dual=dual, wrong=wrong)
+        loss = loss * data.get("rollout_is_weights", torch.ones(())) ** (2 if wrong == "twice" else 1)
+        total = agg(loss, mask, data["batch_num_tokens"], data["global_batch_size"])
+        if kl:
+            d = (data["ref_log_prob"] - log_prob).clamp(-20, 20)
+            total = total + kl * agg((d.exp() - d - 1).clamp(-10, 10), mask, data["batch_num_tokens"], data["global_batch_size"])
+        return total, {}
 
-    class DataParallelPPOActor:
-        def update_policy(self, data):
+    class TrainingWorker:
+        engine = SimpleNamespace(get_data_parallel_group=lambda: None)
+
+        def train_mini_batch(self, data):
+            self.train_batch(data)
+
+        def train_batch(self, data):
             for first in range(0, 16, micro_rows):
-                at = slice(first, first + micro_rows)
-                log_prob = b["logp"][at].clone().requires_grad_()
-                given = {name: data.batch[name][at] for name in ("advantages", "response_mask")}
-                given["old_log_prob"] = data.batch["old_log_probs"][at]
-                weights = data.batch.get("rollout_is_weights")
-                loss, _ = dp_actor.get_policy_loss_fn("vanilla")(
-                    log_prob=log_prob, loss_agg_mode=mode, config=None, rollout_is_weights=None if weights is None else weights[at], **given
-                )
-                (loss * micro_rows / 16).backward()
-            self._optimizer_step()
+                at, more = slice(first, first + micro_rows), {"batch_num_tokens": b["mask"].sum().item(), "global_batch_size": 16}
+                given = {name: x[at] for name, x in data.items() if torch.is_tensor(x)} | more
+                config = SimpleNamespace(loss_scale_factor=None, loss_agg_mode=mode)
+                loss, _ = workers.ppo_loss(config, {"log_probs": b["logp"][at].clone().requires_grad_()}, given)
+                loss.backward()
 
-        def _optimizer_step(self):
-            pass
-
-    made = modules(verl={"__version__": "0.8.0.dev"}, verl__workers__actor__dp_actor={
-        "DataParallelPPOActor": DataParallelPPOActor, "get_policy_loss_fn": lambda mode: vanilla})  # fmt: skip
-    dp_actor = made["verl.workers.actor.dp_actor"]
+    made = modules(
+        verl={"__version__": "0.9.1"}, verl__workers__engine_workers={"TrainingWorker": TrainingWorker, "ppo_loss": ppo_loss},
+        verl__workers__utils__padding={"no_padding_2_padding": lambda x, data: x},
+    )  # fmt: skip
+    workers = made["verl.workers.engine_workers"]
     run_hook("verl", made, folder)
-    DataParallelPPOActor().update_policy(SimpleNamespace(batch=data, non_tensor_batch={"uid": uid.astype(object)}))
+    TrainingWorker().train_mini_batch(data | {"uid": [f"u{i // G}" for i in range(16)]})
     return folder
 
 
@@ -206,11 +210,12 @@ def run_hook(system: str, made: dict[str, ModuleType], folder: Path) -> dict:
     """Run the program of a page with these modules."""
     folder.mkdir(parents=True, exist_ok=True)
     space: dict = {}
-    one = {"get_rank": lambda: 0, "get_world_size": lambda: 1}
+    one = {"get_rank": lambda group=None: 0, "get_world_size": lambda group=None: 1}
     with mock.patch.dict(sys.modules, made):
         exec(hook_of(system), space)
     space["os"] = SimpleNamespace(environ={"REFEREE_DUMP": str(folder)}, makedirs=os.makedirs)
-    space["torch"] = fake("torch", **{n: getattr(torch, n) for n in ("is_tensor", "autograd", "cat")}, distributed=SimpleNamespace(**one))
+    space["dist"] = SimpleNamespace(**one)
+    space["torch"] = fake("torch", **{n: getattr(torch, n) for n in ("is_tensor", "autograd", "cat")}, distributed=space["dist"])
     return space
 
 
@@ -257,7 +262,7 @@ def slime_dump(folder: Path, seed: int, *, per_token=False, wrong="", kl=0.0) ->
                     return sum((one * m).sum() / len(m) for one, m in parts)
                 return sum((one * m).sum() / (1 if per_token else m.sum()) for one, m in parts)
 
-            space["dumping_loss"](None, batch, logits, reducer)
+            space["dumping_loss"](SimpleNamespace(kl_loss_type="k3"), batch, logits, reducer)
 
     model.train_one_step = train_one_step
     with mock.patch("importlib.metadata.version", lambda name: "0.3.1"):
@@ -298,7 +303,7 @@ def slime_train_data(folder: Path, seed: int, *, wrong="", version=2) -> Path:
 
 
 def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0, overlong=False, mode=None) -> Path:
-    """modelscope/ms-swift 3602360, swift/megatron/trainers/grpo_trainer.py (loss_func)."""
+    """ms-swift 4.6.0, swift/megatron/trainers/grpo_trainer.py (loss_func)."""
     b = batch_of(seed)
     advantages = torch.randn(16, 1, generator=torch.Generator().manual_seed(seed)).expand(-1, b["mask"].shape[1])
     truncated = b["length"] == b["length"].max()
@@ -321,15 +326,15 @@ def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0,
                 rho = log_rho.exp()
                 weights = {"token_truncate": rho.clamp(max=2.0), "sequence_mask": rho * (means.exp() <= 2.0)[:, None]}[mode]
                 loss = loss * weights ** {"twice": 2, "none": 0}.get(wrong, 1)
-            if loss_type == "dapo" and wrong != "micro":
-                return (loss * mask).sum() / g.num_items_in_batch, {}
-            if loss_type == "bnpo" or wrong in ("token mean", "micro"):
+            if loss_type in ("dapo", "bnpo") and wrong != "micro":
+                return (loss * mask).sum() / g.num_items_in_batch * (1 if wrong == "scale" else 4), {}  # 4 micro-batches
+            if wrong in ("token mean", "micro"):
                 return (loss * mask).sum() / mask.sum(), {}
             return ((loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean(), {}
 
     made = modules(
         megatron__core={"mpu": SimpleNamespace(get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1)},
-        swift={"__version__": "4.6.0.dev0"}, swift__megatron__trainers__grpo_trainer={"MegatronGRPOTrainer": MegatronGRPOTrainer},
+        swift={"__version__": "4.6.0"}, swift__megatron__trainers__grpo_trainer={"MegatronGRPOTrainer": MegatronGRPOTrainer},
     )  # fmt: skip
     run_hook("swift", made, folder)
     for first in range(0, 16, 4):
@@ -343,7 +348,7 @@ def swift_dump(folder: Path, seed: int, *, loss_type="grpo", wrong="", beta=0.0,
 
 
 def swift_completions(folder: Path, seed: int, *, wrong="") -> Path:
-    """modelscope/ms-swift 3602360, rollout_mixin.py and grpo_trainer.py (_build_log_table), swift/rl_core/advantage.py."""
+    """ms-swift 4.6.0, rollout_mixin.py and grpo_trainer.py (_build_log_table), swift/rl_core/advantage.py."""
     b = batch_of(seed)
     grouped = b["rewards"].view(-1, G)
     advantages = (

@@ -70,16 +70,16 @@ def _own_tokens(batch: Counted, s: Any, longest: int, *unused: Any) -> list[Any]
     return reference.token_weights(batch, s, longest)
 
 
-def _divided_by(count: Callable[[DumpedRow, DumpedMicroBatch], float]) -> Weights:
-    """Return weights with another length of each row: of the row itself in a mean over rows, else of the micro-batch."""
+def _divided_by(dump: Dump, count: Callable[[DumpedRow, DumpedMicroBatch], float]) -> Weights:
+    """Return weights with another length of each row: of the row itself in a mean over rows, else of all rows."""
+    total = sum(count(row, dump.micro_batches[row.micro_batch]) for row in dump.rows)
+    factor = total / max(sum(row.mask.sum() for row in dump.rows), 1.0)
 
     def weights(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
         counts = [max(count(row, micro), 1.0) for row in rows]
         if s.loss_type in ROW_MEANS:
             return [m / (len(batch) * n) for (_, m), n in zip(batch, counts, strict=True)]
-        mine = max(sum(m.sum().item() for _, m in batch), 1.0)
-        known = (micro.tokens or mine) / mine  # the step's mean tokens, relative to those of this micro-batch
-        return [m / (sum(counts) * known) for _, m in batch]
+        return [m / (micro.tokens * factor if micro.tokens else sum(counts)) for _, m in batch]
 
     return weights
 
@@ -110,10 +110,10 @@ def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
         yield Change("truncated rows left out, although overlong_filter is off", {"overlong_filter": True})
     if s.loss_type in TOKEN_MEANS:
         yield Change("mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
-    yield Change("masked tokens counted in the mean", weights=_divided_by(lambda row, micro: row.length))
-    yield Change("padding in the mean", weights=_divided_by(lambda row, micro: micro.width or row.length))
+    yield Change("masked tokens counted in the mean", weights=_divided_by(dump, lambda row, micro: row.length))
+    yield Change("padding in the mean", weights=_divided_by(dump, lambda row, micro: micro.width or row.length))
     yield Change("masked tokens trained and counted", row=_unmasked, weights=_own_tokens)
-    yield Change("masked tokens trained", row=_unmasked, weights=_divided_by(lambda row, micro: row.mask.sum()))
+    yield Change("masked tokens trained", row=_unmasked, weights=_divided_by(dump, lambda row, micro: row.mask.sum()))
     for loss_type, (same, cause) in WEIGHTS.items():
         if s.loss_type not in same:
             yield Change(cause, weights=_as(loss_type))
@@ -224,7 +224,7 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
     if not s.beta:
         return
     yield Change("KL of the wrong sign: it is subtracted", {"beta": -s.beta})
-    exchanged = {"kl": lambda c, r, t: reference.kl(replace(c, logp=c.ref_logp, ref_logp=c.logp), r, t)}
+    exchanged = {"kl": lambda c, r, t: dump.kl(replace(c, logp=c.ref_logp, ref_logp=c.logp), r, t)}
     yield Change("KL of the wrong sign: log-probs of policy and reference are exchanged", formulas=exchanged)
     for estimator in ("k1", "k2", "k3"):
         if estimator != s.kl_estimator:
@@ -238,6 +238,7 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
         yield Change("the KL term is added twice", {"beta": 2 * s.beta})
     corrected = {"kl": lambda c, r, t: reference.kl(c, r, t) * reference.rollout_importance(c, t)}
     yield Change("the KL estimate is corrected for the sampler", formulas=corrected)
+    yield Change("the KL estimate is not corrected for the sampler", formulas={"kl": reference.kl})
 
 
 def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.analysis.printing import print_report
-from megatron_grpo.analysis.referee.dump import Dump
+from megatron_grpo.analysis.referee.dump import Dump, refusal
 from megatron_grpo.analysis.referee.findings import Finding, findings, incomplete_groups
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.base.files import plot_obstacle
@@ -21,7 +21,11 @@ from megatron_grpo.config.read import split_flags
 from megatron_grpo.config.table import InvalidValueError, read_value, table
 
 EXIT_DIFFERENT = 3
-DIALECTS = {"slime": "slime", "verl": "verl", "trl": "trl", "swift": "swift", "native": ""}
+# words before the user's; --loss-type: the hook of slime is a custom loss
+DIALECTS = {
+    "slime": ("--dialect", "slime", "--loss-type", "policy_loss"), "verl": ("--dialect", "verl"), "trl": ("--dialect", "trl"),
+    "swift": ("--dialect", "swift"), "native": (),
+}  # fmt: skip
 OWN = ("--of", "--step", "--weights")
 
 
@@ -39,20 +43,23 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
         ConfigError: With all problems of the command line, the settings and the dump.
     """
     path, system, step, weights, rest = _read(argv)
-    parsed = parse([*(["--dialect", DIALECTS[system]] if DIALECTS[system] else []), *rest])
+    reader = import_module(f"megatron_grpo.analysis.referee.{system}")
+    parsed = parse([*DIALECTS[system], *rest])
     png = parsed.config.plan.png
     s = settings_of(parsed.config)
     s.weights = weights
     # What a script says beside the numbers of a step, such as its sampler, may be what this package does not support.
     needed = {"dialect", "config", *vars(s), *(word.lstrip("-").partition("=")[0].replace("-", "_") for word in rest)}
-    aside = [one for one in parsed.problems if one.flags and not needed & set(one.flags)]
+    aside = [one for one in parsed.problems if one.flags and not (needed & {*one.flags} or any(map(reader.DECIDES.match, one.flags)))]
     problems = [one for one in parsed.problems if one not in aside]
     problems += [problem_with("png", f"png: {wrong}")] if png and (wrong := plot_obstacle(Path(png))) else []
     if problems:
         raise ConfigError(problems)
-    dump: Dump = import_module(f"megatron_grpo.analysis.referee.{system}").read(path, step, s)
+    dump: Dump = reader.read(path, step, s)
     for name in vars(s).keys() & (dump.settings or {}).keys() - parsed.config.typed.keys():
         setattr(s, name, _read_setting(name, (dump.settings or {})[name]))
+    if s.use_adaptive_entropy:
+        raise refusal("use_adaptive_entropy changes entropy_coef in each step: type false and the entropy_coef of this step.")
     found, lacks = findings(dump, s), [*dump.lacks, *(f"Not used here: {one}" for one in aside)]
     if incomplete_groups(dump, s):
         lacks.append("The dump has parts of groups only (num_generations "
@@ -79,14 +86,14 @@ def _read(argv: Sequence[str]) -> tuple[Path, str, int | None, str | None, list[
     values = {name: typed[-1] for name, typed in typed_values.items() if typed}
     system, step = values.get("--of", ""), values.get("--step")
     if system not in DIALECTS:
-        raise config_error("of", f"referee: --of ({system or 'nothing'}) must name the system that wrote the dump: {', '.join(DIALECTS)}.")
+        raise refusal(f"--of ({system or 'nothing'}) must name the system that wrote the dump: {', '.join(DIALECTS)}.")
     if step is not None and not step.isdecimal():
-        raise config_error("step", f"referee: --step ({step or 'nothing'}) must be the number of a step.")
+        raise refusal(f"--step ({step or 'nothing'}) must be the number of a step.")
     if not path.exists():
-        raise config_error("referee", f"referee: {path} does not exist.")
+        raise refusal(f"{path} does not exist.")
     weights = values.get("--weights")
     if weights is not None and not (Path(weights) / "config.json").is_file():
-        raise config_error("weights", f"referee: --weights ({weights}) must be the directory of a Hugging Face model (config.json).")
+        raise refusal(f"--weights ({weights}) must be the directory of a Hugging Face model (config.json).")
     return path, system, None if step is None else int(step), weights, rest
 
 
@@ -96,7 +103,7 @@ def _read_setting(name: str, value: Any) -> Any:
     try:
         return value if value == setting.default else read_value(setting, () if value == [] else value)
     except InvalidValueError as bad:
-        raise config_error("referee", f"referee: {name} in the settings of the dump {bad}.") from None
+        raise refusal(f"{name} in the settings of the dump {bad}.") from None
 
 
 def settings_of(cfg: Config) -> SimpleNamespace:
@@ -108,6 +115,7 @@ def settings_of(cfg: Config) -> SimpleNamespace:
     return SimpleNamespace(
         **vars(cfg.grpo), num_generations=cfg.batch.num_generations, reward_weights=cfg.rewards.reward_weights,
         max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature,
+        num_reward_funcs=len(cfg.rewards.reward_weights or cfg.rewards.reward_funcs), old_logprobs=cfg.batch.old_logprobs,
     )  # fmt: skip
 
 

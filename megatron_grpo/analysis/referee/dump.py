@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.errors import config_error
+from megatron_grpo.analysis.referee import reference
+from megatron_grpo.base.errors import ConfigError, config_error
 
 ROUNDING = {"float32": 2e-5, "bfloat16": 3e-2}  # difference that rounding explains, relative to the sum of the magnitudes
 
@@ -88,13 +89,13 @@ class Dump:
         step: Optimizer steps before this one; None if the dump does not say.
         epsilon: Number that the system adds to a standard deviation.
         settings: Settings that the dump itself contains; None without.
-        counts_empty_rows: Whether rows without a trained token count in a mean over rows.
-        has_kl: Whether the KL term and the entropy bonus are part of `loss`.
         is_fresh: Whether the weights are those of the old log-probs.
         dtype: dtype in which the system computed the loss.
         num_tokens: Tokens that the system counted in the step; None if it does not count them.
         lacks: What the dump lacks, and how to add it.
         scored: The same rows as the system scored them, if it dumps them apart from the micro-batches; empty if not.
+        kl: The KL estimate as the system defines it.
+        is_native: Whether this package wrote it.
     """
 
     source: str
@@ -104,18 +105,27 @@ class Dump:
     step: int | None = None
     epsilon: float = 1e-4
     settings: Mapping[str, Any] | None = None
-    counts_empty_rows: bool = True
-    has_kl: bool = True
     is_fresh: bool = False
     dtype: str = "float32"
     num_tokens: float | None = None
     lacks: Sequence[str] = field(default=())
     scored: Sequence[DumpedRow] = field(default=())
+    kl: Callable[..., Any] = reference.kl
+    is_native: bool = False
 
     @property
     def rollout(self) -> Sequence[DumpedRow]:
         """Rows with rewards and corrections."""
         return self.scored or self.rows
+
+
+def refusal(message: str) -> ConfigError:
+    """Return the error that ends the command with a sentence.
+
+    Args:
+        message: The sentence.
+    """
+    return config_error("referee", f"referee: {message}")
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -131,37 +141,41 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name].astype(np.float64) if file[name].dtype.kind == "f" else file[name] for name in file.files}
     except (OSError, ValueError, EOFError) as error:
-        raise config_error("referee", f"referee: {path} cannot be read ({error}).") from None
+        raise refusal(f"{path} cannot be read ({error}).") from None
 
 
-def files_of_step(path: Path, step: int | None, version: str) -> list[dict[str, np.ndarray]]:
+def files_of_step(path: Path, step: int | None, version: tuple[str, ...]) -> list[dict[str, np.ndarray]]:
     """Return the arrays of a hook's files of one step, in the order of their names; the last step without a number.
+
+    Ranks that share their rows (tensor parallelism) write the same arrays; the first of them counts.
 
     Args:
         path: An .npz file, or the directory of several.
         step: Number of the step as the hook wrote it.
-        version: Beginning of the system and version that this package reads.
+        version: Beginnings of the systems and versions that this package reads.
 
     Raises:
         ConfigError: There is no such file, a file is of another version, or a file of a rank is missing.
     """
     paths = [path] if path.is_file() else sorted(path.glob("*.npz"))
     if not paths:
-        raise config_error("referee", f"referee: {path} has no .npz file of the hook. The page of the system has the hook.")
+        raise refusal(f"{path} has no .npz file of the hook. The page of the system has the hook.")
     found = [load_arrays(one) for one in paths]
     for one, arrays in zip(paths, found, strict=True):
         if "system" not in arrays or "step" not in arrays:
-            raise config_error("referee", f"referee: {one} was not written by a hook of `referee`: it names no system and step.")
+            raise refusal(f"{one} was not written by a hook of `referee`: it names no system and step.")
         if not str(arrays["system"]).startswith(version):
-            raise config_error("referee", f"referee: {one} was written by {arrays['system']}. This version reads {version}.")
+            raise refusal(f"{one} was written by {arrays['system']}. This version reads {' and '.join(version)}.")
     steps = sorted({int(arrays["step"]) for arrays in found})
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
-        raise config_error("referee", f"referee: {path} has no step {wanted}. It has: {', '.join(map(str, steps))}.")
-    chosen = [arrays for arrays in found if int(arrays["step"]) == wanted]
+        raise refusal(f"{path} has no step {wanted}. It has: {', '.join(map(str, steps))}.")
+    both = zip(reversed(paths), reversed(found), strict=True)
+    by_rank = {(one.name.partition("_")[0], int(arrays["rank"])): arrays for one, arrays in both if int(arrays["step"]) == wanted}
+    chosen = [*reversed(by_rank.values())]
     missing = sorted(set(range(int(chosen[0]["ranks"]))) - {int(arrays["rank"]) for arrays in chosen})
     if missing and path.is_dir():
-        raise config_error("referee", f"referee: {path} lacks the files of rank {', '.join(map(str, missing))} for step {wanted}.")
+        raise refusal(f"{path} lacks the files of rank {', '.join(map(str, missing))} for step {wanted}.")
     return chosen
 
 
@@ -223,9 +237,9 @@ def _rows_of(arrays: Mapping[str, Any], names: Mapping[str, str], **common: Any)
     return rows
 
 
-def _advantage(given: np.ndarray, mask: np.ndarray, row: int) -> float:
-    values = np.broadcast_to(given, mask.shape)
-    values = values[mask > 0] if mask.any() else values[:1]
+def _advantage(given: np.ndarray, mask: np.ndarray, row: int) -> float | None:
+    """Return the advantage of a row; None where it has one for each token, and none of them is trained."""
+    values = given[mask > 0] if given.ndim else given[None]
     if len(values) and np.ptp(values) > 1e-6 * max(1.0, np.abs(values).max()):
-        raise config_error("referee", f"referee: the advantages of row {row} differ by token (a teacher, or GAE), which is not supported.")
-    return float(values[0]) if len(values) else 0.0
+        raise refusal(f"the advantages of row {row} differ by token (a teacher, or GAE), which is not supported.")
+    return float(values[0]) if len(values) else None

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_grpo.analysis.referee import reference
 from megatron_grpo.analysis.referee.causes import MODES, Change, advantage_changes, changes
-from megatron_grpo.analysis.referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow
+from megatron_grpo.analysis.referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, refusal
 from megatron_grpo.analysis.referee.reference import Formulas, ReferenceCompletion
 from megatron_grpo.analysis.referee.tracked import Tracked, value_and_gradients
 
@@ -141,12 +141,14 @@ def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Seq
 
 
 def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
-    order = sorted((i for i, row in enumerate(dump.rollout) if row.rewards is not None and row.advantage is not None),
-                   key=lambda i: dump.rollout[i].position)  # fmt: skip
+    order = sorted((i for i, row in enumerate(dump.rollout) if row.rewards is not None), key=lambda i: dump.rollout[i].position)
     rows = [dump.rollout[i] for i in order]
-    if not rows or incomplete_groups(dump, s):
+    if all(row.advantage is None for row in rows) or incomplete_groups(dump, s):
         return
-    theirs, ours = np.array([row.advantage for row in rows]), advantages(rows, s, epsilon=dump.epsilon)
+    if len(s.reward_weights or rows[0].rewards or ()) != len(rows[0].rewards or ()):
+        raise refusal(f"reward_weights ({s.reward_weights}) must have {len(rows[0].rewards or ())} numbers, as the dump has rewards.")
+    ours = advantages(rows, s, epsilon=dump.epsilon)
+    theirs = np.array([mine if row.advantage is None else row.advantage for row, mine in zip(rows, ours, strict=True)])
     limits = np.zeros(len(rows))
     for group in dict.fromkeys(row.group for row in rows):
         places = [i for i, row in enumerate(rows) if row.group == group]
@@ -300,7 +302,7 @@ def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
         return
 
     def mean(change: Change = Change(), is_size: bool = False) -> list[np.ndarray]:  # noqa: B008 - frozen
-        settings, formula = change.apply(s), change.formulas.get("kl", reference.kl)
+        settings, formula = change.apply(s), change.formulas.get("kl", dump.kl)
         total = 0.0
         for row in rows:
             c = change.row(_completion(row), row)
@@ -351,21 +353,49 @@ def evaluate(dump: Dump, s: Any, change: Change = Change()) -> Evaluated:  # noq
     s, loss, gradients = change.apply(s), 0.0, [np.zeros_like(row.mask) for row in dump.rows]
     for number, micro in enumerate(dump.micro_batches):
         mine = [i for i, row in enumerate(dump.rows) if row.micro_batch == number]
-        kept = [i for i in mine if not change.drops(dump.rows[i]) and (dump.counts_empty_rows or dump.rows[i].mask.any())]
+        kept = [i for i in mine if not change.drops(dump.rows[i])]
         rows, share = [dump.rows[i] for i in kept], change.factor * len(mine) / len(dump.rows)
-        value, found = value_and_gradients(
-            partial(_micro_batch_loss, rows, micro, s, change), [_completion(row).logp.array for row in rows]
-        )
+        logps = [_completion(row).logp.array for row in rows]
+        results = (value_and_gradients(partial(_micro_batch_loss, dump, rows, micro, s, change, mask), logps)
+                   for mask in _entropy_masks(dump, s))  # fmt: skip
+        value, found = min(results, key=partial(_distance, rows, micro))
         loss += share * value
         for i, gradient in zip(kept, found, strict=True):
             gradients[i] = share * gradient
     return Evaluated(loss, gradients)
 
 
-def _micro_batch_loss(rows: Sequence[DumpedRow], micro: DumpedMicroBatch, s: Any, change: Change, logps: Sequence[Tracked]) -> Any:
+def _distance(rows: Sequence[DumpedRow], micro: DumpedMicroBatch, found: tuple[float, list[np.ndarray]]) -> float:
+    """Return the distance of a micro-batch's gradients from the dump's, or of its loss without gradients."""
+    if any(row.gradient is None for row in rows):
+        return abs(found[0] - (micro.loss or 0.0))
+    return sum(float(np.abs(ours - micro.scale * np.asarray(row.gradient)).sum()) for row, ours in zip(rows, found[1], strict=True))
+
+
+def _entropy_masks(dump: Dump, s: Any) -> list[Callable[..., Any]]:
+    """Return masks of `top_entropy_quantile`: rounding decides on tokens whose entropy is the quantile, so that each is tried."""
+    if dump.is_native or s.top_entropy_quantile >= 1:
+        return [reference.entropy_kept]
+
+    def kept(offset: int, batch: Any, s: Any) -> Any:
+        entropies = np.sort(np.concatenate([c.entropy.value[m.value > 0] for c, m in batch]))
+        if not len(entropies):
+            return [m for _, m in batch]
+        lowest = int(np.ceil((len(entropies) - 1) * (1 - s.top_entropy_quantile) - 1e-9))
+        other = min(max(lowest + offset, 0), len(entropies) - 1)
+        threshold, last = np.quantile(entropies, 1 - s.top_entropy_quantile), entropies[max(other - (offset > 0), 0)]
+        lowest = other if abs(last - threshold) <= 1e-5 * (1 + threshold) else lowest
+        return [(c.entropy.detach() >= entropies[lowest]).double() for c, _ in batch]
+
+    return [partial(kept, offset) for offset in range(-3, 5)]
+
+
+def _micro_batch_loss(dump: Dump, rows: Sequence[DumpedRow], micro: DumpedMicroBatch, s: Any, change: Change,
+                      kept: Callable[..., Any], logps: Sequence[Tracked]) -> Any:  # fmt: skip
     counted = [row for row in rows if not (s.exclude_zero_std_groups and row.is_zero_std)]
     batch = [change.row(replace(_completion(row), logp=logp), row) for row, logp in zip(rows, logps, strict=True)]
-    formulas = Formulas(weights=lambda batch, s, longest: change.weights(batch, s, longest, micro, counted), **change.formulas)
+    formulas = Formulas(weights=lambda batch, s, longest: change.weights(batch, s, longest, micro, counted),
+                        **{"kl": dump.kl, "entropy_kept": kept, **change.formulas})  # fmt: skip
     return reference.grpo_loss(batch, s, s.max_completion_length, formulas)
 
 
@@ -373,14 +403,12 @@ def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
     """Loss and gradient. A cause has to reproduce both."""
     if not dump.micro_batches or not dump.rows or any(row.logp is None for row in dump.rows):
         return
-    if not dump.has_kl:
-        s = Change(settings={"beta": 0.0, "entropy_coef": 0.0}).apply(s)
     ours, order = evaluate(dump, s), range(len(dump.rows))
     share = [len([row for row in dump.rows if row.micro_batch == n]) / len(dump.rows) for n in range(len(dump.micro_batches))]
     has_loss = all(micro.loss is not None for micro in dump.micro_batches)
     has_gradient = all(row.gradient is not None for row in dump.rows)
     loss = sum(part * (micro.loss or 0.0) for part, micro in zip(share, dump.micro_batches, strict=True))
-    size = evaluate(dump, s, Change(formulas={"objective": _size(reference.objective), "kl": _size(reference.kl)})).loss
+    size = evaluate(dump, s, Change(formulas={"objective": _size(reference.objective), "kl": _size(dump.kl)})).loss
     rounding = ROUNDING[dump.dtype]
     limit = [np.asarray(rounding * (abs(size) + abs(ours.loss)) + 1e-12)]
     scales = [share[row.micro_batch] * dump.micro_batches[row.micro_batch].scale for row in dump.rows]
@@ -397,7 +425,7 @@ def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
     def causes(found: Values) -> Iterator[tuple[str, Callable[[], Values]]]:
         """Yield the cause of both, which is looked for once."""
         if not names:
-            known = (change.cause for change in changes(dump, s) if (dump.has_kl or "KL" not in change.cause) and reproduced(change))
+            known = (change.cause for change in changes(dump, s) if reproduced(change))
             names.append(next(known, None) or _scaled(theirs, ours, limits))
         yield names[0], lambda: found
 

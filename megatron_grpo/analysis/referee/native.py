@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, load_arrays
-from megatron_grpo.base.errors import config_error
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, load_arrays, refusal
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.checkpoint.samples import UnknownSamplesError, read_samples
 from megatron_grpo.config.table import in_current_names
 from megatron_grpo.types import Sample
 
 FORMAT = 1
+DECIDES = re.compile("$.")  # settings of this package are known by their names
 LACKS = {
     "rows": "Recorded rows have no log-probs of the training forward. For loss and gradient, replay a step dump (--debug_dump_steps).",
     "table": "A table of completions has rewards and advantages only. For the loss, use a step dump (--debug_dump_steps).",
@@ -39,15 +40,14 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     recorded = path if path.name == "trained.npz" else path / "trained.npz"
     if recorded.is_file():
         return _of_recorded(recorded)
-    raise config_error("referee", f"referee: {path} is neither a step dump (step_dump.json), nor a checkpoint with recorded rows "
-                                  "(trained.npz, --record_rows true), nor a table of completions (.parquet).")  # fmt: skip
+    raise refusal(f"{path} is no step dump (step_dump.json), no recorded rows (trained.npz, --record_rows true), no table (.parquet).")
 
 
 def _samples(path: Path) -> list[Sample]:
     try:
         return read_samples(path)
     except (OSError, ValueError, EOFError, UnknownSamplesError) as error:
-        raise config_error("referee", f"referee: {path} cannot be read ({error}).") from None
+        raise refusal(f"{path} cannot be read ({error}).") from None
 
 
 Tables = dict[tuple[int, int, int], dict[str, Any]]  # (rollout, prompt number, generation) -> row of a table of completions
@@ -56,14 +56,14 @@ Tables = dict[tuple[int, int, int], dict[str, Any]]  # (rollout, prompt number, 
 def _of_step_dump(path: Path) -> Dump:
     facts = json.loads((path / "step_dump.json").read_text(encoding="utf-8"))
     if facts.get("format") != FORMAT:
-        raise config_error("referee", f"referee: {path} has format {facts.get('format')}. This version reads format {FORMAT}.")
+        raise refusal(f"{path} has format {facts.get('format')}. This version reads format {FORMAT}.")
     by_key = {sample.key: sample for file in sorted((path / "rows").glob("*.npz")) for sample in _samples(file)}
     forward = {name: values for file in sorted((path / "forward").glob("*.npz")) for name, values in load_arrays(file).items()}
     rows = _rows([by_key[key] for key in sorted(by_key)], forward, facts["version"], _tables(path.parent.parent))
     loss = facts.get("metrics", {}).get("loss")
     micro_batch = DumpedMicroBatch(loss=None if loss is None else float(loss), kl=facts.get("metrics", {}).get("kl"))
     return Dump(
-        source=facts["written_by"], rows=rows, micro_batches=[micro_batch], step=facts["step"],
+        source=facts["written_by"], is_native=True, rows=rows, micro_batches=[micro_batch], step=facts["step"],
         settings=in_current_names(facts["settings"]),
         num_tokens=facts.get("num_loss_tokens"), lacks=[] if rows and rows[0].rewards is not None else [LACKS["rewards"]],
     )  # fmt: skip
@@ -125,7 +125,7 @@ def _table(path: Path) -> list[dict[str, Any]]:
     names = pyarrow.parquet.read_schema(path).names
     wanted = ("rollout", "prompt_number", "generation", "advantage")
     if missing := [name for name in wanted if name not in names]:
-        raise config_error("referee", f"referee: {path} has no column {', '.join(missing)}: it is no table of completions of this package.")
+        raise refusal(f"{path} has no column {', '.join(missing)}: it is no table of completions of this package.")
     return pyarrow.parquet.read_table(path, columns=[n for n in names if n in wanted or n.startswith("rewards/")]).to_pylist()
 
 

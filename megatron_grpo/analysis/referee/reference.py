@@ -263,13 +263,16 @@ def real_loss(batch: Counted, s: Settings) -> Any:
 def kl(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
     """Return the estimate of KL(policy || reference) of each token, times the ratio with `use_bias_correction_kl`.
 
+    `low_var_kl` is k3 bounded by 10, as in verl, slime and Megatron-SWIFT; no setting of the package.
+
     Args:
         c: A completion.
         r: Ratio of each token, [T].
         s: Settings of the run.
     """
     d = (c.ref_logp - c.logp).clamp(-20.0, 20.0)
-    estimate = {"k1": lambda: -d, "k2": lambda: d * d / 2, "k3": lambda: d.exp() - d - 1.0}[s.kl_estimator]()
+    k3 = d.exp() - d - 1.0
+    estimate = {"k1": -d, "k2": d * d / 2, "k3": k3, "low_var_kl": k3.clamp(max=10.0)}[s.kl_estimator]
     return estimate * r if s.use_bias_correction_kl else estimate
 
 
@@ -347,6 +350,7 @@ class Formulas:
     weights: Callable[..., list[Array]] = token_weights
     objective: Callable[..., Array] = objective
     kl: Callable[..., Array] = kl
+    entropy_kept: Callable[..., list[Array]] = entropy_kept
 
 
 FORMULAS = Formulas()
@@ -366,7 +370,7 @@ def grpo_loss(completions: Sequence[ReferenceCompletion], s: Settings, max_compl
     loss = sum(0.0 * (c.logp.sum() + c.entropy.sum()) for c in completions)
     if s.loss_type == "real":
         loss = loss + real_loss(batch, s)
-    weights, kept = formulas.weights(batch, s, max_completion_length), entropy_kept(batch, s)
+    weights, kept = formulas.weights(batch, s, max_completion_length), formulas.entropy_kept(batch, s)
     for (c, m), u, high_entropy in zip(batch, weights, kept, strict=True):
         r = ratio(c, s)
         factor = high_entropy * off_policy_kept(c, s)

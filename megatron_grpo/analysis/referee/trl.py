@@ -5,15 +5,16 @@ Sources: huggingface/trl 1.16.0, trl/trainer/grpo_trainer.py, `log` (the table) 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step
-from megatron_grpo.base.errors import config_error
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, refusal
 
 VERSION = "trl 1.16."
+DECIDES = re.compile("vllm_importance_sampling_|off_policy_|mask_truncated")  # names that decide numbers and are called otherwise here
 NAMES = {
     "mask": "mask", "length": "length", "advantage": "advantages", "logp": "logps", "old": "old_per_token_logps",
     "ref": "ref_per_token_logps", "sampler": "sampling_per_token_logps", "entropy": "entropies",
@@ -22,6 +23,11 @@ NAMES = {
 }  # fmt: skip
 COLUMNS = ("step", "prompt", "completion", "advantage")
 LACKS = "The table has rewards and advantages only. For log-probs, loss and gradient use the hook of docs/referee_trl.md."
+PARTS = (
+    "Advantages are not recomputed: this optimizer step has a part of a rollout (steps_per_generation is larger than "
+    "gradient_accumulation_steps). Run the command on the table of completions too (log_completions=True)."
+)
+BONUS = "The loss is not compared (gradients are): it has a load-balancing loss, or an entropy bonus of the tokens of top_entropy_quantile."
 
 
 def read(path: Path, step: int | None, s: Any) -> Dump:
@@ -33,17 +39,20 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         s: Settings.
     """
     tables = [path] if path.suffix == ".parquet" else sorted(path.glob("completions_*.parquet"))
-    return _of_table(tables, step, s) if tables else _of_hook(path, step)
+    return _of_table(tables, step, s) if tables else _of_hook(path, step, s)
 
 
 def _of_table(paths: list[Path], step: int | None, s: Any) -> Dump:
     import pyarrow.parquet
 
-    path = next((one for one in paths if step is not None and one.stem.endswith(f"{step:05d}")), paths[-1])
+    path = next((one for one in paths if step is not None and one.stem.endswith(f"{step:05d}")), None if step is not None else paths[-1])
+    if path is None:
+        raise refusal(f"no table of step {step}. There are: {', '.join(one.name for one in paths)}.")
     table = pyarrow.parquet.read_table(path).to_pydict()
     if missing := [name for name in COLUMNS if name not in table]:
-        raise config_error("referee", f"referee: {path} has no column {', '.join(missing)}. This version reads the tables of {VERSION}x.")
+        raise refusal(f"{path} has no column {', '.join(missing)}. This version reads the tables of {VERSION}x.")
     functions = [name for name in table if name not in COLUMNS and all(isinstance(v, (int, float, type(None))) for v in table[name])]
+    functions = functions[: s.num_reward_funcs or None]  # columns of `log_extra` follow
     rows = [
         DumpedRow(group=str(i // s.num_generations), advantage=table["advantage"][i],
                   rewards=[None if v is None or v != v else float(v) for v in (table[name][i] for name in functions)])
@@ -52,23 +61,32 @@ def _of_table(paths: list[Path], step: int | None, s: Any) -> Dump:
     return Dump(source=f"{VERSION}x table {path.name}", rows=rows, step=table["step"][0] if rows else None, lacks=[LACKS])
 
 
-def _of_hook(path: Path, step: int | None) -> Dump:
-    files = files_of_step(path, step, VERSION)
-    first = files[0]
-    accumulation = int(first["accumulation"])
-    is_whole = int(first["steps_per_generation"]) == accumulation and len(files) == accumulation * int(first["ranks"])
-    num_tokens = float(first["num_items_in_batch"]) if is_whole else None
-    return dump_of(files, NAMES, _micro_batch, num_tokens=num_tokens, is_fresh=bool(first["fresh"]))
+def _of_hook(path: Path, step: int | None, s: Any) -> Dump:
+    files = files_of_step(path, step, (VERSION,))
+    first, lacks = files[0], []
+    accumulation, per_generation, ranks = (int(first[name]) for name in ("accumulation", "steps_per_generation", "ranks"))
+    passes = [int(arrays["micro_step"]) // per_generation for arrays in files]  # over the rollout
+    whole = next((one for one in passes if passes.count(one) == per_generation * ranks), None)
+    for arrays, number in zip(files, passes, strict=True):
+        arrays["group"] = np.array([f"{number}/{row // s.num_generations}" for row in arrays["row"].astype(int)])
+        if number != whole:  # advantages are those of a whole rollout
+            del arrays["rewards"]
+    is_unknown = bool(first["has_aux_loss"]) or (s.entropy_coef != 0 and s.top_entropy_quantile < 1)
+    lacks += [PARTS] * (whole is None) + [BONUS] * is_unknown
+    if s.top_entropy_quantile < 1 and ranks > 1:
+        raise refusal(f"top_entropy_quantile ({s.top_entropy_quantile:g}) is over {ranks} ranks in TRL. Supported: one rank.")
 
+    def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch:
+        """Return the micro-batch of a file; add masks without the tools' tokens, lengths, and prompts with their completions."""
+        width, prompts = arrays["completion_mask"].shape[1], arrays["prompt_mask"] > 0
+        arrays["mask"] = arrays["completion_mask"] * arrays.get("tool_mask", 1)
+        arrays["length"] = np.where(arrays["truncated"] > 0, width, arrays["completion_mask"].sum(axis=1)).astype(int)
+        arrays["tokens"] = np.empty(len(prompts), dtype=object)
+        for i, (prompt, is_there, ids) in enumerate(zip(arrays["prompt_ids"], prompts, arrays["completion_ids"], strict=True)):
+            arrays["tokens"][i] = np.concatenate([prompt[is_there], ids[: arrays["length"][i]]])
+        counted = float(arrays["num_items_in_batch"]) / ranks / per_generation
+        kl, loss = float(arrays["kl"]) if "kl" in arrays else None, None if is_unknown else float(arrays["loss"]) * accumulation
+        return DumpedMicroBatch(loss=loss, tokens=counted, width=width, kl=kl, scale=accumulation)
 
-def _micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch:
-    """Return the micro-batch of a file; add masks without the tools' tokens, lengths, and prompts with their completions."""
-    width, prompts = arrays["completion_mask"].shape[1], arrays["prompt_mask"] > 0
-    arrays["mask"] = arrays["completion_mask"] * arrays.get("tool_mask", 1)
-    arrays["length"] = np.where(arrays["truncated"] > 0, width, arrays["completion_mask"].sum(axis=1)).astype(int)
-    arrays["tokens"] = np.empty(len(prompts), dtype=object)
-    for i, (prompt, is_there, ids) in enumerate(zip(arrays["prompt_ids"], prompts, arrays["completion_ids"], strict=True)):
-        arrays["tokens"][i] = np.concatenate([prompt[is_there], ids[: arrays["length"][i]]])
-    counted = float(arrays["num_items_in_batch"]) / int(arrays["ranks"]) / int(arrays["steps_per_generation"])
-    kl, scale = float(arrays["kl"]) if "kl" in arrays else None, int(arrays["accumulation"])
-    return DumpedMicroBatch(loss=float(arrays["loss"]) * scale, tokens=counted, width=width, kl=kl, scale=scale)
+    num_tokens = float(first["num_items_in_batch"]) if whole is not None and accumulation == per_generation else None
+    return dump_of(files, NAMES, micro_batch, num_tokens=num_tokens, is_fresh=bool(first["fresh"]), lacks=lacks)

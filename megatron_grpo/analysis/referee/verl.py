@@ -1,26 +1,34 @@
 """Reads dumps of verl: the samples of `trainer.rollout_data_dir`, and the arrays of the hook in docs/referee_verl.md.
 
-Sources: volcengine/verl 0.8.0.dev (b178a3c), verl/trainer/ppo/ray_trainer.py (`_dump_generations`), verl/workers/actor/dp_actor.py.
+Sources: verl 0.8.0 and 0.9.1, verl/workers/utils/losses.py (`ppo_loss`), verl/trainer/ppo/core_algos.py, verl/workers/engine_workers.py and
+verl/trainer/ppo/ray_trainer.py (`_dump_generations`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step
-from megatron_grpo.base.errors import config_error
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, refusal
 
-VERSION = "verl 0.8."
+VERSION = ("verl 0.8.", "verl 0.9.")
+# names that decide numbers and are called otherwise here; rollout_rs changes masks, and loss_scale_factor is in the dump
+DECIDES = re.compile(
+    r"(actor_rollout_ref\.)?actor\.(?!loss_scale_factor|megatron|optim|fsdp|checkpoint|profiler|router_replay|ppo_|use_(torch|fused|dynamic))|"
+    r"algorithm\.(?!rollout_correction\.rollout_rs)"
+)
 NAMES = {
-    "mask": "response_mask", "advantage": "advantages", "logp": "log_prob", "old": "old_log_prob", "ref": "ref_log_prob",
+    "mask": "response_mask", "advantage": "advantages", "logp": "logps", "old": "old_log_probs", "ref": "ref_log_prob",
     "sampler": "rollout_log_probs", "correction": "rollout_is_weights", "gradient": "gradient", "rewards": "rewards", "group": "uid",
 }  # fmt: skip
+MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "sequence_sum", "seq-mean-token-sum-norm": "dr_grpo"}
 LACKS = (
     "rollout_data_dir has texts and scores only, and no advantages to compare with. For advantages, loss and gradient use the hook of "
     "docs/referee_verl.md."
 )
+BONUS = "The loss is not compared (gradients are): verl averages the entropy bonus by loss_agg_mode."
 
 
 def read(path: Path, step: int | None, s: Any) -> Dump:
@@ -29,30 +37,40 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     Args:
         path: A file of rollout_data_dir (.jsonl), a file of the hook, or its directory.
         step: Step to read; None for the last.
-        s: Settings. `max_completion_length` becomes the padded length, which verl divides by.
+        s: Settings.
     """
     if path.suffix == ".jsonl":
         return _of_samples(path)
+    files = files_of_step(path, step, VERSION)
+    trained = [arrays for arrays in files if "loss" in arrays]
+    mean = str(trained[0]["mean"]) if trained else "token-mean"
+    is_gspo, is_of_rows = s.importance_sampling_level == "sequence_token", s.loss_type == "sapo" or str(files[0]["system"]) < VERSION[1]
+    if (is_gspo or s.loss_type == "sapo") and is_of_rows and s.beta and not s.kl_in_reward and mean != "seq-mean-token-mean":
+        raise refusal(f"loss_agg_mode ({mean}) averages the KL term, but not gspo and sapo. Supported: seq-mean-token-mean.")
+    s.kl_estimator = {"k3": "low_var_kl"}.get(s.kl_estimator, s.kl_estimator)
+    if is_gspo and not is_of_rows:
+        s.loss_type = MEANS[mean]
 
     def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch | None:
+        scores = arrays.get("token_level_scores", arrays.get("rm_scores"))
         if "loss" not in arrays:
-            arrays |= {"rewards": arrays["token_level_scores"].sum(axis=1), "old_log_prob": arrays["old_log_probs"]}
+            if scores is not None:
+                arrays["rewards"] = scores.sum(axis=1)
             return None
         number, width = arrays["response_mask"].shape
-        # seq-mean-token-sum-norm does not divide by the number of rows
-        scale = 1 / number if s.loss_type == "dr_grpo" else 1.0
-        s.max_completion_length = width
-        return DumpedMicroBatch(loss=float(arrays["loss"]) * scale, width=width, scale=scale)
+        rows, ranks, tokens = (float(arrays[name]) for name in ("rows", "ranks", "tokens"))
+        share = number / rows  # ppo_loss sums over the optimizer step, and FSDP divides by the number of ranks
+        scale = (float(arrays["horizon"]) or width) / s.max_completion_length if s.loss_type == "dr_grpo" else 1.0
+        loss = None if s.entropy_coef else float(arrays["loss"]) * scale / share / ranks
+        return DumpedMicroBatch(loss=loss, tokens=tokens * share, width=width, scale=scale / share / ranks)
 
-    lacks = ["The loss is verl's pg_loss, without KL term and entropy bonus."] if s.beta or s.entropy_coef else []
-    files = files_of_step(path, step, VERSION)
-    return dump_of(files, NAMES, micro_batch, epsilon=1e-6, counts_empty_rows=False, has_kl=False, lacks=lacks)
+    return dump_of(files, NAMES, micro_batch, epsilon=1e-6, lacks=[BONUS] * bool(s.entropy_coef))
 
 
 def _of_samples(path: Path) -> Dump:
     try:
         found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rows = [DumpedRow(group=row["input"], rewards=[float(row["score"])]) for row in found]
-        return Dump(source=f"{VERSION}x samples {path.name}", rows=rows, step=found[0]["step"], epsilon=1e-6, lacks=[LACKS])
+        return Dump(source=f"verl samples {path.name}", rows=rows, step=found[0]["step"], epsilon=1e-6, lacks=[LACKS])
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise config_error("referee", f"referee: {path} is no file of verl's rollout_data_dir ({type(error).__name__}: {error}).") from None
+        raise refusal(f"{path} is no file of verl's rollout_data_dir ({type(error).__name__}: {error}).") from None

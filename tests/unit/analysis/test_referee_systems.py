@@ -30,7 +30,9 @@ IS = [*VERL, "algorithm.rollout_correction.rollout_is=token"]
 CASES = {
     "verl": (dumps.verl_dump, {}, VERL, {
         "n": ("advantages", "n instead of n - 1"), "length": ("loss", "length bias"), "padding": ("loss", "padding"),
-        "stale": ("loss", "staleness ignored"), "clip": ("loss", "clip on the wrong side"), "dual": ("loss", "delta")}),
+        "stale": ("loss", "staleness ignored"), "clip": ("loss", "clip on the wrong side"), "dual": ("loss", "delta"),
+        "micro": ("loss", "mean of micro-batch means")}),
+    "verl, KL": (dumps.verl_dump, {"kl": 0.1}, [*VERL, "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1"], {}),
     "verl, rows": (dumps.verl_dump, {"mode": "seq-mean-token-mean"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"], {}),
     "verl, sums": (dumps.verl_dump, {"mode": "seq-mean-token-sum"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], {}),
     "verl, norm": (dumps.verl_dump, {"mode": "seq-mean-token-sum-norm"}, [*VERL, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], {}),
@@ -42,7 +44,8 @@ CASES = {
         "kl side": ("loss", "exchanged"), "k2": ("loss", "k2 instead of k3")}),
     "slime, file": (dumps.slime_train_data, {}, SLIME, {"n": ("advantages", "n instead of n - 1")}),
     "swift": (dumps.swift_dump, {}, [*SWIFT, "--beta", "0"], {"token mean": ("loss", "a mean over the tokens of each micro-batch"), "clip": ("loss", "clip")}),
-    "swift, dapo": (dumps.swift_dump, {"loss_type": "dapo"}, [*SWIFT, "--beta", "0", "--loss_type", "dapo"], {"micro": ("loss", "micro-batch means")}),
+    "swift, dapo": (dumps.swift_dump, {"loss_type": "dapo"}, [*SWIFT, "--beta", "0", "--loss_type", "dapo"], {
+        "micro": ("loss", "micro-batch means"), "scale": ("loss", "divided by the number of micro-batches once more")}),
     "swift, bnpo": (dumps.swift_dump, {"loss_type": "bnpo"}, [*SWIFT, "--beta", "0", "--loss_type", "bnpo"], {}),
     "swift, KL": (dumps.swift_dump, {"beta": 0.1}, [*SWIFT, "--beta", "0.1"], {"kl": ("loss", "KL of the wrong sign")}),
     "swift, overlong": (dumps.swift_dump, {"overlong": True}, [*SWIFT, "--beta", "0", "--overlong_filter", "true"], {
@@ -76,7 +79,7 @@ def test_files_of_other_versions_are_refused_by_name(tmp_path):
     assert code == 2 and "has format_version 1. This version reads 2" in told["said"]
     folder = dumps.verl_dump(tmp_path / "verl", 0)
     code, told = referee(folder, "--of", "swift")
-    assert code == 2 and "was written by verl 0.8.0.dev. This version reads swift 4.6." in told["said"]
+    assert code == 2 and "was written by verl 0.9.1. This version reads swift 4.6.0" in told["said"]
 
 
 @pytest.mark.parametrize("system", ["trl", "verl", "slime", "swift"])
