@@ -17,12 +17,13 @@ from megatron_grpo.base import activity
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.base.files import atomic_write_text
 from megatron_grpo.config.read import split_flags
+from megatron_grpo.config.show import WORDS
 from megatron_grpo.config.table import table
 from megatron_grpo.metrics.display import describe_duration
 
 PAGE = Path(__file__).parent / "page"
 GENERATOR = '<meta name="generator" content="megatron-grpo report">'  # marks a page that may be replaced
-USAGE = "usage: megatron-grpo report OUTPUT_DIR [OUTPUT_DIR ...] [-o FILE]"
+USAGE = f"usage: megatron-grpo report {WORDS['report']}"
 MOST_POINTS = 1500  # of a curve; a longer one is drawn as means of neighbours
 MOST_ROWS = 25  # in the table of a figure, besides those of curves with fewer points than that
 MOST_TEXT = 1200  # characters of a prompt or completion

@@ -16,9 +16,10 @@ from rich.text import Text
 from megatron_grpo.analysis.run_files import Points, RunFiles, downsample, text_of
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.base.files import read_object
+from megatron_grpo.config.show import WORDS
 from megatron_grpo.metrics.display import NOW, describe_duration, progress_row
 
-USAGE = "usage: megatron-grpo watch OUTPUT_DIR [--once]"
+USAGE = f"usage: megatron-grpo watch {WORDS['watch']}"
 SECONDS = 2.0  # between two drawings
 SILENT = 10.0  # seconds without a sign of the run, which it gives every second
 SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 24

@@ -61,9 +61,9 @@ class GRPOConfig(
 ):  # fmt: skip
     """Settings of a run: every setting of `megatron-grpo train --help`, and its aliases, as a keyword.
 
-    Units, ranges and help are in docs/configuration.md. Names are checked at once; values when a run is planned or started. With `dialect`,
-    names of that system are accepted as well. A setting can be assigned (`args.learning_rate = 1e-5`) until `train` is called, and
-    `dataclasses.replace` works.
+    `megatron-grpo train --help NAME` explains a setting, with its unit. Names are checked at once; values when a run is planned or started.
+    With `dialect`, names of that system are accepted as well. A setting can be assigned (`args.learning_rate = 1e-5`) until `train` is
+    called, and `dataclasses.replace` works.
 
     Args:
         explicit: Leave it out: settings that were passed or assigned, which `dataclasses.replace` copies.
