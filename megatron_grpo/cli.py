@@ -386,7 +386,7 @@ def exit_code(error: BaseException) -> int:
     """Report an error that ended a command, and return the exit code. Call it while the error is handled.
 
     Args:
-        error: What `run` raised.
+        error: Exception that `run` raised.
     """
     if isinstance(error, _ConfigShown):
         return EXIT_DONE

@@ -47,7 +47,7 @@ class Diagnosis:
 
     Args:
         why: Reason why the step was recorded.
-        verdict: What is wrong, in sentences.
+        verdict: Description of what is wrong, in sentences.
         numbers: Loss and gradient norm of the replay.
         was: Metrics of the run.
         weights: Comparison of the weights with those of the run.

@@ -113,7 +113,7 @@ def compare_rows(
     rows, prompts, source, notes = _rows_to_compare(args, cfg, shape, tokenizer)
     number = len(rows or prompts)
     if args.row is not None and args.row >= number:
-        raise config_error("row", f"row ({args.row}): {number} rows are compared, 0 to {number - 1}.")
+        raise config_error("row", f"row ({args.row}) does not exist: {number} rows are compared. Use 0 to {number - 1}.")
     longest = max([*(len(row.tokens) for row in rows), *(len(prompt.token_ids) for prompt in prompts)])
     answer = min(cfg.rollout.max_completion_length, LONGEST_ANSWER)
     together = max(cfg.batch.micro_batch_size, TOGETHER)

@@ -156,7 +156,7 @@ def size_problems(
 
     Args:
         cfg: The configuration.
-        model: What is known of the model.
+        model: Known properties of the model.
         others_pass: Whether the rest of the configuration is valid, so that a change of one size can make all of it pass. Otherwise no
             nearest values are offered.
         unreadable: Settings whose values could not be parsed; rules about them are skipped.

@@ -261,7 +261,7 @@ def inputs_of(cfg: Config, model: SizeModel | None = None) -> SizeInputs:
 
     Args:
         cfg: The configuration.
-        model: What is known of the model.
+        model: Known properties of the model.
     """
     values: dict[str, int | None] = {name: getattr(cfg.parallel, name) for name in PARALLEL}
     values[WORLD] = values[WORLD] if values[WORLD] is not None else 1

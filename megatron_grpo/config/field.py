@@ -78,7 +78,7 @@ class Setting:
         formerly: Names of earlier versions, which are accepted with a note.
         refused: Values known elsewhere that are not supported here, with the reason.
         range: Range of a number.
-        on_resume: What happens if it has changed when a run resumes.
+        on_resume: Handling of a change of the setting when a run resumes.
         is_hidden: Whether `--help` leaves it out.
     """
 
@@ -121,7 +121,7 @@ def setting(
         aliases: Other names that users of TRL or Megatron type.
         formerly: Names of earlier versions, which are accepted with a note.
         refused: Values known elsewhere that are not supported here, with the reason, so that they are rejected instead of misread.
-        on_resume: What happens if it has changed when a run resumes.
+        on_resume: Handling of a change of the setting when a run resumes.
         is_hidden: Whether `--help` leaves it out.
         **bounds: Range of a number, as in `Range`. It is declared nowhere else.
     """

@@ -60,7 +60,7 @@ class ParsedConfig:
         is_other_task: Whether the arguments request another task than GRPO; `problems` then say only this.
         system: The other system whose names were typed; None if all names are ours.
         aside: Names of that system that change nothing and are ignored, by source.
-        notes: What was read as something else.
+        notes: Notes on settings that were read as something else.
         repeated: A sentence for each flag that occurs twice.
         renamed: Current name of each setting that was typed under a name of an earlier version, by that name.
         defaults: Defaults of that system that differ from ours.

@@ -36,7 +36,7 @@ def invalid_request(message: str, code: str = "invalid_request") -> AgentRefusal
     """Return the refusal of a request that the endpoint does not support.
 
     Args:
-        message: Why.
+        message: Reason for the refusal.
         code: "invalid_request", "unsupported_parameter" or "unsupported_content".
     """
     return AgentRefusalError(400, code, message)

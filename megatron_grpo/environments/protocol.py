@@ -42,7 +42,7 @@ class StepOutput:
     An output without messages ends the episode, as `done` does.
 
     Args:
-        messages: What the model reads next.
+        messages: Messages that the model reads next.
         reward: Reward of this turn; None: no reward.
         done: Whether the episode ends.
         metrics: Metrics, summed over the episode and logged as environment/<name>.

@@ -227,7 +227,8 @@ WARNINGS = (
          "importance_sampling_level sequence with loss_type {loss_type} counts a sequence once per token, so long sequences weigh "
          "more. GSPO is loss_type grpo."),
     Rule("", lambda c: c.advantage_estimator == "reinforce_plus_plus" and (c.exclude_zero_std_groups or c.dynamic_sample),
-         "reinforce_plus_plus compares with the whole batch: zero-std groups also carry a signal, and they are dropped."),
+         "advantage_estimator reinforce_plus_plus compares with the whole batch: zero-std groups also carry a signal, but "
+         "exclude_zero_std_groups and dynamic_sample drop them."),
     Rule("", lambda c: c.teacher and c.reward_funcs and (c.exclude_zero_std_groups or c.dynamic_sample),
          "{teacher}: the teacher's signal also trains zero-std groups, but exclude_zero_std_groups and dynamic_sample drop them."),
     Rule("", lambda c: c.teacher and c.importance_sampling_level == "sequence",

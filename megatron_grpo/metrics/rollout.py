@@ -39,7 +39,7 @@ class ScoredRollout:
     `held`: {index among the kept groups: scored group} for the groups that this rank scored.
 
     Args:
-        penalty: What `kl_in_reward` subtracted, float64 [num_groups, G].
+        penalty: Values that `kl_in_reward` subtracted, float64 [num_groups, G].
         arrived: With partial rollouts.
     """
 

@@ -108,7 +108,7 @@ def layer_bytes(
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        stored: What linears store.
+        stored: Activations that linear layers store.
         tokens: Tokens of the micro-batch on the rank.
         recomputed_parts: Parts that selective recompute drops ("mlp", "moe", "layernorm").
         adapter_size: Bytes per element of adapters.
@@ -287,7 +287,7 @@ def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[st
     Args:
         shape: Shape of the model.
         sizes: Batch sizes and layout.
-        rows: What each stage holds, as in `memory.stages`.
+        rows: Parameters that each stage holds, as in `memory.stages`.
         tower_bytes: Bytes of the tower, activations included.
 
     Returns:

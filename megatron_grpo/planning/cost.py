@@ -33,7 +33,7 @@ def estimate_cost(
 
     Args:
         checked: Validated configuration.
-        tuning: What trains; None without a model shape.
+        tuning: Trainable parameters; None without a model shape.
         lengths: (prompt, completion) lengths in tokens, if there is a file of lengths.
         sharing: Whether each prompt is computed once.
         step: Tokens of one optimizer step.

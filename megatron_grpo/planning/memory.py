@@ -188,7 +188,7 @@ def estimate_memory(checked: CheckedConfig, tuning: TrainableSpec, lengths: Leng
 
     Args:
         checked: Validated configuration with a model shape.
-        tuning: What trains in the model of the configuration.
+        tuning: Trainable parameters of the model of the configuration.
         lengths: (prompt, completion) lengths in tokens, if there is a file of lengths.
         shares: Whether each prompt is computed once.
     """

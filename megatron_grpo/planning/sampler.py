@@ -138,7 +138,7 @@ def sync_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Train
 
     A parameter is whole in memory in the first sync, when it is merged with an adapter, and where vLLM's own reload loads it.
 
-    It is that of model weights, which are also sent before adapters.
+    With adapters it is the same: the model weights are sent before the first adapter.
 
     Args:
         shape: Shape of the model.

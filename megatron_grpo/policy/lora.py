@@ -165,7 +165,7 @@ class Adapters:
         settings: Ranks, scales and target modules.
         read: Returns the initial values of an adapter matrix by name.
         base_model: Name of the base model in PEFT's configuration file.
-        adapter_sync: What a sampler receives: the adapter, or weights with the adapter merged.
+        adapter_sync: Content of a weight sync: the adapter, or weights with the adapter merged.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class PolicyOffloader:
         """Keep what a part needs on the device while the block runs; offloaded memory comes back first.
 
         Args:
-            part: What the block needs: "weights", "reference" (with the weights) or "all".
+            part: Part that the block needs: "weights", "reference" (with the weights) or "all".
         """
         if any(role in self._offloaded for role in NEEDS[part]):
             with self._timers("offload"):
@@ -74,7 +74,7 @@ class PolicyOffloader:
         """Offload everything that may be offloaded and that `keep` does not need.
 
         Args:
-            keep: What stays on the device.
+            keep: Part that stays on the device.
 
         Raises:
             RuntimeError: Inside a `on_device` block that needs what would be offloaded.
@@ -93,7 +93,7 @@ class PolicyOffloader:
         """Check that everything a part needs is on the device: kernels would read memory that has been freed.
 
         Args:
-            part: What is needed.
+            part: Part that is needed.
 
         Raises:
             RuntimeError: If any of it is offloaded.

@@ -120,7 +120,7 @@ class PackedBatch:
     Attributes:
         causal: Every query except padding once, on its own segment or on the chunk of it that lies on this rank. None if all tokens are
             padding.
-        full: What queries attend to besides: under context parallelism the earlier chunks of their segment; and their parent.
+        full: Keys that queries attend to besides: under context parallelism the earlier chunks of their segment; and their parent.
         has_parents: Whether a segment has a parent.
         windowed: Returns `causal` and `full` for a window, given as the number of tokens that a token attends to, itself included.
         recurrence: Returns the stream as recurrent layers read it, for a kernel size of the convolution and a chunk size.

@@ -41,7 +41,7 @@ def train(
         micro_batches: The micro-batches of this data-parallel rank.
         loss: A `policy.passes.StepLoss`; called on the last stage only.
         parallel: The layout and the process groups of this rank.
-        routing: What the routers replay in this pass.
+        routing: Routing that is replayed in this pass.
 
     Returns:
         What `loss` kept of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
@@ -108,7 +108,7 @@ def _run(
         parallel: The layout and the process groups of this rank.
         model_kwargs: Arguments of the model's forward, besides the slope.
         slope_of: Returns the slope of a micro-batch's loss for the head.
-        routing: What the routers replay or record.
+        routing: Routing that is replayed or recorded.
         trains: Whether to run the backward too.
     """
     moe_layers = [router.place for router in routers(model)]
@@ -235,7 +235,7 @@ class ModelScorer:
         Args:
             micro_batches: The micro-batches of this data-parallel rank.
             temperature: Divides the logits; None for the sampling temperature of the run.
-            routing: What the routers replay or record; None for an ordinary pass.
+            routing: Routing that is replayed or recorded; None for an ordinary pass.
 
         Raises:
             RuntimeError: If the weights of the model are offloaded.
@@ -260,7 +260,7 @@ class ModelScorer:
         Args:
             micro_batches: The micro-batches of this data-parallel rank.
             select: Chooses from log-probs and entropies [c].
-            routing: What the routers replay or record; None for an ordinary pass.
+            routing: Routing that is replayed or recorded; None for an ordinary pass.
             model_kwargs: Further arguments of the model's forward.
         """
 

@@ -459,7 +459,7 @@ class Policy:
         """Free device memory for the sampler: offload what `--offload_model` and `--offload_optimizer` name.
 
         Args:
-            keep: What stays on the device.
+            keep: Part that stays on the device.
 
         Raises:
             RuntimeError: Inside a `on_device` block that needs more than `keep`.

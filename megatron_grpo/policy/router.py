@@ -233,7 +233,7 @@ def routers_replay(model: Sequence[torch.nn.Module], batches: Sequence[LocalBatc
     Args:
         model: The model chunks.
         batches: This rank's parts of the micro-batches; routers find them by number.
-        running: What the routers replay or record.
+        running: Routing that is replayed or recorded.
     """
     running.batches = {batch.number: batch for batch in batches}
     local_routers = list(routers(model))

@@ -237,7 +237,7 @@ class InterruptibleSampler(Sampler, Protocol):
             prompts: Prompts, the same on every rank.
             sampling: As in `generate`.
             seed: As in `generate`.
-            partial: What was sampled of their completions. Each is on one rank, on whichever.
+            partial: Parts of their completions that were sampled. Each is on one rank, on whichever.
         """
 
 

@@ -27,6 +27,8 @@ class ExpertLayers:
 
     Args:
         layers: Indices of the layers with experts, among all layers of the model.
+        num_experts: Number of routed experts of a layer.
+        topk: Number of experts per token.
     """
 
     layers: tuple[int, ...]
@@ -112,7 +114,7 @@ def of_group(completion_routes: Sequence[np.ndarray], opening: int) -> list[np.n
     So the common prefix stays equal, and is computed once. The last token, which the sampler did not run, routes freely.
 
     Args:
-        completion_routes: What `completion_routes` returned for each completion.
+        completion_routes: Result of `completion_routes` for each completion.
         opening: Tokens of the prompt.
 
     Returns:

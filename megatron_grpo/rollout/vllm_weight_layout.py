@@ -147,7 +147,7 @@ class ModuleWeights:
         """Install and pack the packed weights, once all copies of the unit are done.
 
         Args:
-            targets: What `targets` returned.
+            targets: Result of `targets`.
             pack: Packs a module.
         """
         for name in self.packed:

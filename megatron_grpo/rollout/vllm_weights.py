@@ -105,7 +105,7 @@ def refuse_changed(worker: Any, old_buffers: dict[str, torch.Tensor], action: st
 
     Args:
         worker: vLLM's worker.
-        old_buffers: What `buffers_of` returned before.
+        old_buffers: Earlier result of `buffers_of`.
         action: The cause, for the message.
         besides: Buffers that are weights, and arrived with the others.
     """

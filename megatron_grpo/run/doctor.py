@@ -65,10 +65,10 @@ class DoctorCheck:
     """Result of one check.
 
     Args:
-        name: What was checked.
+        name: Subject of the check.
         status: "ok", "absent" or "fails".
-        found: What was found, in words.
-        remedy: What to do, or what a missing package disables; "" if all is well.
+        found: Result of the check, in words.
+        remedy: Action to take, or features that a missing package disables; "" if all is well.
     """
 
     name: str
@@ -127,10 +127,10 @@ def _checked(name: str, result: str, fault: str | None = None, remedy: str = "")
     """Return a failed check if `fault` is given, else a passed one.
 
     Args:
-        name: What was checked.
-        result: What was found, in words.
+        name: Subject of the check.
+        result: Result of the check, in words.
         fault: Replaces `result` in a failed check.
-        remedy: What to do about a failure.
+        remedy: Action to take after a failure.
     """
     return (
         DoctorCheck(name=name, status="fails", found=fault, remedy=remedy) if fault else DoctorCheck(name=name, status="ok", found=result)

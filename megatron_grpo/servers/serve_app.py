@@ -277,7 +277,7 @@ class App:
         return self._streamed(answers, lambda answer: "error" if answer.error is not None else "answered")
 
     async def abort(self, request: Request) -> Response:
-        """Answer POST /abort: end all running requests. Their streams answer with what was sampled. Responds when nothing runs."""
+        """Answer POST /abort: end all running requests. Each stream ends with the tokens sampled so far. Responds when no request runs."""
         self._require_owner(request)
         body = await body_of(request, wire.AbortRequest)
         self._require_owner(request)

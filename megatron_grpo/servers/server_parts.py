@@ -167,7 +167,7 @@ class ServerGeneration(PartialGeneration):
 
         Args:
             prompts: Prompts, the same on every rank.
-            partial: What was sampled of their completions, on whichever rank.
+            partial: Parts of their completions that were sampled, on whichever rank.
 
         Returns:
             This object.

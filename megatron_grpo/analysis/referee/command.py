@@ -125,7 +125,7 @@ def report_lines(dump: Dump, found: Sequence[Finding], lacks: Sequence[str]) -> 
     Args:
         dump: The dump.
         found: Findings in order.
-        lacks: What the dump lacks, and how to add it.
+        lacks: Data that the dump lacks, and how to add it.
     """
     where = "" if dump.step is None else f", step {dump.step}"
     lines = [f"{dump.source}{where}: {len(dump.rollout)} rows, {len(dump.micro_batches)} micro-batches, {dump.ranks} ranks.", ""]

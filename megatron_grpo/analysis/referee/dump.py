@@ -92,7 +92,7 @@ class Dump:
         is_fresh: Whether the weights are those of the old log-probs.
         dtype: dtype in which the system computed the loss.
         num_tokens: Tokens that the system counted in the step; None if it does not count them.
-        lacks: What the dump lacks, and how to add it.
+        lacks: Data that the dump lacks, and how to add it.
         scored: The same rows as the system scored them, if it dumps them apart from the micro-batches; empty if not.
         kl: The KL estimate as the system defines it.
         is_native: Whether this package wrote it.

@@ -348,7 +348,7 @@ def evaluate(dump: Dump, s: Any, change: Change = Change()) -> Evaluated:  # noq
     Args:
         dump: The dump.
         s: Settings.
-        change: What differs from the reference.
+        change: Difference from the reference.
     """
     s, loss, gradients = change.apply(s), 0.0, [np.zeros_like(row.mask) for row in dump.rows]
     for number, micro in enumerate(dump.micro_batches):
