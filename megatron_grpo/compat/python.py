@@ -103,7 +103,7 @@ class _Reader:
             self.problems.append(_problem(f"{self.source}: {argument} is not read here and may change the training. Remove it."))
 
     def value(self, node: ast.expr) -> Any:
-        """Return a literal; file:name for a function or class of this file; the data set's name for load_dataset."""
+        """Return a literal; file:name for a function or class of this file; the name or the file of load_dataset's data set."""
         if isinstance(node, ast.Name) and node.id in self.known:
             return _Reader(self.source, self.path, {n: v for n, v in self.known.items() if n != node.id}, self.defined).value(
                 self.known[node.id]
@@ -115,7 +115,11 @@ class _Reader:
         if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
             return {key.value: self.value(value) for key, value in zip(node.keys, node.values) if isinstance(key, ast.Constant)}
         if isinstance(node, ast.Call) and _name(node.func) == "load_dataset" and len(node.args) == 1 and _is_train(node.keywords):
-            return self.value(node.args[0])
+            name, files = self.value(node.args[0]), [self.value(word.value) for word in node.keywords if word.arg == "data_files"]
+            if not files:
+                return name
+            if name in ("json", "parquet") and isinstance(files[0], str):
+                return files[0]
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.bfloat16", "torch.float32"):
             return node.attr
         if isinstance(node, ast.Name) and node.id in ("accuracy_reward", "get_soft_overlong_punishment"):
@@ -128,7 +132,9 @@ class _Reader:
 
 def _is_train(words: list[ast.keyword]) -> bool:
     """Return whether load_dataset's arguments ask for no rows other than the training split."""
-    return all(word.arg == "split" and isinstance(word.value, ast.Constant) and word.value.value == "train" for word in words)
+    splits = [word.value for word in words if word.arg != "data_files"]
+    known = all(word.arg in ("split", "data_files") for word in words)
+    return known and all(isinstance(split, ast.Constant) and split.value == "train" for split in splits)
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:

@@ -55,8 +55,15 @@ def test_what_is_computed_is_marked_as_not_known(words, name, said):
     assert (found[name], problems) == ([f"\x01{said}"], [])
 
 
-@pytest.mark.parametrize("data", ["load_dataset('json', data_files='a')", "load_dataset('a', split='test')", "load_dataset('a', 'main')"])
-def test_other_rows_than_the_training_split_of_a_name_are_not_known(data):
+@pytest.mark.parametrize(
+    "data",
+    [
+        "load_dataset('text', data_files='a')", "load_dataset('json', data_files=['a', 'b'])", "load_dataset('a', split='test')",
+        "load_dataset('a', 'main')",
+    ],
+)  # fmt: skip
+def test_other_rows_than_the_training_split_of_a_name_or_file_are_not_known(data):
+    assert read("", "train_dataset=load_dataset('json', data_files='a.jsonl', split='train')")[0]["dataset_name"] == "a.jsonl"
     assert read("", f"train_dataset={data}")[0]["dataset_name"] == [f"\x01{data}"]
 
 
