@@ -123,7 +123,7 @@ class Ledger:
 def stage(solve, *, template: ChatTemplate | None = None, **rules: Any) -> AgentRunnerFactory:
     timeout = rules.pop("timeout", 60.0)
     limits = dict(max_model_len=8192, max_completion_length=30_000, max_turns=40, max_contexts=16)
-    more = {name: rules.pop(name) for name in ("concurrency", "needs_reward", "address") if name in rules}
+    more = {name: rules.pop(name) for name in ("concurrency", "needs_reward", "address", "history") if name in rules}
     return AgentRunnerFactory(
         agent=type("Agent", (AgentEnvironment,), {"solve": staticmethod(solve), "timeout_of_call": rules.pop("timeout_of_call", timeout)}),
         template=template or ChatTemplate(agent_tokenizer(), end_ids=[0, 2]), limits=SessionLimits(**limits | rules), system=None, timeout=timeout,

@@ -231,7 +231,7 @@ SAMPLING = (
     Rule("{name} agent", lambda c: c.agent is not None and changed(c, *AGENTS[:4]),
          "{name} ({value}) requires agent_command; the function of agent does this itself. Omit {name}."),
     Rule("{name} {player}", lambda c: c.cfg.turns.has_agent
-         and changed(c, "turn_history", "turn_discount", "environment_timeout", "max_environment_concurrency"),
+         and changed(c, "turn_discount", "environment_timeout", "max_environment_concurrency"),
          "{name} ({value}) is not supported with {player}. Use {off}.", lambda c: {c.name: [c.off]}),
     Rule("{player} vllm_max_model_len", lambda c: c.cfg.turns.has_agent and c.vllm_max_model_len is None,
          "{player} requires vllm_max_model_len: the length of an agent's prompts is not known before it sends them. Set it to the length "

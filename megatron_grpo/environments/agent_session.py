@@ -23,7 +23,15 @@ import numpy as np
 from megatron_grpo.base.errors import one_line
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.tools import MARKS, ReadCalls
-from megatron_grpo.environments.trajectory import ChatTemplate, ContextTokens, SampledSpan, TokenizedTrajectory, join_contexts
+from megatron_grpo.environments.trajectory import (
+    MARK,
+    ChatTemplate,
+    ContextTokens,
+    History,
+    SampledSpan,
+    TokenizedTrajectory,
+    join_contexts,
+)
 from megatron_grpo.rollout.turns import Key, SampledTurn
 
 _THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -95,6 +103,7 @@ class AgentTurn:
         context: The context that it continues; None: a new one.
         content: Content of the assistant's message, as sampled.
         text: Text of `before` and the sampled tokens.
+        end: Text of the end-of-turn token, in `text`.
         message: The answer that the agent gets.
         is_read: Whether the answer was delivered, or a later request contains it.
     """
@@ -112,6 +121,7 @@ class AgentTurn:
     span: SampledSpan | None = None
     content: str = ""
     text: str = ""
+    end: str = ""
     message: dict[str, Any] = field(default_factory=dict)
     refusal: AgentRefusalError | None = None
     is_read: bool = False
@@ -127,6 +137,7 @@ class AgentSession:
         key: Prompt number, and index in the group.
         seed: Seed of the run.
         reader: Returns the parser of tool calls for the tools of a request.
+        history: "sampled" keeps a context where the template renders earlier turns differently than before.
 
     Attributes:
         end_reason: Why no further request is answered: "max_turns", "length", or "done"; "" while the session is open.
@@ -135,13 +146,13 @@ class AgentSession:
 
     def __init__(
         self, template: ChatTemplate, limits: SessionLimits, *, key: Key, seed: int,
-        reader: Callable[[Sequence[Mapping[str, Any]]], ReadCalls],
+        reader: Callable[[Sequence[Mapping[str, Any]]], ReadCalls], history: History = "template",
     ):  # fmt: skip
         self.limits, self.key, self.end_reason = limits, key, ""
         self.seconds_waited = 0.0  # of all requests together, for the sampler
         self.turns: list[AgentTurn] = []  # with a sampled answer, in the order of sampling
         self.counts: Counter[str] = Counter()
-        self._template, self._seed, self._reader = template, seed, reader
+        self._template, self._seed, self._reader, self._history = template, seed, reader, history
         self._guards = template.guards()
         self._lock = threading.RLock()
         self._contexts: list[tuple[ContextTokens, list[AgentTurn]]] = []
@@ -182,7 +193,7 @@ class AgentSession:
             turn = self._turn(request, full, self._encoded(full, parent), parent)
             while parent is not None:  # its whole text is in the request
                 parent.is_read, parent = True, parent.parent
-            for known_turn in known_turns:
+            for known_turn in known_turns.values():
                 known_turn.is_read = True
             return turn
 
@@ -201,8 +212,8 @@ class AgentSession:
                 raise AgentRefusalError(400, "invalid_request", f"the messages have more than {self.limits.max_model_len} tokens.")
             return len(self._template.encode(full, self._guards))
 
-    def _rendered(self, request: AgentRequest) -> tuple[str, list[AgentTurn]]:
-        """Return the rendering of a request, and the turns of the session that it repeats."""
+    def _rendered(self, request: AgentRequest) -> tuple[str, dict[int, AgentTurn]]:
+        """Return the rendering of a request, and the turns of the session that it repeats, by the index of their message."""
         template = copy.copy(self._template)
         template.tools = self._guards.guarded(request.tools) or None
         messages, known_turns = self._recognized(request.messages)
@@ -210,9 +221,23 @@ class AgentSession:
             full = template.render(messages)
             if self._prefill is None:
                 self._prefill = template.prefill(messages, full)
+            if self._history == "sampled" and known_turns:
+                full = self._as_sampled(request, messages, max(known_turns.items()), template) or full
         except Exception as error:  # a template may raise anything
             raise AgentRefusalError(400, "invalid_request", f"the chat template rejects the messages: {one_line(error)}") from error
         return full, known_turns
+
+    @staticmethod
+    def _as_sampled(
+        request: AgentRequest, messages: Sequence[Message], last_turn: tuple[int, AgentTurn], template: ChatTemplate
+    ) -> str | None:
+        """Return the text of the last turn as sampled, and what the template renders behind it; None if not all before it is as it was."""
+        index, turn = last_turn
+        if [*map(_canonical, request.messages[:index])] != [*map(_canonical, turn.request.messages)] or request.tools != turn.request.tools:
+            return None
+        marked = [*messages[:index], {"role": "assistant", "content": MARK}, *messages[index + 1 :]]
+        _, mark, tail = template.render(marked).rpartition(MARK)
+        return turn.text + tail.removeprefix(turn.end) if mark else None
 
     def _ended_by(self, reason: str, limit: str) -> AgentRefusalError:
         self.end(reason)
@@ -255,15 +280,15 @@ class AgentSession:
         first_turns = [turns[0] for _, turns in self._contexts]
         return self.limits.max_completion_length + (len(first_turns[0].before) if first_turns else first)
 
-    def _recognized(self, messages: Sequence[Message]) -> tuple[list[Message], list[AgentTurn]]:
+    def _recognized(self, messages: Sequence[Message]) -> tuple[list[Message], dict[int, AgentTurn]]:
         """Return the messages with earlier turns of the session as they were sampled, and those turns. All other text is guarded."""
         messages_shown: list[Message] = []
-        known_turns: list[AgentTurn] = []
+        known_turns: dict[int, AgentTurn] = {}
         previous = None
         for index, message in enumerate(messages):
             turn = self._find_turn(message, index, previous) if message["role"] == "assistant" else None
             if turn is not None:
-                known_turns.append(turn)
+                known_turns[index] = turn
                 messages_shown.append({"role": "assistant", "content": turn.content})
             else:
                 messages_shown += self._guards.over([_with_parsed_arguments(message)])
@@ -310,9 +335,9 @@ class AgentSession:
             self._by_call |= {call["id"]: turn for call in turn.message.get("tool_calls", ())}
 
     def _read_answer(self, turn: AgentTurn, sampled: SampledTurn) -> None:
-        text, end = self._template.decode_turn(turn.before[-1:], sampled.token_ids)
+        text, turn.end = self._template.decode_turn(turn.before[-1:], sampled.token_ids)
         turn.sampled, turn.content = sampled, turn.prefill + text
-        turn.text = turn.shown + text + end
+        turn.text = turn.shown + text + turn.end
         thought = _THOUGHT.match(turn.content)
         answer = turn.content[thought.end() :] if thought else turn.content
         turn.message = {"role": "assistant", "content": answer}
@@ -376,7 +401,7 @@ def episode_over(reason: str) -> AgentRefusalError:
 def _canonical(message: Message) -> str:
     """Return a normal form of a message, without surrounding white space, the order of arguments, and IDs."""
     calls = [(call["function"]["name"], _parsed(call["function"].get("arguments"))) for call in message.get("tool_calls") or ()]
-    return json.dumps([(message.get("content") or "").strip(), calls], sort_keys=True, ensure_ascii=False)
+    return json.dumps([message["role"], (message.get("content") or "").strip(), calls], sort_keys=True, ensure_ascii=False)
 
 
 def _parsed(arguments: Any) -> Any:

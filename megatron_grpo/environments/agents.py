@@ -34,7 +34,7 @@ from megatron_grpo.environments.loading import template_of
 from megatron_grpo.environments.players import Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
 from megatron_grpo.environments.protocol import InvalidReplyError
 from megatron_grpo.environments.tools import ReadCalls, reader
-from megatron_grpo.environments.trajectory import without_turns
+from megatron_grpo.environments.trajectory import History, without_turns
 from megatron_grpo.environments.workers import CallResult, CallTimeoutError, WorkerPool
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import Key, SampledTurn
@@ -57,6 +57,7 @@ class AgentRunnerFactory(PlayerFactory):
     needs_reward: bool
     reader: Callable[[Sequence[Mapping[str, Any]]], ReadCalls]
     address: EndpointAddress = EndpointAddress()
+    history: History = "template"
 
     @classmethod
     def of(
@@ -84,6 +85,7 @@ class AgentRunnerFactory(PlayerFactory):
             timeout=turns.agent_timeout,
             concurrency=turns.max_agents,
             needs_reward=REWARD in cfg.rewards.reward_funcs,
+            history=turns.turn_history,
             reader=lambda tools: make_reader(json.dumps(list(tools), sort_keys=True)),
             address=EndpointAddress(
                 host=turns.agent_host, port=turns.agent_port and turns.agent_port + launcher.read().local_rank,
@@ -119,7 +121,7 @@ class AgentPlayer(RequestingPlayer):
     ):  # fmt: skip
         super().__init__(prompts, sampling.n)
         self.stage = stage
-        make_session = partial(AgentSession, stage.template, stage.limits, seed=seed, reader=stage.reader)
+        make_session = partial(AgentSession, stage.template, stage.limits, seed=seed, reader=stage.reader, history=stage.history)
         self.episodes = {
             (prompt.number, generation): _Episode(prompt=prompt, place=generation, session=make_session(key=(prompt.number, generation)))
             for prompt in self.prompts

@@ -191,7 +191,6 @@ def check_template(template: ChatTemplate, environment: type[Environment], *, hi
         ConfigError: The template rejects or drops messages of the environment's role.
     """
     notes = []
-    keep = "" if flag.startswith("agent") else " --turn_history sampled keeps one context, as it was sampled."
     for role in dict.fromkeys(roles_of(environment)):
         turns = {"": _CALL if role == "tool" else "I say so.", " that thinks": _THOUGHT}
         if "think" not in str(template.tokenizer.chat_template):
@@ -202,7 +201,7 @@ def check_template(template: ChatTemplate, environment: type[Environment], *, hi
             notes.append(
                 f"The chat template rewrites {turn_text} when a message of role {role} follows it: an episode of T such turns has T "
                 "contexts, "
-                f"and each is computed.{keep}"
+                f"and each is computed. --turn_history sampled keeps one context, as it was sampled."
             )
     return [*notes, *_ends(template)]
 

@@ -55,6 +55,21 @@ def test_a_conversation_that_only_grows_is_one_context():
     assert rows[0].record.numbers.metrics["agent/openings"] == 0.5, "the agents of a group seed their task by the row alone"
 
 
+def test_sampled_history_keeps_a_context_whose_thoughts_the_template_drops():
+    for history, contexts in (("template", 3), ("sampled", 1)):
+        ledger = Ledger(answers=["<think>\nshort\n</think>\n\nDone."])
+        rows, player = played(playing(plain), ledger, n=2, history=history)
+        assert [len(row.sequence.contexts) for row in rows] == [contexts] * 2 and compare(ledger, player)["trained"] == 6
+    ledger = Ledger()
+    rows, player = played(
+        playing(*[one for one in KINDS if one.__name__ in ("edited", "rolled_back", "forged", "cut", "anthropic")]),
+        ledger,
+        history="sampled",
+    )
+    count = compare(ledger, player)
+    assert rows[0].finish_reason == "done" and count["sampled"] == count["trained"] == 19
+
+
 def test_two_runs_of_the_same_agents_sample_the_same_tokens_however_their_requests_race():
     kinds = [kind for kind in KINDS if kind.__name__ not in RACE][:6]
     found = []
