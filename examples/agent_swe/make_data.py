@@ -11,6 +11,7 @@ import copy
 import json
 import random
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from megatron_grpo.rewards.builtin.sandbox import run_program
@@ -143,7 +144,7 @@ def main() -> None:
     rows = []
     for module, (hint, source, tests) in MODULES.items():
         assert not is_noticed(source, tests), module
-        for changed in [one for one in bugs(source) if is_noticed(one, tests)][: args.most]:
+        for changed in islice((one for one in bugs(source) if is_noticed(one, tests)), args.most):
             task = [{"role": "user", "content": ASK.format(module=module, hint=hint)}]
             rows.append({"prompt": task, "module": module, "files": {module: changed}, "tests": tests})
     random.Random(0).shuffle(rows)
