@@ -40,8 +40,8 @@ def passed(row, folder, output, messages):
     assert row["answer"] == 1 and messages[-1]["role"] == "assistant"
     return {"reward": int((folder / "length").read_text()) % 7 / 6, "size": len(messages)}
 
-def short(completions, contexts, size, agent_output, ended):
-    assert all(one == "done" for one in ended) and all(count >= 2 for count in size)
+def short(completions, contexts, size, agent_output, finish_reason):
+    assert all(one == "done" for one in finish_reason) and all(count >= 2 for count in size)
     return [1.0 / (1 + len(said[-1]["content"])) for said in completions]
 """
 
