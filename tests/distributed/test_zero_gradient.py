@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests import lora_cases
 from tests import parity_cases as cases
+from tests import vision_cases as vision
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -13,7 +15,12 @@ from tests.tiny_models import write_tiny
 EQUAL = (0, 2)
 # rows that are computed: none of them fills a micro-batch in these layouts
 COMPUTED = {"grpo": 4, "dapo": 3, "GSPO": 4, "cispo, KL, entropy": 7}
-CUT = {"grpo": "2 each", "dapo": "packed", "GSPO": "1 each", "cispo, KL, entropy": "2 each"}
+CUT = {
+    "grpo": cases.CUTS["2 each"],
+    "dapo": cases.CUTS["packed"] | cases.SHARED,  # prompts once
+    "GSPO": cases.CUTS["1 each"],
+    "cispo, KL, entropy": cases.CUTS["2 each"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +30,40 @@ def made(tmp_path_factory):
     def of(model: str):
         if model not in found:
             path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
-            first, second = cases.stored_rollout(path, num_steps=2, vocab=125)
-            batches = [*cases.with_zero_std([first], *EQUAL), *cases.with_zero_std([second], 0, 1, 2, 3)]
+            batches = equal_rewards(cases.stored_rollout(path, num_steps=2, vocab=125))
             right = {loss: cases.reference(path, cases.settings(**chosen), batches) for loss, chosen in cases.ZERO_GRADIENT_LOSSES.items()}
             found[model] = path, batches, right
         return found[model]
 
     return of
+
+
+def equal_rewards(steps):
+    """Half of the groups in the first step, all of them in the second."""
+    first, second = steps
+    return [*cases.with_zero_std([first], *EQUAL), *cases.with_zero_std([second], 0, 1, 2, 3)]
+
+
+def train(rank, world, path, cfg, batches, parallel):
+    """(what it trained, (data-parallel rank, rows that it computed in each step))."""
+    rows = []
+
+    def count(policy):
+        take_step = policy.train_step
+
+        def counted(batch):
+            rows.append([micro.rows[place][1] for micro in batch.micro_batches for place in np.unique(micro.sequence)])
+            return take_step(batch)
+
+        policy.train_step = counted
+
+    return cases.train(rank, world, path, cfg, batches, count, parallel=parallel), (parallel.dp_rank, rows)
+
+
+def computed_rows(of_ranks) -> tuple[list[int], list[int]]:
+    """The rows of the first step and of the second, from what each rank's `train` returned."""
+    of_replicas = dict(rows for _, rows in of_ranks).values()
+    return tuple(sorted(row for rows in of_replicas for row in rows[step]) for step in (0, 1))
 
 
 def step_of(made, name: str, *, computes_all: bool):
@@ -40,19 +74,8 @@ def step_of(made, name: str, *, computes_all: bool):
     def body(rank, world):
         parallel, found = cases.join(cases.settings(**layout.settings), world), {}
         for loss, chosen in cases.ZERO_GRADIENT_LOSSES.items():
-            cfg = cases.settings(**layout.settings | chosen | cases.CUTS[CUT[loss]], compute_zero_advantage_rows=computes_all)
-            rows = []
-
-            def count(policy, rows=rows):
-                take_step = policy.train_step
-
-                def counted(batch):
-                    rows.append([micro.rows[place][1] for micro in batch.micro_batches for place in np.unique(micro.sequence)])
-                    return take_step(batch)
-
-                policy.train_step = counted
-
-            found[loss] = cases.train(rank, world, path, cfg, batches, count, parallel=parallel), (parallel.dp_rank, rows)
+            cfg = cases.settings(**layout.settings | chosen | CUT[loss], compute_zero_advantage_rows=computes_all)
+            found[loss] = train(rank, world, path, cfg, batches, parallel)
         return found
 
     return run_ranks(body, layout.world_size, timeout=200)
@@ -67,8 +90,32 @@ def test_gradients_with_and_without_rows_that_have_none_equal_float64(made, name
         distances = [cases.distance(one[loss][0], right[loss]) for one in (*left_out, *all_rows)]
         assert all(distance.within(loss=1e-5) for distance in distances), (loss, cases.worst_of(distances))
         assert both[0].losses == pytest.approx(both[1].losses, rel=1e-6, abs=1e-7), loss
-        of_ranks = dict(one[loss][1] for one in left_out)
-        first, second = (sorted(row for rows in of_ranks.values() for row in rows[step]) for step in (0, 1))
+        first, second = computed_rows([one[loss] for one in left_out])
         assert len(first) == num_rows
         assert len(second) == (7 if "KL" in loss else 0), "a step in which nothing has a gradient"
         assert both[0].grad_norms[1] == both[1].grad_norms[1] == 0.0 or "KL" in loss
+
+
+@pytest.mark.parametrize("what", ["adapters", "images"])
+def test_with_adapters_and_with_images_that_are_left_out_on_a_rank(tmp_path, what):
+    if what == "adapters":
+        path, layout, ways = write_tiny(tmp_path / "model", **cases.MODELS["dense"]), "TP2 SP", cases.CUTS["packed"]
+        rollout = cases.stored_rollout(path, num_steps=2, vocab=125)
+        ways |= dict(tuner_type="lora", adapters=str(lora_cases.random_adapter(path, tmp_path / "adapter")))
+    else:
+        path, layout, ways = vision.write_vlm(tmp_path / "model", "qwen2_5_vl"), "DP2", vision.ALL_TRAINS | cases.CUTS["1 each"]
+        rollout = vision.rollout(path, num_steps=2)
+    batches = equal_rewards(rollout)
+    where, options = cases.LAYOUTS[layout], dict(model=str(path)) | ways | cases.SHARED
+    right = cases.reference(path, cases.settings(**options), batches)
+
+    def body(rank, world):
+        parallel = cases.join(cases.settings(**where.settings), world)
+        cfgs = [cases.settings(**where.settings | options, compute_zero_advantage_rows=every) for every in (False, True)]
+        return [train(rank, world, path, cfg, batches, parallel) for cfg in cfgs]
+
+    of_ranks = run_ranks(body, where.world_size, timeout=200)
+    distances = [cases.distance(trained, right) for runs in of_ranks for trained, _ in runs]
+    assert all(distance.within(loss=1e-5) for distance in distances), cases.worst_of(distances)
+    left_out, all_rows = (computed_rows([runs[way] for runs in of_ranks]) for way in (0, 1))
+    assert (left_out, all_rows) == (([2, 3, 6, 7], []), ([*range(8)], [*range(8)]))
