@@ -906,7 +906,7 @@ class TrainingMicroBatch(MicroBatch):
     Args:
         rows: Row of each sequence, [S].
         prompts: Prompt number of each sequence, [S].
-        place: Token index of each trained position in its row, from 0, untrained tokens counted; int64 [C].
+        token_index: Token index of each trained position in its row, from 0, untrained tokens counted; int64 [C].
         token_weights: Weight of each position, float64 [C]; `u` of docs/algorithms.md section 1, fixed over the whole global batch.
         advantages: Advantage of each position, float32 [C].
         teacher_logprobs: The teacher's log-probs, float32 [C]; NaN where no teacher scored the row.
@@ -917,7 +917,7 @@ class TrainingMicroBatch(MicroBatch):
 
     rows: tuple[RowKey, ...]
     prompts: tuple[int, ...]
-    place: np.ndarray
+    token_index: np.ndarray
     token_weights: np.ndarray
     advantages: np.ndarray
     teacher_logprobs: np.ndarray

@@ -381,7 +381,7 @@ def collate_samples(
         **{field.name: getattr(stream, field.name) for field in fields(MicroBatch)},
         rows=tuple((sample.rollout, sample.row) for sample in samples),
         prompts=tuple(sample.prompt_number for sample in samples),
-        place=_column([np.flatnonzero(sample.mask) for sample in samples], np.int64),
+        token_index=_column([np.flatnonzero(sample.mask) for sample in samples], np.int64),
         token_weights=np.repeat(np.asarray(token_weights, dtype=np.float64), counts),
         advantages=np.repeat(np.array([sample.advantage for sample in samples], dtype=np.float32), counts),
         teacher_logprobs=_column([_of_teacher(sample)[sample.mask] for sample in samples], np.float32),

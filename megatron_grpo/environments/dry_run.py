@@ -134,11 +134,11 @@ def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Ma
     episodes_by_kind = {}
     for kind, texts in kinds.items():
         sampling = SamplingSettings(n=1, max_completion_length=stage.limits.max_completion_length)
-        notes = Counter[str]()
-        player = AgentPlayer(stage, prompts[:1], sampling, seed=0, notify=lambda words, notes=notes: notes.update([words]))
+        notes: list[str] = []
+        player = AgentPlayer(stage, prompts[:1], sampling, seed=0, notify=notes.append)
         groups = _play(player, stage.template, {prompts[0].number: texts[0]})
         contexts = sum(len(completion.sequence.contexts) for completion in groups[0].completions)
-        counted = [f"{words} ({count} times)" if count > 1 else words for words, count in notes.items()]
+        counted = [f"{words} ({count} times)" if count > 1 else words for words, count in Counter(notes).items()]
         episodes_by_kind[kind] = PlayedEpisodes.of(groups, [f"{contexts} contexts", *counted])
     return episodes_by_kind
 

@@ -153,8 +153,8 @@ class LossInputs:
         num_sequences: Number of sequences S.
         num_loss_tokens: Over the whole global batch, all ranks: the entropy bonus is a mean over them.
         teacher_logprobs: The teacher's log-probs, float [C]; NaN where no teacher scored the row.
-        place: Token index in its row, from 0, untrained tokens counted; for `fipo`; int64 [C].
-        longest: Greater than any `place` in the whole micro-batch.
+        token_index: Token index in its row, from 0, untrained tokens counted; for `fipo`; int64 [C].
+        longest: Greater than any `token_index` in the whole micro-batch.
         labels: Classification terms of the rows' groups, if `needs_classification`.
     """
 
@@ -167,7 +167,7 @@ class LossInputs:
     num_sequences: int
     num_loss_tokens: int
     teacher_logprobs: torch.Tensor | None = None
-    place: torch.Tensor | None = None
+    token_index: torch.Tensor | None = None
     longest: int = 0
     labels: ClassificationTerms | None = None
 
@@ -379,7 +379,7 @@ class GrpoLoss:
         correction = None if importance is None else importance.factors
         ratio = self.ratio(logprobs, old_logprobs, sequences)
         per_token = self.objective(
-            Tokens(ratio, logprobs, old_logprobs, advantages, sequences, tensors.place, tensors.longest, correction, tensors.labels)
+            Tokens(ratio, logprobs, old_logprobs, advantages, sequences, tensors.token_index, tensors.longest, correction, tensors.labels)
         )
 
         # c: factors that are constants of the gradient and of every denominator.

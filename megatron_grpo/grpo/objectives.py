@@ -313,8 +313,8 @@ class Tokens(NamedTuple):
     Args:
         ratio: R, at the level of `importance_sampling_level`.
         old_logprobs: Constants.
-        place: Token index in its row, from 0, untrained tokens counted; int64.
-        longest: Greater than any `place` in this micro-batch.
+        token_index: Token index in its row, from 0, untrained tokens counted; int64.
+        longest: Greater than any `token_index` in this micro-batch.
         correction: Factors of the rollout correction; None without one.
     """
 
@@ -323,7 +323,7 @@ class Tokens(NamedTuple):
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequences: Sequences
-    place: torch.Tensor | None = None
+    token_index: torch.Tensor | None = None
     longest: int = 0
     correction: torch.Tensor | None = None
     labels: ClassificationTerms | None = None
@@ -500,9 +500,9 @@ def _discounted_future(tokens: Tokens, values: torch.Tensor, discount: float) ->
 
     It takes log2(longest) doublings: after n of them an entry holds the sum of the 2^n values from it on.
     """
-    assert tokens.place is not None, "loss_type fipo needs token positions"
+    assert tokens.token_index is not None, "loss_type fipo needs token positions"
     sequences = tokens.sequences
-    flat = sequences.index * tokens.longest + tokens.place
+    flat = sequences.index * tokens.longest + tokens.token_index
     table = sequences.over_context(values.new_zeros(sequences.num_sequences * tokens.longest).index_add(0, flat, values))
     table, reach = table.view(sequences.num_sequences, tokens.longest), 1
     while reach < tokens.longest:

@@ -376,8 +376,8 @@ class StepLoss:
             sequence=local(micro.sequence),
             num_sequences=micro.num_sequences,
             num_loss_tokens=self.batch.num_loss_tokens,
-            place=local(micro.place),
-            longest=int(micro.place.max(initial=0)) + 1,
+            token_index=local(micro.token_index),
+            longest=int(micro.token_index.max(initial=0)) + 1,
             labels=None
             if self._labels is None
             else ClassificationTerms(*(local(values[micro.sequence]) for values in self._labels[micro.number])),

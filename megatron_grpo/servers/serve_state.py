@@ -125,7 +125,7 @@ class Ownership:
         """Renew the lease, because the owner is reading a response stream.
 
         Args:
-            weight_epoch: Tenure in which the response was requested; an earlier one than the current one is ignored.
+            weight_epoch: Weight epoch in which the response was requested; an earlier one than the current one is ignored.
         """
         if weight_epoch == self.weight_epoch:
             self._renewed_at = self._clock()

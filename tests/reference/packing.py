@@ -93,7 +93,7 @@ def pack(
         sequence=torch.tensor([list(which).index(i) for i, _ in places], dtype=torch.int64),
         num_sequences=len(which),
         num_loss_tokens=weights.num_loss_tokens,
-        place=torch.tensor([t for _, t in places], dtype=torch.int64),
+        token_index=torch.tensor([t for _, t in places], dtype=torch.int64),
         longest=max((len(completions[i].mask) for i in which), default=1),
         labels=None if labels is None else ClassificationTerms(*(column(lambda c, i, t, of=of: of[i], torch.float64) for of in labels)),
     )

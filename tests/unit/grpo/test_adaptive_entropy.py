@@ -44,7 +44,7 @@ def test_the_loss_takes_the_coefficient_of_the_step():
     tensors = LossInputs(
         token_weights=torch.tensor([0.5, 0.5, 0.5]), advantages=torch.tensor([1.0, 1.0, -1.0]), sampler_logprobs=logprobs,
         old_logprobs=logprobs, is_compared=torch.ones(3), sequence=torch.tensor([0, 0, 1]), num_sequences=2, num_loss_tokens=3,
-        place=torch.tensor([0, 1, 0]), longest=2,
+        token_index=torch.tensor([0, 1, 0]), longest=2,
     )  # fmt: skip
     entropy = torch.full_like(logprobs, 1.5)
 

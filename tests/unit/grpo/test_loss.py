@@ -153,7 +153,7 @@ def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float
         sequence=torch.zeros(1, dtype=torch.int64),
         num_sequences=1,
         num_loss_tokens=1,
-        place=torch.zeros(1, dtype=torch.int64),
+        token_index=torch.zeros(1, dtype=torch.int64),
         longest=1,
     )
     value, _ = loss(inputs, logprobs=logprobs)
@@ -215,7 +215,7 @@ def test_what_follows_a_token_counts_half_after_the_half_life_and_untrained_toke
         token_weights=torch.ones(3), advantages=torch.full((3,), 0.01), sampler_logprobs=torch.full((3,), np.nan),
         old_logprobs=logprobs.detach() - torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).log(),
         is_compared=torch.ones(3, dtype=torch.bool), sequence=torch.zeros(3, dtype=torch.int64), num_sequences=1, num_loss_tokens=3,
-        place=torch.tensor([0, 1, 3]), longest=4,
+        token_index=torch.tensor([0, 1, 3]), longest=4,
     )  # fmt: skip
     _, logs = loss(inputs, logprobs=logprobs)
     log2 = np.log(2)
