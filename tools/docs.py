@@ -273,11 +273,6 @@ def notebook_pages() -> dict[str, str]:
     return pages
 
 
-def with_attribute_docstrings(source: str) -> str:
-    """Return a module's source with the comment behind each field of a class as the field's docstring, which the API pages show."""
-    return re.sub(r"^(    \w+: [^#\n]*\S)  # (?!type:|noqa)(.+)$", r'\1\n    r"""\2."""', source, flags=re.MULTILINE)
-
-
 def gather() -> None:
     shutil.rmtree(PAGES.parent, ignore_errors=True)
     places = sources()
@@ -289,13 +284,6 @@ def gather() -> None:
     shutil.copytree(ROOT / "docs" / "assets", PAGES / "assets", dirs_exist_ok=True)
     made = {"settings": settings_page(), "command_line": commands_page()} | argument_pages()
     for title, modules in API.items():
-        for name in modules:
-            path = Path(f"megatron_grpo/{name.replace('.', '/')}.py")
-            for package in [*path.parents][:-1]:
-                (PAGES.parent / "source" / package).mkdir(parents=True, exist_ok=True)
-                (PAGES.parent / "source" / package / "__init__.py").touch()
-            source = with_attribute_docstrings((ROOT / path).read_text(encoding="utf-8"))
-            (PAGES.parent / "source" / path).write_text(source, encoding="utf-8")
         made[f"api/{title.lower().replace(' ', '_')}"] = "\n\n".join([f"# {title}", *(f"::: megatron_grpo.{name}" for name in modules), ""])
     for name, text in [*((f"reference/{name}", text) for name, text in made.items()), *notebook_pages().items()]:
         path = PAGES / f"{name}.md"

@@ -18,7 +18,7 @@ if [ "$(cat "$env/installed" 2>/dev/null)" != "$wanted" ]; then
 fi
 
 "$env/bin/python" tools/docs.py gather
-(cd build/docs/source && "../../../$env/bin/zensical" build --clean --config-file ../mkdocs.yml)  # where the paths of sources begin
+"$env/bin/zensical" build --clean --config-file build/docs/mkdocs.yml
 "$env/bin/python" tools/docs.py check
 if [ "${1:-}" = serve ]; then
     exec "$env/bin/python" -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
