@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from megatron_grpo.analysis.referee import reference
 from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow
@@ -97,6 +100,22 @@ def _unmasked(c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
     return replace(c, mask=reference.ones_like(c.mask))
 
 
+def _shifted(places: int, c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
+    mask = np.roll(row.mask, places)
+    mask[0 if places > 0 else -1] = 0.0
+    return replace(c, mask=c.mask.new_tensor(mask))
+
+
+def _without(place: int, c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
+    mask = row.mask.copy()
+    mask[np.flatnonzero(mask)[place : place + 1 or None]] = 0.0
+    return replace(c, mask=c.mask.new_tensor(mask))
+
+
+def _of_width(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
+    return reference.token_weights(batch, s, micro.width or longest)
+
+
 def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
     """Yield causes in the token weights and in the rows that count.
 
@@ -111,7 +130,14 @@ def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
     if s.loss_type in TOKEN_MEANS:
         yield Change("mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
     yield Change("masked tokens counted in the mean", weights=_divided_by(dump, lambda row, micro: row.length))
+    if s.loss_type == "dr_grpo":
+        yield Change("divided by the padded length instead of max_completion_length", weights=_of_width)
     yield Change("padding in the mean", weights=_divided_by(dump, lambda row, micro: micro.width or row.length))
+    for places, words in ((1, "later"), (-1, "earlier")):
+        shifted = partial(_shifted, places)
+        yield Change(f"the mask is shifted by one token: it begins one token {words}", row=shifted, weights=_own_tokens)
+    for place, words in ((0, "first token"), (-1, "last token, the end of the text,")):
+        yield Change(f"the {words} of each completion is left out", row=partial(_without, place), weights=_own_tokens)
     yield Change("masked tokens trained and counted", row=_unmasked, weights=_own_tokens)
     yield Change("masked tokens trained", row=_unmasked, weights=_divided_by(dump, lambda row, micro: row.mask.sum()))
     for loss_type, (same, cause) in WEIGHTS.items():
@@ -178,6 +204,8 @@ def clip_changes(s: Any) -> Iterator[Change]:
     yield Change("epsilon_high is not applied: both bounds are epsilon", {"epsilon_high": s.epsilon})
     yield Change("not clipped", {"epsilon": math.inf, "epsilon_high": math.inf, "delta": None})
     yield Change("delta (dual clip) is not applied", {"delta": None})
+    if s.delta is not None:
+        yield Change("delta is added to 1", {"delta": 1.0 + s.delta})
     yield Change(
         "the ratio is clipped without the minimum, so that clipped tokens of both signs lose their gradient",
         formulas={"objective": lambda c, r, t: r.clamp(1.0 - t.epsilon, 1.0 + high) * -c.advantage},
@@ -232,6 +260,7 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
     verb = "is not multiplied by" if s.use_bias_correction_kl else "is multiplied by"
     yield Change(f"the KL estimate {verb} the importance ratio", {"use_bias_correction_kl": not s.use_bias_correction_kl})
     yield Change("the KL term is not applied", {"beta": 0.0})
+    yield Change("KL of the wrong reference: its log-probs are the old ones", row=lambda c, row: replace(c, ref_logp=c.old))
     if s.kl_in_reward:
         yield Change("the KL term is in the loss, and kl_in_reward has it in the reward", {"kl_in_reward": False})
     else:
@@ -311,6 +340,8 @@ def advantage_changes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iter
     yield "leave-one-out baseline", {"s": SimpleNamespace(**{**vars(s), "advantage_estimator": "rloo"})}
     yield "the group's mean is not subtracted", {"is_centred": False}
     yield "reward_weights are not applied", {"weights": [1.0] * len(rows[0].rewards or ())}
+    reversed_weights = list(reversed(s.reward_weights or [1.0] * len(rows[0].rewards or ())))
+    yield "reward_weights are in another order", {"weights": reversed_weights}
     yield "only the first reward function counts", {"weights": [1.0] + [0.0] * (len(rows[0].rewards or ()) - 1)}
     yield "a missing reward counts as 0", {"missing": 0.0}
     for other in (1e-4, 1e-6, 1e-8, 0.0):

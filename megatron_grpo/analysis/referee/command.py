@@ -145,4 +145,6 @@ def report_lines(dump: Dump, found: Sequence[Finding], lacks: Sequence[str]) -> 
     else:
         where = f", most in row {first.row}" if first.row >= 0 else ""
         lines.append(f"The first number that differs is {first.quantity}{where}: {first.cause}.")
+        if first is not found[0]:
+            lines.append(f"The numbers above it agree: look at the code that computes {first.quantity} from them.")
     return lines

@@ -162,6 +162,8 @@ def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
     ]
     whitened = (ours - ours.mean()) / (ours.std(ddof=1) + 1e-8)
     variants.append(("the sign of the advantages is flipped", partial(_each, -ours)))
+    others = s.num_generations / max(s.num_generations - 1, 1)
+    variants.append(("leave-one-out baseline, divided by a standard deviation too", partial(_each, ours * others)))
     variants.append(("the advantages are whitened over the batch once more", partial(_each, whitened)))
     yield compare("advantages", _each(theirs), _each(ours), _each(limits), order, variants)
 
@@ -262,6 +264,8 @@ def _correction(dump: Dump, s: Any) -> Iterator[Finding]:
                row=lambda c, row: replace(c, old_logp=None)),
         unbounded,
         Change("the lower bound of the correction is not applied", {"rollout_importance_sampling_min": None}),
+        Change("the correction is bounded on the wrong side: below by its upper bound",
+               bounds_off | {"rollout_importance_sampling_min": s.rollout_importance_sampling_threshold}),
         Change(f"the correction of a sequence is the {'product' if s.rollout_is_geometric else 'geometric mean'}",
                {"rollout_is_geometric": not s.rollout_is_geometric}),
         *(Change(f"the correction is {mode}", {"rollout_importance_sampling_mode": mode}) for mode in MODES),
@@ -439,6 +443,8 @@ def _scaled(theirs: Values, ours: Evaluated, limits: Values) -> str:
     """Describe a common factor of all gradients, if there is one."""
     power = sum(float((o**2).sum()) for o in ours.gradients)
     factor = sum(float((t * o).sum()) for t, o in zip(theirs, ours.gradients)) / power if power and theirs else 0.0
+    if theirs and max(map(_away, theirs, ours.gradients, limits)) <= 1:
+        return "no known cause: the gradients agree, so that it is a term without a gradient by the log-probs (an entropy bonus)"
     if factor and max(_away(t, factor * o, limit) for t, o, limit in zip(theirs, ours.gradients, limits, strict=True)) <= 1:
         return f"no known cause: every gradient is multiplied by {factor:.5g}"
     return UNKNOWN

@@ -65,6 +65,10 @@ def _of_hook(path: Path, step: int | None, s: Any) -> Dump:
     files = files_of_step(path, step, (VERSION,))
     first, lacks = files[0], []
     accumulation, per_generation, ranks = (int(first[name]) for name in ("accumulation", "steps_per_generation", "ranks"))
+    if path.is_dir() and len(files) != accumulation * ranks:
+        raise refusal(
+            f"{path} has {len(files)} files of this step instead of {accumulation} x {ranks}: use an empty directory for each run."
+        )
     passes = [int(arrays["micro_step"]) // per_generation for arrays in files]  # over the rollout
     whole = next((one for one in passes if passes.count(one) == per_generation * ranks), None)
     for arrays, number in zip(files, passes, strict=True):
