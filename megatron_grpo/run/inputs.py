@@ -37,7 +37,7 @@ Read = TypeVar("Read")
 ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory in PEFT's format
 OF_A_RUN = ("dataset", "report_to", "servers", "teacher", "ref_model", "teacher_model")  # parts that an evaluation leaves out
 _UNREAD: Any = None
-_EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "finish_reason")  # columns that reward functions receive from an episode
+_EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "finish_reason", "ended")  # that reward functions receive from an episode
 
 
 @dataclass(slots=True, kw_only=True)
