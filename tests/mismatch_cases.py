@@ -350,7 +350,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
     scored = score([sequence_of(one.sequence.token_ids, int(np.argmax(one.sequence.mask))) for one in completions])
     rows = [
-        ComparedRow(tokens=one.sequence.token_ids, drawn=one.sequence.mask, sampler=one.logprobs, trainer=trainer)
+        ComparedRow(tokens=one.sequence.token_ids, is_sampled=one.sequence.mask, sampler=one.logprobs, trainer=trainer)
         for one, trainer in zip(completions, scored, strict=True)
     ]
     worst = max(rows, key=lambda row: float(np.abs(row.differences).max()))
