@@ -29,7 +29,7 @@ def killed_in(rank, world_size, flags, who, where, count):
 
     from megatron_grpo.checkpoint import distributed, manifest
 
-    places = {"a tensor": (distributed.HashedFile, "write"), "telling": (distributed.ShardedWriter, "told"),
+    places = {"a tensor": (distributed.HashedFile, "write"), "telling": (distributed.ShardedWriter, "gather_files"),
               "the description": (distributed, "write_file"), "the manifest": (manifest.Folder, "commit"),
               "the pointer": (manifest, "atomic_write_text")}  # fmt: skip
     owner, name = places[where]

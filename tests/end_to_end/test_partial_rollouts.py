@@ -102,7 +102,7 @@ MOMENTS = {
     "when they are interrupted": ("rollout.partial_rollouts", "PartialGeneration", "interrupt", 3),
     "when they are verified": ("trainer.partial_rollouts", "VersionCheck", "__call__", 2),
     "while a step is trained": ("policy.policy", "Policy", "train_step", 3),
-    "while a checkpoint is written": ("checkpoint.distributed", "ShardedWriter", "told", 3),
+    "while a checkpoint is written": ("checkpoint.distributed", "ShardedWriter", "gather_files", 3),
 }
 
 
@@ -248,7 +248,7 @@ SERVED = {
     "between interruption and push": ("servers.servers", "ServerEngine", "load_weights", 3),
     "while it waits for completions": ("servers.server_parts", "ServerParts", "poll", 12),
     "while it trains and servers sample": ("policy.policy", "Policy", "train_step", 3),
-    "while a checkpoint is written and servers sample": ("checkpoint.distributed", "ShardedWriter", "told", 3),
+    "while a checkpoint is written and servers sample": ("checkpoint.distributed", "ShardedWriter", "gather_files", 3),
 }
 
 
