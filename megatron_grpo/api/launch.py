@@ -208,7 +208,7 @@ class RankProcesses:
             record = json.loads(line)
             if self.listen and self.listen(record["step"], record["numbers"]) and not self._is_stopping:
                 self._is_stopping = True
-                self._signal(signal.SIGTERM)
+                self._signal(launcher.STOP_BY_CALLBACK)
 
     def _new_lines(self, name: str, *, has_ended: bool = False) -> Iterator[bytes]:
         """Yield the lines that a rank has added to a file; the last one may be incomplete if the rank has ended."""

@@ -39,6 +39,7 @@ class RunResult:
         finished: False if the run was asked to stop and saved (time limit, callback, SIGTERM). `train` then continues it.
         history: Metrics of every optimizer step, as in metrics.jsonl.
         evaluations: Scores of every evaluation, as in evaluations.jsonl.
+        end: Sentence about the end of the run, such as why it was stopped.
     """
 
     output_dir: Path
@@ -46,6 +47,7 @@ class RunResult:
     finished: bool
     history: list[dict[str, Any]] = field(repr=False)
     evaluations: list[dict[str, Any]] = field(repr=False)
+    end: str = ""
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -153,8 +155,9 @@ class GRPOTrainer:
         if calls:
             self._callbacks.end()
         run = RunFiles.read(output_dir)
-        finished = code == EXIT_DONE
-        return RunResult(output_dir=output_dir, step=run.step, finished=finished, history=run.steps, evaluations=run.evaluations)
+        return RunResult(
+            output_dir=output_dir, step=run.step, finished=code == EXIT_DONE, history=run.steps, evaluations=run.evaluations, end=run.end
+        )
 
     def evaluate(self, **settings: Any) -> list[dict[str, Any]]:
         """Evaluate on the held-out sets and return one dict per set: the newest checkpoint of the run, or the model if there is none.

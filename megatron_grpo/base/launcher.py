@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -16,6 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Problem
+
+# Sent by a program whose callback asks its ranks to stop (`api.launch`); 11 and 12 are for deadlines of rewards and stacks of a hang.
+STOP_BY_CALLBACK = signal.SIGRTMIN + 13 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2  # macOS has none, and trains nothing
 
 # Variables of launchers that start many processes without setting RANK: without RANK each process would train a separate run.
 _COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

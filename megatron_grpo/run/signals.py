@@ -3,6 +3,7 @@
 The run saves and exits, and no rank outlives its launcher.
 
 SIGTERM, SIGINT, SIGUSR1, SIGHUP     The run saves as soon as it can, on all ranks (exit code 3: safe to resume).
+STOP_BY_CALLBACK                     The same: a callback of the program that started the ranks asks for it.
 A time limit, or another rank        The same.
 A second signal, 2 s later or more   The process dies at once, wherever it is. SIGUSR1 and SIGHUP only announce the end and never do this.
 SIGTERM because another rank failed  The process dies at once: the step in progress can never finish.
@@ -22,11 +23,12 @@ from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunInterruptedError
+from megatron_grpo.base.launcher import STOP_BY_CALLBACK
 from megatron_grpo.run.failures import report, write_error_file
 from megatron_grpo.run.limits import StopReason, TimeLimit
 from megatron_grpo.run.peers import Peers
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, STOP_BY_CALLBACK)
 # Ctrl-C reaches the whole terminal job, and torchrun then forwards it to its workers: one request arrives twice. `scancel` does the same.
 ECHO_SECONDS = 2.0
 SECONDS_TO_REPORT = 10.0  # for a failed rank to report its reason, before the others exit by themselves
@@ -44,7 +46,7 @@ def signals_before_run() -> Iterator[None]:
             os.kill(os.getpid(), number)
             return
         when = "the run had ended" if activity.step else "no step had been trained"
-        stopped = RunInterruptedError(f"stopped by {signal.Signals(number).name}; {when}")
+        stopped = RunInterruptedError(f"stopped by {_sender(number)}; {when}")
         stopped.is_final = number != signal.SIGTERM
         write_error_file(
             f"{stopped}", seconds_later=1
@@ -58,6 +60,10 @@ def signals_before_run() -> Iterator[None]:
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
+
+
+def _sender(number: int) -> str:
+    return "a callback" if number == STOP_BY_CALLBACK else signal.Signals(number).name
 
 
 class StopSignal:
@@ -84,7 +90,7 @@ class StopSignal:
         leaves_unasked: bool = False,
     ):
         self._leaves_unasked, self._doomed_since = leaves_unasked and peers is not None, float("inf")
-        self.received: signal.Signals | None = None
+        self.received: int | None = None
         self.asked: StopReason | None = None
         # True if this rank itself was asked to stop, and not by SIGTERM: torchrun also sends SIGTERM to ranks that it restarts when the
         # set of machines changes.
@@ -167,7 +173,7 @@ class StopSignal:
                 break
             for number in numbers:
                 if number in self._before:
-                    self._receive(signal.Signals(number))
+                    self._receive(number)
         os.close(self._wakeup_reader)
 
     def _until_next_look(self) -> float | None:
@@ -194,12 +200,12 @@ class StopSignal:
             if time.monotonic() - self._doomed_since >= SECONDS_TO_REPORT:
                 self._leave_if_doomed()
 
-    def _receive(self, number: signal.Signals) -> None:
+    def _receive(self, number: int) -> None:
         if number == signal.SIGTERM:
             self._leave_if_doomed()
         if self.received is None or (self.received in _NOTICES and number not in _NOTICES):
             self.received, self._since = number, time.monotonic()
-            self._take(StopReason(number.name, is_time=number == signal.SIGUSR1), is_final=number != signal.SIGTERM)
+            self._take(StopReason(_sender(number), is_time=number == signal.SIGUSR1), is_final=number != signal.SIGTERM)
         elif time.monotonic() - self._since >= ECHO_SECONDS and number not in _NOTICES:
             os._exit(128 + number)
 

@@ -23,7 +23,7 @@ from megatron_grpo.base import launcher
 from megatron_grpo.base.cleanup import die_with_launcher, die_with_parent
 from megatron_grpo.base.errors import EXIT_CRASH
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, launcher.STOP_BY_CALLBACK)
 _HEARD = {*_PASSED_ON, signal.SIGCHLD, signal.SIGALRM}
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which also sends it to the child

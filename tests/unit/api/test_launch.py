@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from megatron_grpo.api import launch
+from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, RunError
 from tests.terminal import Terminal
 
@@ -94,7 +95,7 @@ def test_metrics_are_heard_in_the_program_and_a_request_stops_the_ranks(run):
     heard = []
 
     def act(folder, rank):
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        signal.signal(launcher.STOP_BY_CALLBACK, lambda *_: sys.exit(3))
         (folder / f"ready.{rank}").touch()
         if rank == 0:
             while not (folder / "ready.1").exists():  # it would be ended by the request, if that came before its handler

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_grpo.base.launcher import STOP_BY_CALLBACK
 from megatron_grpo.run import signals
 from megatron_grpo.run.limits import StopReason, TimeLimit
 from megatron_grpo.run.signals import StopSignal
@@ -25,7 +26,7 @@ print("ready", flush=True)
 while not stop.is_requested(lambda flag: flag):
     time.sleep(0.02)
 time.sleep({save_seconds})
-print("saved", flush=True)
+print("saved,", stop.asked.why, flush=True)
 sys.exit(3)
 """
 BLOCKED = """
@@ -87,11 +88,15 @@ def gone_within(pid: int, seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_lets_the_step_finish_and_the_run_save(number):
+@pytest.mark.parametrize(
+    ("number", "sender"),
+    [(number, number.name) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
+    + [(STOP_BY_CALLBACK, "a callback")],
+)
+def test_a_signal_lets_the_step_finish_and_the_run_save(number, sender):
     process = start(LOOP)
     process.send_signal(number)
-    assert rest_of(process) == ("saved\n", 3)
+    assert rest_of(process) == (f"saved, {sender}\n", 3)
 
 
 def test_the_echo_of_a_signal_by_the_launcher_does_not_cut_the_save_short():
@@ -99,7 +104,7 @@ def test_the_echo_of_a_signal_by_the_launcher_does_not_cut_the_save_short():
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert rest_of(process) == ("saved\n", 3)
+    assert rest_of(process) == ("saved, SIGINT\n", 3)
 
 
 def test_a_second_signal_ends_a_process_that_never_comes_to_the_flag():
@@ -123,7 +128,7 @@ def test_a_notice_of_an_end_does_not_make_the_signal_that_follows_an_impatient_o
     process.send_signal(signal.SIGUSR1)
     time.sleep(2.2)
     process.send_signal(signal.SIGTERM)
-    assert rest_of(process) == ("saved\n", 3)
+    assert rest_of(process) == ("saved, SIGUSR1\n", 3)
 
 
 def test_a_closed_terminal_changes_nothing_for_a_process_that_was_to_outlive_it():
