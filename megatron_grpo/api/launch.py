@@ -51,13 +51,15 @@ def launch_folder(output_dir: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
     folder = started / f"{host}.{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
+    made = [path for path in (started, *started.parents) if not path.exists()]
     folder.mkdir(parents=True, mode=0o700)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another program is running ranks, or output_dir holds a run
-            started.rmdir()
+            for path in dict.fromkeys([started, *made]):
+                path.rmdir()
 
 
 def write_launch(folder: Path, command: str, words: Sequence[str], objects: Mapping[str, Any], *, listens: bool) -> None:

@@ -251,7 +251,7 @@ def test_the_program_raises_what_the_first_rank_raised_and_ends_the_others(run, 
         run(dies, 1, echo=False)
 
 
-def test_what_cannot_be_pickled_is_named_and_nothing_is_started(run):
+def test_what_cannot_be_pickled_is_named_and_nothing_is_started_or_left(run, tmp_path):
     lock = threading.Lock()
 
     def act(folder, rank):
@@ -260,6 +260,7 @@ def test_what_cannot_be_pickled_is_named_and_nothing_is_started(run):
 
     with pytest.raises(ConfigError, match="act cannot be sent to the ranks \\(TypeError: cannot pickle '_thread.lock' object\\). Create"):
         run(act)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_two_objects_share_they_share_in_the_ranks(tmp_path):
