@@ -164,6 +164,9 @@ class GRPOTrainer:
 
         Args:
             settings: Settings that differ from those of the run. `output_dir` is `<output_dir>-eval` unless it is among them.
+
+        Raises:
+            ConfigError: If settings are wrong; what they say by themselves is checked before a rank starts.
         """
         output_dir = self.output_dir
         values = {**self._settings(), "output_dir": f"{output_dir}-eval"}
@@ -171,6 +174,8 @@ class GRPOTrainer:
         if (newest := _newest_checkpoint(output_dir)) is not None:
             values["resume"] = str(newest)
         values |= settings
+        if not launcher.read().is_launched:
+            _require_readable(_parse(values, self._num_ranks()))
         records = Records(Path(values["output_dir"]) / "evaluations.jsonl")
         num_before = len(records.all())
         self._run("eval", values, self._num_ranks(), output_dir)
@@ -220,11 +225,7 @@ class GRPOTrainer:
         Args:
             world_size: Number of ranks; None if it is not known.
         """
-        from megatron_grpo.compat import DIALECTS
-        from megatron_grpo.config import parse
-
-        with _command_line(self._settings()) as words:
-            return parse(words, launcher_world_size=world_size, dialects=DIALECTS)
+        return _parse(self._settings(), world_size)
 
     def _num_ranks(self) -> int:
         launched = launcher.read()
@@ -285,6 +286,24 @@ def _run_here(command: str, settings: Mapping[str, Any], parts: Mapping[str, Any
 
             state.stop()  # so that a later call can join a job again
             return cli.exit_code(error)
+
+
+def _parse(settings: Mapping[str, Any], world_size: int | None) -> ParsedConfig:
+    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.config import parse
+
+    with _command_line(settings) as words:
+        return parse(words, launcher_world_size=world_size, dialects=DIALECTS)
+
+
+def _require_readable(parsed: ParsedConfig) -> None:
+    """Raise ConfigError for problems of explicit settings alone. The others come from the checkpoint, which only the ranks read."""
+    from megatron_grpo.config.validation import validate
+
+    cfg = parsed.config.with_values({"eval_steps": 0})
+    problems = [problem for problem in validate(cfg, parsed.unreadable) if {*problem.flags} <= {*cfg.typed.values()}]
+    if problems := [*parsed.problems, *problems]:
+        raise ConfigError(problems)
 
 
 def _require_parts(cfg: Config) -> None:

@@ -64,6 +64,8 @@ def test_mistakes_are_found_before_anything_is_started(model, tmp_path, monkeypa
         GRPOTrainer(model, even, settings(tmp_path, micro_batch_size=7), ROWS).train()
     with pytest.raises(ConfigError, match="model is missing: pass it to GRPOTrainer.\nreward_funcs is missing.*\ntrain_dataset is missing"):
         GRPOTrainer(args=settings(tmp_path)).train()
+    with pytest.raises(ConfigError, match="temprature in GRPOConfig is not a setting.*\ntop_p .* must be"):
+        GRPOTrainer(model, even, settings(tmp_path), ROWS, ROWS).evaluate(temprature=1.0, top_p=2.0)
     assert not (tmp_path / "out").exists()
 
 
