@@ -259,7 +259,8 @@ def init(argv: list[str]) -> int:
     """Write the files of a first run, and plan it: config.yaml, reward.py and run.sh.
 
     Asks five questions: model, data, reward, number of GPUs and memory per GPU. Without a terminal it uses the defaults. Writes into
-    DIRECTORY, or else into the current directory.
+    DIRECTORY, or else into the current directory. Exit codes: 0, the run can start; 2, it cannot: the message says what to correct in
+    config.yaml, or that nothing was written because the arguments are wrong or a file exists.
     """
     from megatron_grpo.run.init import run_init
 

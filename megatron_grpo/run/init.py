@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.rewards.loading import BUILT_IN
 
 MODEL, DATA, REWARD, MEMORY = "Qwen/Qwen3-0.6B", "data.jsonl", "reward.py:correct", 80.0  # defaults; memory in GB
@@ -137,7 +137,7 @@ def run_init(argv: Sequence[str], plan: Callable[[list[str]], int]) -> int:
         The exit code of the plan.
 
     Raises:
-        ConfigError: The arguments are wrong, a file exists already, or the planned run cannot start.
+        ConfigError: The arguments are wrong, or a file exists already. Or the planned run cannot start; its files are written.
     """
     if len(argv) > 1 or argv[:1] and argv[0].startswith("-"):
         raise ConfigError(f"init takes one directory and no settings, not {' '.join(argv)!r}: `megatron-grpo init my_run`.")
@@ -155,8 +155,13 @@ def run_init(argv: Sequence[str], plan: Callable[[list[str]], int]) -> int:
             Path(name).write_text(content, encoding="utf-8")
         Path("run.sh").chmod(0o755)
         print(f"\nWrote {', '.join(files)} in {directory}. The plan of this run:\n", flush=True)
-        code = plan(["--config", "config.yaml", "--world_size", str(answers.gpus), "--gpu_memory_gb", f"{answers.memory:g}"])
-    enter = f"cd {shlex.quote(argv[0])}; " if argv else ""
+        words = ["--config", "config.yaml", "--world_size", str(answers.gpus), "--gpu_memory_gb", f"{answers.memory:g}"]
+        enter = f"cd {shlex.quote(argv[0])}; " if argv else ""
+        try:
+            code = plan(words)
+        except ConfigError as error:
+            message = f"The files are written, but this run cannot start. Correct config.yaml, then `{enter}megatron-grpo plan "
+            raise ConfigError([*error.problems, Problem(flags=(), message=f"{message}{shlex.join(words)}`.")]) from error
     print(f"\nNext: `{enter}megatron-grpo dry-run --config config.yaml` tries the data and the reward on a few rows; `bash run.sh` trains.")
     return code
 

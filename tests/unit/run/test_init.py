@@ -66,6 +66,18 @@ def test_without_a_terminal_it_takes_the_defaults_and_says_so(tmp_path, with_pro
     assert again.returncode == 2 and "init does not overwrite config.yaml, reward.py, run.sh" in again.stderr
 
 
+def test_a_run_that_cannot_start_has_its_files_and_its_problem(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(init, "_defaults", lambda: InitAnswers(data="missing.jsonl"))
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["init", str(tmp_path / "run")]) == 2
+    problem, following = capsys.readouterr().err.splitlines()[-2:]
+    assert "missing.jsonl" in problem and following.endswith(
+        f"The files are written, but this run cannot start. Correct config.yaml, then `cd {tmp_path}/run; megatron-grpo plan --config "
+        "config.yaml --world_size 1 --gpu_memory_gb 80`."
+    )
+    assert (tmp_path / "run/config.yaml").is_file()
+
+
 def test_its_reward_compares_the_last_number_of_a_text_or_a_chat(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(init.REWARD_FILE)
