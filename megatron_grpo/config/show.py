@@ -22,7 +22,7 @@ WORDS = {  # arguments of commands that take more, or less, than settings
     "mismatch": "OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]",
     "replay": "STEP_DUMP [--json] [settings]",
     "watch": "OUTPUT_DIR [--once]",
-    "report": "OUTPUT_DIR [OUTPUT_DIR ...] [-o FILE]",
+    "report": "OUTPUT_DIR [OUTPUT_DIR ...] [-o FILE | --output FILE]",
     "referee": "DUMP --of slime|verl|trl|swift|native [--config FILE] [--step N] [--weights MODEL] [--png FILE] [--json] [settings]",
     "compare-losses": 'OUTPUT_DIR [--step N] [--variant "NAME=VALUE ..."] [--png FILE] [--json] [settings]',
 }

@@ -82,6 +82,7 @@ def test_it_offers_every_command_every_setting_and_every_alias(tmp_path):
     assert found == expected | {"config", "print_config", "help", "help_search"}
     assert offered(tmp_path, "train", "") == offered(tmp_path, "train", "--")
     assert offered(tmp_path, "doctor", "--") == ["--json", "--help"]
+    assert offered(tmp_path, "report", "runs", "-") == ["--output", "--help"]
     assert offered(tmp_path, "completion", "") == ["bash", "zsh"]
 
 
