@@ -100,6 +100,10 @@ class Server:
         rows = [line.split(None, 3) for line in found]
         return [" ".join(row) for row in rows if row[0] == str(self.process.pid) and not row[1].startswith("Z")]
 
+    def worker_pid(self) -> int:
+        """Of the process that answers requests: the first child of the one that was started. Process IDs may begin again at small ones."""
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+
     def pid_of(self, name: str) -> int:
         return next(int(line.split()[2]) for line in self.processes() if name in line)
 

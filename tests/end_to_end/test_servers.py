@@ -520,7 +520,7 @@ def test_a_server_whose_engine_dies_in_a_push_ends_by_itself_and_the_others_take
 
 def test_a_server_that_was_frozen_has_not_heard_of_the_weights_that_came_meanwhile(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
-    stopped = int(plain.processes()[1].split()[2])
+    stopped = plain.worker_pid()
     os.kill(stopped, signal.SIGSTOP)
     try:
         with pytest.raises(TimeoutError):
@@ -535,7 +535,7 @@ def test_a_server_that_is_killed_leaves_no_engine(plain, trainer, models):
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     connection, stream = opened(plain, long(1))
     assert plain.pid_of("EngineCore")
-    os.kill(int(plain.processes()[1].split()[2]), signal.SIGKILL)
+    os.kill(plain.worker_pid(), signal.SIGKILL)
     with closing(connection), pytest.raises((OSError, http.client.HTTPException)):
         while stream.readline():
             pass
