@@ -49,7 +49,8 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     s = settings_of(parsed.config)
     s.weights = weights
     # What a script says beside the numbers of a step, such as its sampler, may be what this package does not support.
-    needed = {"dialect", "config", *vars(s), *(word.lstrip("-").partition("=")[0].replace("-", "_") for word in rest)}
+    typed = {word.lstrip("-+").partition("=")[0].replace("-", "_") for word in rest}
+    needed = {"dialect", "config", *vars(s), *(name for name in typed if not name.endswith("loss_scale_factor"))}  # verl's hook writes it
     aside = [one for one in parsed.problems if one.flags and not (needed & {*one.flags} or any(map(reader.DECIDES.match, one.flags)))]
     problems = [one for one in parsed.problems if one not in aside]
     problems += [problem_with("png", f"png: {wrong}")] if png and (wrong := plot_obstacle(Path(png))) else []
