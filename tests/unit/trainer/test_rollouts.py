@@ -413,7 +413,7 @@ def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_
 
 def test_the_version_of_each_stretch_of_a_completion_is_checked():
     engine = ScriptedEngine(lambda *asked: replace(answer(*asked), versions=((2, 2, 3), (5, 3, 4))))
-    engine.take(WeightUpdate(kind="weights", version=2, tensors=()))
+    engine.load_weights(WeightUpdate(kind="weights", version=2, tensors=()))
     with pytest.raises(ValueError, match="sampled by weight version 5; the training schedule expects version 2, or up to 4$"):
         rollouts_of({0: LIVE, 1: LIVE}, schedule(steps=2, depth=1), engine=engine).sample([2])
 
