@@ -624,16 +624,6 @@ class Sample(Sequence):
         """Whether its advantage is exactly 0, as in a zero-std group."""
         return self.advantage == 0.0
 
-    @property
-    def num_versions(self) -> int:
-        """Number of weights versions that sampled it."""
-        return max(1, len(set(self.spans[::3])))
-
-    @property
-    def version_excess(self) -> int:
-        """Sum over its sampled tokens of (version of the token - `version`)."""
-        return version_excess(self.version, zip(self.spans[::3], self.spans[1::3], self.spans[2::3], strict=True))
-
     def with_old_logprobs(self, logprobs: np.ndarray, by: OldLogprobs) -> SampleWithOldLogprobs:
         """Return the sample with the old log-probs of its importance ratio.
 
@@ -648,14 +638,18 @@ class Sample(Sequence):
         return SampleWithOldLogprobs(**values, old_logprobs=logprobs, old_logprobs_from=by)
 
 
-def version_excess(oldest: int, spans: Iterable[tuple[int, int, int]]) -> int:
-    """Return the sum over the tokens of some stretches of (version of the token - `oldest`).
+def tokens_by_version(spans: Iterable[SequenceOf[int]]) -> dict[str, np.ndarray]:
+    """Return the columns `num_stretches` and `stretches` of `TrainingRows`.
 
     Args:
-        oldest: Oldest of their versions.
-        spans: (weights version, begin, end) of each stretch.
+        spans: Of each row, version, begin, end of each stretch, one after another; empty if all its tokens are of one version.
     """
-    return sum((version - oldest) * (end - begin) for version, begin, end in spans)
+    arrays = [np.array(of_row, dtype=np.int64).reshape(-1, 3) for of_row in spans]
+    all_spans = np.concatenate([np.zeros((0, 3), dtype=np.int64), *arrays])
+    return {
+        "num_stretches": np.array([len(array) for array in arrays], dtype=np.int64),
+        "stretches": np.stack([all_spans[:, 0], all_spans[:, 2] - all_spans[:, 1]], axis=1),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -695,8 +689,8 @@ class TrainingRows:
     Args:
         rollout: Rollout of each row, int64 [n], as all columns that are not flags.
         contexts: Tokens of each context, row by row; int64 [contexts].
-        num_versions: Number of weights versions that sampled the row.
-        version_excess: Sum over its sampled tokens of (version of the token - `version`).
+        num_stretches: Number of stretches of the row that were sampled by one version each; 0 if all its tokens are of `version`.
+        stretches: (version, tokens) of each stretch, row by row; int64 [stretches, 2].
         is_zero_std: Whether all rewards of the row's group are equal, bool [n].
         is_zero_advantage: As `Sample.is_zero_advantage`.
         has_old_logprobs: Whether the row has old log-probs by the weights of version `on_policy_version`.
@@ -712,8 +706,8 @@ class TrainingRows:
     num_contexts: np.ndarray = field(default_factory=_empty_index)
     contexts: np.ndarray = field(default_factory=_empty_index)
     num_masked: np.ndarray = field(default_factory=_empty_index)
-    num_versions: np.ndarray = field(default_factory=_empty_index)
-    version_excess: np.ndarray = field(default_factory=_empty_index)
+    num_stretches: np.ndarray = field(default_factory=_empty_index)
+    stretches: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     is_zero_std: np.ndarray = field(default_factory=_no_flags)
     is_truncated: np.ndarray = field(default_factory=_no_flags)
     is_zero_advantage: np.ndarray = field(default_factory=_no_flags)
@@ -745,11 +739,12 @@ class TrainingRows:
         flags = {"is_zero_std", "is_truncated", "is_zero_advantage"}
         known = {
             name: np.array([getattr(sample, name) for sample in samples], dtype=bool if name in flags else np.int64)
-            for name in (*OF_ROW_AND_SAMPLE, "num_masked", "num_versions", "version_excess", "is_zero_advantage")
+            for name in (*OF_ROW_AND_SAMPLE, "num_masked", "is_zero_advantage")
         }
         contexts = [sample.contexts for sample in samples]
         return cls(
             **known,
+            **tokens_by_version(sample.spans for sample in samples),
             num_contexts=np.array([len(spans) for spans in contexts], dtype=np.int64),
             contexts=np.array([end - begin for spans in contexts for begin, end in spans], dtype=np.int64),
             has_old_logprobs=np.array([getattr(sample, "old_logprobs_from", None) == "recompute" for sample in samples], dtype=bool),
@@ -771,10 +766,11 @@ class TrainingRows:
         Args:
             index: Rows to select, int64 [k].
         """
-        lengths = self.lengths.take(index)
+        chosen = ragged(np.cumsum(self.num_stretches) - self.num_stretches, self.num_stretches, index)
         return TrainingRows(
-            **{field.name: getattr(self, field.name)[index] for field in fields(self) if field.name != "contexts"},
-            contexts=lengths.contexts,
+            **{field.name: getattr(self, field.name)[index] for field in fields(self) if field.name not in ("contexts", "stretches")},
+            contexts=self.lengths.take(index).contexts,
+            stretches=self.stretches[chosen],
         )
 
     def places_of(self, rollout: Any, row: Any) -> np.ndarray:
@@ -944,6 +940,8 @@ class GlobalBatch:
         staleness: Staleness of each sequence of the whole step, in optimizer steps, int64 [N].
         lag: Part of that staleness on arrival, int64 [N], because sampling ran ahead.
         by_token: Metrics of staleness by token, with partial rollouts.
+        tokens_by_version: [version, sampled tokens] of each stretch of each sequence of the whole step, in the order of `staleness`, with
+            partial rollouts; of a sequence of which nothing is trained an empty list.
     """
 
     step: int
@@ -958,6 +956,7 @@ class GlobalBatch:
     staleness: np.ndarray
     lag: np.ndarray
     by_token: Mapping[str, float] = field(default_factory=dict)
+    tokens_by_version: list[list[list[int]]] = field(default_factory=list)
 
     def rows_by_micro_batch(self) -> list[list[list[list[int]]]]:
         """Return (rollout, row) of the rows of the whole step, indexed by micro-batch, data-parallel rank and row."""

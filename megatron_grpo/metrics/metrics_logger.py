@@ -87,8 +87,9 @@ class MetricsLogger:
             skipped: Reason why the step was skipped, if it was.
         """
         if self.metrics.is_logging:
-            record = {"step": progress.step, "optimizer_step": progress.step - 1}
-            self._schedule.append(record | {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()})
+            record: dict[str, Any] = {"step": progress.step, "optimizer_step": progress.step - 1}
+            record |= {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()}
+            self._schedule.append(record | ({"tokens_by_version": batch.tokens_by_version} if batch.tokens_by_version else {}))
         activity.report_step(progress.step)
         for watch in self._watches:
             warning = watch(progress, metrics)

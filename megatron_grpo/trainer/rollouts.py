@@ -36,7 +36,7 @@ from megatron_grpo.types import (
     Sample,
     ScoredGroup,
     TrainingRows,
-    version_excess,
+    tokens_by_version,
 )
 
 if TYPE_CHECKING:
@@ -405,15 +405,12 @@ class Rollouts:
         def of_row(values: Iterable[Iterable[int]], dtype: type = np.int64) -> np.ndarray:
             return np.array(list(chain.from_iterable(values)), dtype=dtype)
 
-        trains, zeros = of_row((meta.trains for meta in metas), bool), np.zeros(len(metas) * len(metas[0].rewards), dtype=np.int64)
-        version, num_versions, excess = of_group(meta.version for meta in metas), zeros + 1, zeros
+        trains = of_row((meta.trains for meta in metas), bool)
+        version = of_group(meta.version for meta in metas)
+        spans: list[tuple[int, ...]] = [()] * len(trains)
         if any(meta.spans for meta in metas):
-            spans = [of_completion for meta in metas for of_completion in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)]
-            versions_of_row = [{version for version, _, _ in row_spans} for row_spans in spans]
-            version, num_versions = np.array(list(map(min, versions_of_row))), np.array(list(map(len, versions_of_row)))
-            excess = np.array(
-                [version_excess(min(versions), row_spans) for versions, row_spans in zip(versions_of_row, spans, strict=True)]
-            )
+            versions = [of_completion for meta in metas for of_completion in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)]
+            version, spans = np.array([min(by for by, _, _ in of_row) for of_row in versions]), list(map(_spans, versions))
         row, flags = np.arange(len(trains)), np.zeros(len(trains), dtype=bool)
         return TrainingRows(
             rollout=np.full_like(row, number),
@@ -425,8 +422,7 @@ class Rollouts:
             num_contexts=of_row(map(len, meta.contexts) for meta in metas),
             contexts=of_row(chain.from_iterable(meta.contexts for meta in metas)),
             num_masked=of_row(meta.num_sampled for meta in metas) * trains,
-            num_versions=num_versions,
-            version_excess=excess,
+            **tokens_by_version(spans),
             is_zero_std=flags,
             is_zero_advantage=flags,
             is_truncated=of_row((meta.is_truncated for meta in metas), bool),
@@ -451,8 +447,13 @@ def _sample(
         sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
         teacher_logprobs=of_teacher if trains else None,
         advantage=float(advantage),
-        spans=() if len({version for version, _, _ in completion.versions}) == 1 else tuple(chain.from_iterable(completion.versions)),
+        spans=_spans(completion.versions),
     )
+
+
+def _spans(versions: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    """Return `Sample.spans` of `Completion.versions`."""
+    return () if len({version for version, _, _ in versions}) == 1 else tuple(chain.from_iterable(versions))
 
 
 def _check_versions(number: int, metas: Sequence[GroupMetadata], *, at_least: int, at_most: int) -> None:

@@ -335,6 +335,7 @@ class SampleBuffer:
                 samples, weights[of_micro], trained_at=step.index, number=number, alignment=self.cut.alignment,
                 at_least=micro_spec.at_least, prefix_groups=micro_spec.prefix_groups,
             ))  # fmt: skip
+        by_token = self.partial_rollouts or rows.num_stretches.any()
         batch = GlobalBatch(
             step=step.index,
             micro_batches=tuple(micro_batches),
@@ -347,7 +348,8 @@ class SampleBuffer:
             counts=micro_specs.packed.counts,
             staleness=step.index - rows.version,
             lag=arrived_at - rows.version,
-            by_token=staleness_by_token(rows, step.index) if self.partial_rollouts or (rows.num_versions > 1).any() else {},
+            by_token=staleness_by_token(rows, step.index) if by_token else {},
+            tokens_by_version=tokens_by_version_of(rows) if by_token else [],
         )
         return self._with_dp_ranks(index[chosen], micro_specs.dp_ranks, local), batch
 
@@ -454,13 +456,27 @@ def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
         rows: Rows of an optimizer step.
         step: Number of optimizer steps done before it.
     """
-    trains = rows.num_masked > 0
-    ages = (step - rows.version) * rows.num_masked - rows.version_excess * trains
+    trains, owner = rows.num_masked > 0, np.repeat(np.arange(len(rows)), rows.num_stretches)
+    version, num_tokens = rows.stretches.T
+    ages = (step - rows.version) * rows.num_masked
+    np.subtract.at(ages, owner, (version - rows.version[owner]) * num_tokens * trains[owner])
+    num_further_versions = len(set(zip(owner.tolist(), version.tolist(), strict=True))) - len(set(owner.tolist()))
     return {
         "staleness/tokens/mean": int(ages.sum()) / max(1, int(rows.num_masked.sum())),
         "staleness/tokens/max": int((step - rows.version)[trains].max(initial=0)),
-        "staleness/versions_per_row": int(rows.num_versions.sum()) / len(rows),
+        "staleness/versions_per_row": (len(rows) + num_further_versions) / len(rows),
     }
+
+
+def tokens_by_version_of(rows: TrainingRows) -> list[list[list[int]]]:
+    """Return `GlobalBatch.tokens_by_version`.
+
+    Args:
+        rows: Rows of an optimizer step.
+    """
+    several = np.split(rows.stretches, np.cumsum(rows.num_stretches)[:-1])
+    one = np.stack([rows.version, rows.num_masked], axis=1).tolist()
+    return [(part.tolist() or [whole]) if whole[1] else [] for part, whole in zip(several, one, strict=True)]
 
 
 def _check_versions(rows: TrainingRows, arrived_at: np.ndarray) -> None:

@@ -128,10 +128,11 @@ def test_staleness_by_token_is_reported_with_partial_rollouts_also_if_each_row_h
             dataclasses.replace(pending, partial_rollouts=partial).batch(step(2, range(8), cut), token_weight_fn=token_weight_fn)[1]
             for partial in (True, False)
         ]
-        return [batch.by_token for batch in batches]
+        return [(batch.by_token, batch.tokens_by_version) for batch in batches]
 
     [found] = run_ranks(body, 1, timeout=120)
-    assert found == [{"staleness/tokens/mean": 2.0, "staleness/tokens/max": 2, "staleness/versions_per_row": 1.0}, {}]
+    whole = [[[0, sample.num_masked]] for sample in samples()]
+    assert found == [({"staleness/tokens/mean": 2.0, "staleness/tokens/max": 2, "staleness/versions_per_row": 1.0}, whole), ({}, [])]
 
 
 def test_a_row_that_two_passes_of_a_step_train_is_on_every_rank_that_trains_it_and_waits_on_one():

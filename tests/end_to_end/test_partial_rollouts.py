@@ -88,6 +88,8 @@ def test_tokens_are_at_most_one_sampling_step_old_and_the_metrics_count_them(who
         assert step["staleness/max"] == step["staleness/tokens/max"] == 1
         assert step["staleness/tokens/mean"] == pytest.approx(ages[1] / ages.total(), abs=1e-12)
         assert step["staleness/versions_per_row"] == np.mean([len(spans) for _, spans in of_step])
+        rows_by_step = {line["step"]: line["tokens_by_version"] for line in records(out / "schedule.jsonl")}
+        assert rows_by_step[step["step"]] == [[[version, end - begin] for version, begin, end in spans] for _, spans in sorted(of_step)]
         assert step["staleness/mean"] == np.mean([any(version < rollout for version, *_ in spans) for (rollout, *_), spans in of_step])
     assert all(step["sampling/version_error/max"] < 1e-4 for step in steps)
     assert all(step["rollout/partial_rows"] > 0 and 0 < step["rollout/ahead_share"] < 1 for step in steps[:-1])

@@ -51,9 +51,11 @@ def journal_in(folder, *, rank=0, **settings):
     )  # fmt: skip
 
 
-def step(logger, number, *, skipped=None, **metrics):
+def step(logger, number, *, skipped=None, tokens_by_version=(), **metrics):
     rows = [[[[0, 0], [0, 1]], [[0, 4], [0, 5]]], [[[0, 2], [0, 3]], [[0, 6], [0, 7]]]]
-    batch = SimpleNamespace(rows_by_micro_batch=lambda: rows, staleness=np.array([0, 1]), metrics={"staleness/mean": 0.5})
+    batch = SimpleNamespace(
+        rows_by_micro_batch=lambda: rows, staleness=np.array([0, 1]), metrics={"staleness/mean": 0.5}, tokens_by_version=tokens_by_version,
+    )  # fmt: skip
     logger.step(Progress(step=number, num_tokens=60 * number), batch, {"loss": 0.5} | metrics, skipped=skipped)
 
 
@@ -168,8 +170,11 @@ def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
     assert lines(tmp_path, "schedule.jsonl") == [
         {"step": number, "optimizer_step": number - 1, "rows": rows, "staleness": [0, 1]} for number in (1, 2)
     ]
-    journal_in(tmp_path).start(Progress(step=1))
+    again = journal_in(tmp_path)
+    again.start(Progress(step=1))
     assert [line["step"] for line in lines(tmp_path, "schedule.jsonl")] == [1]
+    step(again, 2, tokens_by_version=[[[1, 5]], [[0, 3], [1, 4]]])
+    assert lines(tmp_path, "schedule.jsonl")[1]["tokens_by_version"] == [[[1, 5]], [[0, 3], [1, 4]]]
 
 
 def test_other_ranks_write_no_schedule(tmp_path):

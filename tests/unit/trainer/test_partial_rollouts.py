@@ -156,7 +156,10 @@ def process(
                  row.sampler_logprobs[2:].tolist(), row.is_truncated) for row in rows
             ]  # fmt: skip
             assert one.rows.version.tolist() == [min(spans[::3]) for _, _, spans, *_ in found[one.number]]
-            assert one.rows.num_versions.tolist() == [len(set(spans[::3])) for _, _, spans, *_ in found[one.number]]
+            assert one.rows.num_stretches.tolist() == [len(row.spans) // 3 for row in rows]
+            assert one.rows.stretches.tolist() == [
+                [row.spans[i], row.spans[i + 2] - row.spans[i + 1]] for row in rows for i in range(0, len(row.spans), 3)
+            ]
             progress = progress.add([one])
         progress = replace(progress, step=step.index + 1)
         if case.save_every and progress.step % case.save_every == 0:
