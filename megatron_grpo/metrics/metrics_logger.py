@@ -21,7 +21,7 @@ from megatron_grpo.types import GlobalBatch, Progress
 PENDING_FILE = "untold.json"  # in output_dir, while a run is stopped between a rollout and the step that reports it
 
 SCHEDULE = "schedule.jsonl"  # rows each optimizer step trained and their staleness; `plan.json` has the planned ones
-# (progress, metrics of the step just taken) -> text of a warning, or None.
+# (progress, metrics of the step just taken and of the rollouts before it) -> text of a warning, or None.
 Watch = Callable[[Progress, Mapping[str, float]], "str | None"]
 
 
@@ -91,15 +91,15 @@ class MetricsLogger:
             record |= {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()}
             self._schedule.append(record | ({"tokens_by_version": batch.tokens_by_version} if batch.tokens_by_version else {}))
         activity.report_step(progress.step)
+        stats = self._rollout_stats() if self._rollouts else self._pending_stats(before=progress.step)
+        self._rollouts = []
         for watch in self._watches:
-            warning = watch(progress, metrics)
+            warning = watch(progress, stats | dict(metrics))
             if warning:
                 self.metrics.print_line(f"WARNING: {warning}")
         if skipped:
             self.metrics.print_line(f"optimizer step {progress.step} is skipped: {skipped}")
             self.metrics.record_event("skipped", f"Optimizer step {progress.step:,} was skipped: {skipped}.")
-        stats = self._rollout_stats() if self._rollouts else self._pending_stats(before=progress.step)
-        self._rollouts = []
         times = self.timers.take()
         self._spent.add(times)
         self._spent.step(is_skipped=skipped is not None)

@@ -13,17 +13,18 @@ USUAL = {"float32": 1e-3, "bfloat16": 1.0}
 
 
 class LogpDifferenceMonitor:
-    """Monitor that warns when `sampling/sampling_logp_difference/max` exceeds `bound` (nats), and again whenever the value has doubled."""
+    """Monitor that warns when a metric of log-prob differences exceeds `bound` (nats), and again whenever the value has doubled."""
 
-    def __init__(self, *, bound: float | None, dtype: str, hint: str = ""):
+    def __init__(self, *, bound: float | None, dtype: str, hint: str = "", metric: str = "sampling/sampling_logp_difference/max"):
         """Create a monitor.
 
         Args:
             bound: Limit in nats. None: the usual limit of the dtype.
             dtype: "float32" or "bfloat16".
             hint: Sentence with a remedy, appended to the warning.
+            metric: Name of the metric.
         """
-        self.hint = hint
+        self.hint, self.metric = hint, metric
         self.bound = USUAL[dtype] if bound is None else bound
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
@@ -32,11 +33,11 @@ class LogpDifferenceMonitor:
         Args:
             metrics: Metrics of the step, by name.
         """
-        largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
+        largest = metrics.get(self.metric, 0.0)
         if not largest > self.bound:
             return None
         text = (
-            f"trainer and sampler differ by {largest:.3g} nats on a token (sampling/sampling_logp_difference/max; bound {self.bound:.3g}): "
+            f"trainer and sampler differ by {largest:.3g} nats on a token ({self.metric}; bound {self.bound:.3g}): "
             "their weights or their arithmetic differ"
         ) + (f". {self.hint}" if self.hint else "")
         self.bound = 2 * largest

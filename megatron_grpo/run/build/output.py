@@ -280,7 +280,8 @@ def version_check(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
     """Return the check of the difference between the log-probs of trainer and sampler.
 
     With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled. No default bound applies
-    then, and the check warns only if `logprob_diff_warn` is set.
+    then, and the check warns only if `logprob_diff_warn` is set. With partial rollouts it looks at tokens that the current weights sampled
+    (`trainer.partial_rollouts.VersionCheck`), which have no such part.
 
     Args:
         cfg: Settings of the run.
@@ -288,10 +289,12 @@ def version_check(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
     Returns:
         A function from metrics to a warning, or to None if the difference is within bounds.
     """
-    if cfg.rollout.logprob_diff_warn is None and cfg.rollout.async_rollout_depth:
+    partial = cfg.rollout.partial_rollouts
+    if cfg.rollout.logprob_diff_warn is None and cfg.rollout.async_rollout_depth and not partial:
         return lambda metrics: None
     bound = 0.0 if cfg.rollout.bitwise_parity else cfg.rollout.logprob_diff_warn
-    return LogpDifferenceMonitor(bound=bound, dtype=cfg.model.torch_dtype, hint=mismatch_hint(cfg)).warning
+    metric = "sampling/version_error/max" if partial else "sampling/sampling_logp_difference/max"
+    return LogpDifferenceMonitor(bound=bound, dtype=cfg.model.torch_dtype, hint=mismatch_hint(cfg), metric=metric).warning
 
 
 def mismatch_hint(cfg: Config) -> str:

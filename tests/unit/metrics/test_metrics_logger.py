@@ -16,7 +16,7 @@ from rich.console import Console
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
-from megatron_grpo.metrics.rollout import Completions
+from megatron_grpo.metrics.rollout import Completions, PartialRolloutInfo
 from megatron_grpo.metrics.summary import LogpDifferenceMonitor
 from megatron_grpo.parallel.collectives import Node
 from megatron_grpo.types import Progress
@@ -193,6 +193,10 @@ def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
     step(logger, 2, skipped="no token is trained", **{"sampling/sampling_logp_difference/max": 0.75})
     assert "WARNING: trainer and sampler differ by 0.75 nats" in told(logger)
     assert "optimizer step 2 is skipped: no token is trained" in told(logger)
+    watch.metric = "sampling/version_error/max"  # with partial rollouts: of the rollout, and again twice the last
+    logger.rollout(replace(rollout_of_two(), arrived=PartialRolloutInfo(version=2, metrics={watch.metric: 1.75})))
+    step(logger, 3, **{"sampling/sampling_logp_difference/max": 9.0})
+    assert "differ by 1.75 nats on a token (sampling/version_error/max; bound 1.5)" in told(logger)
 
 
 def test_a_refusal_is_a_record_and_lines_below_the_steps_own_and_is_forgotten_by_a_resumed_run(tmp_path):
