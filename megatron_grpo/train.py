@@ -332,6 +332,7 @@ def saved_if_sampling_ends(
             log_step(run, progress, *unlogged)
         if progress.step:
             run.prompts.restore(prompts_state)
+            run.rollouts.interrupt()  # what servers have sampled for these prompts is saved too
             save(run, progress, buffer, completely=True)
         if isinstance(end, CancelledError):
             raise make_interrupted(run, progress, f", and {end}") from end

@@ -64,8 +64,8 @@ class PartialRollouts:
     def sampling(self, prompts: Sequence[tuple[Prompt, int]], sampling: SamplingSettings, *, seed: int) -> Iterator[None]:
         """Continue and begin the completions of these prompts inside the block, and interrupt them at its end. Collective.
 
-        In the background, they continue after the block until `interrupt`. Nothing changes before `commit`, so a checkpoint that is saved
-        after an error inside the block has what was there before it.
+        In the background, they continue after the block until `interrupt`, also if the block ends with an error; a checkpoint that is saved
+        then has what was sampled. Elsewhere nothing changes before `commit`, so such a checkpoint has what was there before the block.
 
         Args:
             prompts: (prompt, oldest version that its tokens may have), in the order in which they are needed. Completions with an older
@@ -84,11 +84,10 @@ class PartialRollouts:
                 num_dropped,
             )
         generation = self._sampler.resume([prompt for prompt, _ in prompts], sampling, seed=seed, partial=usable)
-        self._generation, self._version, continues = generation, generation.version, False
-        with CleanUp(lambda: None if continues else self._close()):
+        self._generation, self._version = generation, generation.version
+        with CleanUp(lambda: None if self._in_background else self._close()):
             yield
-            continues = self._in_background
-            if not continues:
+            if not self._in_background:
                 self._found = generation.interrupt()
 
         def restart() -> None:

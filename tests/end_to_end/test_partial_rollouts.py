@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.types import PartialCompletion
 from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
@@ -291,7 +293,19 @@ def test_a_run_on_servers_that_is_killed_goes_on_from_what_was_saved(served, who
 
 
 def on_servers_stopped(rank: int, world_size: int, flags: list[str]) -> int:
-    stop_after_steps(flags, 2)
+    """A run that gets the signal, and cancels its wait for completions, a second after the sync of version 1."""
+    from megatron_grpo.servers.server_parts import ServerGeneration
+
+    groups = ServerGeneration.groups
+
+    def wait(self, prompts):
+        if self.version == 0:
+            return groups(self, prompts)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise CancelledError
+
+    ServerGeneration.groups = wait
     return on_servers(rank, world_size, flags)
 
 
@@ -301,6 +315,7 @@ def test_a_signal_keeps_what_servers_have_sampled(served, whole, tmp_path):
     [file] = list((tmp_path / "checkpoints").glob("iter_*/grpo/partial/rank_00000.npz"))
     kept = read_samples(file, PartialCompletion)
     assert kept and all(len(one.token_ids) and one.text == "" for one in kept if not one.finish_reason)
+    assert file.parts[-4] == "iter_0000001" and max(one.versions[-1] for one in kept) == 1  # with what was sampled since the sync
     assert run_ranks(on_servers, 1, [*flags, "--verify_versions", "3", "--vllm_server_timeout", "500"], env=ASKS, timeout=240) == [0]
     assert_is_whole(tmp_path, whole[0])
     rows = rows_of(tmp_path)

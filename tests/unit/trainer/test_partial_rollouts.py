@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.batching.split import BatchPartitioner
 from megatron_grpo.checkpoint.samples import file_of, read_samples
 from megatron_grpo.config.config import GrpoConfig
@@ -85,6 +87,7 @@ class Engine:
     budget: list[int]
     version: int = 0
     drawn: list = field(default_factory=list)
+    should_cancel: Callable[[], bool] = lambda: False
 
     @contextmanager
     def wake_up(self):
@@ -94,7 +97,7 @@ class Engine:
         parts = Slots(self.lengths, self.num_slots, self.version, self.budget, self.drawn)
         share = EngineShare(rank=0, num_engines=1, ranks_per_engine=1)
         generation = PartialGeneration(parts, sampling, seed=seed, version=self.version, share=share, text_of=lambda prompt, one: "",
-                                       should_cancel=lambda: False)  # fmt: skip
+                                       should_cancel=self.should_cancel)  # fmt: skip
         return generation.begin(prompts, partial)
 
     def generate(self, prompts, sampling, *, seed):
@@ -278,6 +281,15 @@ def test_an_error_in_the_middle_leaves_what_was_there_before(tmp_path):
         raise ValueError("mine")
     assert partial.to_save() == before and len(before) > 2
     assert partial.generate([prompts[0][0]], SAMPLING, seed=SEED)  # outside it is the engine itself
+    # On servers a stop that does not wait keeps what was sampled, also of the rollout that was waited for.
+    engine = Engine(case.lengths_of, 5, [-1], version=disk.saved[0].step, should_cancel=lambda: len(engine.drawn) > 12)
+    partial = PartialRollouts(engine, in_background=True)
+    partial.restore(before)
+    with pytest.raises(CancelledError), partial.sampling(prompts, SAMPLING, seed=SEED):
+        partial.generate([prompt for prompt, _ in prompts], SAMPLING, seed=SEED)
+    partial.interrupt()
+    num_kept = [sum(len(one.token_ids) for one in kept) for kept in (before, partial.to_save())]
+    assert num_kept[1] == num_kept[0] + len(engine.drawn) and len(engine.drawn) > 12
 
 
 def test_parts_of_one_version_are_one_stretch():
