@@ -474,9 +474,9 @@ def tokens_by_version_of(rows: TrainingRows) -> list[list[list[int]]]:
     Args:
         rows: Rows of an optimizer step.
     """
-    several = np.split(rows.stretches, np.cumsum(rows.num_stretches)[:-1])
-    one = np.stack([rows.version, rows.num_masked], axis=1).tolist()
-    return [(part.tolist() or [whole]) if whole[1] else [] for part, whole in zip(several, one, strict=True)]
+    stretches = np.split(rows.stretches, np.cumsum(rows.num_stretches)[:-1])
+    totals = np.stack([rows.version, rows.num_masked], axis=1).tolist()
+    return [(of_row.tolist() or [total]) if total[1] else [] for of_row, total in zip(stretches, totals, strict=True)]
 
 
 def _check_versions(rows: TrainingRows, arrived_at: np.ndarray) -> None:
