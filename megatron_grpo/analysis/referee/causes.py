@@ -339,10 +339,10 @@ def advantage_changes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iter
     yield "groups are shifted: they do not begin with a prompt", {"groups": shifted}
     yield "leave-one-out baseline", {"s": SimpleNamespace(**{**vars(s), "advantage_estimator": "rloo"})}
     yield "the group's mean is not subtracted", {"is_centred": False}
-    yield "reward_weights are not applied", {"weights": [1.0] * len(rows[0].rewards or ())}
-    reversed_weights = list(reversed(s.reward_weights or [1.0] * len(rows[0].rewards or ())))
-    yield "reward_weights are in another order", {"weights": reversed_weights}
-    yield "only the first reward function counts", {"weights": [1.0] + [0.0] * (len(rows[0].rewards or ()) - 1)}
+    equal = [1.0] * len(rows[0].rewards or ())
+    yield "reward_weights are not applied", {"weights": equal}
+    yield "reward_weights are in another order", {"weights": (s.reward_weights or equal)[::-1]}
+    yield "only the first reward function counts", {"weights": [1.0] + [0.0] * (len(equal) - 1)}
     yield "a missing reward counts as 0", {"missing": 0.0}
     for other in (1e-4, 1e-6, 1e-8, 0.0):
         if other != epsilon:

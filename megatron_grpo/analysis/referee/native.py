@@ -90,15 +90,13 @@ def _rows(samples: list[Sample], forward: dict[str, np.ndarray], version: int | 
         logp, ref = (_scattered(sample, forward.get(f"{kind}/{name}"), first) for kind in ("logprobs", "references"))
         old = None if sample.on_policy_version == version else getattr(sample, "old_logprobs", None)
         if old is not None:  # where a sampler gave none, the current log-prob counts
-            old = np.where(np.isnan(old[first:]) & (logp is not None), old[first:] if logp is None else logp, old[first:]).astype(
-                np.float64
-            )
+            old = old[first:].astype(np.float64)
+            old = old if logp is None else np.where(np.isnan(old), logp, old)
         rows.append(DumpedRow(
             mask=sample.mask[first:].astype(np.float64), length=len(sample.mask) - first, group=f"{sample.rollout}/{sample.prompt_number}",
             rewards=None if row is None else _rewards(row), advantage=sample.advantage, logp=logp, ref=ref,
             old=old, sampler=sample.sampler_logprobs[first:].astype(np.float64), is_truncated=sample.is_truncated,
-            is_zero_std=sample.is_zero_std,
-            tokens=sample.token_ids,
+            is_zero_std=sample.is_zero_std, tokens=sample.token_ids,
         ))  # fmt: skip
     return rows
 
