@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -36,7 +37,8 @@ def test_a_run_whose_rank_is_stopped_names_it_and_can_be_resumed(tmp_path):
         run_ranks(train_and_stop, 2, flags, True, timeout=170)
     report = (out / "watchdog/report.txt").read_text()
     assert report.startswith("megatron-grpo: rank 1 on ") and "hangs in optimizer step 2, training" in report, failed.value
-    assert "at test_watchdog.py line" in report and "it is stopped (SIGSTOP or SIGTSTP)" in report
+    where = r"at (test_watchdog\.py|<dynamic-code>) line \d+, allows: it is stopped \(SIGSTOP or SIGTSTP\)"  # cloudpickle 3.1.3: no file
+    assert re.search(where, report), report
     assert "The newest checkpoint is that of optimizer step 1; the same command resumes from it." in report
     assert "rank 1 on" in str(failed.value) and "died" not in str(failed.value)
     assert run_ranks(train_and_stop, 2, flags, False, timeout=170) == [0, 0]
