@@ -59,7 +59,8 @@ class Process:
         if fields[0] not in ("Z", "X"):
             return None
         number = int(fields[49]) & 0x7F if len(fields) > 49 else 0  # visible to the process's owner until the launcher has reaped it
-        return f"died (signal {number}, {signal.Signals(number).name})" if number else "died"
+        name = f", {signal.Signals(number).name}" if number in set(signal.Signals) else ""  # real-time signals have none
+        return f"died (signal {number}{name})" if number else "died"
 
 
 def _stat(pid: int) -> list[str] | None:

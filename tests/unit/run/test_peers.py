@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -40,12 +41,13 @@ def test_all_is_well_while_all_live(job):
     assert peers.why_doomed() is None
 
 
-def test_a_killed_rank_is_named_with_its_signal_until_its_launcher_has_taken_it(job):
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGKILL, "9, SIGKILL"), (signal.SIGRTMIN + 13, "47")])
+def test_a_killed_rank_is_named_with_its_signal_until_its_launcher_has_taken_it(job, number, says):
     peers, child = job
-    child.kill()
+    child.send_signal(number)
     while peers.why_doomed() is None:
         time.sleep(0.01)
-    assert f"rank 1 died (signal 9, SIGKILL) without an error message (process {child.pid} " in peers.why_doomed()
+    assert f"rank 1 died (signal {says}) without an error message (process {child.pid} " in peers.why_doomed()
     child.wait()
     assert f"rank 1 died without an error message (process {child.pid} " in peers.explain(GLOO)
 
