@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.distributed.test_checkpoint import Policy, Waiting, checkpoints, pending_samples
 from tests.ranks import run_ranks
 from tests.seeing import as_bytes, picture
-from tests.unit.data.test_images import EYES, Words, asks
+from tests.unit.data.test_images import EYES, SmallTokenizer, asks
 
 
 def test_rows_that_wait_show_their_pictures_again(tmp_path):
@@ -23,7 +23,7 @@ def test_rows_that_wait_show_their_pictures_again(tmp_path):
         from megatron_grpo.types import Progress
 
         def stream():
-            return open_stream(DataConfig(dataset=str(tmp_path / "d.jsonl")), Words(), seed=3, image_spec=EYES)
+            return open_stream(DataConfig(dataset=str(tmp_path / "d.jsonl")), SmallTokenizer(), seed=3, image_spec=EYES)
 
         def described(samples):
             return [[(place, one.key, one.grid) for place, one in sample.images] for sample in samples]

@@ -13,7 +13,7 @@ from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import streamed
 from megatron_grpo.data.prompts import open_sets, open_stream
 from megatron_grpo.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_check
-from tests.unit.data.test_images import EYES, Words
+from tests.unit.data.test_images import EYES, SmallTokenizer
 
 ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(23)]
 
@@ -296,7 +296,7 @@ def test_a_row_that_cannot_be_trained_on_ends_the_run_when_it_comes_by_file_and_
     chat = [{"role": "user", "content": "no"}]
     shows = write(tmp_path / "a.jsonl", [{"prompt": chat}] * 5 + [{"prompt": [chat[0] | {"content": "<image>x"}], "images": ["a.png"]}])
     with pytest.raises(RowsError, match="1 of 2 rows have images, but streaming supports text only.*: a.jsonl line 6"):
-        open_prompts(config(shows), Words(), seed=7, image_spec=EYES).take(5)
+        open_prompts(config(shows), SmallTokenizer(), seed=7, image_spec=EYES).take(5)
     with pytest.raises(ConfigError, match="1 of 6 rows have images, but streaming supports text only"):
         rows_to_check(config(shows, 9), image_spec=EYES, is_blind=False, seed=0)
 
