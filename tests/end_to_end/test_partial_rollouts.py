@@ -301,7 +301,7 @@ def on_servers_stopped(rank: int, world_size: int, flags: list[str]) -> int:
     def wait(self, prompts):
         if self.version == 0:
             return groups(self, prompts)
-        time.sleep(1.0)
+        time.sleep(1.0)  # the servers sample meanwhile: these tokens must be in the checkpoint
         os.kill(os.getpid(), signal.SIGTERM)
         raise CancelledError
 
