@@ -212,23 +212,28 @@ def hold(rank, world, paths, named, out, file):
                 assert worst_of(paths, prompt.token_ids, one.tokens.tolist(), one.logprobs, parts, temperature=1.0) < 1e-5
         assert any(one.reason == "abort" and len(one.tokens) for answer in answers.values() for one in answer.completions)
         # The same completion in two parts has one text.
-        rest = wire.Request(key="r", ids=(*asked[1].token_ids, *answers["1"].completions[0].tokens.tolist()), seed=1, n=1, max_tokens=3,
-                            num_sampled=len(answers["1"].completions[0].tokens))  # fmt: skip
+        first = max((one for one in answers["1"].completions if one.reason == "abort"), key=lambda one: len(one.tokens))
+        begun = first.tokens.tolist()
+        rest = wire.Request(key="r", ids=(*asked[1].token_ids, *begun), seed=1, n=1, max_tokens=8, num_sampled=len(begun))
         lines.clear()
         start_coroutine(member.server.stream("/generate", replace_requests(body, rest), lines.append)).result()
         [answer] = [answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None]
-        assert answer.completions[0].text.startswith(answers["1"].completions[0].text.rstrip("�"))
-        # A stop string over both parts: the last token of the first part and the first one of the second.
+        [second] = answer.completions
+        assert second.text.startswith(first.text.rstrip("�"))
+        # A stop string over both parts: last tokens of the first part, first one of the second. Special tokens are not in a text.
         from transformers import AutoTokenizer
 
-        begun, tokenizer = answers["1"].completions[0].tokens.tolist(), AutoTokenizer.from_pretrained(paths[0])
-        over = tokenizer.decode([begun[-1], answer.completions[0].tokens[0]])
+        tokenizer = AutoTokenizer.from_pretrained(paths[0])
+        of_text = [token for token in begun if token not in tokenizer.all_special_ids]
+        end = next(i for i, token in enumerate(second.tokens.tolist()) if token not in tokenizer.all_special_ids)
+        over = tokenizer.decode([*of_text[-3:], second.tokens[end]])
         lines.clear()
         stops = wire.GenerateRequest(version=0, sampling=wire.Sampling(stop=(over,)), requests=(rest,))
         start_coroutine(member.server.stream("/generate", stops, lines.append)).result()
-        [stopped] = [answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None]
-        assert stopped.completions[0].reason == "stop" and stopped.completions[0].tokens.tolist() == [answer.completions[0].tokens[0]]
-        assert stopped.completions[0].text.strip() == tokenizer.decode(begun[:-1], skip_special_tokens=True).strip()
+        [answer] = [answer for line in lines if (answer := wire.decode_line(wire.GenerateLine, line)) is not None]
+        [stopped] = answer.completions
+        assert stopped.reason == "stop" and stopped.tokens.tolist() == second.tokens.tolist()[: end + 1]
+        assert stopped.text.strip() == tokenizer.decode(of_text[:-3]).strip()
 
 
 def replace_requests(body, *requests):
