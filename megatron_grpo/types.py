@@ -282,6 +282,26 @@ FAULTS = ("error", "timeout", "invalid")  # finish reasons of an episode whose e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn:
+    """One sampled turn of an episode.
+
+    Args:
+        token_ids: Token IDs, including the one that ended it.
+        is_cut: Whether it was truncated at max_tokens.
+        version: Version of the weights.
+        sampling_mask: The sampling mask, where it is returned.
+        text: Text of the completion that it ends, from rollout servers.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    is_cut: bool
+    version: int
+    sampling_mask: SamplingMask | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeNumbers:
     """Numbers of an episode that every rank knows, besides those of any completion.
 

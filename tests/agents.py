@@ -20,8 +20,7 @@ from megatron_grpo.environments.agents import AgentPlayer, AgentRunnerFactory
 from megatron_grpo.environments.tools import read_hermes
 from megatron_grpo.environments.trajectory import ChatTemplate
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.turns import SampledTurn
-from megatron_grpo.types import Completion, Prompt
+from megatron_grpo.types import Completion, Prompt, SampledTurn
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 # ChatML with Hermes' tools; as Qwen3's it drops the thoughts of a turn once a user has spoken again.

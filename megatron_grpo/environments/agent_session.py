@@ -32,7 +32,8 @@ from megatron_grpo.environments.trajectory import (
     TokenizedTrajectory,
     join_contexts,
 )
-from megatron_grpo.rollout.turns import Key, SampledTurn
+from megatron_grpo.rollout.turns import Key
+from megatron_grpo.types import SampledTurn
 
 _THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 

@@ -37,8 +37,8 @@ from megatron_grpo.environments.tools import ReadCalls, reader
 from megatron_grpo.environments.trajectory import History, without_turns
 from megatron_grpo.environments.workers import CallResult, CallTimeoutError, WorkerPool
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.turns import Key, SampledTurn
-from megatron_grpo.types import FAULTS, Completion, Group, Prompt
+from megatron_grpo.rollout.turns import Key
+from megatron_grpo.types import FAULTS, Completion, Group, Prompt, SampledTurn
 
 SECONDS_BETWEEN_LOOKS = 0.02  # at whether an agent has ended, while the sampler is idle
 MOST_UNREAD = 0.05  # share of turns without a reader above which a warning is logged

@@ -18,8 +18,8 @@ from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.environments.trajectory import ChatTemplate
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.turns import Key, SampledTurn
-from megatron_grpo.types import FAULTS, Group, Prompt
+from megatron_grpo.rollout.turns import Key
+from megatron_grpo.types import FAULTS, Group, Prompt, SampledTurn
 
 MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # JSON type -> value
 

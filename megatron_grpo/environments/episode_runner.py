@@ -17,8 +17,8 @@ from megatron_grpo.environments.trajectory import History, Trajectory, without_t
 from megatron_grpo.environments.workers import CallResult, CallTimeoutError, WorkerPool
 from megatron_grpo.rewards.process_isolation import ExitRequestedError
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.turns import Key, SampledTurn, request_seed
-from megatron_grpo.types import Completion, Group, Prompt
+from megatron_grpo.rollout.turns import Key, request_seed
+from megatron_grpo.types import Completion, Group, Prompt, SampledTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.trajectory import ChatTemplate, TokenizedTrajectory
 from megatron_grpo.environments.workers import LINGER, MOST_LINGERED
 from megatron_grpo.rollout.engine import SamplingSettings, WeightsLostError
-from megatron_grpo.rollout.turns import Key, SampledTurn, TurnEngine, TurnSampler
-from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt
+from megatron_grpo.rollout.turns import Key, TurnEngine, TurnSampler
+from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt, SampledTurn
 
 MOST_WARNINGS = 20  # different ones of a run
 _LOG = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from megatron_grpo.environments.rollout_func_output import (
 )
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.turns import SampledTurn, request_seed
-from megatron_grpo.types import Completion, Group, Prompt
+from megatron_grpo.rollout.turns import request_seed
+from megatron_grpo.types import Completion, Group, Prompt, SampledTurn
 
 RolloutFunction = Callable[[Sequence[CompletionRequest], "RolloutFuncEngine"], Any]
 

@@ -18,8 +18,8 @@ from megatron_grpo.base import activity
 from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
-from megatron_grpo.rollout.turns import DONE, GIVES_UP, WAITS, Key, SampledTurn, hash_seed
-from megatron_grpo.types import Completion, Group, PartialCompletion, Prompt, SamplingMask, make_completion
+from megatron_grpo.rollout.turns import DONE, GIVES_UP, WAITS, Key, hash_seed
+from megatron_grpo.types import Completion, Group, PartialCompletion, Prompt, SampledTurn, SamplingMask, make_completion
 
 # Engine steps between two agreements whether all engines have the groups that the trainer waits for: interruptions are multiples of it.
 STEPS_BETWEEN_AGREEMENTS = 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, prompt_seed
 from megatron_grpo.rollout.vllm_scheduling import PROMPT
-from megatron_grpo.types import Group, Prompt, SamplingMask
+from megatron_grpo.types import Group, Prompt, SampledTurn
 
 Key = tuple[int, int]  # (prompt number, index in its group)
 
@@ -24,26 +24,6 @@ Key = tuple[int, int]  # (prompt number, index in its group)
 SECONDS_BETWEEN_AGREEMENTS = 20.0
 SECONDS_BETWEEN_LOOKS = 0.5  # between two checks whether the run cancels what it waits for
 DONE, WAITS, GIVES_UP = 0.0, 1.0, 2.0  # states of a rank that waits; the largest over all ranks decides
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTurn:
-    """One sampled turn of an episode.
-
-    Args:
-        token_ids: Token IDs, including the one that ended it.
-        is_cut: Whether it was truncated at max_tokens.
-        version: Version of the weights.
-        sampling_mask: The sampling mask, where it is returned.
-        text: Text of the completion that it ends, from rollout servers.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    is_cut: bool
-    version: int
-    sampling_mask: SamplingMask | None = None
-    text: str = ""
 
 
 class TurnSampler(Protocol):

@@ -19,13 +19,13 @@ from megatron_grpo.config.servers import CALLS
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration
-from megatron_grpo.rollout.turns import Key, SampledTurn
+from megatron_grpo.rollout.turns import Key
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import ServerRefusedError, start_coroutine
 from megatron_grpo.servers.requests import ENDS, generate
 from megatron_grpo.servers.server_group import ServerHandle
 from megatron_grpo.servers.server_turns import BETWEEN_CALLS, NoServerError, ServerTurns
-from megatron_grpo.types import Group, PartialCompletion, Prompt
+from megatron_grpo.types import Group, PartialCompletion, Prompt, SampledTurn
 
 if TYPE_CHECKING:
     from megatron_grpo.servers.servers import ServerEngine

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.rollout.turns import Key, SampledTurn
+from megatron_grpo.rollout.turns import Key
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import start_coroutine
 from megatron_grpo.servers.requests import MOST_DEATHS, generate
 from megatron_grpo.servers.server_group import ServerHandle, TrainingServerGroup
+from megatron_grpo.types import SampledTurn
 
 BETWEEN_CALLS = 0.02  # seconds between two batches of turns
 

@@ -8,8 +8,7 @@ from typing import Any
 from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.trajectory import ChatTemplate
-from megatron_grpo.rollout.turns import SampledTurn
-from megatron_grpo.types import Completion, Prompt
+from megatron_grpo.types import Completion, Prompt, SampledTurn
 from tests.chat_models import TEMPLATE, chat_tokenizer
 
 END = 2

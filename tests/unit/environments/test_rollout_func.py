@@ -15,9 +15,9 @@ from megatron_grpo.environments.loading import load_rollout_func
 from megatron_grpo.environments.rollout_func import RolloutFunc, RolloutFuncSampler
 from megatron_grpo.environments.rollout_func_output import InvalidRolloutOutputError, TokenLimits, completion_requests, completions_of
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.turns import SampledTurn, request_seed
+from megatron_grpo.rollout.turns import request_seed
 from megatron_grpo.trainer.reward_manager import as_batch
-from megatron_grpo.types import Group, Prompt
+from megatron_grpo.types import Group, Prompt, SampledTurn
 
 N = 2
 LIMITS = TokenLimits(vocab_size=100, max_completion_length=6, max_model_len=9, end_ids=frozenset({2}))

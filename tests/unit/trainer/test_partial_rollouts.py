@@ -19,10 +19,9 @@ from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.rollout import partial_rollouts
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError
 from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration, join_versions, part_seed
-from megatron_grpo.rollout.turns import SampledTurn
 from megatron_grpo.trainer.partial_rollouts import PartialRollouts, VersionCheck
 from megatron_grpo.trainer.rollouts import Rollouts
-from megatron_grpo.types import PartialCompletion, Progress
+from megatron_grpo.types import PartialCompletion, Progress, SampledTurn
 from tests.unit.batching.test_schedule import table_of
 from tests.unit.trainer.test_rollouts import Heard, OneRank, Stream, generator_of, mixed
 
