@@ -42,5 +42,7 @@ def _take_code(old: Any, new: Any) -> None:
         other = vars(new).get(name)
         if isinstance(member, property):
             member, other = member.fget, other.fget
+        if isinstance(member, (staticmethod, classmethod)):
+            member, other = member.__func__, other.__func__
         if isinstance(member, FunctionType):
             _take_code(member, other)

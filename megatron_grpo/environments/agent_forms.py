@@ -147,8 +147,8 @@ def _name(kind: str, turn: AgentTurn) -> str:
 
 
 def _lengths(turn: AgentTurn) -> tuple[int, int]:
-    assert turn.sampled is not None
-    return len(turn.before), len(turn.sampled.token_ids)
+    assert turn.span is not None
+    return turn.span.begin, turn.span.end - turn.span.begin
 
 
 def _reason(turn: AgentTurn, cut: str, calls: str, finished: str) -> str:

@@ -1,9 +1,7 @@
-"""Token IDs of one agent's episode: which context a request continues, and what of it is trained.
+"""Session of one agent's episode: which turns the messages of a request repeat, and what is trained.
 
-An agent sends whole conversations, in any order and also in parallel. A request is matched by text: the rendering of its messages, in
-which earlier turns of the session stand as they were sampled, is compared with the text of each earlier turn. It continues with tokens:
-those of the longest match stay as they were sampled, and only the rest is encoded. A request that does not continue the end of a context
-begins a new one, in which the matched tokens are not trained again.
+An agent sends whole conversations, in any order and also in parallel. Earlier turns are recognized in its messages, and `Session` finds
+the context that the conversation continues.
 """
 
 from __future__ import annotations
@@ -23,15 +21,7 @@ import numpy as np
 from megatron_grpo.base.errors import one_line
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.tools import MARKS, ReadCalls
-from megatron_grpo.environments.trajectory import (
-    MARK,
-    ChatTemplate,
-    ContextTokens,
-    History,
-    SampledSpan,
-    TokenizedTrajectory,
-    join_contexts,
-)
+from megatron_grpo.environments.trajectory import ChatTemplate, History, Session, SessionTurn
 from megatron_grpo.rollout.turns import Key
 from megatron_grpo.types import SampledTurn
 
@@ -92,45 +82,25 @@ class AgentRequest:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class AgentTurn:
+class AgentTurn(SessionTurn):
     """One request with its answer.
 
     Args:
         number: Number of the request in its session.
-        before: Token IDs to sample after.
-        shown: The text of `before`.
-        prefill: End of `shown` that belongs to the answer, such as `<think>`.
-        parent: Turn whose tokens `before` begins with.
-        context: The context that it continues; None: a new one.
-        content: Content of the assistant's message, as sampled.
-        text: Text of `before` and the sampled tokens.
-        end: Text of the end-of-turn token, in `text`.
         message: The answer that the agent gets.
-        is_read: Whether the answer was delivered, or a later request contains it.
     """
 
     request: AgentRequest
     number: int
-    before: tuple[int, ...]
-    shown: str
-    prefill: str
     seed: int
     max_tokens: int
-    parent: AgentTurn | None
-    context: ContextTokens | None
     sampled: SampledTurn | None = None
-    span: SampledSpan | None = None
-    content: str = ""
-    text: str = ""
-    end: str = ""
     message: dict[str, Any] = field(default_factory=dict)
     refusal: AgentRefusalError | None = None
-    is_read: bool = False
-    is_continued: bool = False
 
 
-class AgentSession:
-    """Contexts and turns of one episode. Threads may use it; a request changes nothing until its answer is sampled.
+class AgentSession(Session[AgentTurn]):
+    """Session of an agent. Threads may use it; a request changes nothing until its answer is sampled.
 
     Args:
         template: The chat template.
@@ -149,14 +119,12 @@ class AgentSession:
         self, template: ChatTemplate, limits: SessionLimits, *, key: Key, seed: int,
         reader: Callable[[Sequence[Mapping[str, Any]]], ReadCalls], history: History = "template",
     ):  # fmt: skip
+        super().__init__(template, history=history)
         self.limits, self.key, self.end_reason = limits, key, ""
         self.seconds_waited = 0.0  # of all requests together, for the sampler
-        self.turns: list[AgentTurn] = []  # with a sampled answer, in the order of sampling
         self.counts: Counter[str] = Counter()
-        self._template, self._seed, self._reader, self._history = template, seed, reader, history
-        self._guards = template.guards()
+        self._seed, self._reader = seed, reader
         self._lock = threading.RLock()
-        self._contexts: list[tuple[ContextTokens, list[AgentTurn]]] = []
         self._by_message: dict[str, list[AgentTurn]] = {}
         self._by_call: dict[str, AgentTurn] = {}
         self._seeds: Counter[str] = Counter()  # how often each context was sampled after
@@ -187,13 +155,13 @@ class AgentSession:
                 raise episode_over(self.end_reason)
             if self._num_turns >= self.limits.max_turns:
                 raise self._ended_by("max_turns", f"max_turns {self.limits.max_turns}")
-            full, known_turns = self._rendered(request)
-            if self._template.is_longer(len(full), self.limits.max_model_len):
+            parent, rest, known_turns = self._matched(request)
+            if self.template.is_longer(len(rest), self.limits.max_model_len):
                 raise self._ended_by("length", f"{self.limits.max_model_len} tokens of a context")
-            parent = max((turn for turn in self.turns if full.startswith(turn.text)), key=lambda turn: len(turn.text), default=None)
-            turn = self._turn(request, full, self._encoded(full, parent), parent)
-            while parent is not None:  # its whole text is in the request
-                parent.is_read, parent = True, parent.parent
+            turn = self._turn(request, parent, rest)
+            earlier = turn.parent
+            while earlier is not None:  # its whole text is in the request
+                earlier.is_read, earlier = True, earlier.parent
             for known_turn in known_turns.values():
                 known_turn.is_read = True
             return turn
@@ -208,54 +176,34 @@ class AgentSession:
             AgentRefusalError: The messages cannot be rendered, or are far longer than a context.
         """
         with self._lock:
-            full, _ = self._rendered(request)
-            if self._template.is_longer(len(full), self.limits.max_model_len):
+            parent, rest, _ = self._matched(request)
+            if self.template.is_longer(len(rest), self.limits.max_model_len):
                 raise AgentRefusalError(400, "invalid_request", f"the messages have more than {self.limits.max_model_len} tokens.")
-            return len(self._template.encode(full, self._guards))
+            return len(self.tokens_after(parent, rest))
 
-    def _rendered(self, request: AgentRequest) -> tuple[str, dict[int, AgentTurn]]:
-        """Return the rendering of a request, and the turns of the session that it repeats, by the index of their message."""
-        template = copy.copy(self._template)
-        template.tools = self._guards.guarded(request.tools) or None
+    def _matched(self, request: AgentRequest) -> tuple[AgentTurn | None, str, dict[int, AgentTurn]]:
+        """Return the turn that a request continues, the rest of its text, and the turns that it repeats, by the index of their message."""
+        template = copy.copy(self.template)
+        template.tools = self.guards.guarded(request.tools) or None
         messages, known_turns = self._recognized(request.messages)
+        index, last = max(known_turns.items(), default=(0, None))
+        if last is not None and not (self.history == "sampled" and _begins_alike(request, last.request, index)):
+            last = None
         try:
-            full = template.render(messages)
             if self._prefill is None:
-                self._prefill = template.prefill(messages, full)
-            if self._history == "sampled" and known_turns:
-                full = self._as_sampled(request, messages, max(known_turns.items()), template) or full
+                self._prefill = template.prefill(messages)
+            return *self.match(messages, last, index, template=template), known_turns
         except Exception as error:  # a template may raise anything
             raise AgentRefusalError(400, "invalid_request", f"the chat template rejects the messages: {one_line(error)}") from error
-        return full, known_turns
-
-    @staticmethod
-    def _as_sampled(
-        request: AgentRequest, messages: Sequence[Message], last_turn: tuple[int, AgentTurn], template: ChatTemplate
-    ) -> str | None:
-        """Return the text of the last turn as sampled, and what the template renders behind it; None if not all before it is as it was."""
-        index, turn = last_turn
-        if [*map(_canonical, request.messages[:index])] != [*map(_canonical, turn.request.messages)] or request.tools != turn.request.tools:
-            return None
-        marked = [*messages[:index], {"role": "assistant", "content": MARK}, *messages[index + 1 :]]
-        _, mark, tail = template.render(marked).rpartition(MARK)
-        return turn.text + tail.removeprefix(turn.end) if mark else None
 
     def _ended_by(self, reason: str, limit: str) -> AgentRefusalError:
         self.end(reason)
         return AgentRefusalError(401, "episode_over", f"the episode has reached its limit ({limit})")
 
-    def _encoded(self, full: str, parent: AgentTurn | None) -> list[int]:
-        if parent is None:
-            return self._template.encode(full, self._guards)
-        assert parent.sampled is not None
-        return [*parent.before, *parent.sampled.token_ids, *self._template.encode(full[len(parent.text) :], self._guards)]
-
-    def _turn(self, request: AgentRequest, full: str, ids: list[int], parent: AgentTurn | None) -> AgentTurn:
+    def _turn(self, request: AgentRequest, parent: AgentTurn | None, rest: str) -> AgentTurn:
         """Return the turn, after checking the limits, and count it."""
-        limits, context = self.limits, None
-        if parent is not None and not parent.is_continued:
-            context = next(context for context, turns in self._contexts if turns[-1] is parent)
-        elif len(self._contexts) + self._num_new >= limits.max_contexts:
+        limits, context, ids = self.limits, self.context_after(parent), self.tokens_after(parent, rest)
+        if context is None and len(self._contexts) + self._num_new >= limits.max_contexts:
             raise self._ended_by("length", f"max_agent_contexts {limits.max_contexts}")
         added = len(ids) - len(context.ids) if context is not None else len(ids)
         remaining = self._budget(len(ids)) - self._num_tokens - added
@@ -267,19 +215,17 @@ class AgentSession:
         self._seeds[digest] += 1
         self._num_turns += 1
         self._num_new += context is None
-        if context is not None:
-            assert parent is not None
+        if parent is not None:
             parent.is_continued = True
         self.counts["forks"] += context is None and parent is not None
         return AgentTurn(
-            request=request, number=self._num_turns - 1, before=tuple(ids), shown=full, prefill=self._prefill or "", parent=parent,
+            request=request, number=self._num_turns - 1, before=ids, text=rest, prefill=self._prefill or "", parent=parent,
             seed=int.from_bytes(seed, "big"), max_tokens=min(max_tokens, request.max_tokens or max_tokens), context=context,
         )  # fmt: skip
 
     def _budget(self, first: int) -> int:
         """Return the limit for the tokens of all contexts. `first` is the length of the first prompt, where none was sampled after yet."""
-        first_turns = [turns[0] for _, turns in self._contexts]
-        return self.limits.max_completion_length + (len(first_turns[0].before) if first_turns else first)
+        return self.limits.max_completion_length + (self._contexts[0].spans[0].begin if self._contexts else first)
 
     def _recognized(self, messages: Sequence[Message]) -> tuple[list[Message], dict[int, AgentTurn]]:
         """Return the messages with earlier turns of the session as they were sampled, and those turns. All other text is guarded."""
@@ -292,7 +238,7 @@ class AgentSession:
                 known_turns[index] = turn
                 messages_shown.append({"role": "assistant", "content": turn.content})
             else:
-                messages_shown += self._guards.over([_with_parsed_arguments(message)])
+                messages_shown += self.guards.over([_with_parsed_arguments(message)])
             previous = turn if message["role"] == "assistant" else previous
         return messages_shown, known_turns
 
@@ -323,22 +269,14 @@ class AgentSession:
             if self._num_tokens + added > self._budget(len(turn.before)):  # requests in parallel had the same room
                 turn.refusal = self._ended_by("length", f"max_completion_length {self.limits.max_completion_length}")
                 return
-            if context is None:
-                context = ContextTokens(turn.before)
-                self._contexts.append((context, []))
-            context.ids += turn.before[len(context.ids) :]
-            turn.span = context.add_span(sampled.token_ids, sampled.logprobs, sampled.version, sampled.sampling_mask)
-            next(turns for turn_context, turns in self._contexts if turn_context is context).append(turn)
+            self.add(turn, sampled)
             self._num_tokens += added
             self._read_answer(turn, sampled)
-            self.turns.append(turn)
             self._by_message.setdefault(_canonical(turn.message), []).append(turn)
             self._by_call |= {call["id"]: turn for call in turn.message.get("tool_calls", ())}
 
     def _read_answer(self, turn: AgentTurn, sampled: SampledTurn) -> None:
-        text, turn.end = self._template.decode_turn(turn.before[-1:], sampled.token_ids)
-        turn.sampled, turn.content = sampled, turn.prefill + text
-        turn.text = turn.shown + text + turn.end
+        turn.sampled = sampled
         thought = _THOUGHT.match(turn.content)
         answer = turn.content[thought.end() :] if thought else turn.content
         turn.message = {"role": "assistant", "content": answer}
@@ -358,9 +296,8 @@ class AgentSession:
     # ---- the row
 
     @property
-    def read_turns(self) -> list[AgentTurn]:
-        """The turns that are trained."""
-        return [turn for turn in self.turns if turn.is_read and not turn.request.is_aside]
+    def trained_turns(self) -> list[AgentTurn]:
+        return [turn for turn in super().trained_turns if not turn.request.is_aside]
 
     @property
     def num_unread(self) -> int:
@@ -370,21 +307,13 @@ class AgentSession:
     @property
     def opening(self) -> tuple[int, ...]:
         """Token IDs before the first turn; empty without turns."""
-        return min(self.turns, key=lambda turn: turn.number).before if self.turns else ()
-
-    def finished(self) -> TokenizedTrajectory | None:
-        """Return all contexts with their read turns, or None if no turn was read."""
-        trained = {id(turn) for turn in self.read_turns}
-        return join_contexts([
-            (context.ids, [turn.span for turn in turns if id(turn) in trained and turn.span is not None])
-            for context, turns in self._contexts
-        ])  # fmt: skip
+        first = min(self.turns, key=lambda turn: turn.number, default=None)
+        return () if first is None or first.span is None or first.context is None else tuple(first.context.ids[: first.span.begin])
 
     def conversations(self) -> list[list[dict[str, Any]]]:
         """Return the messages of each trained context as its last read turn saw them, with its answer; the latest one last."""
-        trained = {id(turn): turn.number for turn in self.read_turns}
-        last = [[turn for turn in turns if id(turn) in trained][-1:] for _, turns in self._contexts]
-        ends = sorted((turn for turns in last for turn in turns), key=lambda turn: turn.number)
+        last = {id(turn.context): turn for turn in self.trained_turns}
+        ends = sorted(last.values(), key=lambda turn: turn.number)
         return [
             [{**message, "content": message.get("content") or ""} for message in (*turn.request.messages, turn.message)] for turn in ends
         ]
@@ -397,6 +326,11 @@ def episode_over(reason: str) -> AgentRefusalError:
         reason: Why the episode ended.
     """
     return AgentRefusalError(401, "episode_over", f"the episode of this key has ended ({reason})")
+
+
+def _begins_alike(request: AgentRequest, earlier: AgentRequest, index: int) -> bool:
+    """Return whether the messages up to an index are those of an earlier request."""
+    return request.tools == earlier.tools and [*map(_canonical, request.messages[:index])] == [*map(_canonical, earlier.messages)]
 
 
 def _canonical(message: Message) -> str:

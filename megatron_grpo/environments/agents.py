@@ -215,7 +215,7 @@ class AgentPlayer(RequestingPlayer):
         self._running.discard(episode.key)
         episode.seconds, episode.version = outcome.seconds, self._version
         session, error = episode.session, outcome.error
-        limit, has_turns = session.end_reason, bool(session.read_turns)
+        limit, has_turns = session.end_reason, bool(session.trained_turns)
         session.end("done")
         try:
             if error is None:
@@ -247,7 +247,7 @@ class AgentPlayer(RequestingPlayer):
         conversations = session.conversations()
         messages = conversations[-1] if conversations else []
         num_opening = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), 0)
-        num_turns = len(session.read_turns)
+        num_turns = len(session.trained_turns)
         counts = session.counts
         metrics = {
             "agent/contexts": float(len(conversations)), "agent/forks": float(counts["forks"]), "agent/openings": openings,

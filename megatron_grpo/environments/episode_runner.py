@@ -216,7 +216,7 @@ class EpisodeRunner(RequestingPlayer):
     def _sampled(self, episode: _Episode, sampled: SampledTurn) -> None:
         """Process a sampled turn and pass it to the environment."""
         assert episode.transcript is not None and episode.environment is not None
-        text = episode.transcript.add_turn(sampled.token_ids, sampled.logprobs, sampled.version, sampled.sampling_mask)
+        text = episode.transcript.add_turn(sampled)
         number, episode.num_turns = episode.num_turns, episode.num_turns + 1
         episode.rewards.append(None)
         episode.messages.append({"role": "assistant", "content": text})

@@ -209,7 +209,7 @@ def check_template(template: ChatTemplate, environment: type[Environment], *, hi
 def _rewrites(template: ChatTemplate, role: str, text: str, flag: str) -> bool:
     answer: Message = {"role": role, "content": _ANSWER, **({"name": "look"} if role == "tool" else {})}
     opening = template.render([_QUESTION])
-    prefill = template.prefill([_QUESTION], opening)
+    prefill = template.prefill([_QUESTION])
     text = text.removeprefix(prefill) if prefill else text
     try:
         full = template.render([_QUESTION, {"role": "assistant", "content": prefill + text}, answer])

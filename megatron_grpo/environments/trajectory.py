@@ -1,8 +1,9 @@
 """Token IDs of an episode.
 
-Sampled tokens are kept exactly as sampled. Tokens of the environment are the encoded difference between two renderings of the chat
-template. Earlier turns are compared as text, so sampled tokens stay even if encoding their text would yield other tokens. The text of
-special tokens in messages is guarded, so a message cannot forge a turn.
+Sampled tokens are kept exactly as sampled. All other tokens are the encoded difference between two renderings of the chat template.
+Earlier turns are compared as text, so sampled tokens stay even if encoding their text would yield other tokens. The text of special
+tokens in messages is guarded, so a message cannot forge a turn. `Trajectory` is the episode of an environment, and
+`agent_session.AgentSession` that of an agent.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from megatron_grpo.environments.protocol import Message
-from megatron_grpo.types import SamplingMask
+from megatron_grpo.types import SampledTurn, SamplingMask
 from megatron_grpo.types import Sequence as TokenSequence
 
 History = Literal["template", "sampled"]  # context of a turn: the template's rendering of the conversation, or the tokens as sampled
@@ -121,16 +122,16 @@ class ChatTemplate:
             continue_final_message=continues, **self.options,
         )  # fmt: skip
 
-    def prefill(self, messages: Sequence[Message], opening: str) -> str:
+    def prefill(self, messages: Sequence[Message]) -> str:
         """Return the part of the generation prompt that the template does not render in an earlier turn, such as `<think>`.
 
         Args:
             messages: The conversation.
-            opening: Its rendering with the generation prompt.
 
         Returns:
-            The end of `opening`, or "" if there is no such part.
+            The end of its rendering with the generation prompt, or "" if there is no such part.
         """
+        opening = self.render(messages)
         with_answer = [*messages, {"role": "assistant", "content": MARK}, {"role": "user", "content": "?"}]
         head, generated, _ = self.render(with_answer).partition(MARK)
         return opening[len(head) :] if generated and opening.startswith(head) else ""
@@ -244,11 +245,166 @@ class ContextTokens:
         return self.spans[-1]
 
 
-class Trajectory:
-    """Tokens of one episode.
+@dataclass(slots=True, kw_only=True, eq=False)
+class SessionTurn:
+    """One turn of a session: the tokens that it is sampled after, and what was sampled.
 
-    With `history="template"` a new context begins whenever the template renders earlier turns differently than before. An opening that
-    ends with an assistant message leaves it open: the first turn continues it.
+    Args:
+        parent: Turn that it follows: earlier tokens stay as they are in the parent's context.
+        context: Context that it continues; None: a new one, until the turn is sampled.
+        before: Token IDs to sample after; empty once the turn is sampled.
+        text: Text behind the parent's, up to the generation prompt; once the turn is sampled, up to the end of the turn.
+        prefill: End of the generation prompt that belongs to the answer, such as `<think>`.
+        span: The sampled tokens in the context.
+        content: Content of the assistant's message, as sampled.
+        end: Text of the end-of-turn token.
+        is_continued: Whether a later turn continues the context.
+        is_read: Whether the answer was delivered, or a later request contains it.
+    """
+
+    parent: SessionTurn | None
+    context: ContextTokens | None
+    before: list[int]
+    text: str
+    prefill: str = ""
+    span: SampledSpan | None = None
+    content: str = ""
+    end: str = ""
+    is_continued: bool = False
+    is_read: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token IDs of the context up to the end of the sampled turn."""
+        assert self.context is not None and self.span is not None
+        return self.context.ids[: self.span.end]
+
+
+OneTurn = TypeVar("OneTurn", bound=SessionTurn)
+
+
+class Session(Generic[OneTurn]):
+    """Contexts of one episode, and the turns that were sampled in them.
+
+    A conversation is matched by text: its rendering, in which earlier turns stand as they were sampled, is compared with the text of each
+    earlier turn. It continues with tokens: those of the longest match stay as they were sampled, and only the rest is encoded. A
+    conversation that does not continue the end of a context begins a new one, in which the matched tokens are not trained again.
+
+    Args:
+        template: The chat template.
+        history: "sampled" keeps a context where the template renders earlier turns differently than before.
+
+    Attributes:
+        guards: Guards of all messages of the episode.
+        turns: The turns in the order of sampling.
+    """
+
+    def __init__(self, template: ChatTemplate, *, history: History = "template"):
+        self.template, self.history, self.guards = template, history, template.guards()
+        self.turns: list[OneTurn] = []
+        self._contexts: list[ContextTokens] = []
+
+    def match(
+        self, messages: Sequence[Message], last: OneTurn | None, index: int, *, template: ChatTemplate | None = None
+    ) -> tuple[OneTurn | None, str]:
+        """Find the turn that a conversation continues.
+
+        Args:
+            messages: The conversation, with guards, and with earlier turns as they were sampled.
+            last: The last turn in it, if the conversation up to that turn is the one that it was sampled in.
+            index: Index of the message of that turn.
+            template: The chat template, if its tools are other ones than the session's.
+
+        Returns:
+            The turn with the longest text that the rendering begins with, the first one of several; None if there is none. And the rest of
+            the rendering. With history "sampled" `last`, whatever the template renders before it.
+        """
+        template = template or self.template
+        full = template.render(messages)
+        best, longest = None, 0
+        ends: dict[SessionTurn | None, int] = {None: 0}  # turns whose text the rendering begins with, and where it ends there
+        for turn in self.turns:
+            begin = ends.get(turn.parent)
+            if begin is not None and full.startswith(turn.text, begin):
+                ends[turn] = begin + len(turn.text)
+                if best is None or ends[turn] > longest:
+                    best, longest = turn, ends[turn]
+        if self.history == "sampled" and last is not None and best is not last:
+            tail = tail_after(template, messages, index)
+            if tail is not None:
+                return last, tail.removeprefix(last.end)
+        return best, full[longest:]
+
+    def tokens_after(self, parent: SessionTurn | None, rest: str) -> list[int]:
+        """Return the token IDs of a conversation.
+
+        Args:
+            parent: The turn that it follows.
+            rest: Its rendering behind that turn.
+        """
+        return [*([] if parent is None else parent.token_ids), *self.template.encode(rest, self.guards)]
+
+    @staticmethod
+    def context_after(parent: SessionTurn | None) -> ContextTokens | None:
+        """Return the context that a conversation continues; None: it begins a new one.
+
+        Args:
+            parent: The turn that it follows.
+        """
+        return None if parent is None or parent.is_continued else parent.context
+
+    def add(self, turn: OneTurn, sampled: SampledTurn) -> str:
+        """Add a sampled turn to its context.
+
+        Args:
+            turn: The turn.
+            sampled: Its tokens.
+
+        Returns:
+            Its text without the end-of-turn token.
+        """
+        text, turn.end = self.template.decode_turn(turn.before[-1:], sampled.token_ids)
+        if turn.context is None:
+            turn.context = ContextTokens([])
+            self._contexts.append(turn.context)
+        turn.context.ids += turn.before[len(turn.context.ids) :]
+        turn.span = turn.context.add_span(sampled.token_ids, sampled.logprobs, sampled.version, sampled.sampling_mask)
+        turn.before, turn.text, turn.content = [], turn.text + text + turn.end, turn.prefill + text
+        self.turns.append(turn)
+        return text
+
+    @property
+    def trained_turns(self) -> list[OneTurn]:
+        """The turns that are trained."""
+        return [turn for turn in self.turns if turn.is_read]
+
+    def finished(self) -> TokenizedTrajectory | None:
+        """Return the concatenated contexts with their trained turns, or None if there are none."""
+        turns = self.trained_turns
+        return join_contexts([(context.ids, [turn.span for turn in turns if turn.context is context and turn.span is not None])
+                              for context in self._contexts])  # fmt: skip
+
+
+def tail_after(template: ChatTemplate, messages: Sequence[Message], index: int) -> str | None:
+    """Return what a template renders behind a message of the assistant, however it renders the content of that message.
+
+    Args:
+        template: The chat template.
+        messages: The conversation.
+        index: Index of that message.
+
+    Returns:
+        The text; None if the template does not render the message.
+    """
+    marked = [*messages[:index], {"role": "assistant", "content": MARK}, *messages[index + 1 :]]
+    _, mark, tail = template.render(marked).rpartition(MARK)
+    return tail if mark else None
+
+
+class Trajectory(Session[SessionTurn]):
+    """Session of an episode whose turns follow one another, each after messages of the environment.
+
+    An opening that ends with an assistant message leaves it open: the first turn continues it.
 
     Args:
         template: The chat template.
@@ -265,51 +421,45 @@ class Trajectory:
     def __init__(
         self, template: ChatTemplate, opening: Sequence[Message], token_ids: Sequence[int] | None = None, *, history: History = "template"
     ):
-        self.template, self.history = template, history
-        self.guards = template.guards()
+        super().__init__(template, history=history)
         has_token_ids = token_ids is not None
         self.messages: list[Message] = [dict(message) for message in opening] if has_token_ids else list(self.guards.over(opening))
         continues = bool(self.messages) and self.messages[-1]["role"] == "assistant"
-        self._shown = template.render(self.messages, continues=continues)  # the text that the tokens encode
+        shown = template.render(self.messages, continues=continues)
         begun_text = self.messages.pop()["content"] if continues else None
-        self._of_turns = template.prefill(self.messages, template.render(self.messages) if continues else self._shown)
-        self._prefill = self._of_turns if begun_text is None else begun_text  # of the next turn
-        self._end, self._turn_text = "", ""  # of the last turn
-        self._contexts = [ContextTokens(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
-        self.opening = tuple(self.ids)
-        self.num_environment_tokens = 0  # tokens, each counted once
+        self._prefill = template.prefill(self.messages)
+        self.opening = tuple(template.encode(shown, self.guards) if token_ids is None else token_ids)
+        self.num_environment_tokens = 0
+        context = ContextTokens(self.opening)
+        self._contexts.append(context)
+        # The opening is a turn in which nothing was sampled.
+        root = SessionTurn(parent=None, context=context, before=[], text=shown, span=context.add_span((), (), 0, None))
+        self.turns.append(root)
+        self._turn = self._turn_after(root, "", self._prefill if begun_text is None else begun_text)
 
     @property
     def ids(self) -> list[int]:
-        """Token IDs of the context in which the next turn is sampled."""
-        return self._contexts[-1].ids
-
-    @property
-    def num_contexts(self) -> int:
-        """Number of contexts so far."""
-        return len(self._contexts)
+        """Token IDs so far of the context in which the last turn was sampled, or in which the next one is."""
+        return self._turn.before if self._turn.span is None else self._turn.token_ids
 
     @property
     def num_sampled(self) -> int:
         """Number of sampled tokens in all contexts."""
         return sum(span.end - span.begin for context in self._contexts for span in context.spans)
 
-    def add_turn(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, sampling_mask: SamplingMask | None = None) -> str:
+    def add_turn(self, sampled: SampledTurn) -> str:
         """Append a turn of the model.
 
         Args:
-            token_ids: Sampled token IDs, including the end-of-turn token.
-            logprobs: Their log-probs.
-            version: Version of the weights that sampled them.
-            sampling_mask: Their sampling mask; given for all turns or for none.
+            sampled: The turn.
 
         Returns:
             The text of the turn without the end-of-turn token.
         """
-        self._turn_text, self._end = self.template.decode_turn(self.ids[-1:], token_ids)
-        self._contexts[-1].add_span(token_ids, logprobs, version, sampling_mask)
-        self.messages.append({"role": "assistant", "content": self._prefill + self._turn_text})
-        return self._turn_text
+        self._turn.is_read = True
+        text = self.add(self._turn, sampled)
+        self.messages.append({"role": "assistant", "content": self._turn.content})
+        return text
 
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Append messages of the environment, with the template's text around them and the next generation prompt.
@@ -317,36 +467,25 @@ class Trajectory:
         Args:
             messages: The messages, without guards.
         """
-        new_messages = self.guards.over(messages)
-        self.messages += new_messages
-        full = self.template.render(self.messages)
-        text_so_far = self._shown + self._turn_text + self._end
-        if full.startswith(text_so_far):
-            self._go_on(full[len(text_so_far) :])
-        else:
-            tail = self._tail(new_messages)
-            if self.history == "sampled":
-                self._go_on(tail.removeprefix(self._end))
-            else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
-                self.num_environment_tokens += len(self.template.encode(tail, self.guards))
-                self._contexts.append(ContextTokens(self.template.encode(full, self.guards)))
-        self._shown = full
-        self._prefill = self._of_turns
+        last, index = self._turn, len(self.messages) - 1
+        self.messages += self.guards.over(messages)
+        parent, rest = self.match(self.messages, last, index)
+        self._turn = self._turn_after(parent, rest, self._prefill)
+        if parent is last:
+            self.num_environment_tokens += len(self.ids) - len(last.token_ids)
+        else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
+            tail = tail_after(self.template, self.messages, index)
+            self.num_environment_tokens += len(self.template.encode(rest if tail is None else tail, self.guards))
 
-    def _go_on(self, tail: str) -> None:
-        token_ids = self.template.encode(tail, self.guards)
-        self.num_environment_tokens += len(token_ids)
-        self.ids.extend(token_ids)
-
-    def _tail(self, new_messages: Sequence[Message]) -> str:
-        """Return the part of the rendering after the last turn, however the template renders the text of that turn."""
-        index = len(self.messages) - len(new_messages) - 1
-        marked = [*self.messages[:index], {"role": "assistant", "content": MARK}, *new_messages]
-        return self.template.render(marked).rpartition(MARK)[2]
+    def _turn_after(self, parent: SessionTurn | None, rest: str, prefill: str) -> SessionTurn:
+        context = self.context_after(parent)
+        if parent is not None:
+            parent.is_continued = True
+        return SessionTurn(parent=parent, context=context, before=self.tokens_after(parent, rest), text=rest, prefill=prefill)
 
     def finished(self) -> TokenizedTrajectory:
         """Return the concatenated contexts that have sampled tokens, or the opening if there are none."""
-        return join_contexts([(context.ids, context.spans) for context in self._contexts]) or without_turns(self.opening)
+        return super().finished() or without_turns(self.opening)
 
 
 def join_contexts(contexts: Sequence[tuple[Sequence[int], Sequence[SampledSpan]]]) -> TokenizedTrajectory | None:

@@ -81,13 +81,13 @@ def test_two_runs_of_the_same_agents_sample_the_same_tokens_however_their_reques
 
 
 MISTAKES = {  # what an agent does that shows it, module, the right line, the wrong one
-    "the history is encoded again": ("plain", "agent_session", "return [*parent.before, *parent.sampled.token_ids, *self._template.encode(full[len(parent.text) :], self._guards)]",
-                                     "return self._template.encode(full, self._guards)"),
-    "a context that has gone on goes on again": ("parallel", "agent_session", "if parent is not None and not parent.is_continued:", "if parent is not None:"),
-    "a fork trains what it forks from": ("rolled_back", "agent_session", "self._contexts.append((context, []))", "self._contexts.append((context, [turn.parent] if turn.parent else []))"),
-    "a turn that nobody has read is trained": ("left", "agent_session", "if turn.is_read and not turn.request.is_aside]", "if not turn.request.is_aside]"),
-    "a turn of no account is trained": ("aside", "agent_session", "if turn.is_read and not turn.request.is_aside]", "if turn.is_read]"),
-    "an answer is read without its spaces": ("plain", "agent_session", "turn.sampled, turn.content = sampled, turn.prefill + text", "turn.sampled, turn.content = sampled, turn.prefill + text.strip()"),
+    "the history is encoded again": ("plain", "trajectory", "return [*([] if parent is None else parent.token_ids), *self.template.encode(rest, self.guards)]",
+                                     "return self.template.encode(('' if parent is None else self.template.decode(parent.token_ids)) + rest, self.guards)"),
+    "a context that has gone on goes on again": ("parallel", "trajectory", "return None if parent is None or parent.is_continued else parent.context", "return None if parent is None else parent.context"),
+    "a fork trains what it forks from": ("rolled_back", "trajectory", "if turn.context is context and", "if (turn.context is context or any(one.parent is turn and one.context is context for one in turns)) and"),
+    "a turn that nobody has read is trained": ("left", "trajectory", "return [turn for turn in self.turns if turn.is_read]", "return list(self.turns)"),
+    "a turn of no account is trained": ("aside", "agent_session", "for turn in super().trained_turns if not turn.request.is_aside]", "for turn in super().trained_turns]"),
+    "an answer is read without its spaces": ("plain", "trajectory", "turn.text + text + turn.end, turn.prefill + text", "turn.text + text + turn.end, turn.prefill + text.strip()"),
     "parallel requests get one seed": ("asked_twice", "agent_session", "self._seeds[digest] += 1", "pass"),
     "the mask begins late": ("plain", "trajectory", "sampled[span.begin : span.end] = True", "sampled[span.begin + 1 : span.end] = True"),
     "log-probs are turned round": ("plain", "trajectory", "values[span.begin : span.end] = span.logprobs", "values[span.begin : span.end] = span.logprobs[::-1]"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.environments.trajectory import ChatTemplate, SpecialTokenGuards, Trajectory
-from megatron_grpo.types import SamplingMask
+from megatron_grpo.types import SampledTurn, SamplingMask
 from tests.chat_models import DROPS, TEMPLATE, THINKS, TRIMS, chat_tokenizer
 
 QUESTION = [{"role": "user", "content": "q"}]
@@ -22,13 +22,17 @@ def ids_of(template: ChatTemplate, text: str) -> list[int]:
     return template.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def sampled(tokens, version=0, sampling_mask=None) -> SampledTurn:
+    return SampledTurn(token_ids=tuple(tokens), logprobs=(-1.0,) * len(tokens), is_cut=False, version=version, sampling_mask=sampling_mask)
+
+
 def talked(template: ChatTemplate, *turns: str, history="template", ends: int | None = END, heard=HEARD) -> Trajectory:
     """Every turn but the last is answered."""
     transcript = Trajectory(template, QUESTION, history=history)
     for place, text in enumerate(turns):
         tokens = [*ids_of(template, text), *([] if ends is None else [ends])]
         kept = SamplingMask(np.arange(len(tokens) + 1) * 2, np.array([word for token in tokens for word in (token, token + place + 1)]))
-        transcript.add_turn(tokens, [-1.0] * len(tokens), 3, kept)
+        transcript.add_turn(sampled(tokens, version=3, sampling_mask=kept))
         if place < len(turns) - 1:
             transcript.add_messages(heard)
     return transcript
@@ -88,10 +92,10 @@ def test_tokens_that_would_be_others_if_encoded_again_are_kept():
     template.tokenizer.add_tokens([AddedToken("ab", special=False, normalized=False)])
     a, b = ids_of(template, "a"), ids_of(template, "b")
     transcript = Trajectory(template, QUESTION)
-    transcript.add_turn([*a, *b, END], [-1.0] * 3, 0)
+    transcript.add_turn(sampled([*a, *b, END]))
     assert ids_of(template, "ab") != [*a, *b]
     transcript.add_messages(HEARD)
-    transcript.add_turn([*a, END], [-1.0] * 2, 0)
+    transcript.add_turn(sampled([*a, END]))
     found = transcript.finished().sequence
     assert found.starts == (0,) and found.token_ids[found.mask].tolist() == [*a, *b, END, *a, END]
 
@@ -100,9 +104,9 @@ def test_half_characters_stay_as_they_were_drawn():
     template = template_of()
     first, second = ids_of(template, "é")
     transcript = Trajectory(template, QUESTION)
-    assert transcript.add_turn([first, END], [-1.0, -1.0], 0) == "\ufffd"
+    assert transcript.add_turn(sampled([first, END])) == "\ufffd"
     transcript.add_messages(HEARD)
-    transcript.add_turn([second, END], [-1.0, -1.0], 0)
+    transcript.add_turn(sampled([second, END]))
     found = transcript.finished().sequence
     assert found.starts == (0,) and found.token_ids[found.mask].tolist() == [first, END, second, END]
 
@@ -146,9 +150,9 @@ def test_the_same_text_has_the_same_guard_in_all_messages_of_an_episode():
     template = template_of(DROPS)
     transcript = Trajectory(template, QUESTION)
     for heard in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"):
-        transcript.add_turn([*ids_of(template, "aa"), END], [-1.0] * 3, 0)
+        transcript.add_turn(sampled([*ids_of(template, "aa"), END]))
         transcript.add_messages([{"role": "user", "content": heard}])
-    transcript.add_turn([END], [-1.0], 0)
+    transcript.add_turn(sampled([END]))
     found = transcript.finished().sequence
     begin, end = found.contexts[-1]
     text = template.decode(found.token_ids[begin:end])
@@ -166,9 +170,9 @@ def test_what_the_generation_prompt_puts_into_the_models_mouth_is_part_of_its_tu
 def test_an_opening_that_ends_with_the_models_words_is_gone_on_with():
     template = template_of()
     transcript = Trajectory(template, [*QUESTION, {"role": "assistant", "content": "It is"}])
-    transcript.add_turn([*ids_of(template, " 7"), END], [-1.0] * 3, 0)
+    transcript.add_turn(sampled([*ids_of(template, " 7"), END]))
     transcript.add_messages(HEARD)
-    transcript.add_turn([END], [-1.0], 0)
+    transcript.add_turn(sampled([END]))
     found = transcript.finished().sequence
     assert found.starts == (0,)
     assert template.decode(found.token_ids) == template.render(
@@ -180,6 +184,6 @@ def test_a_context_in_which_nothing_was_drawn_is_not_kept():
     template = template_of(DROPS)
     transcript = talked(template, "thought", "b")
     transcript.add_messages(HEARD)  # and the model never answers
-    assert transcript.num_contexts == len(transcript.finished().sequence.starts) + (transcript.num_contexts > 2)
+    assert transcript.finished().sequence.starts == talked(template, "thought", "b").finished().sequence.starts
     nothing = Trajectory(template, QUESTION).finished().sequence
     assert nothing.token_ids.tolist() == list(Trajectory(template, QUESTION).opening) and not nothing.mask.any()
