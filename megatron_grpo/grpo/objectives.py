@@ -298,7 +298,7 @@ def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: b
 class ClassificationTerms(NamedTuple):
     """Classification terms of a token's sequence for `real`, see `classification`.
 
-    Args:
+    Attributes:
         value: The sequence's share of the loss, float64 [C].
         slope: Its derivative by the sequence's score, float64 [C].
     """
@@ -310,7 +310,7 @@ class ClassificationTerms(NamedTuple):
 class Tokens(NamedTuple):
     """Inputs of an objective, for C trained positions.
 
-    Args:
+    Attributes:
         ratio: R, at the level of `importance_sampling_level`.
         old_logprobs: Constants.
         token_index: Token index in its row, from 0, untrained tokens counted; int64.

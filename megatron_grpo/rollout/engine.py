@@ -188,7 +188,7 @@ class BackgroundSampler(Sampler, Protocol):
 class InterruptibleGeneration(Protocol):
     """Completions of some prompts, in progress on the engines while its methods run. Every rank holds one instance.
 
-    Args:
+    Attributes:
         version: Version of the weights that sample them.
     """
 
