@@ -47,7 +47,7 @@ EXTRAS = {
     "api": ["cloudpickle"],
     # Environments of others, played through the endpoint of agents: examples/agent.
     "verifiers": ["verifiers>=0.4,<0.5"],
-    "openenv": ["openenv-core>=0.3,<0.4"],
+    "openenv": ["openenv>=0.4.1,<0.11"],
     # trl: our mathematics is held against its own functions; peft: adapters are. cloudpickle: tests send functions to forked ranks.
     # playwright: tests of `report` drive the system's chromium with it.
     # jupytext and what follows it: tests execute the notebooks.

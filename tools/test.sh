@@ -30,6 +30,22 @@ fetch_newest_core() {
     fi
 }
 
+# Agents and environments of others want older packages than those that are installed: these go into a folder, on the path of one test.
+fetch_agent_packages() {
+    local list=tools/agent_packages.txt folder
+    folder="$(dirname "$bin")/agent-packages-$(sha256sum "$list" | cut -c1-8)"
+    if [ ! -d "$folder" ]; then
+        rm -rf "$folder.new"
+        python -m pip install --no-deps --no-compile -qq --target "$folder.new" --requirement "$list" && mv "$folder.new" "$folder"
+        rm -rf "$folder.new"
+    fi
+    if [ -d "$folder" ]; then
+        export MEGATRON_GRPO_EXTRA_AGENTS="$folder"
+    else
+        echo "[test] the packages of $list cannot be fetched: tests/unit/environments/agents_of_others.py is skipped"
+    fi
+}
+
 # Tests of the page that `report` writes need a browser.
 if ! command -v chromium >/dev/null; then
     { [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 ||
@@ -45,6 +61,7 @@ check() {
 
 if [ $# = 0 ]; then
     fetch_newest_core
+    fetch_agent_packages
     check style ruff check .
     check format ruff format --check .
     check types mypy
