@@ -12,15 +12,24 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.analysis.referee import reference
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, places_of
 from megatron_grpo.analysis.referee.reference import Counted, ReferenceCompletion
 
 TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo", "fipo")
 ROW_MEANS = ("grpo", "sapo")
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-Row = Callable[[ReferenceCompletion, DumpedRow], ReferenceCompletion]
 # (counted completions, settings, max_completion_length, micro-batch, its rows) -> token weights
 Weights = Callable[[Counted, Any, int, DumpedMicroBatch, Sequence[DumpedRow]], list[Any]]
+
+
+def changed(s: Any, **values: Any) -> SimpleNamespace:
+    """Return settings with other values.
+
+    Args:
+        s: Settings.
+        values: Settings that differ.
+    """
+    return SimpleNamespace(**vars(s) | values)
 
 
 def rule(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
@@ -32,7 +41,7 @@ def rule(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Se
 
 @dataclass(frozen=True)
 class Change:
-    """Change of the reference formulas that represents one possible cause.
+    """Change of the reference that represents one possible cause.
 
     Args:
         cause: Sentence that names it.
@@ -47,30 +56,26 @@ class Change:
     cause: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     _: KW_ONLY
-    row: Row = lambda completion, row: completion
+    row: Callable[[ReferenceCompletion], ReferenceCompletion] = lambda completion: completion
     formulas: Mapping[str, Any] = field(default_factory=dict)
     weights: Weights = rule
     factor: float = 1.0
     drops: Callable[[DumpedRow], bool] = lambda row: False
-
-    def apply(self, s: Any) -> SimpleNamespace:
-        """Return the settings with those that differ.
-
-        Args:
-            s: Settings of the run.
-        """
-        return SimpleNamespace(**vars(s) | self.settings)
 
 
 # ---- token weights -----------------------------------------------------------------------------------------------------------------------
 
 
 def _as(loss_type: str) -> Weights:
-    return lambda batch, s, longest, micro, rows: rule(batch, SimpleNamespace(**vars(s) | {"loss_type": loss_type}), longest, micro, rows)
+    return lambda batch, s, *more: rule(batch, changed(s, loss_type=loss_type), *more)
 
 
 def _own_tokens(batch: Counted, s: Any, longest: int, *unused: Any) -> list[Any]:
     return reference.token_weights(batch, s, longest)
+
+
+def _of_width(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
+    return rule(batch, s, micro.width or longest, micro, rows)
 
 
 def _divided_by(dump: Dump, count: Callable[[DumpedRow, DumpedMicroBatch], float]) -> Weights:
@@ -94,26 +99,17 @@ WEIGHTS = {  # loss_type -> loss types with the same weights, cause
     "dr_grpo": (("dr_grpo",), "a sum over tokens divided by max_completion_length"),
     "sequence_sum": (("sequence_sum", "luspo"), "a sum over the tokens of each completion, divided by no length"),
 }
+MASKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "the mask is shifted by one token: it begins one token later": lambda mask: np.append(0.0, mask[:-1]),
+    "the mask is shifted by one token: it begins one token earlier": lambda mask: np.append(mask[1:], 0.0),
+    "the first token of each completion is left out": lambda mask: mask * (mask.cumsum() > 1),
+    "the last token, the end of the text, of each completion is left out": lambda mask: mask * (mask[::-1].cumsum()[::-1] > 1),
+    "masked tokens trained and counted": np.ones_like,
+}
 
 
-def _unmasked(c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
-    return replace(c, mask=reference.ones_like(c.mask))
-
-
-def _shifted(places: int, c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
-    mask = np.roll(row.mask, places)
-    mask[0 if places > 0 else -1] = 0.0
-    return replace(c, mask=c.mask.new_tensor(mask))
-
-
-def _without(place: int, c: ReferenceCompletion, row: DumpedRow) -> ReferenceCompletion:
-    mask = row.mask.copy()
-    mask[np.flatnonzero(mask)[place : place + 1 or None]] = 0.0
-    return replace(c, mask=c.mask.new_tensor(mask))
-
-
-def _of_width(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
-    return reference.token_weights(batch, s, micro.width or longest)
+def _masked(mask: Callable[[np.ndarray], np.ndarray], c: ReferenceCompletion) -> ReferenceCompletion:
+    return replace(c, mask=c.mask.new_tensor(mask(c.mask.value)))
 
 
 def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
@@ -123,151 +119,23 @@ def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
         dump: The dumped step.
         s: Settings of the run.
     """
-    if s.overlong_filter:
-        yield Change("truncated rows kept: overlong_filter is not applied", {"overlong_filter": False})
-    else:
-        yield Change("truncated rows left out, although overlong_filter is off", {"overlong_filter": True})
-    if s.loss_type in TOKEN_MEANS:
-        yield Change("mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
+    yield Change("truncated rows kept: overlong_filter is not applied", {"overlong_filter": False})
+    yield Change("truncated rows left out, although overlong_filter is off", {"overlong_filter": True})
+    yield Change("mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
     yield Change("masked tokens counted in the mean", weights=_divided_by(dump, lambda row, micro: row.length))
-    if s.loss_type == "dr_grpo":
-        yield Change("divided by the padded length instead of max_completion_length", weights=_of_width)
+    yield Change("divided by the padded length instead of max_completion_length", weights=_of_width)
     yield Change("padding in the mean", weights=_divided_by(dump, lambda row, micro: micro.width or row.length))
-    for places, words in ((1, "later"), (-1, "earlier")):
-        shifted = partial(_shifted, places)
-        yield Change(f"the mask is shifted by one token: it begins one token {words}", row=shifted, weights=_own_tokens)
-    for place, words in ((0, "first token"), (-1, "last token, the end of the text,")):
-        yield Change(f"the {words} of each completion is left out", row=partial(_without, place), weights=_own_tokens)
-    yield Change("masked tokens trained and counted", row=_unmasked, weights=_own_tokens)
-    yield Change("masked tokens trained", row=_unmasked, weights=_divided_by(dump, lambda row, micro: row.mask.sum()))
+    for cause, mask in MASKS.items():
+        yield Change(cause, row=partial(_masked, mask), weights=_own_tokens)
+    trained = _divided_by(dump, lambda row, micro: row.mask.sum())
+    yield Change("masked tokens trained", row=partial(_masked, np.ones_like), weights=trained)
     for loss_type, (same, cause) in WEIGHTS.items():
         if s.loss_type not in same:
             yield Change(cause, weights=_as(loss_type))
     yield Change("rows without a trained token left out of the mean", drops=lambda row: not row.mask.any())
-    if s.exclude_zero_std_groups:
-        yield Change("groups with equal rewards kept in the mean", {"exclude_zero_std_groups": False})
-    else:
+    yield Change("groups with equal rewards kept in the mean", {"exclude_zero_std_groups": False})
+    if not s.exclude_zero_std_groups:
         yield Change("groups with equal rewards left out of the mean", drops=lambda row: row.is_zero_std or row.advantage == 0)
-
-
-# ---- ratio, clip, correction, KL, entropy ----------------------------------------------------------------------------------------------
-
-
-def _high(s: Any) -> float:
-    return s.epsilon if s.epsilon_high is None else s.epsilon_high
-
-
-def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the importance ratio, its clip and the sign of the advantage.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
-    yield Change("staleness ignored: the ratio is 1", row=lambda c, row: replace(c, old_logp=None))
-    yield Change(
-        "old log-probs of the wrong version: they are the sampler's",
-        row=lambda c, row: replace(c, old_logp=c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old)),
-    )
-    yield Change("old log-probs of the wrong version: they are the reference's", row=lambda c, row: replace(c, old_logp=c.ref_logp))
-    inverted = {"objective": lambda c, r, t: reference.objective(c, 1.0 / r, t)}
-    yield Change("the importance ratio is inverted: old over current", formulas=inverted)
-    levels = {"token": "of each token", "sequence": "of the sequence", "sequence_token": "of the sequence, with the gradient of each token"}
-    for level, words in levels.items():
-        if level != s.importance_sampling_level:
-            yield Change(f"the importance ratio is that {words}", {"importance_sampling_level": level})
-    yield Change("the sign of the advantages is flipped", row=lambda c, row: replace(c, advantage=-c.advantage))
-    if s.loss_type == "cispo":
-        high = 5.0 if s.epsilon_high is None else s.epsilon_high
-        yield Change("not clipped: cispo's bound is not applied", {"epsilon_high": math.inf})
-        yield Change("cispo's bound is 1 + epsilon_high instead of epsilon_high", {"epsilon_high": 1.0 + high})
-        yield Change(
-            "the weight of cispo is not detached", formulas={"objective": lambda c, r, t: -r.clamp(max=high) * c.advantage * c.logp}
-        )
-    elif s.loss_type == "sapo":
-        negative, positive = s.sapo_temperature_neg, s.sapo_temperature_pos
-        yield Change("sapo's temperatures are swapped", {"sapo_temperature_pos": negative, "sapo_temperature_neg": positive})
-    else:
-        yield from clip_changes(s)
-
-
-def clip_changes(s: Any) -> Iterator[Change]:
-    """Yield causes in the bounds of the ratio.
-
-    Args:
-        s: Settings of the run.
-    """
-    high = _high(s)
-    larger = {"objective": lambda c, r, t: reference.clipped(r, -reference.token_advantage(c, t), t)}
-    yield Change("clip on the wrong side: the larger surrogate is taken", {"delta": None}, formulas=larger)
-    yield Change("clip on the wrong side: epsilon and epsilon_high are swapped", {"epsilon": high, "epsilon_high": s.epsilon})
-    yield Change("epsilon_high is not applied: both bounds are epsilon", {"epsilon_high": s.epsilon})
-    yield Change("not clipped", {"epsilon": math.inf, "epsilon_high": math.inf, "delta": None})
-    yield Change("delta (dual clip) is not applied", {"delta": None})
-    if s.delta is not None:
-        yield Change("delta is added to 1", {"delta": 1.0 + s.delta})
-    yield Change(
-        "the ratio is clipped without the minimum, so that clipped tokens of both signs lose their gradient",
-        formulas={"objective": lambda c, r, t: r.clamp(1.0 - t.epsilon, 1.0 + high) * -c.advantage},
-    )
-
-
-def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the factors for off-policy data.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
-
-    def factor(of: Callable[[Any], Any]) -> Row:
-        return lambda c, row: replace(c, correction=of(reference.rollout_importance(c, s)))
-
-    if s.rollout_importance_sampling_mode != "none" or any(row.correction is not None for row in dump.rows):
-        yield Change("the correction for the sampler is applied twice", row=factor(lambda rho: rho * rho))
-        yield Change("the correction for the sampler is not applied", row=factor(lambda rho: reference.ones_like(rho)))
-        divides = factor(lambda rho: 1.0 / rho.clamp(min=1e-6))
-        yield Change("the correction for the sampler is applied to the wrong side: it divides", row=divides)
-    else:
-        for mode in MODES:
-            cause = f"a correction for the sampler is applied ({mode}), although it is off"
-            yield Change(cause, {"rollout_importance_sampling_mode": mode})
-    if s.off_policy_sequence_mask_delta is not None:
-        yield Change("off_policy_sequence_mask_delta is not applied", {"off_policy_sequence_mask_delta": None})
-    if s.top_entropy_quantile < 1:
-        yield Change("top_entropy_quantile is not applied", {"top_entropy_quantile": 1.0})
-        yield Change("top_entropy_quantile keeps the tokens with the lowest entropy", row=lambda c, row: replace(c, entropy=-c.entropy))
-    if s.entropy_coef:
-        yield Change("the entropy bonus has the wrong sign", {"entropy_coef": -s.entropy_coef})
-        yield Change("the entropy bonus is not applied", {"entropy_coef": 0.0})
-
-
-def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the KL term.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
-    if not s.beta:
-        return
-    yield Change("KL of the wrong sign: it is subtracted", {"beta": -s.beta})
-    exchanged = {"kl": lambda c, r, t: dump.kl(replace(c, logp=c.ref_logp, ref_logp=c.logp), r, t)}
-    yield Change("KL of the wrong sign: log-probs of policy and reference are exchanged", formulas=exchanged)
-    for estimator in ("k1", "k2", "k3"):
-        if estimator != s.kl_estimator:
-            yield Change(f"another KL estimator: {estimator} instead of {s.kl_estimator}", {"kl_estimator": estimator})
-    verb = "is not multiplied by" if s.use_bias_correction_kl else "is multiplied by"
-    yield Change(f"the KL estimate {verb} the importance ratio", {"use_bias_correction_kl": not s.use_bias_correction_kl})
-    yield Change("the KL term is not applied", {"beta": 0.0})
-    yield Change("KL of the wrong reference: its log-probs are the old ones", row=lambda c, row: replace(c, ref_logp=c.old))
-    if s.kl_in_reward:
-        yield Change("the KL term is in the loss, and kl_in_reward has it in the reward", {"kl_in_reward": False})
-    else:
-        yield Change("the KL term is added twice", {"beta": 2 * s.beta})
-    corrected = {"kl": lambda c, r, t: reference.kl(c, r, t) * reference.rollout_importance(c, t)}
-    yield Change("the KL estimate is corrected for the sampler", formulas=corrected)
-    yield Change("the KL estimate is not corrected for the sampler", formulas={"kl": reference.kl})
 
 
 def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
@@ -284,15 +152,132 @@ def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
             yield Change(f"divided by {words} once more", factor=1 / count)
 
 
-def changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield every known cause of another loss or gradient, the more frequent first.
+# ---- ratio, clip, correction, KL, entropy ----------------------------------------------------------------------------------------------
+
+
+def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes in the importance ratio and the sign of the advantage.
 
     Args:
         dump: The dumped step.
         s: Settings of the run.
     """
-    for kind in (weight_changes, scale_changes, ratio_changes, correction_changes, kl_changes):
-        yield from kind(dump, s)
+
+    def old(of: Callable[[ReferenceCompletion], Any]) -> dict[str, Any]:
+        return {"row": lambda c: replace(c, old_logp=of(c))}
+
+    yield Change("staleness ignored: the ratio is 1", **old(lambda c: None))
+    sampler = old(lambda c: c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old))
+    yield Change("old log-probs of the wrong version: they are the sampler's", **sampler)
+    yield Change("old log-probs of the wrong version: they are the reference's", **old(lambda c: c.ref_logp))
+    inverted = {"objective": lambda c, r, t: reference.objective(c, 1.0 / r, t)}
+    yield Change("the importance ratio is inverted: old over current", formulas=inverted)
+    yield Change("the importance ratio is that of each token", {"importance_sampling_level": "token"})
+    yield Change("the importance ratio is that of the sequence", {"importance_sampling_level": "sequence"})
+    of_tokens = {"importance_sampling_level": "sequence_token"}
+    yield Change("the importance ratio is that of the sequence, with the gradient of each token", of_tokens)
+    yield Change("the sign of the advantages is flipped", row=lambda c: replace(c, advantage=-c.advantage))
+
+
+def clip_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes in the bounds of the ratio.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
+    low, high = s.epsilon, reference.epsilon_high(s)
+    if s.loss_type == "cispo":
+        attached = {"objective": lambda c, r, t: -r.clamp(max=high) * c.advantage * c.logp}
+        yield Change("not clipped: cispo's bound is not applied", {"epsilon_high": math.inf})
+        yield Change("cispo's bound is 1 + epsilon_high instead of epsilon_high", {"epsilon_high": 1.0 + high})
+        yield Change("the weight of cispo is not detached", formulas=attached)
+        return
+    temperatures = {"sapo_temperature_pos": s.sapo_temperature_neg, "sapo_temperature_neg": s.sapo_temperature_pos}
+    yield Change("sapo's temperatures are swapped", temperatures)
+    larger = {"objective": lambda c, r, t: reference.clipped(r, -reference.token_advantage(c, t), changed(t, delta=None))}
+    yield Change("clip on the wrong side: the larger surrogate is taken", formulas=larger)
+    yield Change("clip on the wrong side: epsilon and epsilon_high are swapped", {"epsilon": high, "epsilon_high": low})
+    yield Change("epsilon_high is not applied: both bounds are epsilon", {"epsilon_high": low})
+    yield Change("not clipped", {"epsilon": math.inf, "epsilon_high": math.inf, "delta": None})
+    yield Change("delta (dual clip) is not applied", {"delta": None})
+    if s.delta is not None:
+        yield Change("delta is added to 1", {"delta": 1.0 + s.delta})
+    clipped = {"objective": lambda c, r, t: r.clamp(1.0 - low, 1.0 + high) * -c.advantage}
+    cause = "the ratio is clipped without the minimum, so that clipped tokens of both signs lose their gradient"
+    yield Change(cause, formulas=clipped)
+
+
+def factor_changes(s: Any) -> Iterator[Change]:
+    """Yield causes in the use of the correction for the sampler.
+
+    Args:
+        s: Settings of the run.
+    """
+
+    def factor(of: Callable[[Any], Any]) -> dict[str, Any]:
+        return {"row": lambda c: replace(c, correction=of(reference.rollout_importance(c, s)))}
+
+    yield Change("the correction for the sampler is applied twice", **factor(lambda rho: rho * rho))
+    yield Change("the correction for the sampler is not applied", **factor(reference.ones_like))
+    divided = factor(lambda rho: 1.0 / rho.clamp(min=1e-6))
+    yield Change("the correction for the sampler is applied to the wrong side: it divides", **divided)
+
+
+def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes in the factors for off-policy data, and in the entropy.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
+    if s.rollout_importance_sampling_mode != "none" or any(row.correction is not None for row in dump.rows):
+        yield from factor_changes(s)
+    else:
+        for mode in MODES:
+            cause = f"a correction for the sampler is applied ({mode}), although it is off"
+            yield Change(cause, {"rollout_importance_sampling_mode": mode})
+    yield Change("off_policy_sequence_mask_delta is not applied", {"off_policy_sequence_mask_delta": None})
+    yield Change("top_entropy_quantile is not applied", {"top_entropy_quantile": 1.0})
+    yield Change("the entropy bonus has the wrong sign", {"entropy_coef": -s.entropy_coef})
+    yield Change("the entropy bonus is not applied", {"entropy_coef": 0.0})
+    yield Change("top_entropy_quantile keeps the tokens with the lowest entropy", row=lambda c: replace(c, entropy=-c.entropy))
+
+
+def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield causes in the KL term.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
+    if not s.beta:
+        return
+    yield Change("KL of the wrong sign: it is subtracted", {"beta": -s.beta})
+    exchanged = {"kl": lambda c, r, t: dump.kl(replace(c, logp=c.ref_logp, ref_logp=c.logp), r, t)}
+    yield Change("KL of the wrong sign: log-probs of policy and reference are exchanged", formulas=exchanged)
+    for estimator in ("k1", "k2", "k3"):
+        yield Change(f"another KL estimator: {estimator} instead of {s.kl_estimator}", {"kl_estimator": estimator})
+    yield Change("the KL estimate is not multiplied by the importance ratio", {"use_bias_correction_kl": False})
+    yield Change("the KL estimate is multiplied by the importance ratio", {"use_bias_correction_kl": True})
+    yield Change("the KL term is not applied", {"beta": 0.0})
+    yield Change("KL of the wrong reference: its log-probs are the old ones", row=lambda c: replace(c, ref_logp=c.old))
+    yield Change("the KL term is in the loss, and kl_in_reward has it in the reward", {"kl_in_reward": False})
+    yield Change("the KL term is added twice", {"beta": 2 * s.beta})
+    corrected = {"kl": lambda c, r, t: reference.kl(c, r, t) * reference.rollout_importance(c, t)}
+    yield Change("the KL estimate is corrected for the sampler", formulas=corrected)
+    yield Change("the KL estimate is not corrected for the sampler", formulas={"kl": reference.kl})
+
+
+def changes(dump: Dump, s: Any) -> Iterator[Change]:
+    """Yield the known causes of another loss or gradient, the more frequent first, without settings that are so already.
+
+    Args:
+        dump: The dumped step.
+        s: Settings of the run.
+    """
+    for kind in (weight_changes, scale_changes, ratio_changes, clip_changes, correction_changes, kl_changes):
+        yield from (change for change in kind(dump, s) if not change.settings or changed(s, **change.settings) != s)
 
 
 # ---- advantages --------------------------------------------------------------------------------------------------------------------------
@@ -304,11 +289,41 @@ def population_std(values: Sequence[float]) -> float:
     Args:
         values: Numbers; None where a reward does not apply.
     """
-    return math.sqrt(sum((v - reference.mean(values)) ** 2 for v in values) / len(values)) if values else 0.0
+    return float(np.std(values)) if values else 0.0
 
 
-def advantage_changes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (cause, changed arguments of `findings.advantages`).
+def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Sequence[Any] = (), weights: Sequence[float] = (),
+               deviation: Callable[[Sequence[float]], float] = reference.std, is_centred: bool = True,
+               missing: float | None = None) -> np.ndarray:  # fmt: skip
+    """Return the advantages of rows, [rows].
+
+    Args:
+        rows: Rows with rewards.
+        s: Settings.
+        epsilon: Number added to a standard deviation.
+        groups: Group of each row; the rows' own without.
+        weights: Weights of the reward functions; those of the settings without.
+        deviation: Standard deviation of some rewards.
+        is_centred: Whether the group's mean is subtracted.
+        missing: Number for a missing reward.
+    """
+    places = places_of(groups or [row.group for row in rows])
+    rewards = [[[missing if r is None else r for r in rows[i].rewards or ()] for i in group] for group in places]
+    weights = weights or s.reward_weights or [1.0] * len(rewards[0][0])
+    penalty = None
+    if s.kl_in_reward and s.beta:
+        penalty = [reference.kl_penalty([rows[i].completion for i in group], s.beta) for group in places]
+    values = reference.advantages(rewards, weights, s, penalty, epsilon=epsilon, deviation=deviation)
+    found = np.zeros(len(rows))
+    for group, mine, given in zip(places, values, rewards, strict=True):
+        totals = [reference.total(row, weights) or 0.0 for row in given]
+        scale = deviation(totals) + epsilon if s.scale_rewards == "group" else 1.0
+        found[group] = mine if is_centred else [t / scale for t in totals]
+    return found
+
+
+def advantage_causes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (cause, advantages with it).
 
     Args:
         rows: Rows in the order of the rollout.
@@ -316,38 +331,45 @@ def advantage_changes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Iter
         epsilon: Number that the system adds to a standard deviation.
     """
     size, number = s.num_generations, len(rows)
+    ours, equal = advantages(rows, s, epsilon=epsilon), [1.0] * len(rows[0].rewards or ())
 
-    def settings(**values: Any) -> dict[str, Any]:
-        plain = {"advantage_estimator": "grpo", "multi_objective_aggregation": "sum_then_normalize"}
-        return {"s": SimpleNamespace(**{**vars(s), **plain, **values})}
+    def having(t: Any = s, epsilon: float = epsilon, **arguments: Any) -> np.ndarray:
+        return advantages(rows, t, epsilon=epsilon, **arguments)
 
-    yield "n instead of n - 1 in the standard deviation", {"deviation": population_std}
+    def scaled(**values: Any) -> SimpleNamespace:
+        return changed(s, **{"advantage_estimator": "grpo", "multi_objective_aggregation": "sum_then_normalize"} | values)
+
+    def grouped(size: int) -> np.ndarray:
+        return having(groups=[i // size for i in range(number)])
+
+    yield "n instead of n - 1 in the standard deviation", having(deviation=population_std)
     for scale, words in (("group", "divided by the deviation of the group"), ("batch", "divided by the deviation of the batch"),
                          ("none", "not divided by a standard deviation")):  # fmt: skip
         if scale != s.scale_rewards or s.advantage_estimator != "grpo":
-            yield words, settings(scale_rewards=scale)
-    yield "group over the wrong ranks: every G-th completion is a group", {"groups": [i % max(number // size, 1) for i in range(number)]}
+            yield words, having(scaled(scale_rewards=scale))
+    every = having(groups=[i % max(number // size, 1) for i in range(number)])
+    yield "group over the wrong ranks: every G-th completion is a group", every
     for parts in (2, 4, 8):
         if size % parts == 0 and size > parts:
-            part = size // parts
-            yield f"group over the wrong ranks: each part of {part} is normalised by itself", {"groups": [i // part for i in range(number)]}
+            yield f"group over the wrong ranks: each part of {size // parts} is normalised by itself", grouped(size // parts)
     for times in (2, 4, number // size):
         if times > 1 and number % (size * times) == 0:
             words = "the whole batch is one group" if times * size == number else f"{times} prompts are one group"
-            yield f"group over the wrong ranks: {words}", {"groups": [i // (size * times) for i in range(number)]}
+            yield f"group over the wrong ranks: {words}", grouped(size * times)
     shifted = [(i + size // 2) // size % max(number // size, 1) for i in range(number)]
-    yield "groups are shifted: they do not begin with a prompt", {"groups": shifted}
-    yield "leave-one-out baseline", {"s": SimpleNamespace(**{**vars(s), "advantage_estimator": "rloo"})}
-    yield "the group's mean is not subtracted", {"is_centred": False}
-    equal = [1.0] * len(rows[0].rewards or ())
-    yield "reward_weights are not applied", {"weights": equal}
-    yield "reward_weights are in another order", {"weights": (s.reward_weights or equal)[::-1]}
-    yield "only the first reward function counts", {"weights": [1.0] + [0.0] * (len(equal) - 1)}
-    yield "a missing reward counts as 0", {"missing": 0.0}
+    yield "groups are shifted: they do not begin with a prompt", having(groups=shifted)
+    yield "leave-one-out baseline", having(changed(s, advantage_estimator="rloo"))
+    yield "the group's mean is not subtracted", having(is_centred=False)
+    yield "reward_weights are not applied", having(weights=equal)
+    yield "reward_weights are in another order", having(weights=(s.reward_weights or equal)[::-1])
+    yield "only the first reward function counts", having(weights=[1.0] + [0.0] * (len(equal) - 1))
+    yield "a missing reward counts as 0", having(missing=0.0)
     for other in (1e-4, 1e-6, 1e-8, 0.0):
-        if other != epsilon:
-            yield f"{other:g} instead of {epsilon:g} is added to the standard deviation", {"epsilon": other}
-    yield "each function is normalised by itself (gdpo)", settings(multi_objective_aggregation="normalize_then_sum")
-    yield "the weighted sum of rewards is normalised (not gdpo)", settings()
-    of_batch = settings(scale_rewards="batch") | {"deviation": population_std}
+        yield f"{other:g} instead of {epsilon:g} is added to the standard deviation", having(epsilon=other)
+    yield "each function is normalised by itself (gdpo)", having(scaled(multi_objective_aggregation="normalize_then_sum"))
+    yield "the weighted sum of rewards is normalised (not gdpo)", having(scaled())
+    of_batch = having(scaled(scale_rewards="batch"), deviation=population_std)
     yield "n instead of n - 1 in the standard deviation, which is that of the batch", of_batch
+    yield "the sign of the advantages is flipped", -ours
+    yield "leave-one-out baseline, divided by a standard deviation too", ours * size / max(size - 1, 1)
+    yield "the advantages are whitened over the batch once more", (ours - ours.mean()) / (ours.std(ddof=1) + 1e-8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.analysis.referee import reference
+from megatron_grpo.analysis.referee.reference import ReferenceCompletion
+from megatron_grpo.analysis.referee.tracked import Tracked
 from megatron_grpo.base.errors import ConfigError, config_error
 
 ROUNDING = {"float32": 2e-5, "bfloat16": 3e-2}  # difference that rounding explains, relative to the sum of the magnitudes
@@ -56,6 +58,20 @@ class DumpedRow:
     micro_batch: int = 0
     position: int = -1
     tokens: np.ndarray | None = None
+
+    @property
+    def completion(self) -> ReferenceCompletion:
+        """The same as the reference reads it: 0 where the dump lacks a number, NaN for the sampler's."""
+
+        def array(values: np.ndarray | None) -> Tracked:
+            return Tracked(np.zeros_like(self.mask) if values is None else np.nan_to_num(values))
+
+        return ReferenceCompletion(
+            mask=Tracked(self.mask), logp=array(self.old if self.logp is None else self.logp), entropy=array(self.entropy),
+            sampler_logp=Tracked(np.full_like(self.mask, np.nan) if self.sampler is None else self.sampler), ref_logp=array(self.ref),
+            old_logp=None if self.old is None else array(self.old), advantage=self.advantage or 0.0, is_truncated=self.is_truncated,
+            is_zero_std=self.is_zero_std, group=self.group, correction=None if self.correction is None else array(self.correction),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +133,23 @@ class Dump:
     def rollout(self) -> Sequence[DumpedRow]:
         """Rows with rewards and corrections."""
         return self.scored or self.rows
+
+    @property
+    def shares(self) -> list[float]:
+        """Share of each micro-batch of the rows."""
+        return [sum(row.micro_batch == number for row in self.rows) / len(self.rows) for number in range(len(self.micro_batches))]
+
+
+def places_of(keys: Iterable[Any]) -> list[list[int]]:
+    """Return the places of each key, in the order of their first.
+
+    Args:
+        keys: Name of a group, or number of a micro-batch, of each row.
+    """
+    places: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return [*places.values()]
 
 
 def refusal(message: str) -> ConfigError:

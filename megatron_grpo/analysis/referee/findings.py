@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from megatron_grpo.analysis.referee import reference
-from megatron_grpo.analysis.referee.causes import MODES, Change, advantage_changes, changes
-from megatron_grpo.analysis.referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, refusal
-from megatron_grpo.analysis.referee.reference import Formulas, ReferenceCompletion
+from megatron_grpo.analysis.referee.causes import MODES, Change, advantage_causes, advantages, changed, changes, factor_changes
+from megatron_grpo.analysis.referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, places_of, refusal
+from megatron_grpo.analysis.referee.reference import Formulas
 from megatron_grpo.analysis.referee.tracked import Tracked, value_and_gradients
 
 LOGPROBS = {"float32": 1e-4, "bfloat16": 3e-2}  # nats: mean difference of two forwards of the same weights
-Values = Sequence[np.ndarray]
-Variants = list[tuple[str, Callable[[], Values]]]  # (cause, numbers with it)
+Values = Sequence[Any]  # a number, or an array, of each row
+Causes = Iterable[tuple[str, Values]]  # (cause, numbers with it), computed when they are tried
 UNKNOWN = "no known cause reproduces it"
+OF_STEP = (-1,)  # rows of a number of the whole step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,40 +57,44 @@ class Finding:
         return self.num_different > 0
 
 
-def compare(quantity: str, theirs: Values, ours: Values, limits: Values, rows: Sequence[int],
-            variants: Iterable[tuple[str, Callable[[], Values]]] = ()) -> Finding:  # fmt: skip
+def compare(quantity: str, theirs: Values, ours: Values, limits: Values, causes: Causes, rows: Sequence[int] = OF_STEP) -> Finding:
     """Compare a quantity, and name the cause if it differs.
 
     Args:
         quantity: Name.
-        theirs: Numbers of the dump, one array per row.
+        theirs: Numbers of the dump, one or an array per row.
         ours: Numbers of the reference.
         limits: Differences that rounding explains.
+        causes: (cause, numbers with it), tried in order.
         rows: Indices of the rows.
-        variants: (cause, numbers with it), tried in order.
     """
-    away = [_away(t, o, limit) for t, o, limit in zip(theirs, ours, limits, strict=True)]
-    worst = int(np.argmax(away)) if away else 0
-    flat_theirs, flat_ours = np.concatenate([np.atleast_1d(t) for t in theirs]), np.concatenate([np.atleast_1d(o) for o in ours])
-    power = float((flat_ours**2).sum())
-    place = int(np.argmax(np.nan_to_num(np.abs(np.atleast_1d(theirs[worst]) - np.atleast_1d(ours[worst])), nan=np.inf)))
-    num_different = sum(one > 1 for one in away)
-    cause = ""
-    if num_different:
-        matching = (name for name, values in variants if max(map(_away, theirs, values(), limits)) <= 1)
-        cause = next(matching, UNKNOWN)
+    away = list(map(_away, theirs, ours, limits))
+    worst, num_different = int(np.argmax(away)), sum(one > 1 for one in away)
+    of_theirs, of_ours = np.atleast_1d(theirs[worst]), np.atleast_1d(ours[worst])
+    place = int(np.argmax(np.nan_to_num(np.abs(of_theirs - of_ours), nan=np.inf)))
+    matching = (cause for cause, values in causes if _agree(theirs, values, limits))
     return Finding(
-        quantity=quantity, theirs=float(np.atleast_1d(theirs[worst])[place]), ours=float(np.atleast_1d(ours[worst])[place]),
-        factor=float((flat_theirs * flat_ours).sum()) / power if power else None, difference=away[worst], num_different=num_different,
-        num_rows=len(rows), row=rows[worst], cause=cause,
+        quantity=quantity, theirs=float(of_theirs[place]), ours=float(of_ours[place]), factor=_factor(theirs, ours),
+        difference=away[worst], num_different=num_different, num_rows=len(rows), row=rows[worst],
+        cause=next(matching, UNKNOWN) if num_different else "",
     )  # fmt: skip
 
 
-def _away(theirs: np.ndarray, ours: np.ndarray, limit: Any) -> float:
+def _away(theirs: Any, ours: Any, limit: Any) -> float:
     """Return the largest difference in units of its limit; infinite where a number is not finite on one side."""
     with np.errstate(invalid="ignore"):
         away = np.abs(np.atleast_1d(theirs) - np.atleast_1d(ours)) / np.maximum(limit, 1e-300)
     return float(np.nan_to_num(away, nan=np.inf).max(initial=0.0))
+
+
+def _agree(theirs: Values, ours: Values, limits: Values) -> bool:
+    return max(map(_away, theirs, ours, limits)) <= 1
+
+
+def _factor(theirs: Values, ours: Values) -> float | None:
+    flat_theirs, flat_ours = np.hstack(theirs), np.hstack(ours)
+    power = float((flat_ours**2).sum())
+    return float((flat_theirs * flat_ours).sum()) / power if power else None
 
 
 def findings(dump: Dump, s: Any) -> list[Finding]:
@@ -103,41 +108,16 @@ def findings(dump: Dump, s: Any) -> list[Finding]:
     return [finding for part in parts for finding in part(dump, s)]
 
 
-# ---- advantages --------------------------------------------------------------------------------------------------------------------------
-
-
-def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Sequence[Any] | None = None, weights: Sequence[float] = (),
-               deviation: Callable[[Sequence[float]], float] = reference.std, is_centred: bool = True,
-               missing: float | None = None) -> np.ndarray:  # fmt: skip
-    """Return the advantages of rows, [rows].
+def first_different(found: Sequence[Finding]) -> Finding | None:
+    """Return the first finding that differs by more than rounding.
 
     Args:
-        rows: Rows with rewards.
-        s: Settings.
-        epsilon: Number added to a standard deviation.
-        groups: Group of each row; the rows' own without.
-        weights: Weights of the reward functions; those of the settings without.
-        deviation: Standard deviation of some rewards.
-        is_centred: Whether the group's mean is subtracted.
-        missing: Number for a missing reward.
+        found: Findings in order.
     """
-    keys = [row.group for row in rows] if groups is None else groups
-    places: dict[Any, list[int]] = {}
-    for place, key in enumerate(keys):
-        places.setdefault(key, []).append(place)
-    rewards = [[[missing if r is None else r for r in rows[i].rewards or ()] for i in group] for group in places.values()]
-    weights = weights or s.reward_weights or [1.0] * len(rewards[0][0])
-    penalty = None
-    if s.kl_in_reward and s.beta:
-        completions = [[_completion(rows[i]) for i in group] for group in places.values()]
-        penalty = [reference.kl_penalty(group, s.beta) for group in completions]
-    values = reference.advantages(rewards, weights, s, penalty, epsilon=epsilon, deviation=deviation)
-    found = np.zeros(len(rows))
-    for group, mine, given in zip(places.values(), values, rewards, strict=True):
-        totals = [reference.total(row, weights) or 0.0 for row in given]
-        scale = deviation(totals) + epsilon if s.scale_rewards == "group" else 1.0
-        found[group] = mine if is_centred else [t / scale for t in totals]
-    return found
+    return next((one for one in found if one.is_different), None)
+
+
+# ---- advantages, log-probs, correction, tokens, KL ---------------------------------------------------------------------------------------
 
 
 def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
@@ -145,35 +125,18 @@ def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
     rows = [dump.rollout[i] for i in order]
     if all(row.advantage is None for row in rows) or incomplete_groups(dump, s):
         return
-    if len(s.reward_weights or rows[0].rewards or ()) != len(rows[0].rewards or ()):
-        raise refusal(f"reward_weights ({s.reward_weights}) must have {len(rows[0].rewards or ())} numbers, as the dump has rewards.")
+    number = len(rows[0].rewards or ())
+    if len(s.reward_weights or rows[0].rewards or ()) != number:
+        raise refusal(f"reward_weights ({s.reward_weights}) must have {number} numbers, as the dump has rewards.")
     ours = advantages(rows, s, epsilon=dump.epsilon)
-    theirs = np.array([mine if row.advantage is None else row.advantage for row, mine in zip(rows, ours, strict=True)])
-    limits = np.zeros(len(rows))
-    for group in dict.fromkeys(row.group for row in rows):
-        places = [i for i, row in enumerate(rows) if row.group == group]
-        size = max((abs(r) for i in places for r in rows[i].rewards or () if r is not None), default=0.0)
-        sums = [sum(r or 0.0 for r in rows[i].rewards or ()) for i in places]
-        unit = np.ptp(ours[places]) / np.ptp(sums) if np.ptp(sums) else 1 / dump.epsilon  # equal rewards: rounding over epsilon
-        limits[places] = ROUNDING["float32"] * (1 + np.abs(ours[places])) + 1e-6 * size * min(unit, 1 / dump.epsilon)
-    variants: Variants = [
-        (cause, partial(_scored, rows, {"s": s, "epsilon": dump.epsilon} | changed))
-        for cause, changed in advantage_changes(rows, s, dump.epsilon)
-    ]
-    whitened = (ours - ours.mean()) / (ours.std(ddof=1) + 1e-8)
-    variants.append(("the sign of the advantages is flipped", partial(_each, -ours)))
-    others = s.num_generations / max(s.num_generations - 1, 1)
-    variants.append(("leave-one-out baseline, divided by a standard deviation too", partial(_each, ours * others)))
-    variants.append(("the advantages are whitened over the batch once more", partial(_each, whitened)))
-    yield compare("advantages", _each(theirs), _each(ours), _each(limits), order, variants)
-
-
-def _scored(rows: Sequence[DumpedRow], changed: dict[str, Any]) -> list[np.ndarray]:
-    return _each(advantages(rows, **changed))
-
-
-def _each(values: np.ndarray) -> list[np.ndarray]:
-    return [np.asarray(value) for value in values]
+    theirs = [mine if row.advantage is None else row.advantage for row, mine in zip(rows, ours, strict=True)]
+    limits = ROUNDING["float32"] * (1 + np.abs(ours))
+    for places in places_of(row.group for row in rows):
+        rewards = np.array([rows[i].rewards for i in places], dtype=float)
+        sums = np.nansum(rewards, axis=1)
+        unit = np.ptp(ours[places]) / np.ptp(sums) if np.ptp(sums) else np.inf  # equal rewards: rounding over epsilon
+        limits[places] += 1e-6 * np.nanmax(np.abs(rewards), initial=0.0) * min(unit, 1 / dump.epsilon)
+    yield compare("advantages", theirs, ours, limits, advantage_causes(rows, s, dump.epsilon), order)
 
 
 def incomplete_groups(dump: Dump, s: Any) -> bool:
@@ -183,11 +146,7 @@ def incomplete_groups(dump: Dump, s: Any) -> bool:
         dump: The dumped step.
         s: Settings of the run.
     """
-    groups = [row.group for row in dump.rollout if row.rewards is not None]
-    return any(groups.count(group) < s.num_generations for group in set(groups))
-
-
-# ---- log-probs, correction, tokens, KL ---------------------------------------------------------------------------------------------------
+    return any(len(places) < s.num_generations for places in places_of(row.group for row in dump.rollout if row.rewards is not None))
 
 
 def _logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
@@ -198,22 +157,20 @@ def _logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(s.weights, dtype=torch.float32).eval()
+    rows: Any = [dump.rows[i] for i in order]
 
-    def values(temperature: float) -> list[np.ndarray]:
-        found = []
-        for row in (dump.rows[i] for i in order):
-            ids, length = torch.as_tensor(np.asarray(row.tokens), dtype=torch.int64), len(row.mask)
-            with torch.no_grad():
-                logits = model(ids[None], use_cache=False).logits[0, -length - 1 : -1]
-            found.append(reference.token_logprobs(logits, ids[-length:], temperature)[0].numpy() * row.mask)
-        return found
+    @torch.no_grad()
+    def values(row: DumpedRow, temperature: float) -> np.ndarray:
+        ids, length = torch.as_tensor(np.asarray(row.tokens), dtype=torch.int64), len(row.mask)
+        logits = model(ids[None], use_cache=False).logits[0, -length - 1 : -1]
+        return reference.token_logprobs(logits, ids[-length:], temperature)[0].numpy() * row.mask
 
-    theirs = [np.nan_to_num(np.asarray(dump.rows[i].logp)) * dump.rows[i].mask for i in order]
-    limits = [np.asarray(10 * LOGPROBS[dump.dtype])] * len(order)
-    variants: Variants = [(f"temperature not applied: they are the log-probs at 1 instead of {s.temperature:g}", partial(values, 1.0)),
-                          ("temperature applied twice", partial(values, s.temperature**2)),
-                          ("the temperature is inverted", partial(values, 1 / s.temperature))]  # fmt: skip
-    yield compare("log-probs", theirs, values(s.temperature), limits, order, variants)
+    theirs = [np.nan_to_num(row.logp) * row.mask for row in rows]
+    temperatures = {f"temperature not applied: they are the log-probs at 1 instead of {s.temperature:g}": 1.0,
+                    "temperature applied twice": s.temperature**2, "the temperature is inverted": 1 / s.temperature}  # fmt: skip
+    causes = ((cause, [values(row, temperature) for row in rows]) for cause, temperature in temperatures.items())
+    ours = [values(row, s.temperature) for row in rows]
+    yield compare("log-probs", theirs, ours, [10 * LOGPROBS[dump.dtype]] * len(order), causes, order)
 
 
 def _old_logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
@@ -221,152 +178,116 @@ def _old_logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
     order = [i for i, row in enumerate(dump.rows) if row.logp is not None and row.old is not None and row.mask.any()]
     if not dump.is_fresh or not order:
         return
+    rows: Any = [dump.rows[i] for i in order]
 
-    def means(name: str) -> list[np.ndarray]:
+    def means(name: str) -> list[float]:
         """Add |other - current| of each token, so that opposite differences do not cancel."""
-        rows: Any = [dump.rows[i] for i in order]
         return [np.nan_to_num(row.logp + np.abs(getattr(row, name) - row.logp))[row.mask > 0].mean() for row in rows]
 
-    theirs, limits = means("old"), [np.asarray(LOGPROBS[dump.dtype])] * len(order)
-    variants: Variants = [
-        (f"old log-probs of the wrong version: they are the {words}", partial(means, name))
-        for name, words in (("sampler", "sampler's"), ("ref", "reference's"))
-        if all(getattr(dump.rows[i], name) is not None for i in order)
-    ]
-    variants.append(("old log-probs of the wrong version, or of another temperature", lambda: theirs))
-    yield compare("old log-probs", theirs, means("logp"), limits, order, variants)
+    def causes() -> Causes:
+        for name, words in (("sampler", "sampler's"), ("ref", "reference's")):
+            if all(getattr(row, name) is not None for row in rows):
+                yield f"old log-probs of the wrong version: they are the {words}", means(name)
+        yield "old log-probs of the wrong version, or of another temperature", means("old")
+
+    yield compare("old log-probs", means("old"), means("logp"), [LOGPROBS[dump.dtype]] * len(order), causes(), order)
 
 
 def _correction(dump: Dump, s: Any) -> Iterator[Finding]:
     order = [i for i, row in enumerate(dump.rollout) if row.correction is not None and row.sampler is not None and row.mask.any()]
-    if not order or s.rollout_importance_sampling_mode == "none":
+    mode, low, high = s.rollout_importance_sampling_mode, s.rollout_importance_sampling_min, s.rollout_importance_sampling_threshold
+    if not order or mode == "none":
         return
+    rows: Any = [dump.rollout[i] for i in order]
 
-    def factors(change: Change = Change(), power: float = 1.0) -> list[np.ndarray]:  # noqa: B008 - frozen
-        settings = change.apply(s)
-        made = [change.row(replace(_completion(dump.rollout[i]), correction=None), dump.rollout[i]) for i in order]
-        return [reference.rollout_importance(c, settings).value ** power * dump.rollout[i].mask for c, i in zip(made, order, strict=True)]
+    def factors(change: Change) -> list[np.ndarray]:
+        made, settings = [change.row(replace(row.completion, correction=None)) for row in rows], changed(s, **change.settings)
+        return [reference.rollout_importance(c, settings).value * row.mask for c, row in zip(made, rows, strict=True)]
 
-    theirs = [dump.rollout[i].correction * dump.rollout[i].mask for i in order]
-    ours = factors()
-    bounds_off = {"rollout_importance_sampling_threshold": np.inf, "rollout_importance_sampling_min": None}
-    unbounded = Change("the correction for the sampler is not bounded", bounds_off)
-    rounding, is_mask = ROUNDING[dump.dtype], s.rollout_importance_sampling_mode.endswith("mask")
-    bounds = [s.rollout_importance_sampling_threshold, s.rollout_importance_sampling_min or np.inf] if is_mask else []
-    limits = [
-        sum((_near(np.abs(rho - bound), rounding) for bound in bounds), rounding * (1 + o))
-        for o, rho in zip(ours, factors(unbounded), strict=True)
-    ]
-    changed = [
+    unbounded = {"rollout_importance_sampling_threshold": np.inf, "rollout_importance_sampling_min": None}
+    causes = [
         Change("the correction for the sampler is applied to the wrong side: sampler over trainer",
-               row=lambda c, row: replace(c, old_logp=c.sampler_logp, sampler_logp=c.old)),
+               row=lambda c: replace(c, old_logp=c.sampler_logp, sampler_logp=c.old)),
         Change("the correction for the sampler uses the current log-probs instead of the old ones",
-               row=lambda c, row: replace(c, old_logp=None)),
-        unbounded,
+               row=lambda c: replace(c, old_logp=None)),
+        Change("the correction for the sampler is not bounded", unbounded),
         Change("the lower bound of the correction is not applied", {"rollout_importance_sampling_min": None}),
         Change("the correction is bounded on the wrong side: below by its upper bound",
-               bounds_off | {"rollout_importance_sampling_min": s.rollout_importance_sampling_threshold}),
+               unbounded | {"rollout_importance_sampling_min": high}),
         Change(f"the correction of a sequence is the {'product' if s.rollout_is_geometric else 'geometric mean'}",
                {"rollout_is_geometric": not s.rollout_is_geometric}),
-        *(Change(f"the correction is {mode}", {"rollout_importance_sampling_mode": mode}) for mode in MODES),
+        *(Change(f"the correction is {other}", {"rollout_importance_sampling_mode": other}) for other in MODES),
+        *factor_changes(s),
     ]  # fmt: skip
-    variants: Variants = [("the correction for the sampler is applied twice", partial(factors, power=2.0)),
-                          ("the correction for the sampler is not applied", partial(factors, power=0.0)),
-                          *((change.cause, partial(factors, change)) for change in changed)]  # fmt: skip
-    yield compare("correction", theirs, ours, limits, order, variants)
+    rounding, ours = ROUNDING[dump.dtype], factors(Change())
+    bounds = (high, low or np.inf) if mode.endswith("mask") else ()
+    limits = [rounding * (1 + o) + _near(rho, bounds, rounding) for o, rho in zip(ours, factors(Change(settings=unbounded)), strict=True)]
+    theirs = [row.correction * row.mask for row in rows]
+    yield compare("correction", theirs, ours, limits, ((change.cause, factors(change)) for change in causes), order)
 
 
-def _near(distance: np.ndarray, bound: float) -> np.ndarray:
-    """Return infinity where a number is so close to a bound that rounding decides on which side it is."""
-    return np.where(distance < bound, np.inf, 0.0)
+def _near(numbers: np.ndarray, bounds: Sequence[float], rounding: float) -> np.ndarray:
+    """Return infinity where a number is so close to a bound that rounding decides on which side it is, else 0."""
+    return np.where(np.any([np.abs(numbers - bound) < rounding for bound in bounds], axis=0), np.inf, 0.0)
 
 
 def _tokens(dump: Dump, s: Any) -> Iterator[Finding]:
     if dump.num_tokens is None or not dump.rows:
         return
-    masks = [0.0 if s.overlong_filter and row.is_truncated else row.mask.sum() for row in dump.rows]
-    counts = {
+    ours = sum(0.0 if s.overlong_filter and row.is_truncated else row.mask.sum() for row in dump.rows)
+    causes = {
         "truncated rows kept: overlong_filter is not applied": sum(row.mask.sum() for row in dump.rows),
         "masked tokens counted": sum(row.length for row in dump.rows),
         "padding counted": sum(dump.micro_batches[row.micro_batch].width for row in dump.rows),
-        "the tokens of one rank only": sum(masks) / dump.ranks,
+        "the tokens of one rank only": ours / dump.ranks,
     }
-    one = [np.asarray(0.5)]
-    variants: Variants = [(cause, partial(_each, np.array([count]))) for cause, count in counts.items()]
-    yield compare("tokens in the mean", [np.asarray(dump.num_tokens)], [np.asarray(sum(masks))], one, [-1], variants)
+    yield compare("tokens in the mean", [dump.num_tokens], [ours], [0.5], ((cause, [count]) for cause, count in causes.items()))
 
 
 def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
     """The logged KL, a mean over the tokens of all micro-batches."""
-    if any(micro.kl is None for micro in dump.micro_batches) or not dump.micro_batches or not s.beta:
-        return
     rows = [row for row in dump.rows if row.logp is not None and row.ref is not None and row.mask.any()]
-    tokens = [sum(row.mask.sum() for row in rows if row.micro_batch == i) for i in range(len(dump.micro_batches))]
-    if not rows:
+    if not rows or not s.beta or not dump.micro_batches or any(micro.kl is None for micro in dump.micro_batches):
         return
 
-    def mean(change: Change = Change(), is_size: bool = False) -> list[np.ndarray]:  # noqa: B008 - frozen
-        settings, formula = change.apply(s), change.formulas.get("kl", dump.kl)
+    def mean(change: Change, of: Callable[[Any], Any] = np.asarray) -> float:
+        settings, formula = changed(s, **change.settings), change.formulas.get("kl", dump.kl)
         total = 0.0
         for row in rows:
-            c = change.row(_completion(row), row)
-            value = formula(c, reference.ratio(c, settings), settings).value * row.mask
-            total += float(np.abs(value).sum() if is_size else value.sum())
-        return [np.asarray(total / sum(tokens))]
+            c = change.row(row.completion)
+            total += (of(formula(c, reference.ratio(c, settings), settings).value) * row.mask).sum()
+        return total / sum(row.mask.sum() for row in rows)
 
-    theirs = [np.asarray(sum((micro.kl or 0.0) * n for micro, n in zip(dump.micro_batches, tokens, strict=True)) / sum(tokens))]
+    theirs = np.average([dump.micro_batches[row.micro_batch].kl for row in rows], weights=[row.mask.sum() for row in rows])
     # k3 subtracts numbers of the size of 1
-    limits = [np.asarray(ROUNDING[dump.dtype] * float(mean(is_size=True)[0]) + (1e-6 if dump.dtype == "float32" else 1e-2))]
-    variants: Variants = [(change.cause, partial(mean, change)) for change in changes(dump, s) if "KL" in change.cause]
-    yield compare("kl", theirs, mean(), limits, [-1], variants)
+    limit = ROUNDING[dump.dtype] * mean(Change(), np.abs) + (1e-6 if dump.dtype == "float32" else 1e-2)
+    causes = ((change.cause, [mean(change)]) for change in changes(dump, s) if "KL" in change.cause)
+    yield compare("kl", [theirs], [mean(Change())], [limit], causes)
 
 
 # ---- loss and gradient -------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Evaluated:
-    """Loss of a step, and its derivative by each log-prob of each row."""
-
-    loss: float
-    gradients: list[np.ndarray]
-
-
-def _completion(row: DumpedRow) -> ReferenceCompletion:
-    def array(values: np.ndarray | None, missing: float = 0.0) -> Tracked:
-        full = np.full_like(row.mask, missing) if values is None else values
-        return Tracked(full if np.isnan(missing) else np.where(row.mask > 0, np.nan_to_num(full, nan=missing), np.nan_to_num(full)))
-
-    nan = float("nan")
-    return ReferenceCompletion(
-        mask=Tracked(row.mask), logp=array(row.logp if row.logp is not None else row.old), entropy=array(row.entropy),
-        sampler_logp=array(row.sampler, nan), ref_logp=array(row.ref),
-        old_logp=None if row.old is None else array(row.old), advantage=row.advantage or 0.0, is_truncated=row.is_truncated,
-        is_zero_std=row.is_zero_std, group=row.group, correction=None if row.correction is None else array(row.correction),
-    )  # fmt: skip
-
-
-def evaluate(dump: Dump, s: Any, change: Change = Change()) -> Evaluated:  # noqa: B008 - frozen
-    """Return loss and gradients of the step: the mean over rows of the losses of its micro-batches.
+def evaluate(dump: Dump, s: Any, change: Change = Change()) -> list[Any]:  # noqa: B008 - frozen
+    """Return the loss of the step, the mean over rows of the losses of its micro-batches; and the gradient of each row.
 
     Args:
         dump: The dump.
         s: Settings.
         change: Difference from the reference.
     """
-    s, loss, gradients = change.apply(s), 0.0, [np.zeros_like(row.mask) for row in dump.rows]
-    for number, micro in enumerate(dump.micro_batches):
-        mine = [i for i, row in enumerate(dump.rows) if row.micro_batch == number]
-        kept = [i for i in mine if not change.drops(dump.rows[i])]
-        rows, share = [dump.rows[i] for i in kept], change.factor * len(mine) / len(dump.rows)
-        logps = [_completion(row).logp.array for row in rows]
+    s, loss, gradients = changed(s, **change.settings), 0.0, [np.zeros_like(row.mask) for row in dump.rows]
+    for number, (micro, share) in enumerate(zip(dump.micro_batches, dump.shares, strict=True)):
+        kept = [i for i, row in enumerate(dump.rows) if row.micro_batch == number and not change.drops(row)]
+        rows = [dump.rows[i] for i in kept]
+        logps = [row.completion.logp.array for row in rows]
         results = (value_and_gradients(partial(_micro_batch_loss, dump, rows, micro, s, change, mask), logps)
                    for mask in _entropy_masks(dump, s))  # fmt: skip
         value, found = min(results, key=partial(_distance, rows, micro))
-        loss += share * value
+        loss += change.factor * share * value
         for i, gradient in zip(kept, found, strict=True):
-            gradients[i] = share * gradient
-    return Evaluated(loss, gradients)
+            gradients[i] = change.factor * share * gradient
+    return [loss, *gradients]
 
 
 def _distance(rows: Sequence[DumpedRow], micro: DumpedMicroBatch, found: tuple[float, list[np.ndarray]]) -> float:
@@ -397,55 +318,45 @@ def _entropy_masks(dump: Dump, s: Any) -> list[Callable[..., Any]]:
 def _micro_batch_loss(dump: Dump, rows: Sequence[DumpedRow], micro: DumpedMicroBatch, s: Any, change: Change,
                       kept: Callable[..., Any], logps: Sequence[Tracked]) -> Any:  # fmt: skip
     counted = [row for row in rows if not (s.exclude_zero_std_groups and row.is_zero_std)]
-    batch = [change.row(replace(_completion(row), logp=logp), row) for row, logp in zip(rows, logps, strict=True)]
-    formulas = Formulas(weights=lambda batch, s, longest: change.weights(batch, s, longest, micro, counted),
-                        **{"kl": dump.kl, "entropy_kept": kept, **change.formulas})  # fmt: skip
-    return reference.grpo_loss(batch, s, s.max_completion_length, formulas)
+    batch = [change.row(replace(row.completion, logp=logp)) for row, logp in zip(rows, logps, strict=True)]
+    formulas = {"kl": dump.kl, "entropy_kept": kept, "weights": lambda *given: change.weights(*given, micro, counted)}
+    return reference.grpo_loss(batch, s, s.max_completion_length, Formulas(**formulas | change.formulas))
 
 
 def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
     """Loss and gradient. A cause has to reproduce both."""
     if not dump.micro_batches or not dump.rows or any(row.logp is None for row in dump.rows):
         return
-    ours, order = evaluate(dump, s), range(len(dump.rows))
-    share = [len([row for row in dump.rows if row.micro_batch == n]) / len(dump.rows) for n in range(len(dump.micro_batches))]
-    has_loss = all(micro.loss is not None for micro in dump.micro_batches)
-    has_gradient = all(row.gradient is not None for row in dump.rows)
-    loss = sum(part * (micro.loss or 0.0) for part, micro in zip(share, dump.micro_batches, strict=True))
-    size = evaluate(dump, s, Change(formulas={"objective": _size(reference.objective), "kl": _size(dump.kl)})).loss
-    rounding = ROUNDING[dump.dtype]
-    limit = [np.asarray(rounding * (abs(size) + abs(ours.loss)) + 1e-12)]
-    scales = [share[row.micro_batch] * dump.micro_batches[row.micro_batch].scale for row in dump.rows]
-    theirs = [np.asarray(row.gradient) * scale for row, scale in zip(dump.rows, scales, strict=True)] if has_gradient else []
-    largest = max((np.abs(g).max(initial=0.0) for g in ours.gradients), default=0.0)
-    limits = [rounding * largest + 1e-12 + _ties(row, s, rounding) for row in dump.rows]
-    found, names = [np.asarray(loss)], list[str]()
+    rounding, ours = ROUNDING[dump.dtype], evaluate(dump, s)
+    has_loss, has_gradient = all(m.loss is not None for m in dump.micro_batches), all(row.gradient is not None for row in dump.rows)
+    there = slice(not has_loss, None if has_gradient else 1)  # of [loss, gradient of each row]
+    size = evaluate(dump, s, Change(formulas={"objective": _size(reference.objective), "kl": _size(dump.kl)}))[0]
+    largest = max(np.abs(gradient).max(initial=0.0) for gradient in ours[1:])
+    limits = [rounding * (abs(size) + abs(ours[0])) + 1e-12, *(rounding * largest + 1e-12 + _ties(row, s, rounding) for row in dump.rows)]
+    theirs: list[Any] = [sum(share * (micro.loss or 0.0) for share, micro in zip(dump.shares, dump.micro_batches, strict=True))]
+    for row in dump.rows if has_gradient else ():
+        theirs.append(np.asarray(row.gradient) * dump.shares[row.micro_batch] * dump.micro_batches[row.micro_batch].scale)
 
-    def reproduced(change: Change) -> bool:
-        other = evaluate(dump, s, change)
-        of_loss = not has_loss or _away(found[0], np.asarray(other.loss), limit[0]) <= 1
-        return of_loss and (not has_gradient or max(map(_away, theirs, other.gradients, limits)) <= 1)
+    @cache
+    def cause() -> str:
+        known = (change.cause for change in changes(dump, s) if _agree(theirs[there], evaluate(dump, s, change)[there], limits[there]))
+        return next(known, None) or _scaled(theirs[1:], ours[1:], limits[1:])
 
-    def causes(found: Values) -> Iterator[tuple[str, Callable[[], Values]]]:
-        """Yield the cause of both, which is looked for once."""
-        if not names:
-            known = (change.cause for change in changes(dump, s) if reproduced(change))
-            names.append(next(known, None) or _scaled(theirs, ours, limits))
-        yield names[0], lambda: found
+    def causes(found: Values) -> Causes:
+        yield cause(), found
 
     if has_loss:
-        yield compare("loss", found, [np.asarray(ours.loss)], limit, [-1], causes(found))
+        yield compare("loss", theirs[:1], ours[:1], limits[:1], causes(theirs[:1]))
     if has_gradient:
-        yield compare("gradient", theirs, ours.gradients, limits, list(order), causes(theirs))
+        yield compare("gradient", theirs[1:], ours[1:], limits[1:], causes(theirs[1:]), range(len(dump.rows)))
 
 
-def _scaled(theirs: Values, ours: Evaluated, limits: Values) -> str:
+def _scaled(theirs: Values, ours: Values, limits: Values) -> str:
     """Describe a common factor of all gradients, if there is one."""
-    power = sum(float((o**2).sum()) for o in ours.gradients)
-    factor = sum(float((t * o).sum()) for t, o in zip(theirs, ours.gradients)) / power if power and theirs else 0.0
-    if theirs and max(map(_away, theirs, ours.gradients, limits)) <= 1:
+    if theirs and _agree(theirs, ours, limits):
         return "no known cause: the gradients agree, so that it is a term without a gradient by the log-probs (an entropy bonus)"
-    if factor and max(_away(t, factor * o, limit) for t, o, limit in zip(theirs, ours.gradients, limits, strict=True)) <= 1:
+    factor = _factor(theirs, ours) if theirs else None
+    if factor and _agree(theirs, [factor * one for one in ours], limits):
         return f"no known cause: every gradient is multiplied by {factor:.5g}"
     return UNKNOWN
 
@@ -456,9 +367,8 @@ def _size(formula: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ties(row: DumpedRow, s: Any, rounding: float) -> np.ndarray:
     """Return infinity for tokens whose ratio is so close to a bound that rounding decides whether it is clipped."""
-    if row.old is None or row.logp is None:
+    if row.old is None:
         return np.zeros_like(row.mask)
-    ratio = reference.ratio(_completion(row), s).value
-    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
+    high = reference.epsilon_high(s)
     bounds = [1 - s.epsilon, 1 + high, high if s.loss_type == "cispo" else np.inf, s.delta or np.inf]
-    return sum((_near(np.abs(ratio - bound), rounding) for bound in bounds), np.zeros_like(row.mask))
+    return _near(reference.ratio(row.completion, s).value, bounds, rounding)

@@ -182,8 +182,7 @@ def objective(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
     """
     a = token_advantage(c, s)
     if s.loss_type == "cispo":
-        bound = 5.0 if s.epsilon_high is None else s.epsilon_high
-        return -r.clamp(max=bound).detach() * a * c.logp
+        return -r.clamp(max=epsilon_high(s)).detach() * a * c.logp
     if s.loss_type == "sapo":
         advantage = c.mask * 0.0 + a
         positive = (advantage > 0).double()
@@ -204,6 +203,16 @@ def objective(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
     return fipo_influence(c, r, s) * surrogate if s.loss_type == "fipo" else surrogate
 
 
+def epsilon_high(s: Settings) -> float:
+    """Return `epsilon_high`, or what it is without a value: 5 for cispo, else `epsilon`.
+
+    Args:
+        s: Settings of the run.
+    """
+    default = 5.0 if s.loss_type == "cispo" else s.epsilon
+    return default if s.epsilon_high is None else s.epsilon_high
+
+
 def clipped(r: Array, a: Any, s: Settings) -> Array:
     """Return min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
@@ -212,9 +221,8 @@ def clipped(r: Array, a: Any, s: Settings) -> Array:
         a: Advantage of each token, or of all.
         s: Settings of the run.
     """
-    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
     unclipped = r if s.delta is None else r.clamp(max=s.delta)
-    return (unclipped * a).minimum(r.clamp(1.0 - s.epsilon, 1.0 + high) * a)
+    return (unclipped * a).minimum(r.clamp(1.0 - s.epsilon, 1.0 + epsilon_high(s)) * a)
 
 
 def fipo_influence(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
