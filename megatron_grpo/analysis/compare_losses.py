@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megatron_grpo.analysis.args import CompareLossesArgs, Variant, read_compare_losses_args
-from megatron_grpo.analysis.printing import print_report
+from megatron_grpo.analysis.printing import print_report, table_lines
 from megatron_grpo.analysis.replay import open_policy
 from megatron_grpo.analysis.report import draw_variants, metrics_records
 from megatron_grpo.base.errors import EXIT_DONE, config_error
@@ -298,13 +298,10 @@ def report_lines(args: CompareLossesArgs, outcomes: Sequence[VariantResult], rec
     lines = [f"Optimizer step {args.step + 1} of {args.run}, rows as recorded, weights of {args.checkpoint.name}."]
     if recorded:
         lines.append("The run logged: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")
-    head = ("", "rows", "loss", "grad_norm", "cosine", "KL sampler", "ESS", "clip low", "clip high", "KL ref")
-    rows = [head]
+    rows = [("", "rows", "loss", "grad_norm", "cosine", "KL sampler", "ESS", "clip low", "clip high", "KL ref")]
     for outcome in outcomes:
         share = (f"{outcome.kl_sampler:.3g}", f"{outcome.ess:.4f}", f"{outcome.clip_low:.2%}", f"{outcome.clip_high:.2%}")
         cosine = "-" if outcome.cosine is None else f"{outcome.cosine:.6f}"
         of_reference = "-" if outcome.kl is None else f"{outcome.kl:.3g}"
         rows.append((outcome.name, str(outcome.rows), f"{outcome.loss:.5g}", f"{outcome.grad_norm:.5g}", cosine, *share, of_reference))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return [*lines, "", *("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-                          for row in rows)]  # fmt: skip
+    return [*lines, "", *table_lines(rows)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
@@ -17,6 +17,18 @@ def print_report(result: dict[str, Any], lines: Sequence[str], *, as_json: bool)
         as_json: Print the object instead of the lines.
     """
     print(json.dumps(_finite(result), indent=1) if as_json else "\n".join(lines), flush=True)
+
+
+def table_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Align the cells of a table; a cell that is not on the left is a number.
+
+    Args:
+        rows: Cells of each row, the heading first.
+        left: Columns that are aligned to the left.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in aligned]
 
 
 def _finite(value: Any) -> Any:

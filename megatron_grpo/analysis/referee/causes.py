@@ -18,8 +18,8 @@ from megatron_grpo.analysis.referee.reference import Counted, ReferenceCompletio
 TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo", "fipo")
 ROW_MEANS = ("grpo", "sapo")
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# (counted completions, settings, max_completion_length, micro-batch, its rows) -> token weights
-Weights = Callable[[Counted, Any, int, DumpedMicroBatch, Sequence[DumpedRow]], list[Any]]
+LEVELS = {"token": "of each token", "sequence": "of the sequence", "sequence_token": "of the sequence, with the gradient of each token"}
+Weights = Callable[..., list[Any]]  # arguments and result as `rule`
 
 
 def changed(s: Any, **values: Any) -> SimpleNamespace:
@@ -33,7 +33,15 @@ def changed(s: Any, **values: Any) -> SimpleNamespace:
 
 
 def rule(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
-    """Return the token weights as the system defines them: a mean over tokens divides by what it counted, `bnpo` by its own tokens."""
+    """Return the token weights as the system defines them: a mean over tokens divides by what it counted, `bnpo` by its own tokens.
+
+    Args:
+        batch: The completions that count, with their masks.
+        s: Settings of the run.
+        longest: max_completion_length.
+        micro: Their micro-batch.
+        rows: Rows of these completions.
+    """
     if s.loss_type in TOKEN_MEANS and s.loss_type != "bnpo" and micro.tokens:
         return [m / micro.tokens for _, m in batch]
     return reference.token_weights(batch, s, longest)
@@ -47,7 +55,8 @@ class Change:
         cause: Sentence that names it.
         settings: Settings that differ.
         row: Changes a completion.
-        formulas: Formulas of the loss that differ.
+        objective: Loss of each token.
+        kl: KL estimate; None: that of the system.
         weights: Token weights.
         factor: Factor of loss and gradients.
         drops: Whether a row is left out.
@@ -57,7 +66,8 @@ class Change:
     settings: Mapping[str, Any] = field(default_factory=dict)
     _: KW_ONLY
     row: Callable[[ReferenceCompletion], ReferenceCompletion] = lambda completion: completion
-    formulas: Mapping[str, Any] = field(default_factory=dict)
+    objective: Callable[..., Any] = reference.objective
+    kl: Callable[..., Any] | None = None
     weights: Weights = rule
     factor: float = 1.0
     drops: Callable[[DumpedRow], bool] = lambda row: False
@@ -67,15 +77,15 @@ class Change:
 
 
 def _as(loss_type: str) -> Weights:
-    return lambda batch, s, *more: rule(batch, changed(s, loss_type=loss_type), *more)
+    return lambda batch, s, longest, **of: rule(batch, changed(s, loss_type=loss_type), longest, **of)
 
 
-def _own_tokens(batch: Counted, s: Any, longest: int, *unused: Any) -> list[Any]:
+def _own_tokens(batch: Counted, s: Any, longest: int, **of: Any) -> list[Any]:
     return reference.token_weights(batch, s, longest)
 
 
-def _of_width(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
-    return rule(batch, s, micro.width or longest, micro, rows)
+def _of_width(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, **of: Any) -> list[Any]:
+    return rule(batch, s, micro.width or longest, micro, **of)
 
 
 def _divided_by(dump: Dump, count: Callable[[DumpedRow, DumpedMicroBatch], float]) -> Weights:
@@ -108,8 +118,8 @@ MASKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _masked(mask: Callable[[np.ndarray], np.ndarray], c: ReferenceCompletion) -> ReferenceCompletion:
-    return replace(c, mask=c.mask.new_tensor(mask(c.mask.value)))
+def _masked(mask: Callable[[np.ndarray], Any]) -> Callable[[ReferenceCompletion], ReferenceCompletion]:
+    return lambda c: replace(c, mask=c.mask.new_tensor(mask(c.mask.value)))
 
 
 def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
@@ -126,9 +136,8 @@ def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
     yield Change("divided by the padded length instead of max_completion_length", weights=_of_width)
     yield Change("padding in the mean", weights=_divided_by(dump, lambda row, micro: micro.width or row.length))
     for cause, mask in MASKS.items():
-        yield Change(cause, row=partial(_masked, mask), weights=_own_tokens)
-    trained = _divided_by(dump, lambda row, micro: row.mask.sum())
-    yield Change("masked tokens trained", row=partial(_masked, np.ones_like), weights=trained)
+        yield Change(cause, row=_masked(mask), weights=_own_tokens)
+    yield Change("masked tokens trained", row=_masked(np.ones_like), weights=_divided_by(dump, lambda row, micro: row.mask.sum()))
     for loss_type, (same, cause) in WEIGHTS.items():
         if s.loss_type not in same:
             yield Change(cause, weights=_as(loss_type))
@@ -162,20 +171,13 @@ def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
         dump: The dumped step.
         s: Settings of the run.
     """
-
-    def old(of: Callable[[ReferenceCompletion], Any]) -> dict[str, Any]:
-        return {"row": lambda c: replace(c, old_logp=of(c))}
-
-    yield Change("staleness ignored: the ratio is 1", **old(lambda c: None))
-    sampler = old(lambda c: c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old))
-    yield Change("old log-probs of the wrong version: they are the sampler's", **sampler)
-    yield Change("old log-probs of the wrong version: they are the reference's", **old(lambda c: c.ref_logp))
-    inverted = {"objective": lambda c, r, t: reference.objective(c, 1.0 / r, t)}
-    yield Change("the importance ratio is inverted: old over current", formulas=inverted)
-    yield Change("the importance ratio is that of each token", {"importance_sampling_level": "token"})
-    yield Change("the importance ratio is that of the sequence", {"importance_sampling_level": "sequence"})
-    of_tokens = {"importance_sampling_level": "sequence_token"}
-    yield Change("the importance ratio is that of the sequence, with the gradient of each token", of_tokens)
+    yield Change("staleness ignored: the ratio is 1", row=lambda c: replace(c, old_logp=None))
+    cause = "old log-probs of the wrong version: they are the sampler's"
+    yield Change(cause, row=lambda c: replace(c, old_logp=c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old)))
+    yield Change("old log-probs of the wrong version: they are the reference's", row=lambda c: replace(c, old_logp=c.ref_logp))
+    yield Change("the importance ratio is inverted: old over current", objective=lambda c, r, t: reference.objective(c, 1.0 / r, t))
+    for level, words in LEVELS.items():
+        yield Change(f"the importance ratio is that {words}", {"importance_sampling_level": level})
     yield Change("the sign of the advantages is flipped", row=lambda c: replace(c, advantage=-c.advantage))
 
 
@@ -188,24 +190,22 @@ def clip_changes(dump: Dump, s: Any) -> Iterator[Change]:
     """
     low, high = s.epsilon, reference.epsilon_high(s)
     if s.loss_type == "cispo":
-        attached = {"objective": lambda c, r, t: -r.clamp(max=high) * c.advantage * c.logp}
         yield Change("not clipped: cispo's bound is not applied", {"epsilon_high": math.inf})
         yield Change("cispo's bound is 1 + epsilon_high instead of epsilon_high", {"epsilon_high": 1.0 + high})
-        yield Change("the weight of cispo is not detached", formulas=attached)
-        return
-    temperatures = {"sapo_temperature_pos": s.sapo_temperature_neg, "sapo_temperature_neg": s.sapo_temperature_pos}
-    yield Change("sapo's temperatures are swapped", temperatures)
-    larger = {"objective": lambda c, r, t: reference.clipped(r, -reference.token_advantage(c, t), changed(t, delta=None))}
-    yield Change("clip on the wrong side: the larger surrogate is taken", formulas=larger)
-    yield Change("clip on the wrong side: epsilon and epsilon_high are swapped", {"epsilon": high, "epsilon_high": low})
-    yield Change("epsilon_high is not applied: both bounds are epsilon", {"epsilon_high": low})
-    yield Change("not clipped", {"epsilon": math.inf, "epsilon_high": math.inf, "delta": None})
-    yield Change("delta (dual clip) is not applied", {"delta": None})
-    if s.delta is not None:
-        yield Change("delta is added to 1", {"delta": 1.0 + s.delta})
-    clipped = {"objective": lambda c, r, t: r.clamp(1.0 - low, 1.0 + high) * -c.advantage}
-    cause = "the ratio is clipped without the minimum, so that clipped tokens of both signs lose their gradient"
-    yield Change(cause, formulas=clipped)
+        yield Change("the weight of cispo is not detached", objective=lambda c, r, t: -r.clamp(max=high) * c.advantage * c.logp)
+    elif s.loss_type == "sapo":
+        temperatures = {"sapo_temperature_pos": s.sapo_temperature_neg, "sapo_temperature_neg": s.sapo_temperature_pos}
+        yield Change("sapo's temperatures are swapped", temperatures)
+    else:
+        cause, plain = "clip on the wrong side: the larger surrogate is taken", changed(s, delta=None)
+        yield Change(cause, objective=lambda c, r, t: reference.clipped(r, -c.advantage, plain))
+        yield Change("clip on the wrong side: epsilon and epsilon_high are swapped", {"epsilon": high, "epsilon_high": low})
+        yield Change("epsilon_high is not applied: both bounds are epsilon", {"epsilon_high": low})
+        yield Change("not clipped", {"epsilon": math.inf, "epsilon_high": math.inf, "delta": None})
+        yield Change("delta (dual clip) is not applied", {"delta": None})
+        yield Change("delta is added to 1", {"delta": s.delta and 1.0 + s.delta})
+        cause = "the ratio is clipped without the minimum, so that clipped tokens of both signs lose their gradient"
+        yield Change(cause, objective=lambda c, r, t: r.clamp(1.0 - low, 1.0 + high) * -c.advantage)
 
 
 def factor_changes(s: Any) -> Iterator[Change]:
@@ -214,14 +214,11 @@ def factor_changes(s: Any) -> Iterator[Change]:
     Args:
         s: Settings of the run.
     """
-
-    def factor(of: Callable[[Any], Any]) -> dict[str, Any]:
-        return {"row": lambda c: replace(c, correction=of(reference.rollout_importance(c, s)))}
-
-    yield Change("the correction for the sampler is applied twice", **factor(lambda rho: rho * rho))
-    yield Change("the correction for the sampler is not applied", **factor(reference.ones_like))
-    divided = factor(lambda rho: 1.0 / rho.clamp(min=1e-6))
-    yield Change("the correction for the sampler is applied to the wrong side: it divides", **divided)
+    rho = partial(reference.rollout_importance, s=s)
+    yield Change("the correction for the sampler is applied twice", row=lambda c: replace(c, correction=rho(c) * rho(c)))
+    yield Change("the correction for the sampler is not applied", row=lambda c: replace(c, correction=reference.ones_like(c.mask)))
+    cause = "the correction for the sampler is applied to the wrong side: it divides"
+    yield Change(cause, row=lambda c: replace(c, correction=1.0 / rho(c).clamp(min=1e-6)))
 
 
 def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
@@ -235,8 +232,9 @@ def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
         yield from factor_changes(s)
     else:
         for mode in MODES:
-            cause = f"a correction for the sampler is applied ({mode}), although it is off"
-            yield Change(cause, {"rollout_importance_sampling_mode": mode})
+            yield Change(
+                f"a correction for the sampler is applied ({mode}), although it is off", {"rollout_importance_sampling_mode": mode}
+            )
     yield Change("off_policy_sequence_mask_delta is not applied", {"off_policy_sequence_mask_delta": None})
     yield Change("top_entropy_quantile is not applied", {"top_entropy_quantile": 1.0})
     yield Change("the entropy bonus has the wrong sign", {"entropy_coef": -s.entropy_coef})
@@ -254,8 +252,8 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
     if not s.beta:
         return
     yield Change("KL of the wrong sign: it is subtracted", {"beta": -s.beta})
-    exchanged = {"kl": lambda c, r, t: dump.kl(replace(c, logp=c.ref_logp, ref_logp=c.logp), r, t)}
-    yield Change("KL of the wrong sign: log-probs of policy and reference are exchanged", formulas=exchanged)
+    cause = "KL of the wrong sign: log-probs of policy and reference are exchanged"
+    yield Change(cause, kl=lambda c, r, t: dump.kl(replace(c, logp=c.ref_logp, ref_logp=c.logp), r, t))
     for estimator in ("k1", "k2", "k3"):
         yield Change(f"another KL estimator: {estimator} instead of {s.kl_estimator}", {"kl_estimator": estimator})
     yield Change("the KL estimate is not multiplied by the importance ratio", {"use_bias_correction_kl": False})
@@ -264,9 +262,9 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
     yield Change("KL of the wrong reference: its log-probs are the old ones", row=lambda c: replace(c, ref_logp=c.old))
     yield Change("the KL term is in the loss, and kl_in_reward has it in the reward", {"kl_in_reward": False})
     yield Change("the KL term is added twice", {"beta": 2 * s.beta})
-    corrected = {"kl": lambda c, r, t: reference.kl(c, r, t) * reference.rollout_importance(c, t)}
-    yield Change("the KL estimate is corrected for the sampler", formulas=corrected)
-    yield Change("the KL estimate is not corrected for the sampler", formulas={"kl": reference.kl})
+    cause = "the KL estimate is corrected for the sampler"
+    yield Change(cause, kl=lambda c, r, t: reference.kl(c, r, t) * reference.rollout_importance(c, t))
+    yield Change("the KL estimate is not corrected for the sampler", kl=reference.kl)
 
 
 def changes(dump: Dump, s: Any) -> Iterator[Change]:
@@ -331,6 +329,7 @@ def advantage_causes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Itera
         epsilon: Number that the system adds to a standard deviation.
     """
     size, number = s.num_generations, len(rows)
+    prompts = max(number // size, 1)
     ours, equal = advantages(rows, s, epsilon=epsilon), [1.0] * len(rows[0].rewards or ())
 
     def having(t: Any = s, epsilon: float = epsilon, **arguments: Any) -> np.ndarray:
@@ -339,24 +338,18 @@ def advantage_causes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Itera
     def scaled(**values: Any) -> SimpleNamespace:
         return changed(s, **{"advantage_estimator": "grpo", "multi_objective_aggregation": "sum_then_normalize"} | values)
 
-    def grouped(size: int) -> np.ndarray:
-        return having(groups=[i // size for i in range(number)])
-
     yield "n instead of n - 1 in the standard deviation", having(deviation=population_std)
     for scale, words in (("group", "divided by the deviation of the group"), ("batch", "divided by the deviation of the batch"),
                          ("none", "not divided by a standard deviation")):  # fmt: skip
         if scale != s.scale_rewards or s.advantage_estimator != "grpo":
             yield words, having(scaled(scale_rewards=scale))
-    every = having(groups=[i % max(number // size, 1) for i in range(number)])
-    yield "group over the wrong ranks: every G-th completion is a group", every
-    for parts in (2, 4, 8):
-        if size % parts == 0 and size > parts:
-            yield f"group over the wrong ranks: each part of {size // parts} is normalised by itself", grouped(size // parts)
-    for times in (2, 4, number // size):
-        if times > 1 and number % (size * times) == 0:
-            words = "the whole batch is one group" if times * size == number else f"{times} prompts are one group"
-            yield f"group over the wrong ranks: {words}", grouped(size * times)
-    shifted = [(i + size // 2) // size % max(number // size, 1) for i in range(number)]
+    yield "group over the wrong ranks: every G-th completion is a group", having(groups=[i % prompts for i in range(number)])
+    for n in (*(size // parts for parts in (2, 4, 8) if size % parts == 0), 2 * size, 4 * size, number):
+        if 1 < n != size and number % n == 0:
+            words = f"each part of {n} is normalised by itself" if n < size else f"{n // size} prompts are one group"
+            words = "the whole batch is one group" if n == number else words
+            yield f"group over the wrong ranks: {words}", having(groups=[i // n for i in range(number)])
+    shifted = [(i + size // 2) // size % prompts for i in range(number)]
     yield "groups are shifted: they do not begin with a prompt", having(groups=shifted)
     yield "leave-one-out baseline", having(changed(s, advantage_estimator="rloo"))
     yield "the group's mean is not subtracted", having(is_centred=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -10,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.analysis.printing import print_report
-from megatron_grpo.analysis.referee.dump import Dump, refusal
-from megatron_grpo.analysis.referee.findings import Finding, findings, incomplete_groups
+from megatron_grpo.analysis.printing import print_report, table_lines
+from megatron_grpo.analysis.referee.dump import SYSTEMS, Dump, refusal
+from megatron_grpo.analysis.referee.findings import Finding, findings, first_different, incomplete_groups
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.base.files import plot_obstacle
 from megatron_grpo.config import ParsedConfig
@@ -21,11 +22,6 @@ from megatron_grpo.config.read import split_flags
 from megatron_grpo.config.table import InvalidValueError, read_value, table
 
 EXIT_DIFFERENT = 3
-# words before the user's; --loss-type: the hook of slime is a custom loss
-DIALECTS = {
-    "slime": ("--dialect", "slime", "--loss-type", "policy_loss"), "verl": ("--dialect", "verl"), "trl": ("--dialect", "trl"),
-    "swift": ("--dialect", "swift"), "native": (),
-}  # fmt: skip
 OWN = ("--of", "--step", "--weights")
 
 
@@ -44,28 +40,29 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     """
     path, system, step, weights, rest = _read(argv)
     reader = import_module(f"megatron_grpo.analysis.referee.{system}")
-    parsed = parse([*DIALECTS[system], *rest])
+    parsed = parse([*SYSTEMS[system]["words"], *rest])
     png = parsed.config.plan.png
     s = settings_of(parsed.config)
     s.weights = weights
     # What a script says beside the numbers of a step, such as its sampler, may be what this package does not support.
     typed = {word.lstrip("-+").partition("=")[0].replace("-", "_") for word in rest}
     needed = {"dialect", "config", *vars(s), *(name for name in typed if not name.endswith("loss_scale_factor"))}  # verl's hook writes it
-    aside = [one for one in parsed.problems if one.flags and not (needed & {*one.flags} or any(map(reader.DECIDES.match, one.flags)))]
+    decides = [flag for one in parsed.problems for flag in one.flags if any(re.match(name, flag) for name in SYSTEMS[system]["decides"])]
+    aside = [one for one in parsed.problems if one.flags and not {*needed, *decides} & {*one.flags}]
     problems = [one for one in parsed.problems if one not in aside]
     problems += [problem_with("png", f"png: {wrong}")] if png and (wrong := plot_obstacle(Path(png))) else []
     if problems:
         raise ConfigError(problems)
     dump: Dump = reader.read(path, step, s)
-    for name in vars(s).keys() & (dump.settings or {}).keys() - parsed.config.typed.keys():
-        setattr(s, name, _read_setting(name, (dump.settings or {})[name]))
+    for name in vars(s).keys() & dump.settings.keys() - parsed.config.typed.keys():
+        setattr(s, name, _read_setting(name, dump.settings[name]))
     if s.use_adaptive_entropy:
         raise refusal("use_adaptive_entropy changes entropy_coef in each step: type false and the entropy_coef of this step.")
     found, lacks = findings(dump, s), [*dump.lacks, *(f"Not used here: {one}" for one in aside)]
     if incomplete_groups(dump, s):
         lacks.append("The dump has parts of groups only (num_generations "
                      f"{s.num_generations}), so that its advantages are not recomputed. Dump all ranks of a whole rollout.")  # fmt: skip
-    first = next((one for one in found if one.is_different), None)
+    first = first_different(found)
     result = {
         "source": dump.source, "step": dump.step, "rows": len(dump.rollout), "micro_batches": len(dump.micro_batches), "ranks": dump.ranks,
         "findings": [asdict(one) | {"parts": one.is_different} for one in found], "first": first and first.quantity,
@@ -86,8 +83,8 @@ def _read(argv: Sequence[str]) -> tuple[Path, str, int | None, str | None, list[
     path, (typed_values, rest) = Path(argv[0]), split_flags(argv[1:], OWN)
     values = {name: typed[-1] for name, typed in typed_values.items() if typed}
     system, step = values.get("--of", ""), values.get("--step")
-    if system not in DIALECTS:
-        raise refusal(f"--of ({system or 'nothing'}) must name the system that wrote the dump: {', '.join(DIALECTS)}.")
+    if system not in SYSTEMS:
+        raise refusal(f"--of ({system or 'nothing'}) must name the system that wrote the dump: {', '.join(SYSTEMS)}.")
     if step is not None and not step.isdecimal():
         raise refusal(f"--step ({step or 'nothing'}) must be the number of a step.")
     if not path.exists():
@@ -130,17 +127,13 @@ def report_lines(dump: Dump, found: Sequence[Finding], lacks: Sequence[str]) -> 
     """
     where = "" if dump.step is None else f", step {dump.step}"
     lines = [f"{dump.source}{where}: {len(dump.rollout)} rows, {len(dump.micro_batches)} micro-batches, {dump.ranks} ranks.", ""]
-    lines_of = [("quantity", "theirs", "ours", "factor", "rows", "cause")]
+    table = [("quantity", "theirs", "ours", "factor", "rows", "cause")]
     for one in found:
         factor = "-" if one.factor is None else f"{one.factor:.6g}"
         rows = f"{one.num_different}/{one.num_rows}" if one.row >= 0 else "step"
-        lines_of.append((one.quantity, f"{one.theirs:.7g}", f"{one.ours:.7g}", factor, rows, one.cause or "-"))
-    widths = [max(map(len, column)) for column in zip(*lines_of, strict=True)]
-    for row in lines_of:
-        cells = [cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    first = next((one for one in found if one.is_different), None)
-    lines += ["", *lacks]
+        table.append((one.quantity, f"{one.theirs:.7g}", f"{one.ours:.7g}", factor, rows, one.cause or "-"))
+    lines += [*table_lines(table, (0, 5)), "", *lacks]
+    first = first_different(found)
     if first is None:
         lines.append("Nothing differs by more than rounding." if found else "The dump has nothing that can be compared.")
     else:

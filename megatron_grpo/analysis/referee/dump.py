@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from megatron_grpo.analysis.referee import reference
-from megatron_grpo.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.analysis.referee.tracked import Tracked
 from megatron_grpo.base.errors import ConfigError, config_error
 
+SYSTEMS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("systems.yaml").read_text(encoding="utf-8"))
 ROUNDING = {"float32": 2e-5, "bfloat16": 3e-2}  # difference that rounding explains, relative to the sum of the magnitudes
 
 
@@ -60,13 +63,13 @@ class DumpedRow:
     tokens: np.ndarray | None = None
 
     @property
-    def completion(self) -> ReferenceCompletion:
+    def completion(self) -> reference.ReferenceCompletion:
         """The same as the reference reads it: 0 where the dump lacks a number, NaN for the sampler's."""
 
         def array(values: np.ndarray | None) -> Tracked:
             return Tracked(np.zeros_like(self.mask) if values is None else np.nan_to_num(values))
 
-        return ReferenceCompletion(
+        return reference.ReferenceCompletion(
             mask=Tracked(self.mask), logp=array(self.old if self.logp is None else self.logp), entropy=array(self.entropy),
             sampler_logp=Tracked(np.full_like(self.mask, np.nan) if self.sampler is None else self.sampler), ref_logp=array(self.ref),
             old_logp=None if self.old is None else array(self.old), advantage=self.advantage or 0.0, is_truncated=self.is_truncated,
@@ -104,7 +107,7 @@ class Dump:
         ranks: Number of data-parallel ranks.
         step: Optimizer steps before this one; None if the dump does not say.
         epsilon: Number that the system adds to a standard deviation.
-        settings: Settings that the dump itself contains; None without.
+        settings: Settings that the dump itself contains.
         is_fresh: Whether the weights are those of the old log-probs.
         dtype: dtype in which the system computed the loss.
         num_tokens: Tokens that the system counted in the step; None if it does not count them.
@@ -120,7 +123,7 @@ class Dump:
     ranks: int = 1
     step: int | None = None
     epsilon: float = 1e-4
-    settings: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     is_fresh: bool = False
     dtype: str = "float32"
     num_tokens: float | None = None
@@ -161,6 +164,23 @@ def refusal(message: str) -> ConfigError:
     return config_error("referee", f"referee: {message}")
 
 
+UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, RuntimeError, pickle.UnpicklingError)
+
+
+@contextmanager
+def reading(path: Path, problem: str = "cannot be read") -> Iterator[None]:
+    """Refuse a file that has not what is read inside.
+
+    Args:
+        path: The file.
+        problem: Words of the refusal, between file and error.
+    """
+    try:
+        yield
+    except UNREADABLE as error:
+        raise refusal(f"{path} {problem} ({type(error).__name__}: {error}).") from None
+
+
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file, floats as float64.
 
@@ -170,14 +190,37 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     Args:
         path: The file.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name].astype(np.float64) if file[name].dtype.kind == "f" else file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
-        raise refusal(f"{path} cannot be read ({error}).") from None
+    with reading(path), np.load(path, allow_pickle=False) as file:
+        return {name: file[name].astype(np.float64) if file[name].dtype.kind == "f" else file[name] for name in file.files}
 
 
-def files_of_step(path: Path, step: int | None, version: tuple[str, ...]) -> list[dict[str, np.ndarray]]:
+def rewards_of(values: Iterable[Any]) -> list[float | None]:
+    """Return the rewards of a row: None where a function does not apply, which a dump has as None or NaN.
+
+    Args:
+        values: Reward of each function.
+    """
+    return [None if value is None or np.isnan(value) else float(value) for value in values]
+
+
+def rows_of_table(table: Mapping[str, Sequence[Any]], system: str, s: Any) -> list[DumpedRow]:
+    """Return the rows of a table of completions, where the groups are consecutive.
+
+    Args:
+        table: Values of each column.
+        system: System that wrote it.
+        s: Settings. Columns of other numbers follow the rewards.
+    """
+    columns = SYSTEMS[system]["columns"]
+    functions = [name for name in table if name not in columns and all(isinstance(v, (int, float, type(None))) for v in table[name])]
+    functions = functions[: s.num_reward_funcs or None]
+    return [
+        DumpedRow(group=str(i // s.num_generations), rewards=rewards_of(table[name][i] for name in functions), advantage=advantage)
+        for i, advantage in enumerate(table[columns[-1]])
+    ]
+
+
+def files_of_step(path: Path, step: int | None, system: str) -> list[dict[str, np.ndarray]]:
     """Return the arrays of a hook's files of one step, in the order of their names; the last step without a number.
 
     Ranks that share their rows (tensor parallelism) write the same arrays; the first of them counts.
@@ -185,59 +228,49 @@ def files_of_step(path: Path, step: int | None, version: tuple[str, ...]) -> lis
     Args:
         path: An .npz file, or the directory of several.
         step: Number of the step as the hook wrote it.
-        version: Beginnings of the systems and versions that this package reads.
+        system: System of the hook.
 
     Raises:
         ConfigError: There is no such file, a file is of another version, or a file of a rank is missing.
     """
-    paths = [path] if path.is_file() else sorted(path.glob("*.npz"))
+    paths, versions = [path] if path.is_file() else sorted(path.glob("*.npz")), tuple(SYSTEMS[system]["versions"])
     if not paths:
         raise refusal(f"{path} has no .npz file of the hook. The page of the system has the hook.")
-    found = [load_arrays(one) for one in paths]
-    for one, arrays in zip(paths, found, strict=True):
+    found = {one: load_arrays(one) for one in paths}
+    for one, arrays in found.items():
         if "system" not in arrays or "step" not in arrays:
             raise refusal(f"{one} was not written by a hook of `referee`: it names no system and step.")
-        if not str(arrays["system"]).startswith(version) or ".dev" in str(arrays["system"]):  # before a release, rules differ from its own
-            raise refusal(f"{one} was written by {arrays['system']}. This version reads {' and '.join(version)}.")
-    steps = sorted({int(arrays["step"]) for arrays in found})
+        writer = str(arrays["system"])
+        if not writer.startswith(versions) or ".dev" in writer:  # before a release, rules differ from its own
+            raise refusal(f"{one} was written by {writer}. This version reads {' and '.join(versions)}.")
+    steps = sorted({int(arrays["step"]) for arrays in found.values()})
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise refusal(f"{path} has no step {wanted}. It has: {', '.join(map(str, steps))}.")
-    both = zip(reversed(paths), reversed(found), strict=True)
-    by_rank = {(one.name.partition("_")[0], int(arrays["rank"])): arrays for one, arrays in both if int(arrays["step"]) == wanted}
-    chosen = [*reversed(by_rank.values())]
+    of_step = [(one.name.partition("_")[0], arrays) for one, arrays in found.items() if arrays["step"] == wanted]
+    chosen = [*reversed({(number, int(arrays["rank"])): arrays for number, arrays in reversed(of_step)}.values())]
     missing = sorted(set(range(int(chosen[0]["ranks"]))) - {int(arrays["rank"]) for arrays in chosen})
     if missing and path.is_dir():
         raise refusal(f"{path} lacks the files of rank {', '.join(map(str, missing))} for step {wanted}.")
     return chosen
 
 
-ReadMicroBatch = Callable[[dict[str, Any]], DumpedMicroBatch | None]
-
-
-def dump_of(files: Sequence[dict[str, Any]], names: Mapping[str, str], micro_batch: ReadMicroBatch, **facts: Any) -> Dump:
-    """Return the dump of a hook's files.
+def dump_of(files: Sequence[dict[str, Any]], system: str, micro_batch: Callable[..., DumpedMicroBatch], **facts: Any) -> Dump:
+    """Return the dump of a hook's files. Those without a loss have the rows as they were scored.
 
     Args:
         files: Arrays of each file.
-        names: Name of the array of each field of a row; those that are not there are None.
-        micro_batch: Returns the micro-batch of a file, or None if the file has rows as they were scored. It may add arrays.
+        system: System of the hook.
+        micro_batch: Returns the micro-batch of a file, given its arrays, and may add some.
         facts: Other fields of the dump.
 
     Raises:
         ConfigError: Advantages differ within a row.
     """
-    rows: list[DumpedRow] = []
-    scored: list[DumpedRow] = []
-    micro_batches: list[DumpedMicroBatch] = []
-    for arrays in files:
-        made = micro_batch(arrays)
-        if made is None:
-            scored += _rows_of(arrays, names)
-        else:
-            rows += _rows_of(arrays, names, micro_batch=len(micro_batches))
-            micro_batches.append(made)
-    first = files[0]
+    first, trained = files[0], [arrays for arrays in files if "loss" in arrays]
+    micro_batches = [micro_batch(arrays) for arrays in trained]
+    rows = [row for number, arrays in enumerate(trained) for row in rows_of(arrays, system, micro_batch=number)]
+    scored = [row for arrays in files if "loss" not in arrays for row in rows_of(arrays, system)]
     return Dump(
         source=str(first["system"]), rows=rows, scored=scored, micro_batches=micro_batches, ranks=int(first["ranks"]),
         step=int(first["step"]), dtype=str(first["dtype"]), **facts,
@@ -246,13 +279,22 @@ def dump_of(files: Sequence[dict[str, Any]], names: Mapping[str, str], micro_bat
 
 OF_A_ROW: dict[str, Callable[[Any], Any]] = {
     "is_truncated": bool, "group": str, "position": int, "length": int, "tokens": lambda ids: ids.astype(np.int64),
-    "rewards": lambda values: [None if np.isnan(one) else float(one) for one in np.atleast_1d(values)],
+    "rewards": lambda values: rewards_of(np.atleast_1d(values)),
 }  # fmt: skip
 
 
-def _rows_of(arrays: Mapping[str, Any], names: Mapping[str, str], **common: Any) -> list[DumpedRow]:
-    """Return the rows of arrays [B, T], or of [tokens of all rows] with `lengths` [B]."""
-    there = {name: arrays[key] for name, key in names.items() if key in arrays and arrays[key].ndim}
+def rows_of(arrays: Mapping[str, Any], system: str, **common: Any) -> list[DumpedRow]:
+    """Return the rows of arrays [B, T], or of [tokens of all rows] with `lengths` [B].
+
+    Args:
+        arrays: Arrays of a file, or of a row.
+        system: System that wrote it.
+        common: Other fields of these rows.
+
+    Raises:
+        ConfigError: Advantages differ within a row.
+    """
+    there = {name: arrays[key] for name, key in SYSTEMS[system]["arrays"].items() if key in arrays and arrays[key].ndim}
     if "lengths" in arrays:
         ends = np.cumsum(arrays["lengths"]).astype(int)[:-1]
         there = {name: np.split(array, ends) for name, array in there.items()}
@@ -265,7 +307,7 @@ def _rows_of(arrays: Mapping[str, Any], names: Mapping[str, str], **common: Any)
         if "correction" in values:
             values["correction"] = np.where(values["mask"] > 0, values["correction"], 0.0)
         if "advantage" in there:
-            values["advantage"] = _advantage(there["advantage"][i], mask, i)
+            values["advantage"] = _advantage(there["advantage"][i], mask, common.get("position", i))
         rows.append(DumpedRow(**values, **common))
     return rows
 

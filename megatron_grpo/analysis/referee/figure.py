@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_grpo.analysis.referee.dump import Dump
-from megatron_grpo.analysis.referee.findings import Finding
+from megatron_grpo.analysis.referee.findings import Finding, first_different
 from megatron_grpo.metrics.plots import apply_style, can_draw, new_figure, write_png
 
 
@@ -34,7 +34,7 @@ def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     apply_style(axes)
-    first = next((one for one in found if one.is_different), None)
+    first = first_different(found)
     verdict = "nothing differs by more than rounding" if first is None else f"first: {first.quantity}, {first.cause}"
     axes.set_title(f"{dump.source}: {verdict}", fontsize=10)
     return f"Figure: {write_png(figure, path)}"

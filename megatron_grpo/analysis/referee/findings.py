@@ -15,14 +15,12 @@ import numpy as np
 from megatron_grpo.analysis.referee import reference
 from megatron_grpo.analysis.referee.causes import MODES, Change, advantage_causes, advantages, changed, changes, factor_changes
 from megatron_grpo.analysis.referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, places_of, refusal
-from megatron_grpo.analysis.referee.reference import Formulas
 from megatron_grpo.analysis.referee.tracked import Tracked, value_and_gradients
 
 LOGPROBS = {"float32": 1e-4, "bfloat16": 3e-2}  # nats: mean difference of two forwards of the same weights
-Values = Sequence[Any]  # a number, or an array, of each row
+Values = Any  # a sequence: a number, or an array, of each row
 Causes = Iterable[tuple[str, Values]]  # (cause, numbers with it), computed when they are tried
 UNKNOWN = "no known cause reproduces it"
-OF_STEP = (-1,)  # rows of a number of the whole step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ class Finding:
         return self.num_different > 0
 
 
-def compare(quantity: str, theirs: Values, ours: Values, limits: Values, causes: Causes, rows: Sequence[int] = OF_STEP) -> Finding:
+def compare(quantity: str, theirs: Values, ours: Values, limits: Values, causes: Causes, rows: Sequence[int] = (-1,)) -> Finding:
     """Compare a quantity, and name the cause if it differs.
 
     Args:
@@ -66,7 +64,7 @@ def compare(quantity: str, theirs: Values, ours: Values, limits: Values, causes:
         ours: Numbers of the reference.
         limits: Differences that rounding explains.
         causes: (cause, numbers with it), tried in order.
-        rows: Indices of the rows.
+        rows: Indices of the rows; -1 for a number of the step.
     """
     away = list(map(_away, theirs, ours, limits))
     worst, num_different = int(np.argmax(away)), sum(one > 1 for one in away)
@@ -251,14 +249,13 @@ def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
         return
 
     def mean(change: Change, of: Callable[[Any], Any] = np.asarray) -> float:
-        settings, formula = changed(s, **change.settings), change.formulas.get("kl", dump.kl)
-        total = 0.0
+        settings, formula, total = changed(s, **change.settings), change.kl or dump.kl, 0.0
         for row in rows:
             c = change.row(row.completion)
             total += (of(formula(c, reference.ratio(c, settings), settings).value) * row.mask).sum()
         return total / sum(row.mask.sum() for row in rows)
 
-    theirs = np.average([dump.micro_batches[row.micro_batch].kl for row in rows], weights=[row.mask.sum() for row in rows])
+    theirs = np.average([dump.micro_batches[row.micro_batch].kl or 0.0 for row in rows], weights=[row.mask.sum() for row in rows])
     # k3 subtracts numbers of the size of 1
     limit = ROUNDING[dump.dtype] * mean(Change(), np.abs) + (1e-6 if dump.dtype == "float32" else 1e-2)
     causes = ((change.cause, [mean(change)]) for change in changes(dump, s) if "KL" in change.cause)
@@ -319,8 +316,9 @@ def _micro_batch_loss(dump: Dump, rows: Sequence[DumpedRow], micro: DumpedMicroB
                       kept: Callable[..., Any], logps: Sequence[Tracked]) -> Any:  # fmt: skip
     counted = [row for row in rows if not (s.exclude_zero_std_groups and row.is_zero_std)]
     batch = [change.row(replace(row.completion, logp=logp)) for row, logp in zip(rows, logps, strict=True)]
-    formulas = {"kl": dump.kl, "entropy_kept": kept, "weights": lambda *given: change.weights(*given, micro, counted)}
-    return reference.grpo_loss(batch, s, s.max_completion_length, Formulas(**formulas | change.formulas))
+    weights = partial(change.weights, micro=micro, rows=counted)
+    formulas = reference.Formulas(weights=weights, objective=change.objective, kl=change.kl or dump.kl, entropy_kept=kept)
+    return reference.grpo_loss(batch, s, s.max_completion_length, formulas)
 
 
 def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
@@ -329,18 +327,19 @@ def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
         return
     rounding, ours = ROUNDING[dump.dtype], evaluate(dump, s)
     has_loss, has_gradient = all(m.loss is not None for m in dump.micro_batches), all(row.gradient is not None for row in dump.rows)
-    there = slice(not has_loss, None if has_gradient else 1)  # of [loss, gradient of each row]
-    size = evaluate(dump, s, Change(formulas={"objective": _size(reference.objective), "kl": _size(dump.kl)}))[0]
+    size = evaluate(dump, s, Change(objective=_size(reference.objective), kl=_size(dump.kl)))[0]
     largest = max(np.abs(gradient).max(initial=0.0) for gradient in ours[1:])
-    limits = [rounding * (abs(size) + abs(ours[0])) + 1e-12, *(rounding * largest + 1e-12 + _ties(row, s, rounding) for row in dump.rows)]
+    # what the dump lacks may be anything
+    limits = [rounding * (abs(size) + abs(ours[0])) + 1e-12 if has_loss else np.inf]
+    limits += [rounding * largest + 1e-12 + _ties(row, s, rounding) if has_gradient else np.inf for row in dump.rows]
+    scales = [share * micro.scale for share, micro in zip(dump.shares, dump.micro_batches, strict=True)]
     theirs: list[Any] = [sum(share * (micro.loss or 0.0) for share, micro in zip(dump.shares, dump.micro_batches, strict=True))]
-    for row in dump.rows if has_gradient else ():
-        theirs.append(np.asarray(row.gradient) * dump.shares[row.micro_batch] * dump.micro_batches[row.micro_batch].scale)
+    theirs += [0.0 if row.gradient is None else row.gradient * scales[row.micro_batch] for row in dump.rows]
 
     @cache
     def cause() -> str:
-        known = (change.cause for change in changes(dump, s) if _agree(theirs[there], evaluate(dump, s, change)[there], limits[there]))
-        return next(known, None) or _scaled(theirs[1:], ours[1:], limits[1:])
+        known = (change.cause for change in changes(dump, s) if _agree(theirs, evaluate(dump, s, change), limits))
+        return next(known, None) or (_scaled(theirs[1:], ours[1:], limits[1:]) if has_gradient else UNKNOWN)
 
     def causes(found: Values) -> Causes:
         yield cause(), found
@@ -353,9 +352,9 @@ def _loss(dump: Dump, s: Any) -> Iterator[Finding]:
 
 def _scaled(theirs: Values, ours: Values, limits: Values) -> str:
     """Describe a common factor of all gradients, if there is one."""
-    if theirs and _agree(theirs, ours, limits):
+    if _agree(theirs, ours, limits):
         return "no known cause: the gradients agree, so that it is a term without a gradient by the log-probs (an entropy bonus)"
-    factor = _factor(theirs, ours) if theirs else None
+    factor = _factor(theirs, ours)
     if factor and _agree(theirs, [factor * one for one in ours], limits):
         return f"no known cause: every gradient is multiplied by {factor:.5g}"
     return UNKNOWN

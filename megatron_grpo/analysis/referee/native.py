@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, load_arrays, refusal
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, load_arrays, reading, refusal, rewards_of
+from megatron_grpo.base.files import read_object
 from megatron_grpo.checkpoint.manifest import MANIFEST
-from megatron_grpo.checkpoint.samples import UnknownSamplesError, read_samples
+from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.config.table import in_current_names
 from megatron_grpo.types import Sample
 
 FORMAT = 1
-DECIDES = re.compile("$.")  # settings of this package are known by their names
 LACKS = {
     "rows": "Recorded rows have no log-probs of the training forward. For loss and gradient, replay a step dump (--debug_dump_steps).",
     "table": "A table of completions has rewards and advantages only. For the loss, use a step dump (--debug_dump_steps).",
@@ -43,78 +42,70 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     raise refusal(f"{path} is no step dump (step_dump.json), no recorded rows (trained.npz, --record_rows true), no table (.parquet).")
 
 
-def _samples(path: Path) -> list[Sample]:
-    try:
-        return read_samples(path)
-    except (OSError, ValueError, EOFError, UnknownSamplesError) as error:
-        raise refusal(f"{path} cannot be read ({error}).") from None
-
-
-Tables = dict[tuple[int, int, int], dict[str, Any]]  # (rollout, prompt number, generation) -> row of a table of completions
-
-
 def _of_step_dump(path: Path) -> Dump:
-    facts = json.loads((path / "step_dump.json").read_text(encoding="utf-8"))
+    facts = read_object(path / "step_dump.json")
     if facts.get("format") != FORMAT:
         raise refusal(f"{path} has format {facts.get('format')}. This version reads format {FORMAT}.")
     by_key = {sample.key: sample for file in sorted((path / "rows").glob("*.npz")) for sample in _samples(file)}
     forward = {name: values for file in sorted((path / "forward").glob("*.npz")) for name, values in load_arrays(file).items()}
-    rows = _rows([by_key[key] for key in sorted(by_key)], forward, facts["version"], _tables(path.parent.parent))
     loss = facts.get("metrics", {}).get("loss")
     micro_batch = DumpedMicroBatch(loss=None if loss is None else float(loss), kl=facts.get("metrics", {}).get("kl"))
-    return Dump(
-        source=facts["written_by"], is_native=True, rows=rows, micro_batches=[micro_batch], step=facts["step"],
-        settings=in_current_names(facts["settings"]),
-        num_tokens=facts.get("num_loss_tokens"), lacks=[] if rows and rows[0].rewards is not None else [LACKS["rewards"]],
+    return _dump(
+        [by_key[key] for key in sorted(by_key)], path.parent.parent, facts["settings"], [], forward, facts["version"],
+        source=facts["written_by"], is_native=True, micro_batches=[micro_batch], step=facts["step"],
+        num_tokens=facts.get("num_loss_tokens"),
     )  # fmt: skip
 
 
 def _of_recorded(path: Path) -> Dump:
-    run = path.parent.parent.parent
-    manifest = path.parent / MANIFEST
-    facts = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
-    rows = _rows(_samples(path), {}, None, _tables(run))
-    lacks = [LACKS["rows"], *([] if rows and rows[0].rewards is not None else [LACKS["rewards"]])]
-    return Dump(source=f"native rows of {path.parent.name}", rows=rows, settings=in_current_names(facts.get("settings", {})), lacks=lacks)
+    settings = read_object(path.parent / MANIFEST).get("settings", {})
+    return _dump(_samples(path), path.parent.parent.parent, settings, [LACKS["rows"]], source=f"native rows of {path.parent.name}")
 
 
-def _rows(samples: list[Sample], forward: dict[str, np.ndarray], version: int | None, tables: Tables) -> list[DumpedRow]:
-    sizes: dict[tuple[int, int], int] = {}
-    for rollout, prompt, generation in tables:
-        sizes[rollout, prompt] = max(sizes.get((rollout, prompt), 0), generation + 1)
-    rows = []
-    for sample in samples:
-        key, first = (sample.rollout, sample.prompt_number), int(np.argmax(sample.mask))
-        row = tables.get((*key, sample.row % sizes[key])) if key in sizes else None
-        name = f"{sample.rollout}/{sample.row}"
-        logp, ref = (_scattered(sample, forward.get(f"{kind}/{name}"), first) for kind in ("logprobs", "references"))
-        old = None if sample.on_policy_version == version else getattr(sample, "old_logprobs", None)
-        if old is not None:  # where a sampler gave none, the current log-prob counts
-            old = old[first:].astype(np.float64)
-            old = old if logp is None else np.where(np.isnan(old), logp, old)
-        rows.append(DumpedRow(
-            mask=sample.mask[first:].astype(np.float64), length=len(sample.mask) - first, group=f"{sample.rollout}/{sample.prompt_number}",
-            rewards=None if row is None else _rewards(row), advantage=sample.advantage, logp=logp, ref=ref,
-            old=old, sampler=sample.sampler_logprobs[first:].astype(np.float64), is_truncated=sample.is_truncated,
-            is_zero_std=sample.is_zero_std, tokens=sample.token_ids,
-        ))  # fmt: skip
-    return rows
+def _samples(path: Path) -> list[Sample]:
+    with reading(path):
+        return read_samples(path)
 
 
-def _scattered(sample: Sample, values: np.ndarray | None, first: int) -> np.ndarray | None:
-    if values is None:
-        return None
-    full = np.zeros(len(sample.mask))
-    full[sample.mask] = values
-    return full[first:]
+def _dump(samples: list[Sample], run: Path, settings: dict[str, Any], lacks: list[str], forward: Mapping[str, np.ndarray] | None = None,
+          version: int | None = None, **facts: Any) -> Dump:  # fmt: skip
+    tables = _tables(run)
+    rows = [_row(sample, tables.get((sample.rollout, sample.prompt_number), {}), forward or {}, version) for sample in samples]
+    if not rows or rows[0].rewards is None:
+        lacks.append(LACKS["rewards"])
+    return Dump(rows=rows, settings=in_current_names(settings), lacks=lacks, **facts)
 
 
-def _tables(run: Path) -> Tables:
-    return {
-        (row["rollout"], row["prompt_number"], row["generation"]): row
-        for path in sorted((run / "completions").glob("step_*.parquet"))
-        for row in _table(path)
-    }
+def _row(sample: Sample, group: dict[int, Any], forward: Mapping[str, np.ndarray], version: int | None) -> DumpedRow:
+    row = group.get(sample.row % (max(group) + 1)) if group else None
+    first = int(np.argmax(sample.mask))
+
+    def of_forward(kind: str) -> np.ndarray | None:
+        values, full = forward.get(f"{kind}/{sample.rollout}/{sample.row}"), np.zeros(len(sample.mask))
+        if values is not None:
+            full[sample.mask] = values
+        return None if values is None else full[first:]
+
+    logp = of_forward("logprobs")
+    old = None if sample.on_policy_version == version else getattr(sample, "old_logprobs", None)
+    if old is not None:  # where a sampler gave none, the current log-prob counts
+        old = old[first:].astype(np.float64)
+        old = old if logp is None else np.where(np.isnan(old), logp, old)
+    return DumpedRow(
+        mask=sample.mask[first:].astype(np.float64), length=len(sample.mask) - first, group=f"{sample.rollout}/{sample.prompt_number}",
+        rewards=None if row is None else _rewards(row), advantage=sample.advantage, logp=logp, ref=of_forward("references"),
+        old=old, sampler=sample.sampler_logprobs[first:].astype(np.float64), is_truncated=sample.is_truncated,
+        is_zero_std=sample.is_zero_std, tokens=sample.token_ids,
+    )  # fmt: skip
+
+
+def _tables(run: Path) -> dict[tuple[int, int], dict[int, dict[str, Any]]]:
+    """Return the rows of a run's tables of completions: (rollout, prompt number) -> generation -> row."""
+    found: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
+    for path in sorted((run / "completions").glob("step_*.parquet")):
+        for row in _table(path):
+            found.setdefault((row["rollout"], row["prompt_number"]), {})[row["generation"]] = row
+    return found
 
 
 def _table(path: Path) -> list[dict[str, Any]]:
@@ -128,4 +119,4 @@ def _table(path: Path) -> list[dict[str, Any]]:
 
 
 def _rewards(row: dict[str, Any]) -> list[float | None]:
-    return [value for name, value in row.items() if name.startswith("rewards/")]
+    return rewards_of(value for name, value in row.items() if name.startswith("rewards/"))

@@ -6,23 +6,14 @@ slime/backends/megatron_utils/loss.py.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, refusal
+from megatron_grpo.analysis.referee.dump import SYSTEMS, Dump, DumpedMicroBatch, dump_of, files_of_step, reading, refusal, rows_of
 
-VERSION, FORMAT = "slime 0.3.", 2
-DECIDES = re.compile(  # names that decide numbers and are called otherwise here
-    "eps_clip|advantage_|.*kl_|normalize_adv|disable_rewards|.*tis|.*opsm|use_opd|opd_|reward_key|"
-    "custom_(advantage|tis|pg_loss|reward_post|convert)|rollout_(data_postprocess|sample_filter)|calculate_|use_rollout_logprobs"
-)
-NAMES = {
-    "mask": "loss_masks", "advantage": "advantages", "logp": "logps", "old": "log_probs", "ref": "ref_log_probs",
-    "sampler": "rollout_log_probs", "entropy": "entropy", "gradient": "gradient", "correction": "correction",
-}  # fmt: skip
+FORMAT = 2  # of --save-debug-train-data, slime 0.3
 NO_REWARDS = "The hook has no rewards. --save-debug-train-data has the advantages: run the command on it too."
 LACKS = "The file has neither loss nor gradient. For these use the hook of docs/referee_slime.md."
 
@@ -37,7 +28,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """
     if path.suffix == ".pt":
         return _of_train_data(path, s)
-    files = files_of_step(path, step, (VERSION,))
+    files = files_of_step(path, step, "slime")
     s.kl_estimator = str(files[0]["kl_loss_type"]) if s.beta else s.kl_estimator  # low_var_kl is bounded, k3 is not
     for arrays in files:
         if s.old_logprobs == "rollout":
@@ -55,29 +46,22 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         loss = None if s.entropy_coef else float(arrays["loss"]) * scale  # its bonus is a mean of samples' means
         return DumpedMicroBatch(loss=loss, tokens=counted, width=int(arrays["lengths"].max()), scale=scale)
 
-    return dump_of(files, NAMES, micro_batch, epsilon=1e-6, lacks=[NO_REWARDS])
+    return dump_of(files, "slime", micro_batch, epsilon=1e-6, lacks=[NO_REWARDS])
 
 
 def _of_train_data(path: Path, s: Any) -> Dump:
     import torch
 
-    try:
+    with reading(path):
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - torch.load raises various exceptions for a foreign file
-        raise refusal(f"{path} cannot be read ({type(error).__name__}: {error}).") from None
-    if not isinstance(found, dict) or found.get("format_version") != FORMAT:
-        version = found.get("format_version") if isinstance(found, dict) else None
-        raise refusal(f"{path} has format_version {version}. This version reads {FORMAT} of {VERSION}x.")
+    version = found.get("format_version") if isinstance(found, dict) else None
+    if version != FORMAT:
+        raise refusal(f"{path} has format_version {version}. This version reads {FORMAT} of slime 0.3.x.")
     rows = []
     for i, sample in enumerate(found["samples"]):
-        place, length = int(sample.get("rollout_position", i)), int(sample["response_lengths"])
-        arrays: dict[str, Any] = {
-            name: np.asarray(sample[key], dtype=np.float64) for name, key in NAMES.items() if sample.get(key) is not None
-        }
-        advantages = arrays.pop("advantage")[arrays["mask"] > 0]
-        rows.append(DumpedRow(
-            **arrays, length=length, group=str(place // s.num_generations), position=place,
-            rewards=[float(found["raw_reward"][place])], advantage=float(advantages[0]) if len(advantages) else None,
-            is_truncated=bool(sample.get("truncated", False)), tokens=np.asarray(sample["tokens"]),
-        ))  # fmt: skip
-    return Dump(source=f"{VERSION}x {path.name}", rows=rows, step=found["rollout_id"], epsilon=1e-6, lacks=[LACKS])
+        place = int(sample.get("rollout_position", i))
+        names = [name for name in SYSTEMS["slime"]["arrays"].values() if sample.get(name) is not None]
+        arrays = {name: np.asarray(sample[name], np.float64) for name in names} | {"lengths": [int(sample["response_lengths"])]}
+        rows += rows_of(arrays, "slime", position=place, group=str(place // s.num_generations), tokens=np.asarray(sample["tokens"]),
+                        rewards=[float(found["raw_reward"][place])], is_truncated=bool(sample.get("truncated")))  # fmt: skip
+    return Dump(source=f"slime 0.3.x {path.name}", rows=rows, step=found["rollout_id"], epsilon=1e-6, lacks=[LACKS])

@@ -5,23 +5,13 @@ Sources: huggingface/trl 1.16.0, trl/trainer/grpo_trainer.py, `log` (the table) 
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, refusal
+from megatron_grpo.analysis.referee.dump import SYSTEMS, Dump, DumpedMicroBatch, dump_of, files_of_step, refusal, rows_of_table
 
-VERSION = "trl 1.16."
-DECIDES = re.compile("vllm_importance_sampling_|off_policy_|mask_truncated")  # names that decide numbers and are called otherwise here
-NAMES = {
-    "mask": "mask", "length": "length", "advantage": "advantages", "logp": "logps", "old": "old_per_token_logps",
-    "ref": "ref_per_token_logps", "sampler": "sampling_per_token_logps", "entropy": "entropies",
-    "correction": "importance_sampling_ratio", "gradient": "gradient", "rewards": "rewards", "group": "group", "position": "row",
-    "is_truncated": "truncated", "tokens": "tokens",
-}  # fmt: skip
-COLUMNS = ("step", "prompt", "completion", "advantage")
 LACKS = "The table has rewards and advantages only. For log-probs, loss and gradient use the hook of docs/referee_trl.md."
 PARTS = (
     "Advantages are not recomputed: this optimizer step has a part of a rollout (steps_per_generation is larger than "
@@ -45,30 +35,24 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
 def _of_table(paths: list[Path], step: int | None, s: Any) -> Dump:
     import pyarrow.parquet
 
-    path = next((one for one in paths if step is not None and one.stem.endswith(f"{step:05d}")), None if step is not None else paths[-1])
-    if path is None:
+    of_step = [one for one in paths if step is None or one.stem.endswith(f"{step:05d}")]
+    if not of_step:
         raise refusal(f"no table of step {step}. There are: {', '.join(one.name for one in paths)}.")
+    path = of_step[-1]
     table = pyarrow.parquet.read_table(path).to_pydict()
-    if missing := [name for name in COLUMNS if name not in table]:
-        raise refusal(f"{path} has no column {', '.join(missing)}. This version reads the tables of {VERSION}x.")
-    functions = [name for name in table if name not in COLUMNS and all(isinstance(v, (int, float, type(None))) for v in table[name])]
-    functions = functions[: s.num_reward_funcs or None]  # columns of `log_extra` follow
-    rows = [
-        DumpedRow(group=str(i // s.num_generations), advantage=table["advantage"][i],
-                  rewards=[None if v is None or v != v else float(v) for v in (table[name][i] for name in functions)])
-        for i in range(len(table["step"]))
-    ]  # fmt: skip
-    return Dump(source=f"{VERSION}x table {path.name}", rows=rows, step=table["step"][0] if rows else None, lacks=[LACKS])
+    if missing := [name for name in SYSTEMS["trl"]["columns"] if name not in table]:
+        raise refusal(f"{path} has no column {', '.join(missing)}. This version reads the tables of trl 1.16.x.")
+    rows = rows_of_table(table, "trl", s)
+    return Dump(source=f"trl 1.16.x table {path.name}", rows=rows, step=table["step"][0] if rows else None, lacks=[LACKS])
 
 
 def _of_hook(path: Path, step: int | None, s: Any) -> Dump:
-    files = files_of_step(path, step, (VERSION,))
-    first, lacks = files[0], []
+    files = files_of_step(path, step, "trl")
+    first = files[0]
     accumulation, per_generation, ranks = (int(first[name]) for name in ("accumulation", "steps_per_generation", "ranks"))
-    if path.is_dir() and len(files) != accumulation * ranks:
-        raise refusal(
-            f"{path} has {len(files)} files of this step instead of {accumulation} x {ranks}: use an empty directory for each run."
-        )
+    needed = accumulation * ranks
+    if path.is_dir() and len(files) != needed:
+        raise refusal(f"{path} has {len(files)} files of this step instead of {needed}: use an empty directory for each run.")
     passes = [int(arrays["micro_step"]) // per_generation for arrays in files]  # over the rollout
     whole = next((one for one in passes if passes.count(one) == per_generation * ranks), None)
     for arrays, number in zip(files, passes, strict=True):
@@ -76,7 +60,7 @@ def _of_hook(path: Path, step: int | None, s: Any) -> Dump:
         if number != whole:  # advantages are those of a whole rollout
             del arrays["rewards"]
     is_unknown = bool(first["has_aux_loss"]) or (s.entropy_coef != 0 and s.top_entropy_quantile < 1)
-    lacks += [PARTS] * (whole is None) + [BONUS] * is_unknown
+    lacks = [PARTS] * (whole is None) + [BONUS] * is_unknown
     if s.top_entropy_quantile < 1 and ranks > 1:
         raise refusal(f"top_entropy_quantile ({s.top_entropy_quantile:g}) is over {ranks} ranks in TRL. Supported: one rank.")
 
@@ -93,4 +77,4 @@ def _of_hook(path: Path, step: int | None, s: Any) -> Dump:
         return DumpedMicroBatch(loss=loss, tokens=counted, width=width, kl=kl, scale=accumulation)
 
     num_tokens = float(first["num_items_in_batch"]) if whole is not None and accumulation == per_generation else None
-    return dump_of(files, NAMES, micro_batch, num_tokens=num_tokens, is_fresh=bool(first["fresh"]), lacks=lacks)
+    return dump_of(files, "trl", micro_batch, num_tokens=num_tokens, is_fresh=bool(first["fresh"]), lacks=lacks)

@@ -7,22 +7,11 @@ verl/trainer/ppo/ray_trainer.py (`_dump_generations`).
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, refusal
+from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, reading, refusal
 
-VERSION = ("verl 0.8.", "verl 0.9.")
-# names that decide numbers and are called otherwise here; rollout_rs changes masks, and loss_scale_factor is in the dump
-DECIDES = re.compile(
-    r"(actor_rollout_ref\.)?actor\.(?!loss_scale_factor|megatron|optim|fsdp|checkpoint|profiler|router_replay|ppo_|use_(torch|fused|dynamic))|"
-    r"algorithm\.(?!rollout_correction\.rollout_rs)"
-)
-NAMES = {
-    "mask": "response_mask", "advantage": "advantages", "logp": "logps", "old": "old_log_probs", "ref": "ref_log_prob",
-    "sampler": "rollout_log_probs", "correction": "rollout_is_weights", "gradient": "gradient", "rewards": "rewards", "group": "uid",
-}  # fmt: skip
 MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "sequence_sum", "seq-mean-token-sum-norm": "dr_grpo"}
 LACKS = (
     "rollout_data_dir has texts and scores only, and no advantages to compare with. For advantages, loss and gradient use the hook of "
@@ -41,22 +30,21 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """
     if path.suffix == ".jsonl":
         return _of_samples(path)
-    files = files_of_step(path, step, VERSION)
-    trained = [arrays for arrays in files if "loss" in arrays]
-    mean = str(trained[0]["mean"]) if trained else "token-mean"
-    is_gspo, is_of_rows = s.importance_sampling_level == "sequence_token", s.loss_type == "sapo" or str(files[0]["system"]) < VERSION[1]
+    files = files_of_step(path, step, "verl")
+    mean = next((str(arrays["mean"]) for arrays in files if "mean" in arrays), "token-mean")
+    is_gspo, is_of_rows = s.importance_sampling_level == "sequence_token", s.loss_type == "sapo" or str(files[0]["system"]) < "verl 0.9."
     if (is_gspo or s.loss_type == "sapo") and is_of_rows and s.beta and not s.kl_in_reward and mean != "seq-mean-token-mean":
         raise refusal(f"loss_agg_mode ({mean}) averages the KL term, but not gspo and sapo. Supported: seq-mean-token-mean.")
     s.kl_estimator = {"k3": "low_var_kl"}.get(s.kl_estimator, s.kl_estimator)
     if is_gspo and not is_of_rows:
         s.loss_type = MEANS[mean]
 
-    def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch | None:
+    for arrays in files:
         scores = arrays.get("token_level_scores", arrays.get("rm_scores"))
-        if "loss" not in arrays:
-            if scores is not None:
-                arrays["rewards"] = scores.sum(axis=1)
-            return None
+        if "loss" not in arrays and scores is not None:
+            arrays["rewards"] = scores.sum(axis=1)
+
+    def micro_batch(arrays: dict[str, Any]) -> DumpedMicroBatch:
         number, width = arrays["response_mask"].shape
         rows, ranks, tokens = (float(arrays[name]) for name in ("rows", "ranks", "tokens"))
         share = number / rows  # ppo_loss sums over the optimizer step, and FSDP divides by the number of ranks
@@ -64,13 +52,11 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         loss = None if s.entropy_coef else float(arrays["loss"]) * scale / share / ranks
         return DumpedMicroBatch(loss=loss, tokens=tokens * share, width=width, scale=scale / share / ranks)
 
-    return dump_of(files, NAMES, micro_batch, epsilon=1e-6, lacks=[BONUS] * bool(s.entropy_coef))
+    return dump_of(files, "verl", micro_batch, epsilon=1e-6, lacks=[BONUS] * bool(s.entropy_coef))
 
 
 def _of_samples(path: Path) -> Dump:
-    try:
+    with reading(path, "is no file of verl's rollout_data_dir"):
         found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rows = [DumpedRow(group=row["input"], rewards=[float(row["score"])]) for row in found]
         return Dump(source=f"verl samples {path.name}", rows=rows, step=found[0]["step"], epsilon=1e-6, lacks=[LACKS])
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise refusal(f"{path} is no file of verl's rollout_data_dir ({type(error).__name__}: {error}).") from None
