@@ -133,7 +133,7 @@ def bugs(source: str) -> Iterator[str]:
 
 def is_noticed(source: str, tests: str) -> bool:
     """Whether the tests fail, and end soon."""
-    return not run_program(f"{source}\n{tests}", seconds=5.0, memory_mb=512, as_main=False).clean
+    return not run_program(f"{source}\n{tests}", seconds=2.0, memory_mb=512, as_main=False).clean
 
 
 def main() -> None:
