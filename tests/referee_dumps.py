@@ -145,7 +145,7 @@ def modules(**named) -> dict[str, ModuleType]:
     return found
 
 
-def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False, kl=0.0) -> Path:
+def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong="", correction=False, kl=0.0, horizon=None) -> Path:
     """verl 0.8.0 and 0.9.1, verl/workers/utils/losses.py (ppo_loss) and verl/trainer/ppo/core_algos.py (agg_loss, GRPO)."""
     b = batch_of(seed)
     grouped = b["rewards"].view(-1, G)
@@ -169,7 +169,7 @@ def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong
         if wrong == "micro":
             return (loss * mask).sum() / mask.sum() * len(mask) / rows
         sums = (loss * mask).sum(-1) / (mask.sum(-1) if mode == "seq-mean-token-mean" or wrong == "length" else 1.0)
-        return sums.sum() / rows / (mask.shape[-1] if mode == "seq-mean-token-sum-norm" else 1)
+        return sums.sum() / rows / (horizon or mask.shape[-1] if mode == "seq-mean-token-sum-norm" else 1)
 
     def ppo_loss(config, model_output, data, dp_group=None):
         log_prob, mask, old = model_output["log_probs"], data["response_mask"], data["old_log_probs"]
@@ -192,7 +192,7 @@ def verl_dump(folder: Path, seed: int, *, mode="token-mean", micro_rows=4, wrong
             for first in range(0, 16, micro_rows):
                 at, more = slice(first, first + micro_rows), {"batch_num_tokens": b["mask"].sum().item(), "global_batch_size": 16}
                 given = {name: x[at] for name, x in data.items() if torch.is_tensor(x)} | more
-                config = SimpleNamespace(loss_scale_factor=None, loss_agg_mode=mode)
+                config = SimpleNamespace(loss_scale_factor=horizon, loss_agg_mode=mode)
                 loss, _ = workers.ppo_loss(config, {"log_probs": b["logp"][at].clone().requires_grad_()}, given)
                 loss.backward()
 

@@ -23,6 +23,7 @@ from megatron_grpo.config.table import InvalidValueError, read_value, table
 
 EXIT_DIFFERENT = 3
 OWN = ("--of", "--step", "--weights")
+IN_DUMP = "loss_scale_factor"  # a setting of verl that its hook writes
 
 
 def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
@@ -46,7 +47,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     s.weights = weights
     # What a script says beside the numbers of a step, such as its sampler, may be what this package does not support.
     typed = {word.lstrip("-+").partition("=")[0].replace("-", "_") for word in rest}
-    needed = {"dialect", "config", *vars(s), *(name for name in typed if not name.endswith("loss_scale_factor"))}  # verl's hook writes it
+    needed = {"dialect", "config", *vars(s), *(name for name in typed if not name.endswith(IN_DUMP))}
     decides = [flag for one in parsed.problems for flag in one.flags if any(re.match(name, flag) for name in SYSTEMS[system]["decides"])]
     aside = [one for one in parsed.problems if one.flags and not {*needed, *decides} & {*one.flags}]
     problems = [one for one in parsed.problems if one not in aside]
@@ -58,7 +59,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
         setattr(s, name, _read_setting(name, dump.settings[name]))
     if s.use_adaptive_entropy:
         raise refusal("use_adaptive_entropy changes entropy_coef in each step: type false and the entropy_coef of this step.")
-    found, lacks = findings(dump, s), [*dump.lacks, *(f"Not used here: {one}" for one in aside)]
+    found, lacks = findings(dump, s), [*dump.lacks, *(f"Not used here: {one}" for one in aside if IN_DUMP not in str(one))]
     if incomplete_groups(dump, s):
         lacks.append("The dump has parts of groups only (num_generations "
                      f"{s.num_generations}), so that its advantages are not recomputed. Dump all ranks of a whole rollout.")  # fmt: skip

@@ -118,6 +118,7 @@ FAULTS = {
     "mask one token early": ({}, {}, (LOSS, PER_ROW, "mask = torch.cat([mask[:, 1:], 0 * mask[:, :1]], 1); " + PER_ROW), "loss", "it begins one token earlier"),
     "last token dropped": ({}, {}, (LOSS, PER_ROW, "mask = mask * (mask.flip(1).cumsum(1).flip(1) > 1); " + PER_ROW), "loss", "the end of the text, of each completion is left out"),
     "reference is old": ({"beta": 0.1}, {}, (LOSS, 'ref_per_token_logps = inputs["ref_per_token_logps"]', 'ref_per_token_logps = inputs["old_per_token_logps"]'), "kl", "KL of the wrong reference"),
+    "rewards rewritten": ({}, {}, (SCORE, "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)", "rewards_per_func[:, 1:] = 0.0; unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)"), "advantages", "only the first reward function"),
     "weights in another order": ({}, {}, (SCORE, "self.reward_weights.to(device).unsqueeze(0)).nansum(dim=1)\n            rewards[unscorable", "self.reward_weights.flip(0).to(device).unsqueeze(0)).nansum(dim=1)\n            rewards[unscorable"), "advantages", "another order"),
     "correction bounded below": (VLLM, {}, (SCORE, "min=self.vllm_importance_sampling_clip_min,\n                        max=self.vllm_importance_sampling_clip_max,", "min=self.vllm_importance_sampling_clip_max,"), "correction", "bounded on the wrong side"),
     "everything tripled": ({}, {}, (LOSS, PER_ROW, "loss = 3 * " + PER_ROW[7:]), "loss", "every gradient is multiplied by 3"),
