@@ -40,8 +40,8 @@ ROOMS = {
         "tests/unit/config tests/unit/compat": "config/parse compat/*",
     },
     "agents": {  # the account of tokens of an agent's episode: half a minute a mutant
-        "tests/unit/environments/test_agents.py -k 'not mistake and not address and not slowly'": "environments/agent_session",
-        "tests/unit/environments/test_trajectory.py": "environments/trajectory",
+        "tests/unit/environments/test_agents.py -k 'not mistake and not address and not slowly' tests/unit/environments/test_trajectory.py": "environments/agent_session "
+        "environments/trajectory",
     },
     "ranks": {
         STEP: "policy/optimizer",
