@@ -242,6 +242,7 @@ def _fork(request: dict, rank: int, port: int, listener: socket.socket, control:
         faulthandler.enable(sys.stderr)
         faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)
         gc.enable()
+        gc.set_threshold(50_000, 20, 100)  # what a rank of a test allocates is small, and the zygote's heap is not looked at
         # An engine that closes thaws all that is frozen: each collection behind it would walk, and copy, the zygote's heap, a second long.
         gc.freeze = gc.unfreeze = lambda: None
         outcome = _run(request, rank, port, listener)
