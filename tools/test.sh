@@ -6,6 +6,14 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# Tests of the page that `report` writes need a browser. It comes while pip works.
+install_browser() {
+    command -v chromium >/dev/null ||
+        { [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 ||
+        echo "[test] no browser: tests of the report's page are skipped (apt-get install chromium)"
+}
+install_browser & browser=$!
+
 bin="$(bash tools/install.sh dev data math plot tensorboard)" || { echo "TESTS NOT RUN: the install failed, see above."; exit 1; }
 export PATH="$bin:$PATH"
 export OMP_NUM_THREADS=1        # ranks share the cores
@@ -46,12 +54,6 @@ fetch_agent_packages() {
     fi
 }
 
-# Tests of the page that `report` writes need a browser.
-if ! command -v chromium >/dev/null; then
-    { [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 ||
-        echo "[test] no browser: tests of the report's page are skipped (apt-get install chromium)"
-fi
-
 failed=()
 check() {
     local name="$1"; shift
@@ -59,16 +61,28 @@ check() {
     "$@" || failed+=("$name (exit code $?)")
 }
 
-if [ $# = 0 ]; then
-    fetch_newest_core
-    fetch_agent_packages
+# What reads the files without running them.
+check_files() {
     check style ruff check .
     check format ruff format --check .
     check types mypy
     check layers lint-imports
     check site bash tools/docs.sh
-    check tests python -m pytest -n 2
+    [ ${#failed[@]} = 0 ] || { echo "[test] failed: $(IFS=,; echo "${failed[*]}")"; return 1; }
+}
+
+if [ $# = 0 ]; then
+    fetch_newest_core
+    fetch_agent_packages
+    wait "$browser"
+    report="$(mktemp)"
+    check_files >"$report" 2>&1 & files=$!  # beside the tests, of which some wait
+    check tests python -m pytest -n 3
+    wait "$files" || failed+=("style, format, types, layers or site")
+    cat "$report"
+    rm "$report"
 else
+    wait "$browser"
     check tests python -m pytest "$@"
 fi
 
