@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megatron_grpo"
 STEP, RUNS = "tests/distributed/test_train_step.py", "tests/end_to_end/test_many_steps.py"
+EPISODES = "tests/unit/environments"
 # Tests -> the modules that they mirror.
 ROOMS = {
     "quick": {
@@ -40,7 +41,7 @@ ROOMS = {
         "tests/unit/config tests/unit/compat": "config/parse compat/*",
     },
     "agents": {  # the account of tokens of an agent's episode: half a minute a mutant
-        "tests/unit/environments/test_agents.py -k 'not mistake and not address and not slowly' tests/unit/environments/test_trajectory.py": "environments/agent_session "
+        f"{EPISODES}/test_trajectory.py {EPISODES}/test_agents.py -k 'not mistake and not address and not slowly'": "environments/agent_session "
         "environments/trajectory",
     },
     "ranks": {
