@@ -41,8 +41,9 @@ ROOMS = {
         "tests/unit/config tests/unit/compat": "config/parse compat/*",
     },
     "agents": {  # the account of tokens of an agent's episode: half a minute a mutant
-        f"{EPISODES}/test_trajectory.py {EPISODES}/test_agents.py -k 'not mistake and not address and not slowly'": "environments/agent_session "
-        "environments/trajectory",
+        f"{EPISODES}/test_trajectory.py {EPISODES}/test_agents.py -k 'not mistake and not address and not slowly'": (
+            "environments/agent_session environments/trajectory"
+        ),
     },
     "ranks": {
         STEP: "policy/optimizer",
