@@ -77,7 +77,7 @@ if [ $# = 0 ]; then
     wait "$browser"
     report="$(mktemp)"
     check_files >"$report" 2>&1 & files=$!  # beside the tests, of which some wait
-    check tests python -m pytest -n 3
+    check tests python -m pytest -n 2
     wait "$files" || failed+=("style, format, types, layers or site")
     cat "$report"
     rm "$report"
