@@ -253,7 +253,7 @@ SERVED = {
     "before the interruption": ("trainer.partial_rollouts", "PartialRollouts", "interrupt", 4),
     "while servers are interrupted": ("servers.server_parts", "ServerParts", "_interrupted", 3),
     "between interruption and push": ("servers.servers", "ServerEngine", "load_weights", 3),
-    "while it waits for completions": ("servers.server_parts", "ServerParts", "poll", 12),
+    "when it begins to wait for completions": ("servers.server_parts", "ServerGeneration", "groups", 3),
     "while it trains and servers sample": ("policy.policy", "Policy", "train_step", 3),
     "while a checkpoint is written and servers sample": ("checkpoint.distributed", "ShardedWriter", "gather_files", 3),
 }
