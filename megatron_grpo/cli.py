@@ -19,7 +19,7 @@ from megatron_grpo import __version__
 from megatron_grpo.base import launcher
 from megatron_grpo.base.cleanup import die_with_parent, without_gc
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
-from megatron_grpo.run.terminal import note_renamed, replace_unencodable
+from megatron_grpo.run.terminal import replace_unencodable
 
 if TYPE_CHECKING:
     from megatron_grpo.config import ParsedConfig
@@ -282,7 +282,6 @@ COMMANDS: dict[str, Command] = {
     "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses, "referee": referee, "report": report, "watch": watch,
     "init": init, "completion": completion,
 }  # fmt: skip
-FORMER_COMMANDS = {"rehearse": "dry-run", "whatif": "compare-losses"}  # names of earlier versions, which are accepted with a note
 
 
 class _ConfigShown(Exception):
@@ -314,10 +313,7 @@ def _parse(argv: Sequence[str], world_size: int | None) -> ParsedConfig:
     from megatron_grpo.compat import DIALECTS
     from megatron_grpo.config import parse
 
-    parsed = parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
-    for former, current in parsed.renamed.items():
-        note_renamed(f"--{former}", f"--{current}")
-    return parsed
+    return parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
 
 
 def _print_config(config: Config) -> NoReturn:
@@ -364,7 +360,6 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
         return supervised(lambda: main(sys.argv[1:], **parts))
     replace_unencodable()
-    note_renamed.cache_clear()
     if not argv or argv[0] in _HELP and len(argv) == 1:
         from megatron_grpo.config.show import print_overview
 
@@ -419,9 +414,6 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: If the command or its settings are wrong. Whatever else ends a command is raised too; see `exit_code`.
     """
-    if command in FORMER_COMMANDS:
-        note_renamed(command, FORMER_COMMANDS[command])
-        command = FORMER_COMMANDS[command]
     if command not in COMMANDS:
         from megatron_grpo.config.table import close_to
 

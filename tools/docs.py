@@ -1,7 +1,7 @@
 """Gathers the pages of the documentation, generates those of the reference, and checks the links of the built site.
 
     python tools/docs.py gather     build/docs: docs/, the examples' READMEs, and the generated pages
-    python tools/docs.py check      build/docs/site: narrows the search, writes redirects for moved pages, and follows every link
+    python tools/docs.py check      build/docs/site: narrows the search, and follows every link
     python tools/docs.py write      the generated tables of pages in docs/, which a test holds equal to their source
     python tools/docs.py notebooks  output/notebooks: executes the notebooks on output/quickstart; `gather` publishes their outputs
 
@@ -25,16 +25,6 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, SITE = ROOT / "build" / "docs" / "pages", ROOT / "build" / "docs" / "site"
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
-MOVED = {  # a page that was there -> where it went, both as the site has them
-    "ahead": "async_rollouts",
-    "audit": "replica_check",
-    "capsules": "step_dumps",
-    "guard": "gradient_check",
-    "rehearse": "dry_run",
-    "same_bits": "proof/#bitwise-parity-of-trainer-and-sampler",
-    "stops": "checkpoints/#stop-a-run",
-    "whatif": "compare_losses",
-}
 API = {
     "Trainer and scores": ["api.trainer", "api.score"],
     "Training loop": ["train"],
@@ -112,7 +102,6 @@ def settings_page() -> str:
             "Unit": row.unit,
             "Range": ", ".join(f"{word} {value}" for word, value in bounds if value is not None),
             "Aliases": ", ".join(f"`--{alias}`" for alias in row.aliases),
-            "Formerly": ", ".join(f"`--{name}`" for name in row.formerly),
         }
         lines += [f"### `--{row.name}` {{ #{row.name} }}", "", plain(row.help[:1].upper() + row.help[1:]), ""]
         lines += [f"- {name}: {value}" for name, value in facts.items() if value]
@@ -141,14 +130,12 @@ def commands_page() -> str:
 
 def metrics_tables() -> str:
     """Return the tables of docs/metrics.md, from the registry that tests hold runs against."""
-    from megatron_grpo.config.evaluation import FORMER_METRICS
     from megatron_grpo.metrics import registry
 
     def meaning(metric: registry.Metric) -> str:
         unit = f" Unit: {metric.unit}." if metric.unit not in metric.meaning else ""
         page = f" See [{metric.page.removesuffix('.md').replace('_', ' ')}]({metric.page})." if metric.page else ""
-        former = next((f" Formerly `{name}`." for name, current in FORMER_METRICS.items() if current == metric.name), "")
-        return metric.meaning + unit + former + page
+        return metric.meaning + unit + page
 
     lines = []
     for title, metrics in registry.groups().items():
@@ -293,19 +280,6 @@ def gather() -> None:
     print(f"[docs] {len(places)} pages gathered, {len(made)} generated")
 
 
-def redirect() -> None:
-    """Write a page at each place in `MOVED` that sends browsers to the new one."""
-    for old, new in MOVED.items():
-        target = "../" * len(Path(old).parts) + new
-        page = SITE / old / "index.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(
-            f'<!doctype html><meta charset="utf-8"><title>Moved</title><link rel="canonical" href="{target}">'
-            f'<meta http-equiv="refresh" content="0; url={target}"><a href="{target}">This page has moved.</a>\n',
-            encoding="utf-8",
-        )
-
-
 def narrow_search() -> None:
     """Leave members of classes and tables of the parity matrix out of the search: they came before pages that explain a word."""
     index = SITE / "search.json"
@@ -335,8 +309,7 @@ class Page(HTMLParser):
 
 
 def check() -> int:
-    """Write the redirects, print each link that leads nowhere, and return their number."""
-    redirect()
+    """Print each link that leads nowhere, and return their number."""
     pages = {path: Page(path) for path in SITE.rglob("*.html") if path.name != "404.html"}
     broken = []
     for path, page in pages.items():

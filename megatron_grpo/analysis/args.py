@@ -17,7 +17,6 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import split_flags
 from megatron_grpo.grpo import validation
 from megatron_grpo.run.open_checkpoint import settings_over, undamaged_checkpoint
-from megatron_grpo.run.terminal import note_renamed
 from megatron_grpo.types import Sample
 
 Parse = Callable[[Sequence[str]], ParsedConfig]
@@ -173,8 +172,8 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
     """Parse and validate the command line of `compare-losses`.
 
     Args:
-        argv: The output directory of a run, `--step N`, any number of `--variant "name=value ..."` (formerly `--try`), and settings of this
-            job (layout, --json).
+        argv: The output directory of a run, `--step N`, any number of `--variant "name=value ..."`, and settings
+            of this job (layout, --json).
         parse: Parses settings.
 
     Raises:
@@ -184,11 +183,8 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
         example = 'megatron-grpo compare-losses OUTPUT_DIR --variant "loss_type=vespo"'
         raise _refused(f"compare-losses needs the output_dir of a run first: {example}")
     run = Path(argv[0])
-    own_values, other_words = split_flags(argv[1:], ("--variant", "--try", "--step"))
-    variant_texts, old_flag_values, steps = own_values.values()
-    if old_flag_values:
-        note_renamed("--try", "--variant")
-    variant_texts += old_flag_values
+    own_values, other_words = split_flags(argv[1:], ("--variant", "--step"))
+    variant_texts, steps = own_values.values()
     parsed = parse(other_words)
     manifest, later_checkpoints = _checkpoint(run, steps[-1] if steps else None)
     samples = read_samples(manifest.directory / RECORDED)

@@ -21,7 +21,7 @@ from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import Config, ParallelConfig
 from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
-from megatron_grpo.config.table import InvalidValueError, Setting, in_current_names, read_value, table
+from megatron_grpo.config.table import InvalidValueError, Setting, read_value, table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.gradient_check import non_finite_rows
@@ -79,8 +79,8 @@ def _settings(step_dump: StepDump, typed_cfg: Config) -> tuple[Config, Path, Pat
     The configuration is that of the run, overridden by typed settings. The checkpoint is None if the step dump contains the weights.
     """
     facts, known_settings = step_dump.facts, table()
-    of_run = in_current_names(facts["settings"])
-    values = {name: _read(known_settings[name], value) for name, value in of_run.items() if name in known_settings and name not in _OTHERS}
+    known_names = known_settings.keys() - set(_OTHERS)
+    values = {name: _read(known_settings[name], value) for name, value in facts["settings"].items() if name in known_names}
     flags = {name: getattr(section, name) for section in typed_cfg.groups().values() for name in vars(section) if name in typed_cfg.typed}
     weights, checkpoint = facts["weights"], None
     if facts["has_images"]:

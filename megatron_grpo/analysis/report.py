@@ -13,7 +13,6 @@ import numpy as np
 
 from megatron_grpo.analysis.args import MismatchArgs
 from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
-from megatron_grpo.config.evaluation import in_current_metrics
 from megatron_grpo.metrics.plots import apply_style, can_draw, new_figure, write_png
 
 BINS = 40
@@ -81,7 +80,7 @@ class MismatchReport:
 
 
 def metrics_records(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's metrics.jsonl, with current names. A line that is only partly written is skipped.
+    """Return the records of a run's metrics.jsonl. A line that is only partly written is skipped.
 
     Args:
         run: Output directory of the run.
@@ -90,7 +89,7 @@ def metrics_records(run: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with suppress(ValueError):
             records.append(json.loads(line))
-    return [in_current_metrics(record) for record in records if isinstance(record, dict)]
+    return [record for record in records if isinstance(record, dict)]
 
 
 def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:

@@ -8,7 +8,7 @@ OUTPUT_DIR/debug_dump/step_000012_not_finite/
     weights/        the model before the step (a Hugging Face checkpoint), or adapter/; neither if it is too large
     replicas/       each rank's copies that differ, if the replica check found some
 
-The directory gets its name when it is complete. `analysis.replay` reads it, and those of earlier versions: capsules/*/capsule.json.
+The directory gets its name when it is complete. `analysis.replay` reads it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from megatron_grpo.weights.adapters import write_adapter
 from megatron_grpo.weights.hf_files import HfWriter
 from megatron_grpo.weights.lora import peft_name
 
-FORMAT, FACTS, FORMER_FACTS = 1, "step_dump.json", "capsule.json"
-_FORMER_KEYS = {"parted": "mismatches", "pictures": "has_images"}
+FORMAT, FACTS = 1, "step_dump.json"
 MAX_REPLICA_BYTES = 64 * 1024**2  # maximum bytes of differing copies that a rank writes
 GB = 1000**3
 
@@ -210,7 +209,7 @@ class StepDump:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        facts = self.path / (FORMER_FACTS if (self.path / FORMER_FACTS).is_file() else FACTS)
+        facts = self.path / FACTS
         try:
             self.facts: dict[str, Any] = json.loads(facts.read_text())
         except (OSError, ValueError) as error:
@@ -218,7 +217,6 @@ class StepDump:
         written = self.facts.get("format") if isinstance(self.facts, dict) else None
         if written != FORMAT:
             raise ValueError(f"{path} has format {written}; this version reads format {FORMAT}")
-        self.facts = {_FORMER_KEYS.get(name, name): value for name, value in self.facts.items()}
         for file in (facts, *sorted(self.path.glob("*/rank_*.npz")), *self.path.glob(rng_state.FILE)):
             try:
                 self._check_file(file)
@@ -228,7 +226,7 @@ class StepDump:
 
     def _check_file(self, file: Path) -> None:
         """Read the parts of a file that a replay uses, to check them. Raises any exception."""
-        if file.name in (FACTS, FORMER_FACTS):
+        if file.name == FACTS:
             if not self.step.micro_steps:
                 raise ValueError("its step has no rows")
             {name: float(value) for name, value in self.facts.get("metrics", {}).items()}

@@ -26,7 +26,6 @@ from typing import Any
 from megatron_grpo import __version__
 from megatron_grpo.base import activity
 from megatron_grpo.base.files import atomic_write_text, sync
-from megatron_grpo.config.table import in_current_names
 from megatron_grpo.types import Progress
 
 MANIFEST = "manifest.json"
@@ -43,7 +42,7 @@ class RunOrigin:
     """Settings and contents of a run, stored in its checkpoints and compared when a run continues one.
 
     Args:
-        settings: Every setting by name; a checkpoint of format 1 lacks derived ones.
+        settings: Every setting by name.
         content: Fingerprints of contents that settings name, such as the rows of the data set.
         sizes: `BatchSizes.stream_sizes`.
         job: Job IDs from the scheduler, by environment variable.
@@ -64,7 +63,7 @@ class Manifest:
         format: Format of the manifest.
         progress: Counters of the run.
         num_pending: Sampled rows waiting to be trained.
-        save_number: 1 for the first save in its folder, and so on; 0 in format 1.
+        save_number: 1 for the first save in its folder, and so on.
         origin: Settings and contents of the run that wrote it.
         files: {"bytes": size, "sha256": digest} of every other file, by name.
         is_good: Whether its weights, or weights derived from them, have sampled rows that a step was trained on.
@@ -86,10 +85,9 @@ class Manifest:
 
 
 # Field -> required type. `torch`, `world_size` and `versions` (of pending rows, by rollout) are informational.
-_COMMON = {"format": int, "step": int, "progress": dict, "batch": dict, "world_size": int, "torch": str, "num_pending": int,
-           "versions": dict, "files": dict}  # fmt: skip
-_SINCE_2 = _COMMON | {"written_by": str, "save_number": int, "settings": dict, "content": dict, "job": dict}
-_FIELDS = {1: _COMMON, 2: _SINCE_2, 3: _SINCE_2}
+_FIELDS = {"format": int, "step": int, "progress": dict, "batch": dict, "world_size": int, "torch": str, "num_pending": int,
+           "versions": dict, "files": dict, "written_by": str, "save_number": int, "settings": dict, "content": dict,
+           "job": dict}  # fmt: skip
 _OWN = (
     "sha256"  # of all the rest; it may be lacking. A flipped bit in the name of the field, or in `format`, makes it one that is not known
 )
@@ -153,16 +151,13 @@ def read_manifest(directory: Path) -> Manifest | str:
         fault = "has changed since it was written (the SHA-256 in it differs)"
     if fault is not None:
         return f"{path} {fault}"
-    settings = in_current_names(content["settings"]) if content["format"] > 1 else _settings_of_format_1(directory / CONFIG)
-    if isinstance(settings, str):
-        return settings
     return Manifest(
         directory=directory,
         format=content["format"],
         progress=Progress(**content["progress"]),
         num_pending=content["num_pending"],
-        save_number=content.get("save_number", 0),
-        origin=RunOrigin(settings=settings, content=content.get("content", {}), sizes=content["batch"], job=content.get("job", {})),
+        save_number=content["save_number"],
+        origin=RunOrigin(settings=content["settings"], content=content["content"], sizes=content["batch"], job=content["job"]),
         files=content["files"],
         is_good=(directory / GOOD).is_file(),
     )
@@ -172,14 +167,13 @@ def _fault(content: Any) -> str | None:
     """Describe what is wrong with a manifest, as the end of a sentence whose subject is the file; None if it is valid."""
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         return "cannot be read (not an object with a `format`)"
-    if content["format"] not in _FIELDS:
+    if content["format"] != FORMAT:
         writer = content.get("written_by", "another version")
-        return f"is of format {content['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 to {FORMAT}"
-    field_types = _FIELDS[content["format"]]
-    unknown = sorted(content.keys() - field_types.keys() - ({_OWN} if content["format"] >= 3 else set()))
+        return f"is of format {content['format']}, written by {writer}; megatron_grpo {__version__} reads format {FORMAT}"
+    unknown = sorted(content.keys() - _FIELDS.keys() - {_OWN})
     if unknown:
         return f"has the field {unknown[0]!r}, which is unknown to megatron_grpo {__version__} in format {content['format']}"
-    invalid = [name for name, kind in field_types.items() if not isinstance(content.get(name), kind)]
+    invalid = [name for name, kind in _FIELDS.items() if not isinstance(content.get(name), kind)]
     if invalid:
         return f"cannot be read (`{invalid[0]}` is {'missing' if invalid[0] not in content else repr(content[invalid[0]])[:40]})"
     counts = [content["step"], content["num_pending"], *content["progress"].values()]
@@ -194,19 +188,6 @@ def _fault(content: Any) -> str | None:
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get("sha256"), str):
             return f"cannot be read (no size or SHA-256 of {name})"
     return None
-
-
-def _settings_of_format_1(path: Path) -> dict[str, Any] | str:
-    """Return the settings in the copy of config.yaml; an empty dict if there is no copy."""
-    import yaml
-
-    try:
-        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return in_current_names({name: value for section in sections.values() for name, value in section.items()})
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        return f"{path} cannot be read ({' '.join(str(error).split())})"
 
 
 class Folder:

@@ -21,7 +21,6 @@ from typing import Any
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.base.files import MARK, atomic_write_text, export_obstacle, read_mark, write_mark
 from megatron_grpo.checkpoint.manifest import POINTER, Folder
-from megatron_grpo.config.evaluation import FORMER_METRICS
 
 RUN, LOCK = "train", "run.lock"
 # Names in output_dir -> patterns of the entries written into a directory; () for a file.
@@ -32,8 +31,7 @@ WRITTEN_BY_A_RUN = {
     "completions": ("step_*", ".step_*"),
     "evaluations": ("*/prompts.jsonl", "*/step_*.parquet"),
     "debug_dump": ("step_*", ".step_*"),
-    "capsules": ("step_*", ".step_*"),  # the name of debug_dump in earlier versions
-    "plots": tuple(f"{name}.png" for name in ("reward", "length", "kl", "entropy", "step_time", "compare_losses", "whatif")),
+    "plots": tuple(f"{name}.png" for name in ("reward", "length", "kl", "entropy", "step_time", "compare_losses")),
     "hf": ("*",),
     "hf_merged": ("*",),
     "tensorboard": ("events.*",),
@@ -216,7 +214,7 @@ class BestCheckpoint:
         """
         self._saved = step if is_saved else None
         stored = self._read()
-        metric = FORMER_METRICS.get(stored.get("metric", ""), stored.get("metric")), stored.get("greater_is_better")
+        metric = stored.get("metric"), stored.get("greater_is_better")
         if stored and metric != (self.metric, self.greater):
             self.print_line(
                 f"{self.folder.path / FILE} was written for {metric[0]}; from now on, the best checkpoint is selected by {self.metric}."

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
-from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
+from megatron_grpo.checkpoint.manifest import MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
 from megatron_grpo.checkpoint.output_files import holds_run, overwrite_obstacle, restart_obstacle
 from megatron_grpo.checkpoint.resume_compatibility import FREEZING, ResumeDifference, changes_since, problems_of
 from megatron_grpo.checkpoint.samples import files_of_partial_completions, files_of_samples, unreadable_reason
@@ -87,10 +87,6 @@ class Resume:
             lines.append(f"Not loaded, as requested: {parts}.")
         if chosen.changes:
             lines += ["Changed since that checkpoint:", *(f"  {change}" for change in chosen.changes)]
-        if manifest.format == 1:
-            lines.append("Its format 1 has no fingerprints of model, data set and rewards; changes to their contents are not detected.")
-        if manifest.format < FORMAT:
-            lines.append(f"It has format {manifest.format}, written by an earlier version; the next checkpoint has format {FORMAT}.")
         if total is not None and manifest.step >= total:
             remedy = "To continue it, increase --max_steps (or --num_train_epochs)."
             lines.append(f"The run is complete ({total} optimizer steps). {remedy}")

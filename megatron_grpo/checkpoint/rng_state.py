@@ -14,7 +14,6 @@ import random
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -101,20 +100,3 @@ def set_states(states: Mapping[str, bytes]) -> None:
 
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-def restore_from_own_file(path: Path) -> None:
-    """Restore the generators as `restore` does, from a checkpoint of format 1 or 2, which has a file per rank.
-
-    Args:
-        path: The file of this rank.
-    """
-    if not path.exists():
-        return
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    if state["world_size"] != collectives.num_ranks():
-        return
-    name, keys, *remaining = state["numpy"]
-    states = {"python": json.dumps(state["python"]).encode(), "numpy": json.dumps([name, keys.tolist(), *remaining]).encode()}
-    states |= {name: state[name].numpy().tobytes() for name in ("torch", "cuda") if name in state}
-    set_states(states | {f"{MEGATRON}{role}": value.numpy().tobytes() for role, value in state["megatron"].items()})

@@ -23,14 +23,7 @@ from megatron_grpo.types import Sample
 FORMAT = 2
 HEADER = "header"  # JSON: format, version of the writer, and the column type of each field per sample class
 NOT_SAVED = ("images",)  # images: they are found again by the prompt's number
-LEFT_OUT = ("spans", "text")  # where all values are empty, which is the default: earlier versions can then read the file
-# Former names of fields, which are still read; and a field that format 1 lacked, when a sample was on-policy at its own version.
-RENAMED = {
-    "loss_mask": "mask", "fresh_at": "on_policy_version", "anchored_by": "old_logprobs_from", "is_anchored": "has_old_logprobs",
-    "kept_at": "mask_offsets", "kept_ids": "mask_ids", "home": "dp_rank",
-    "is_dead": "is_zero_std",
-}  # fmt: skip
-DERIVED = {"on_policy_version": "version"}
+LEFT_OUT = ("spans", "text")  # where all values are empty, which is the default
 _SCALARS = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}
 
 
@@ -46,17 +39,17 @@ def file_of(samples: Sequence[Any]) -> bytes:
     Args:
         samples: Instances of one or several dataclasses.
     """
-    arrays: dict[str, np.ndarray] = {"kinds": np.array([name_of(type(sample)) for sample in samples], dtype=np.str_)}
+    arrays: dict[str, np.ndarray] = {"kinds": np.array([type(sample).__name__ for sample in samples], dtype=np.str_)}
     types: dict[str, dict[str, str]] = {}
     for kind in dict.fromkeys(type(sample) for sample in samples):
         of_kind = [sample for sample in samples if type(sample) is kind]
-        types[name_of(kind)] = column_types(kind)
+        types[kind.__name__] = column_types(kind)
         for name, column in column_types(kind).items():
             values = [getattr(sample, name) for sample in of_kind]
             if name in LEFT_OUT and not any(values):
-                del types[name_of(kind)][name]
+                del types[kind.__name__][name]
                 continue
-            arrays |= {f"{name_of(kind)}.{name}{part}": array for part, array in _columns(column, values, name).items()}
+            arrays |= {f"{kind.__name__}.{name}{part}": array for part, array in _columns(column, values, name).items()}
     header = {"format": FORMAT, "written_by": f"megatron_grpo {__version__}", "kinds": types}
     stream = io.BytesIO()
     np.savez(stream, allow_pickle=False, **{HEADER: np.array(json.dumps(header))}, **arrays)
@@ -76,9 +69,8 @@ def read_samples(path: Path, kind: type = Sample) -> list[Any]:
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     header = _header(path, arrays, kind)
-    kinds_by_name = {name_of(sample_kind): sample_kind for sample_kind in _kinds(kind)}
-    read_rows = _rows if header["format"] > 1 else _rows_of_format_1
-    iterators = {name: iter(list(read_rows(path, kinds_by_name[name], arrays))) for name in header["kinds"]}
+    kinds_by_name = {sample_kind.__name__: sample_kind for sample_kind in _kinds(kind)}
+    iterators = {name: iter(list(_rows(path, kinds_by_name[name], arrays))) for name in header["kinds"]}
     return [next(iterators[str(name)]) for name in arrays["kinds"]]
 
 
@@ -113,15 +105,6 @@ def files_of_partial_completions(folder: Path) -> list[Path]:
         folder: The directory for files of this package in a checkpoint.
     """
     return sorted((folder / "partial").glob("rank_*.npz"))
-
-
-def name_of(kind: type) -> str:
-    """Return the name of a sample class in files. It stays what it was when a class is renamed.
-
-    Args:
-        kind: Dataclass.
-    """
-    return {"SampleWithOldLogprobs": "AnchoredSample"}.get(kind.__name__, kind.__name__)
 
 
 def column_types(kind: type) -> dict[str, str]:
@@ -203,59 +186,37 @@ def _values(column: str, part: Mapping[str, np.ndarray]) -> list[Any]:
 
 def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Return the header of a file, checked to contain only known classes and fields."""
-    if HEADER in arrays:
-        header = json.loads(str(arrays[HEADER]))
-    else:
-        kinds = dict.fromkeys(map(str, arrays["kinds"]))
-        names = {name: [key.split(".")[1] for key in arrays if key.startswith(f"{name}.") and key.count(".") == 1] for name in kinds}
-        header = {"format": 1, "written_by": "megatron_grpo 0.1.0", "kinds": {name: dict.fromkeys(names[name], "") for name in kinds}}
+    header = json.loads(str(arrays[HEADER]))
     begin, own_version = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
-    if header["format"] not in (1, FORMAT):
-        raise UnknownSamplesError(f"{begin} format {header['format']}; {own_version} reads formats 1 and {FORMAT}")
-    kinds_by_name = {name_of(sample_kind): sample_kind for sample_kind in _kinds(kind)}
+    if header["format"] != FORMAT:
+        raise UnknownSamplesError(f"{begin} format {header['format']}; {own_version} reads format {FORMAT}")
+    kinds_by_name = {sample_kind.__name__: sample_kind for sample_kind in _kinds(kind)}
     for name, columns in header["kinds"].items():
         if name not in kinds_by_name:
             raise UnknownSamplesError(f"{begin} samples of the kind {name}, which {own_version} does not know")
         types = column_types(kinds_by_name[name])
         for column, its_type in columns.items():
-            current_name = RENAMED.get(column, column)
-            if current_name not in types:
+            if column not in types:
                 raise UnknownSamplesError(f"{begin} the field {name}.{column}, which {own_version} does not know")
-            if its_type and types[current_name] not in (its_type, f"{its_type}?"):
-                raise UnknownSamplesError(f"{begin} {name}.{column} as {its_type}; in {own_version} it is {types[current_name]}")
+            if types[column] not in (its_type, f"{its_type}?"):
+                raise UnknownSamplesError(f"{begin} {name}.{column} as {its_type}; in {own_version} it is {types[column]}")
     return header
 
 
 def _rows(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
-    types = json.loads(str(arrays[HEADER]))["kinds"][name_of(kind)]
+    types = json.loads(str(arrays[HEADER]))["kinds"][kind.__name__]
     columns = {}
     for name, column in types.items():
-        key = f"{name_of(kind)}.{name}"
+        key = f"{kind.__name__}.{name}"
         part = {ending: arrays[key + ending] for ending in ("", ".shapes", ".dtype", ".present") if key + ending in arrays}
-        columns[RENAMED.get(name, name)] = _values(column, part)
-    yield from _make_samples(path, kind, columns)
-
-
-def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
-    columns: dict[str, list[Any]] = {}
-    types = column_types(kind)
-    for key, values in arrays.items():
-        if not key.startswith(f"{name_of(kind)}.") or key.count(".") > 1:
-            continue
-        name = key.split(".")[1]
-        is_array = f"{key}.lengths" in arrays
-        rows = np.split(values, np.cumsum(arrays[f"{key}.lengths"])[:-1]) if is_array else values.tolist()
-        columns[RENAMED.get(name, name)] = rows
-    for name, source in DERIVED.items():
-        if name in types and name not in columns:
-            columns[name] = columns[source]
+        columns[name] = _values(column, part)
     yield from _make_samples(path, kind, columns)
 
 
 def _make_samples(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
     for field in fields(kind):
         if field.name not in columns and field.default is MISSING and field.default_factory is MISSING:
-            raise UnknownSamplesError(f"{path} lacks {name_of(kind)}.{field.name}, which has no default in megatron_grpo {__version__}")
+            raise UnknownSamplesError(f"{path} lacks {kind.__name__}.{field.name}, which has no default in megatron_grpo {__version__}")
     for row in zip(*columns.values(), strict=True):
         yield kind(**dict(zip(columns, row, strict=True)))
 

@@ -375,11 +375,7 @@ class Checkpoints:
             prompts.restore(json.loads((folder / "prompts.json").read_text()))
             if (folder / "guard.json").exists():  # old checkpoints have no guard state
                 policy.restore_gradient_check(json.loads((folder / "guard.json").read_text()))
-            if "rng" in self.resume.without:
-                pass
-            elif self._chosen.manifest.format < 3:
-                rng_state.restore_from_own_file(folder / "rng" / f"rank_{collectives.rank():05d}.pt")
-            else:
+            if "rng" not in self.resume.without:
                 rng_state.restore(folder / rng_state.FILE)
             files = files_of_samples(folder)[collectives.rank() :: collectives.num_ranks()]
             samples = [replace(sample, images=prompts.images_of(sample.prompt_number)) for path in files for sample in read_samples(path)]

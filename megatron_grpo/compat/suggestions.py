@@ -70,9 +70,7 @@ LIST = " `megatron-grpo train --help` lists all settings."
 
 
 def _alike(name: str, last: str, hidden: Collection[str]) -> str:
-    candidates = [
-        candidates for candidates, setting in names().items() if setting.name not in hidden and candidates not in setting.formerly
-    ]
+    candidates = [candidates for candidates, setting in names().items() if setting.name not in hidden]
     if last != name and last in candidates:
         section, groups = name.rpartition(".")[0], sorted({setting.group for setting in table().values()})
         if section in groups or hidden:  # or of a dialect, which has other sections

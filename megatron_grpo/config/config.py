@@ -161,8 +161,7 @@ class BatchConfig:
     pad_to_multiple_of: int = free(1,
         "pad the tokens of a micro-batch on a rank to a multiple of this; a GPU spends time on each new length", unit="tokens", at_least=1)
     share_prefix: Literal["auto", "true", "false"] = setting("auto",
-        "compute the common prefix of the completions of a prompt once per micro-batch",
-        formerly=["share_prompts"])
+        "compute the common prefix of the completions of a prompt once per micro-batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +243,7 @@ class RolloutConfig:
     vllm_max_num_seqs: int = free(256, "sequences decoded at a time", unit="sequences", at_least=1)
     vllm_dtype: Literal["float32", "bfloat16"] | None = setting(None, "dtype of the sampler (default: torch_dtype)")
     bitwise_parity: bool = setting(False,
-        "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)", formerly=["same_bits"])
+        "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)")
     vllm_enforce_eager: bool = free(False, "disable CUDA graphs (always disabled on a CPU)")
     vllm_enable_prefix_caching: bool = free(True, "share the KV cache of equal prefixes; reset at every weight sync")
     vllm_engine_kwargs: dict[str, Any] = setting({}, "further EngineArgs of vLLM: name=value, or JSON")
@@ -256,8 +255,7 @@ class RolloutConfig:
     offload_optimizer: Literal["auto", "true", "false"] = free("auto",
         "move the optimizer's float32 weights and moments to the host while vLLM samples; auto: as offload_model")
     logprob_diff_warn: float | None = free(None,
-        "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)", unit="nats",
-        formerly=["logp_difference_warn"], above=0)
+        "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)", unit="nats", above=0)
     weight_sync_bucket_mb: int | None = free(None,
         "weights sent at a time; two such buckets are in memory (default: 512 on a GPU, 16 on a CPU)", unit="MiB", at_least=1)
     async_rollout_depth: int = setting(0,
@@ -265,8 +263,7 @@ class RolloutConfig:
         "from 2 on: completions are interrupted at weight syncs and continue with the new weights; 0: sample, then train",
         unit="sampling steps", at_least=0)
     async_generate: bool | None = free(None, "boolean form of async_rollout_depth: true is 1, false is 0")
-    verify_weight_sync: bool = free(True, "compare sampler and trainer on a probe prompt after each weight sync",
-        formerly=["verify_weight_push"])
+    verify_weight_sync: bool = free(True, "compare sampler and trainer on a probe prompt after each weight sync")
     verify_versions: int = free(8,
         "interrupted completions that the trainer scores at each sampling step, to verify the weights they name; 0: off",
         unit="completions", at_least=0)
@@ -425,7 +422,7 @@ class GrpoConfig:
         "TRL's setting for gdpo: normalize_then_sum")
     overlong_filter: bool = setting(False, "exclude truncated completions from training", aliases=["mask_truncated_completions"])
     exclude_zero_std_groups: bool = setting(False,
-        "exclude groups with equal rewards from the denominator of the loss too", formerly=["exclude_dead_groups"])
+        "exclude groups with equal rewards from the denominator of the loss too")
     compute_zero_advantage_rows: bool = setting(False,
         "compute completions that train nothing too: those with advantage 0 and those without a trained token; the gradient is the same")
     dynamic_sample: bool = setting(False, "replace groups with equal rewards by groups of further prompts")
@@ -524,16 +521,13 @@ class RunConfig:
     async_save: bool = free(False, "write checkpoints during training; needs host memory for a copy of what a rank writes")
     record_rows: bool = free(False, "save with each checkpoint the rows of its next step, for compare-losses")
     check_replicas: bool = free(False,
-        "compare replicated weights, gradients and optimizer state bit for bit before the optimizer step", formerly=["audit"])
-    check_replicas_interval: int = free(50, "interval of checks, which also run before the first step", unit="optimizer steps",
-        formerly=["audit_steps"], at_least=1)
-    check_replicas_action: Literal["stop", "warn"] = free("stop", "effect of a difference: end the run, or log a warning",
-        formerly=["audit_action"])
+        "compare replicated weights, gradients and optimizer state bit for bit before the optimizer step")
+    check_replicas_interval: int = free(50, "interval of checks, which also run before the first step", unit="optimizer steps", at_least=1)
+    check_replicas_action: Literal["stop", "warn"] = free("stop", "effect of a difference: end the run, or log a warning")
     debug_dump_steps: int = free(2, "newest steps to keep under debug_dump/, each with what `replay` needs to repeat it; 0: none",
-        unit="steps", formerly=["capsules"], at_least=0)
+        unit="steps", at_least=0)
     debug_dump_weights_gb: float = free(20.0,
-        "size up to which a dump contains the weights; a larger dump names the place of its weights", unit="GB",
-        formerly=["capsule_weights_gb"], at_least=0)
+        "size up to which a dump contains the weights; a larger dump names the place of its weights", unit="GB", at_least=0)
     resume: str = free("auto", "auto: resume from the newest checkpoint in output_dir; never: start anew; or a checkpoint directory",
         aliases=["resume_from_checkpoint"])
     mcore_model: str | None = setting(None,

@@ -28,14 +28,6 @@ _STEPS = (
     *("loss", "grad_norm", "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
     *("sampling/kl_k1", "sampling/kl_k3"),
 )
-FORMER_METRICS = {  # name in the files of earlier versions -> current name
-    "sampling/logp_difference/mean": "sampling/sampling_logp_difference/mean",
-    "sampling/logp_difference/max": "sampling/sampling_logp_difference/max",
-    "sampling/kept_words": "sampling/mask_size",
-    "sampling/kept_words_max": "sampling/mask_size_max",
-    "memory/given_away_gb": "memory/offloaded_gb",
-    "dynamic_sample/dead_groups_replaced": "dynamic_sample/zero_std_groups_replaced",
-}
 _OWN = "environment/"  # prefix of metrics that an environment defines
 
 
@@ -207,15 +199,6 @@ def metric_of(cfg: Config) -> str | None:
     """
     metric = cfg.run.metric_for_best_model
     return f"{metric}/mean@{eval_sampling(cfg).n}" if metric in [curve_of(name) for name in sets_of(cfg)] else metric
-
-
-def in_current_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics by current name.
-
-    Args:
-        record: Metrics by name, as this or an earlier version has written them.
-    """
-    return {FORMER_METRICS.get(name, name): value for name, value in record.items()}
 
 
 def is_greater_better(cfg: Config) -> bool:

@@ -75,7 +75,6 @@ class Setting:
         help: One line of help.
         choices: Allowed values (those of a `Literal`); empty if not restricted.
         aliases: Other names that users may type.
-        formerly: Names of earlier versions, which are accepted with a note.
         refused: Values known elsewhere that are not supported here, with the reason.
         range: Range of a number.
         on_resume: Handling of a change of the setting when a run resumes.
@@ -93,7 +92,6 @@ class Setting:
     help: str = ""
     choices: Sequence[str] = ()
     aliases: Sequence[str] = ()
-    formerly: Sequence[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     range: Range = Range()
     on_resume: OnResume = "said"
@@ -106,7 +104,6 @@ def setting(
     *,
     unit: str = "",
     aliases: Sequence[str] = (),
-    formerly: Sequence[str] = (),
     refused: Mapping[str, str] | None = None,
     on_resume: OnResume = "said",
     is_hidden: bool = False,
@@ -119,13 +116,12 @@ def setting(
         help: One line of help.
         unit: Unit of its value.
         aliases: Other names that users of TRL or Megatron type.
-        formerly: Names of earlier versions, which are accepted with a note.
         refused: Values known elsewhere that are not supported here, with the reason, so that they are rejected instead of misread.
         on_resume: Handling of a change of the setting when a run resumes.
         is_hidden: Whether `--help` leaves it out.
         **bounds: Range of a number, as in `Range`. It is declared nowhere else.
     """
-    row = Setting(help=help, unit=unit, aliases=tuple(aliases), formerly=tuple(formerly),
+    row = Setting(help=help, unit=unit, aliases=tuple(aliases),
                   refused=dict(refused or {}), range=Range(**bounds), on_resume=on_resume, is_hidden=is_hidden)  # fmt: skip
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata={"setting": row})

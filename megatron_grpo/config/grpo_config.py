@@ -85,7 +85,7 @@ _set_fields = GRPOConfig.__init__
 def _all_names(name: str) -> set[str]:
     """Return every name of the setting that has this name; the name alone if no setting has it."""
     setting = names().get(canonical(name))
-    return {setting.name, *setting.aliases, *setting.formerly} if setting else {name}
+    return {setting.name, *setting.aliases} if setting else {name}
 
 
 @functools.wraps(_set_fields)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import FORMER_METRICS
 from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, format_value, read_file, read_words, split_entry
 from megatron_grpo.config.table import InvalidValueError, Setting, names, read_value, table
 
@@ -62,7 +61,6 @@ class ParsedConfig:
         aside: Names of that system that change nothing and are ignored, by source.
         notes: Notes on settings that were read as something else.
         repeated: A sentence for each flag that occurs twice.
-        renamed: Current name of each setting that was typed under a name of an earlier version, by that name.
         defaults: Defaults of that system that differ from ours.
     """
 
@@ -76,7 +74,6 @@ class ParsedConfig:
     aside: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
-    renamed: dict[str, str] = field(default_factory=dict)
     defaults: list[ForeignDefault] = field(default_factory=list)
 
 
@@ -181,9 +178,6 @@ class _Builder:
         if setting is None:
             self.unknown.setdefault(entry.source, []).append(name)
             return
-        old_name = entry.name.removeprefix("no_") if value is False else entry.name
-        if old_name in setting.formerly:
-            self.parsed.renamed[old_name] = setting.name
         raw = entry.raw
         if setting.name == "dataset" and isinstance(raw, list) and len(raw) > 1:  # several words, or a list in a file
             self._set(table()["further_datasets"], [str(word) for word in raw[1:]], source=entry.source, typed_name=name)
@@ -260,9 +254,6 @@ class _Builder:
                 value,
                 old_sources.get(other_name, "default") if value not in (None, "auto") else "default",
             )
-        if (metric := self.values.get("metric_for_best_model")) in FORMER_METRICS:
-            self.values["metric_for_best_model"] = FORMER_METRICS[metric]
-            self.parsed.renamed[f"metric_for_best_model {metric}"] = f"metric_for_best_model {FORMER_METRICS[metric]}"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
         config = replace(config, typed=self.typed, origins=foreign.origins if foreign else {})

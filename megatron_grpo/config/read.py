@@ -11,7 +11,7 @@ from typing import Any
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import read_text
 from megatron_grpo.config.field import Setting
-from megatron_grpo.config.table import MAPS, InvalidValueError, canonical, former_names, keys, names, read_value, table
+from megatron_grpo.config.table import MAPS, InvalidValueError, canonical, keys, names, read_value, table
 
 COMMAND_LINE = "command line"
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -156,22 +156,17 @@ def split_entry(entry: TypedSetting) -> list[TypedSetting]:
         entry: The entry. If it names no map, it is returned as it is.
     """
     name, _, key = entry.name.partition(".")
-    if name not in MAPS or (key and not _is_key(key, name)):
+    if name not in MAPS or (key and key not in keys()[name]):
         return [entry]
     if key:
         return [replace(entry, name=key)]
     try:
         values = read_value(Setting(name=name, kind="Any", is_map=True), entry.raw)
-        if unknown := [k for k in values if not _is_key(k, name)]:
+        if unknown := [k for k in values if k not in keys()[name]]:
             raise InvalidValueError(f"has no key {unknown[0]}. Supported: {', '.join(keys()[name])}")
     except InvalidValueError as error:
         return [replace(entry, raw=error)]
     return [replace(entry, name=k, raw=value) for k, value in values.items()]
-
-
-def _is_key(key: str, name: str) -> bool:
-    """Return whether the map `name` has this key, possibly under a name of an earlier version."""
-    return former_names().get(key, key) in keys()[name]
 
 
 def _repeated(root: Any) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import format_value
-from megatron_grpo.config.table import MAPS, Setting, canonical, close_to, former_names, keys, table
+from megatron_grpo.config.table import MAPS, Setting, canonical, close_to, keys, table
 
 WORDS = {  # arguments of commands that take more, or less, than settings
     "doctor": "[--json]",
@@ -116,12 +116,12 @@ def print_matching(searched: Sequence[str]) -> None:
 
 def _contains(setting: Setting, word: str) -> bool:
     name = canonical(word).lower()
-    in_names = any(name in alias for alias in (setting.name, *setting.aliases, *setting.formerly))
+    in_names = any(name in alias for alias in (setting.name, *setting.aliases))
     return in_names or re.search(rf"\b{re.escape(word.lstrip('-'))}", setting.help, re.IGNORECASE) is not None
 
 
 def _unknown(name: str, known_names: Set[str]) -> Problem:
-    close = close_to(name, sorted(known_names - former_names().keys()))
+    close = close_to(name, sorted(known_names))
     hint = f"Did you mean {' or '.join(close)}?" if close else f"Sections: {', '.join(_titles())}."
     return Problem(flags=(), message=f"--help: {name!r} is not a setting or section. {hint}")
 
@@ -148,7 +148,7 @@ def _map_of(setting: Setting) -> str | None:
 def _names_of(setting: Setting) -> set[str]:
     """Return the names that select a setting in `--help`."""
     sections = set() if setting.is_hidden else {"all", setting.group, _map_of(setting) or setting.name}
-    return {setting.name, *setting.aliases, *setting.formerly} | sections
+    return {setting.name, *setting.aliases} | sections
 
 
 def _entry(setting: Setting) -> list[str]:

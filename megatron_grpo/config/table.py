@@ -88,23 +88,8 @@ def keys() -> Mapping[str, Sequence[str]]:
 
 @cache
 def names() -> Mapping[str, Setting]:
-    """Return every setting by each of its names, including aliases and names of earlier versions."""
-    return {**table()} | {name: setting for setting in table().values() for name in (*setting.aliases, *setting.formerly)}
-
-
-@cache
-def former_names() -> Mapping[str, str]:
-    """Return the name of a setting by each name that it had in earlier versions."""
-    return {name: setting.name for setting in table().values() for name in setting.formerly}
-
-
-def in_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by current name of the setting.
-
-    Args:
-        values: Values by name, as a run of this or an earlier version has saved them.
-    """
-    return {former_names().get(name, name): value for name, value in values.items()}
+    """Return every setting by each of its names, including aliases."""
+    return {**table()} | {name: setting for setting in table().values() for name in setting.aliases}
 
 
 class InvalidValueError(ValueError):

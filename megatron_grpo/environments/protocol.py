@@ -6,7 +6,6 @@ import json
 import math
 import numbers
 import pickle
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,12 +62,6 @@ class Environment:
     Args:
         columns: The columns of the data-set row, including the one with the reference answer.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "reply" in vars(cls) and "step" not in vars(cls):
-            warnings.warn(f"{cls.__name__}.reply is now named step; reply still works", FutureWarning, stacklevel=2)
-            cls.step = vars(cls)["reply"]  # type: ignore[method-assign]  # the former name of the method
 
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas that the chat template shows to the model. A class attribute, so all rows have the same tools."""

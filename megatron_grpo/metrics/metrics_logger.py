@@ -10,7 +10,6 @@ from typing import Any
 from megatron_grpo.base import activity
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.files import atomic_write_text
-from megatron_grpo.config.evaluation import in_current_metrics
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import EvaluationResult
 from megatron_grpo.metrics.records import Records
@@ -123,7 +122,7 @@ class MetricsLogger:
         with suppress(OSError, ValueError, KeyError):
             pending = json.loads(self._pending_file.read_text(encoding="utf-8"))
             if pending["step"] == before - 1:
-                return in_current_metrics(pending["stats"])
+                return pending["stats"]
         return {}
 
     def _rollout_stats(self) -> dict[str, float]:

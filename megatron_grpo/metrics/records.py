@@ -17,7 +17,6 @@ from typing import Any
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import one_line
 from megatron_grpo.base.files import atomic_write
-from megatron_grpo.config.evaluation import in_current_metrics
 
 logger = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
@@ -58,7 +57,7 @@ class Records:
             )
 
     def all(self) -> list[dict[str, Any]]:
-        """Return all records, oldest first, with current names of metrics; empty if there is no file.
+        """Return all records, oldest first; empty if there is no file.
 
         A line that is still being written is left out. An unreadable line is left out with a warning.
         """
@@ -67,7 +66,7 @@ class Records:
         with self.path.open("rb") as lines:
             parsed = [(number, line, _parse(line)) for number, line in enumerate(lines, 1)]
         self._warn([number for number, line, record in parsed if record is None and line.endswith(b"\n")])
-        return [in_current_metrics(record) for _, _, record in parsed if record is not None]
+        return [record for _, _, record in parsed if record is not None]
 
     def cut(self, step: int) -> list[int]:
         """Drop records of steps beyond `step`, an incomplete last line (from a kill), and unreadable lines (with a warning).

@@ -189,4 +189,4 @@ def _numbers() -> list[str]:
 
 
 def _names(setting: Setting) -> tuple[str, ...]:
-    return (setting.name, *setting.aliases, *setting.formerly)
+    return (setting.name, *setting.aliases)

@@ -12,10 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from functools import cache
 from typing import Any
-
-from megatron_grpo.base import launcher
 
 
 def ignore_closed_terminal() -> None:
@@ -37,18 +34,6 @@ def replace_unencodable() -> None:
     """Print characters that standard output cannot encode (in ASCII, say) as `?` instead of raising."""
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="replace")
-
-
-@cache
-def note_renamed(old_name: str, current: str) -> None:
-    """Print that a name of an earlier version has changed, on rank 0 and once per run: `cli.main` clears the cache.
-
-    Args:
-        old_name: The name as typed.
-        current: The name to type from now on.
-    """
-    if launcher.read().rank == 0:
-        print(f"Note: {old_name} is now {current}.", file=sys.stderr, flush=True)
 
 
 class _Terminal(io.FileIO):

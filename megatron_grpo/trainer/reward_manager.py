@@ -169,13 +169,11 @@ def episode_columns(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
     Args:
         records: Record of each episode.
     """
-    finish_reasons = [record.numbers.finish_reason for record in records]
     return {
         "messages": [[dict(message) for message in record.messages] for record in records],
         "turn_rewards": [list(record.turn_rewards) for record in records],
         "num_turns": [record.numbers.num_turns for record in records],
-        "finish_reason": finish_reasons,
-        "ended": finish_reasons,  # the former name, which reward functions of users may take
+        "finish_reason": [record.numbers.finish_reason for record in records],
     }
 
 

@@ -104,7 +104,6 @@ SPOILED = {
         "num_generations in the settings of the step dump takes one value",
     ),
     "no rows of the timetable": (changed(micro_steps=[]), [], "its step has no rows"),
-    "a former name": (other_setting("exclude_dead_groups", "much"), [], "exclude_zero_std_groups in the settings of the step dump must be"),
     "other micro-steps": (changed(micro_steps=[{"rows": [0, 1]}]), [], "step_dump.json cannot be read"),
     "a cut file of rows": (cut("rows/rank_00000.npz"), [], "rows/rank_00000.npz cannot be read"),
     "a cut forward": (cut("forward/rank_00000.npz"), [], "forward/rank_00000.npz cannot be read"),
@@ -140,17 +139,6 @@ def test_a_step_dump_that_is_not_whole_is_refused(step_dump, tmp_path, name):
     change(path)
     [(code, text)] = run_ranks(kept.replayed, 1, path, *flags, timeout=60)
     assert code == 2 and said in " ".join(text.split()) and "Traceback" not in text, text
-
-
-def test_a_step_dump_of_an_earlier_version_is_replayed(step_dump, tmp_path):
-    path = shutil.copytree(step_dump, tmp_path / "capsules/step_000001_not_finite")
-    facts = json.loads((path / "step_dump.json").read_text())
-    former = {"exclude_zero_std_groups": "exclude_dead_groups", "share_prefix": "share_prompts", "debug_dump_steps": "capsules"}
-    facts["settings"] = {former.get(name, name): value for name, value in facts["settings"].items()}
-    (path / "capsule.json").write_text(json.dumps(facts))
-    (path / "step_dump.json").unlink()
-    [(code, told)] = run_ranks(kept.replayed, 1, path, "--json", "true", timeout=120)
-    assert code == 0 and told["verdict"][0].startswith("FAULT: row 5 of rollout 0")
 
 
 def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batches, tmp_path):

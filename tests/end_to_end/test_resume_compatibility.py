@@ -12,7 +12,6 @@ import pytest
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
 
-DATA = Path(__file__).parents[1] / "data"
 SMALL = dict(layers=1, hidden=8, heads=2, kv_heads=2, head_dim=8, ffn=8)
 
 
@@ -162,23 +161,3 @@ def test_a_restart_does_not_overwrite(run):
     )
     assert code == 0 and "overwrite_output_dir is ignored: this is a restart (TORCHELASTIC_RESTART_COUNT=1)" in told
     assert "Resuming from" in told and [record["step"] for record in records(out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("written, case, world_size", [(1, "one_rank", 1), (1, "two_ranks", 2), (2, "two_ranks", 2)])
-def test_a_checkpoint_of_an_older_format_continues_as_the_code_that_wrote_it_did(tmp_path, monkeypatch, written, case, world_size):
-    """In the middle of a rollout; expected.json holds what that code trained next. tests/data/make_format_*.py made them."""
-    shutil.unpack_archive(DATA / f"format_{written}.tar.xz", tmp_path)
-    monkeypatch.chdir(tmp_path)  # paths in the files are relative
-    flags, expected = (json.loads(Path(name).read_text())[case] for name in ("flags.json", "expected.json"))
-    results = run_ranks(heard, world_size, flags)
-    assert [code for code, _ in results] == [0] * world_size, results
-    told = results[0][1]
-    assert "iter_0000004: 4 of 6 optimizer steps done, 12 sampled completions pending." in told
-    assert f"It has format {written}, written by an earlier version; the next checkpoint has format 3." in told
-    assert "  max_steps  4 -> 6" in told and ("are not detected" in told) == (written == 1)
-    found = records(tmp_path / case / "metrics.jsonl")
-    assert [step["step"] for step in found] == [5, 6]
-    for step, wanted in zip(found, expected, strict=True):
-        for name, value in wanted.items():
-            # To the bit on the machine that made it; another one may add in another order.
-            assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-9), name

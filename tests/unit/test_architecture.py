@@ -99,20 +99,6 @@ def test_every_page_stands_in_the_navigation_of_the_site():
     assert missing == []
 
 
-def test_a_page_that_moved_sends_readers_to_the_new_one(tmp_path, monkeypatch):
-    places = {str(place.with_suffix("")) for place in docs.sources().values()}
-    for old, new in docs.MOVED.items():
-        assert old not in places and new.split("/#")[0] in places
-    monkeypatch.setattr(docs, "SITE", tmp_path)
-    for new in docs.MOVED.values():
-        (tmp_path / new.split("/#")[0]).mkdir()
-        (tmp_path / new.split("/#")[0] / "index.html").write_text(f'<h2 id="{new.partition("/#")[2] or "top"}">A heading</h2>')
-    assert docs.check() == 0
-    assert 'url=../checkpoints/#stop-a-run"' in (tmp_path / "stops" / "index.html").read_text()
-    (tmp_path / "checkpoints" / "index.html").write_text("<h2>Stop a run</h2>")
-    assert docs.check() == 1
-
-
 def test_the_way_of_a_completion_is_counted():
     way = re.findall(r"^\d+\. `(.*?)`", section("Path of a completion"), re.M)
     assert all((PACKAGE / path).is_file() for path in way)

@@ -12,7 +12,6 @@ from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRo
 from megatron_grpo.base.files import read_object
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.checkpoint.samples import read_samples
-from megatron_grpo.config.table import in_current_names
 from megatron_grpo.types import Sample
 
 FORMAT = 1
@@ -73,7 +72,7 @@ def _dump(samples: list[Sample], run: Path, settings: dict[str, Any], lacks: lis
     rows = [_row(sample, tables.get((sample.rollout, sample.prompt_number), {}), forward or {}, version) for sample in samples]
     if not rows or rows[0].rewards is None:
         lacks.append(LACKS["rewards"])
-    return Dump(rows=rows, settings=in_current_names(settings), lacks=lacks, **facts)
+    return Dump(rows=rows, settings=settings, lacks=lacks, **facts)
 
 
 def _row(sample: Sample, group: dict[int, Any], forward: Mapping[str, np.ndarray], version: int | None) -> DumpedRow:

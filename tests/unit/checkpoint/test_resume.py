@@ -18,7 +18,7 @@ from megatron_grpo.checkpoint.manifest import POINTER, Folder, RunOrigin, manife
 from megatron_grpo.checkpoint.resume import find_checkpoints, plan_resume
 from megatron_grpo.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
 from megatron_grpo.config.parse import resolve
-from megatron_grpo.config.table import former_names, table
+from megatron_grpo.config.table import table
 from megatron_grpo.types import Progress
 from tests.checkpoint_files import fingerprints
 
@@ -74,22 +74,6 @@ def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
     assert resume.lines(resume.candidates[0]) == [
         f"Resuming from {tmp_path}/checkpoints/iter_0000004: 4 of 9 optimizer steps done.",
         "It is not confirmed good yet: no step has been trained from it, as usual for the newest checkpoint.",
-    ]
-
-
-def test_settings_that_an_earlier_version_saved_under_former_names_are_compared_as_the_same(tmp_path):
-    flags = ["--exclude_zero_std_groups", "true", "--share_prefix", "false", "--bitwise_parity", "true"]
-    settings = settings_of(configured(tmp_path, *flags)[0])
-    current = {new: old for old, new in former_names().items()}
-    saved(tmp_path, 4, settings={current.get(name, name): value for name, value in settings.items()})
-    manifest = json.loads((tmp_path / "checkpoints/iter_0000004/manifest.json").read_text())
-    assert manifest["settings"]["exclude_dead_groups"] is True and "exclude_zero_std_groups" not in manifest["settings"]
-    resume = judged(tmp_path, *flags)
-    assert resume.candidates[0].changes == ()
-    assert [str(change) for change in judged(tmp_path).candidates[0].changes] == [
-        "share_prefix  false -> auto",
-        "bitwise_parity  true -> false",
-        "exclude_zero_std_groups  true -> false",
     ]
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -15,8 +12,6 @@ import pytest
 from megatron_grpo.checkpoint import samples as file_of_samples
 from megatron_grpo.checkpoint.samples import UnknownSamplesError, column_types, file_of, read_samples, unreadable_reason
 from megatron_grpo.types import Sample, SampleWithOldLogprobs
-
-FORMAT_1 = Path(__file__).parents[2] / "data" / "format_1.tar.xz"
 
 
 def sample(kind=Sample, **changes):
@@ -146,7 +141,7 @@ def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
     (lambda header: header["kinds"]["Row"].update(colour="str"), "the field Row.colour, which megatron_grpo 0.1.0 does not know"),
     (lambda header: header["kinds"].update(Column={}), "samples of the kind Column, which"),
     (lambda header: header["kinds"]["Row"].update(number="str"), "Row.number as str; in megatron_grpo 0.1.0 it is int"),
-    (lambda header: header.update(format=3), "has format 3; megatron_grpo 0.1.0 reads formats 1 and 2"),
+    (lambda header: header.update(format=3), "has format 3; megatron_grpo 0.1.0 reads format 2"),
 ], ids=["field", "kind", "type", "format"])  # fmt: skip
 def test_what_is_not_known_is_refused_with_its_name_and_the_version_that_wrote_it(tmp_path, change, says):
     (tmp_path / "file").write_bytes(file_of([row(3)]))
@@ -176,65 +171,3 @@ def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
 def test_every_field_of_todays_samples_can_be_saved():
     for kind in (Sample, SampleWithOldLogprobs):
         assert column_types(kind).keys() == {field.name for field in fields(kind)} - set(file_of_samples.NOT_SAVED)
-
-
-# -- format 1 ------------------------------------------------------------------------------------------------------------------------------
-
-
-def write_format_1(path, samples):
-    """What 5dcdde2 did with fields that are arrays and scalars, `mask` under its old name and without what came later."""
-    arrays = {"kinds": np.array([type(one).__name__ for one in samples], dtype=np.str_)}
-    for kind in dict.fromkeys(map(type, samples)):
-        for name in ("number", "token_ids", "mask", "version", *(("marks",) if kind is MarkedRow else ())):
-            values = [getattr(one, name) for one in samples if type(one) is kind]
-            key = f"{kind.__name__}.{'loss_mask' if name == 'mask' else name}"
-            if isinstance(values[0], np.ndarray):
-                arrays |= {key: np.concatenate(values), f"{key}.lengths": np.array([len(value) for value in values], dtype=np.int64)}
-            else:
-                arrays[key] = np.array(values)
-    with path.open("wb") as stream:
-        np.savez(stream, **arrays)
-
-
-def test_a_file_of_format_1_is_read_under_the_new_names_and_its_rows_were_fresh_when_sampled(tmp_path):
-    rows = [
-        row(3, version=4, on_policy_version=4),
-        row(5, MarkedRow, marks=np.ones(5), version=2, on_policy_version=2),
-        row(2, version=5, on_policy_version=5),
-    ]
-    write_format_1(tmp_path / "file", rows)
-    assert_same(read_samples(tmp_path / "file", Row), rows)
-    assert unreadable_reason(tmp_path / "file", Row) is None
-
-
-def test_a_file_of_format_2_with_former_names_of_fields_is_read(tmp_path):
-    samples, former = [sample(is_zero_std=True), sample(row=1)], {new: old for old, new in file_of_samples.RENAMED.items()}
-    with np.load(io.BytesIO(file_of(samples))) as file:
-        arrays = dict(file)
-    header = json.loads(str(arrays["header"]))
-    header["kinds"] = {
-        kind: {former.get(name, name): column for name, column in columns.items()} for kind, columns in header["kinds"].items()
-    }
-    renamed = {}
-    for key, array in arrays.items():
-        kind, dot, rest = key.partition(".")
-        name, second_dot, ending = rest.partition(".")
-        renamed[f"{kind}{dot}{former.get(name, name)}{second_dot}{ending}"] = array
-    assert "Sample.is_dead" in renamed and "Sample.is_zero_std" not in renamed
-    np.savez(tmp_path / "old.npz", **renamed | {"header": np.array(json.dumps(header))})
-    assert_same(read_samples(tmp_path / "old.npz"), samples)
-
-
-@pytest.mark.parametrize("case", ["one_rank", "two_ranks"])
-def test_a_file_that_5dcdde2_wrote_is_read(tmp_path, case):
-    with tarfile.open(FORMAT_1) as tar:
-        content = tar.extractfile(f"{case}/checkpoints/iter_0000004/grpo/pending.npz").read()
-    (tmp_path / "file").write_bytes(content)
-    rows = read_samples(tmp_path / "file")
-    assert len(rows) == 12 and {type(one) for one in rows} == {SampleWithOldLogprobs}
-    with np.load(io.BytesIO(content)) as written:
-        assert np.array_equal(np.concatenate([one.token_ids for one in rows]), written["AnchoredSample.token_ids"])
-        assert np.array_equal(np.concatenate([one.old_logprobs for one in rows]), written["AnchoredSample.old_logprobs"])
-        assert {one.old_logprobs_from for one in rows} == set(written["AnchoredSample.anchored_by"].tolist())
-        masks = [one.mask if hasattr(one, "mask") else one.loss_mask for one in rows]
-        assert np.array_equal(np.concatenate(masks), written["AnchoredSample.loss_mask"])

@@ -84,7 +84,6 @@ def test_help_lists_the_sections_at_its_end_and_explains_each(capsys):
         (["lr"], {"lr", "vit_lr", "lr_decay_style", "min_lr"}, {"loss_type"}),
         (["learning_rate"], {"lr"}, {"min_lr"}),
         (["gradient-accumulation"], {"gradient_accumulation_steps"}, {"lr"}),
-        (["same_bits"], {"bitwise_parity"}, {"lr"}),
         (["EXPERT", "parallel"], {"expert_model_parallel_size"}, {"tensor_model_parallel_size", "moe_permute_fusion"}),
     ],
 )
@@ -110,3 +109,9 @@ def test_help_on_an_unknown_name_is_an_error(capsys, words, message):
 def test_help_texts_are_phrases_without_idiom():
     odd = re.compile(r"\b(is said|is told|so many|so long|nobody|whatever|of its own|kept words|pictures?|timetable|judged?)\b")
     assert {name: row.help for name, row in table().items() if odd.search(row.help) or row.help.endswith(".")} == {}
+
+
+def test_the_second_word_of_dataset_is_a_hidden_setting(capsys):
+    assert config.resolve(["--further_datasets", "b.jsonl", "--dataset", "a.jsonl"]).data.further_datasets == ["b.jsonl"]
+    assert main(["train", "--help", "all"]) == 0
+    assert "further_datasets" not in capsys.readouterr().out
