@@ -148,3 +148,14 @@ def test_files_and_links_that_pages_name_exist(page):
     for name in re.findall(r"`((?:[\w.]+/)+[\w.]*\.(?:py|sh|md|yaml))`", text):
         near = (HERE / name, PACKAGE / name, page.parent / name)
         assert any(path.exists() for path in near), name
+
+
+def test_a_link_that_leads_nowhere_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(docs, "SITE", tmp_path)
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "index.html").write_text('<a href="../other/#here">a link</a>')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "index.html").write_text('<h2 id="here">A heading</h2>')
+    assert docs.check() == 0
+    (tmp_path / "other" / "index.html").write_text("<h2>A heading</h2>")
+    assert docs.check() == 1
