@@ -1,15 +1,18 @@
 """Two checkouts, byte for byte: what the program says, plans, translates, trains and writes is what it was.
 
     python tools/same_as_before.py OLD NEW                       # folders, or git revisions, which are checked out beside each other
-    python tools/same_as_before.py ed38954 . --only plan help    # some kinds: help, plan, sentences, translations, runs
+    python tools/same_as_before.py ed38954 . --only plan help    # some kinds: help, plan, sentences, translations, imports, runs
     python tools/same_as_before.py ed38954 --keep /tmp/before    # ask one side once; the folder then stands for OLD
 
 Guards a change that should change nothing, moved files or another cut: whatever is not meant to differ is one line, `plan: 71 of 71 the
-same`, and whatever differs is named with the first place where it does. Ends with 1 if anything differs. It knows the command line and the
-formats of files, and no module of the package: where a list of cases or a scripted sampler is a test's, each side uses its own copy.
+same`, and whatever differs is named with the first place where it does. Ends with 1 if anything differs, and also if a case compares
+nothing: both sides give the same traceback or failed import, or the same failed run. It knows the command line and the formats of files,
+and no module of the package: where a list of cases or a scripted sampler is a test's, each side uses its own copy; a name that an input
+imports (`@StepOutput`) is looked up in each side's files, so the two may have other folders.
 
-Each side runs in processes of its own, both at once, with the packages of the environment that this is called from. Times, places and
-process numbers are masked. The tensors of checkpoints after the first step hold its gradients (`exp_avg`).
+Each side runs in processes of its own, both at once, with the packages of the environment that this is called from, but for its editable
+installs of this package: a name that a tree lacks is missing there. Times, places and process numbers are masked. The tensors of
+checkpoints after the first step hold its gradients (`exp_avg`).
 """
 
 from __future__ import annotations
@@ -26,10 +29,13 @@ import os
 import pickle
 import re
 import shutil
+import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import venv
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,9 +46,9 @@ from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 Results = Iterator[tuple[str, str]]  # of one kind: name and text
-COMMANDS = ("train", "plan", "rehearse", "eval", "export", "serve", "doctor", "mismatch", "replay", "whatif")
 ENVIRONMENT = {"COLUMNS": "140", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",
-               "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "NO_COLOR": "1"}  # fmt: skip
+               "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "NO_COLOR": "1",
+               "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
 ASKED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 MASKED = [re.compile(pattern) for pattern in (
     rf"{tempfile.gettempdir()}/[\w./-]+", r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?", r"\b\d+(\.\d+)? s\b",
@@ -50,6 +56,24 @@ MASKED = [re.compile(pattern) for pattern in (
     r"megatron_grpo/[\w/]+\.py:\d+", r'(?<=File "TREE/)[^"]*", line \d+', r'"seconds\w*": [\d.]+',
 )]  # fmt: skip
 TIMED = re.compile(r"^time/|seconds|tokens_per_second")  # names in metrics.jsonl whose values are of the clock
+# What is compared and should not be: the case itself is broken. `sentences` has imports that fail on purpose, but none of our own modules.
+OURS = "'(megatron_grpo|tests)"
+BROKEN = {"sentences": rf"Traceback \(most recent|cannot import name .* from {OURS}\b|No module named {OURS}\b",
+          "runs": r"(?m)Traceback \(most recent|^exit code (?!0$)"}  # fmt: skip
+ANY_BROKEN = r"Traceback \(most recent|ImportError|ModuleNotFoundError|cannot import name|No module named"
+# The process of one side begins with this: an editable install of another checkout would answer for modules that the tree lacks.
+OWN_TREE = """import site, sys
+for folder in {folders!r}:
+    site.addsitedir(folder)
+sys.meta_path[:] = [f for f in sys.meta_path if "megatron_grpo" not in getattr(sys.modules.get(f.__module__), "MAPPING", ())]
+"""
+PLAIN_RUN = """import json, sys
+from tests.end_to_end import scripted
+
+code = scripted.train(0, 1, sys.argv[1:])
+files = [name for name, module in sys.modules.items() if name.split(".")[0] == "megatron_grpo" and getattr(module, "__file__", None)]
+print(json.dumps([code, files]))
+"""
 
 
 def write_inputs() -> None:
@@ -76,8 +100,24 @@ def write_inputs() -> None:
     for name, lines in (("rows", rows), ("seen", seen), ("chats", chats)):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path("lengths.txt").write_text("".join(f"{n} {3 * n}\n" for n in range(10, 900, 7)))
+
+
+def write_own_files(tree: Path) -> None:
+    """The files of the list, in which `@Name` stands for the module of a side that defines the class Name."""
+    sources = {file: file.read_text() for file in sorted((tree / "megatron_grpo").rglob("*.py"))}
+
+    def module_of(found: re.Match[str]) -> str:
+        at = [file for file, source in sources.items() if re.search(rf"^class {found[1]}\b", source, re.MULTILINE)]
+        if len(at) != 1:
+            raise SystemExit(f"the class {found[1]} of an input is defined in {len(at)} files: {', '.join(map(str, at))}")
+        return dotted(at[0], tree)
+
     for name, text in ASKED["files"].items():
-        Path(name).write_text(text)
+        Path(name).write_text(re.sub(r"(?<=from )@(\w+)", module_of, text))
+
+
+def dotted(file: Path, tree: Path) -> str:
+    return ".".join(file.relative_to(tree).with_suffix("").parts).removesuffix(".__init__")
 
 
 # ---- asking one side ---------------------------------------------------------------------------------------------------------------------
@@ -103,7 +143,10 @@ def said(*words: str) -> str:
 
 
 def helps(tree: Path) -> Results:
-    for words in ((), ("--help",), ("--version",), *((command, "--help") for command in COMMANDS)):
+    commands = re.findall(r"^  ([a-z][\w-]*) {2,}\S", said("--help"), re.MULTILINE)
+    if not commands:
+        raise SystemExit(f"`--help` lists no command:\n{said('--help')}")
+    for words in ((), ("--help",), ("--version",), *((command, "--help") for command in commands)):
         yield " ".join(words), said(*words)
 
 
@@ -154,6 +197,55 @@ def rows_of_tests(tree: Path) -> Iterator[list[str]]:
                 for row in mark.args[1]:
                     dialect, words = (getattr(row, "values", row)[mark.args[0].index(name)] for name in ("dialect", "words"))
                     yield [dialect, *(words.split() if isinstance(words, str) else words)]
+
+
+def imports(tree: Path) -> Results:
+    """How many package files a plain run imports, and which; whether each module can be imported first.
+
+    A file is named by its last name, and by its number among those of that name: a folder that moved is no difference.
+    """
+    flags = ["--model", "small", "--output_dir", "plain", *ASKED["run_with"].split(), *ASKED["plain_run"].split()]
+    ended = subprocess.run([sys.executable, "-c", PLAIN_RUN, *flags], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if ended.returncode or not ended.stdout.strip().endswith("]"):
+        raise SystemExit(f"the plain run ended with {ended.returncode}:\n{ended.stdout[-2000:]}{ended.stderr[-4000:]}")
+    code, files = json.loads(ended.stdout.splitlines()[-1])
+    yield "a plain run ends", f"exit code {code}"
+    yield "files that a plain run imports", str(len(files))
+    for short, _ in with_short_names(files):
+        yield f"a plain run imports {short}", "yes"
+    for name in importlib.import_module("tests.zygote").MODULES:  # packages of others, once for all
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    modules = [dotted(file, tree) for file in sorted((tree / "megatron_grpo").rglob("*.py")) if file.stem != "__main__"]
+    for short, name in with_short_names(modules):
+        yield f"{short} alone", imported(name)
+
+
+def with_short_names(names: list[str]) -> Iterator[tuple[str, str]]:
+    seen: Counter[str] = Counter()
+    for name in sorted(names):
+        short = name.rpartition(".")[2]
+        seen[short] += 1
+        yield (f"{short} ({seen[short]})" if seen[short] > 1 else short), name
+
+
+def imported(name: str) -> str:
+    """What an import of this module says in a child that has imported no other of the package."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+            text = "can be imported"
+        except BaseException as error:  # noqa: BLE001 - whatever an import raises is the answer
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        text = stream.read().decode(errors="replace")
+    status = os.waitpid(child, 0)[1]
+    return text or f"the import ended the process with status {status}"
 
 
 def runs(tree: Path) -> Results:
@@ -208,16 +300,25 @@ def written(file: Path) -> Results:
 
 
 KINDS: dict[str, Callable[[Path], Results]] = {
-    "help": helps, "plan": plans, "sentences": sentences, "translations": translations, "runs": runs,
+    "help": helps, "plan": plans, "sentences": sentences, "translations": translations, "imports": imports, "runs": runs,
 }  # fmt: skip
+
+
+WITH_INPUTS = ("plan", "imports", "runs")
 
 
 def ask(tree: Path, folder: Path, kind: str) -> None:
     """In a process whose path begins with `tree`: results.jsonl of one kind, with everything masked that is this side's or this hour's."""
     os.chdir(folder)
+    if kind in WITH_INPUTS:
+        write_own_files(tree)
     with open("results.jsonl", "w") as out:
         for name, text in KINDS[kind](tree):
             print(json.dumps([masked(name, tree, folder), masked(text, tree, folder)]), file=out, flush=True)
+    files = {name: Path(module.__file__) for name, module in sys.modules.items() if getattr(module, "__file__", None)}
+    own = {name: file for name, file in files.items() if name.split(".")[0] in ("megatron_grpo", "tests")}
+    if foreign := [f"{name} from {file}" for name, file in own.items() if not file.resolve().is_relative_to(tree.resolve())]:
+        raise SystemExit(f"{tree} is not alone, it imported: {', '.join(foreign)}")
 
 
 def masked(text: Any, tree: Path, folder: Path) -> str:
@@ -252,7 +353,8 @@ def main() -> int:
         trees = {side: stack.enter_context(checkout(name, Path(folder) / f"{side}_tree")) for side, name in named.items()}
         inputs = Path(folder) / "inputs"
         inputs.mkdir()
-        if {"plan", "runs"} & set(asked.only):
+        write_python(Path(folder) / "python")
+        if set(WITH_INPUTS) & set(asked.only):
             start(ROOT, inputs, "inputs")
         if not asked.keep:
             return 0 if all([compared(kind, trees, Path(folder)) for kind in asked.only]) else 1
@@ -276,12 +378,24 @@ def checkout(name: str, at: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(at)], check=True)
 
 
+def write_python(at: Path, folders: Sequence[str] | None = None) -> None:
+    """An environment with the packages of this one, in which an editable install does not answer for the package.
+
+    The processes that a side starts (ranks, servers) run this Python too, with whatever path they set.
+    """
+    venv.create(at, symlinks=True, with_pip=False)
+    [packages] = at.glob("lib/python*/site-packages")
+    folders = folders or [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    (packages / "own_tree.py").write_text(OWN_TREE.format(folders=folders))
+    (packages / "own_tree.pth").write_text("import own_tree\n")
+
+
 def start(tree: Path, folder: Path, kind: str) -> None:
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
-    command = [sys.executable, str(Path(__file__).resolve()), str(tree), str(tree), "--ask", str(folder), kind]
-    finish_reason = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if finish_reason.returncode:
-        raise SystemExit(f"{kind} of {tree} ended early with {finish_reason.returncode}:\n{finish_reason.stderr[-6000:]}")
+    command = [str(folder.parent / "python/bin/python"), str(Path(__file__).resolve()), str(tree), str(tree), "--ask", str(folder), kind]
+    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if ended.returncode:
+        raise SystemExit(f"{kind} of {tree} ended early with {ended.returncode}:\n{ended.stderr[-6000:]}")
 
 
 def answers(kind: str, side: str, tree: Path, folder: Path) -> Path:
@@ -295,16 +409,25 @@ def answers(kind: str, side: str, tree: Path, folder: Path) -> Path:
 
 
 def compared(kind: str, trees: dict[str, Path], folder: Path) -> bool:
-    """Asks both sides, prints what differs and one line; whether nothing does."""
+    """Asks both sides, prints what differs, what compares nothing, and one line; whether all is well."""
     with ThreadPoolExecutor(2) as both:
         files = both.map(lambda side: answers(kind, side, trees[side], folder), trees)
     old, new = (dict(map(json.loads, file.open())) for file in files)
     differ = [name for name in (*old, *(new.keys() - old.keys())) if old.get(name) != new.get(name)]
     for name in differ[:40]:
         print(f"{kind}: {name!r}\n" + first_difference(old.get(name), new.get(name)))
+    nothing = {name: line for name in old if name not in differ and (line := broken(kind, old[name]))}
+    for name, line in itertools.islice(nothing.items(), 40):
+        print(f"{kind}: {name!r} compares nothing, both sides fail:\n  = {line}")
     total = len(old.keys() | new.keys())
-    print(f"{kind}: {total - len(differ)} of {total} the same", flush=True)
-    return not differ and total > 0
+    print(f"{kind}: {total - len(differ)} of {total} the same" + (f", and {len(nothing)} compare nothing" if nothing else ""), flush=True)
+    return not differ and not nothing and total > 0
+
+
+def broken(kind: str, text: str) -> str | None:
+    """The line by which a case is seen to compare an error of the tool's own inputs; None if it compares what it should."""
+    found = re.search(BROKEN.get(kind, ANY_BROKEN), text)
+    return found and text[text.rfind("\n", 0, found.start()) + 1 :].partition("\n")[0][:200]
 
 
 def first_difference(old: str | None, new: str | None) -> str:
