@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing, then runs every check of the project: style, types, layers, the site's links, tests. Arguments go to pytest, which then runs alone:
+# Installs what is missing, then runs every check of the project: style, types, layers, sizes, the site's links, tests. Arguments go to pytest, which then runs alone:
 #
 #   bash tools/test.sh                                    everything
 #   bash tools/test.sh tests/unit -k advantages           some tests
@@ -67,6 +67,7 @@ check_files() {
     check format ruff format --check .
     check types mypy
     check layers lint-imports
+    check size python -m tests.size_ledger
     check site bash tools/docs.sh
     [ ${#failed[@]} = 0 ] || { echo "[test] failed: $(IFS=,; echo "${failed[*]}")"; return 1; }
 }
@@ -78,7 +79,7 @@ if [ $# = 0 ]; then
     report="$(mktemp)"
     check_files >"$report" 2>&1 & files=$!  # beside the tests, of which some wait
     check tests python -m pytest -n 2
-    wait "$files" || failed+=("style, format, types, layers or site")
+    wait "$files" || failed+=("style, format, types, layers, size or site")
     cat "$report"
     rm "$report"
 else

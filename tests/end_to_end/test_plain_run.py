@@ -1,4 +1,4 @@
-"""What a run does not use, it does not import."""
+"""What a run does not use, it does not import; and how many files it imports, and a step enters: at most the figures of size.toml."""
 
 from __future__ import annotations
 
@@ -7,27 +7,47 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import size_ledger
 from tests.end_to_end import runs
 
 PLUG_INS = ("analysis", "environments", "servers", "rewards.builtin")
-MOST_FILES = 186  # 154 of them run code; 16 are the docstrings of packages
 
+# A step: from the first completion of the second rollout to the first of the third, 16 completions later.
 RUN = """
 import json, sys
 from tests.end_to_end import scripted
 
+calls, entered, answers_of = [], set(), scripted.answers_of
+
+def counted(cfg, path):
+    answer = answers_of(cfg, path)
+    def count(*asked):
+        calls.append(asked)
+        return answer(*asked)
+    return count
+
+def note(frame, event, argument):
+    if event == "call" and 16 < len(calls) <= 32:
+        entered.add(frame.f_code.co_filename)
+
+scripted.answers_of = counted
+sys.setprofile(note)
 code = scripted.train(0, 1, sys.argv[1:])
-files = [name for name, module in sys.modules.items() if name.startswith("megatron_grpo") and getattr(module, "__file__", None)]
-print(json.dumps([code, files]))
+sys.setprofile(None)
+files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items() if name.split(".")[0] == "megatron_grpo"}
+files = {name: file for name, file in files.items() if file}
+print(json.dumps([code, len(calls), list(files), [name for name, file in files.items() if file in entered]]))
 """
 
 
 def test_a_plain_run_imports_no_plug_in_room(tmp_path):
-    flags = [*runs.write_inputs(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    flags = [*runs.write_inputs(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_steps", "3"]
     flags += ["--logprob_diff_warn", "1"]  # the scripted log-probs are a little off, and a step that is kept is no plain one
     root = Path(__file__).parents[2]
     said = subprocess.run([sys.executable, "-c", RUN, *flags], capture_output=True, text=True, cwd=root, check=True).stdout
-    code, files = json.loads(said.splitlines()[-1])
+    code, completions, files, of_a_step = json.loads(said.splitlines()[-1])
     assert code == 0 and "megatron_grpo.policy.policy" in files
     assert [name for name in files if name.removeprefix("megatron_grpo.").startswith(PLUG_INS)] == []
-    assert len(files) <= MOST_FILES
+    assert completions == 3 * 16 and "megatron_grpo.trainer.sample_buffer" in of_a_step
+    limits, most = size_ledger.read(), f"{len(files)} files are imported, and a step enters {len(of_a_step)}"
+    assert len(files) <= limits["plain_run_files"] and len(of_a_step) <= limits["step_files"], most
