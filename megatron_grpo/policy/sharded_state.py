@@ -214,10 +214,15 @@ def _count_steps(optimizer: Any, step: int) -> None:
     """Set Adam's step counts to that of the checkpoint.
 
     Megatron-Core gives all parameters one step tensor, which torch would advance once for each of them.
+
+    The FusedAdam of Transformer Engine and of Apex counts in its groups, and a new one has no count there until its first step. A hybrid
+    optimizer copies its groups into its parts before every step, so a count in them would replace that of a FusedAdam.
     """
     for inner in torch_optimizers(optimizer):
+        counts_in_groups = not isinstance(inner, (torch.optim.Adam, HybridDeviceOptimizer))
         for group in inner.param_groups:
-            if "step" in group:  # Transformer Engine and Apex count here
+            group.pop("step", None)
+            if counts_in_groups:
                 group["step"] = step
         for entry in inner.state.values():
             if isinstance(inner, torch.optim.Adam) or "step" in entry:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.types import Progress, Sample, SampleWithOldLogprobs
+from tests import fused_adam
 from tests.ranks import run_ranks
 
 LAYERS = 4
@@ -61,7 +62,8 @@ class Policy:
     """A small GPT with Megatron's DDP and distributed optimizer; `step` moves it by a gradient that is a function of each weight alone,
     so that every layout takes the same step."""
 
-    def __init__(self, world_size, *, tp=1, pp=1, vpp=None, ep=1, experts=None, bf16=False, seed=0, hidden=64, distributed=True, lr=1e-2):
+    def __init__(self, world_size, *, tp=1, pp=1, vpp=None, ep=1, experts=None, bf16=False, seed=0, hidden=64, distributed=True, lr=1e-2,
+                 fused=False):  # fmt: skip
         import torch
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
@@ -77,6 +79,9 @@ class Policy:
 
         start(Layout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep), seed=seed)
         from megatron.core import parallel_state as ps
+
+        if fused:
+            fused_adam.take()
 
         dtype = torch.bfloat16 if bf16 else torch.float32
         config = TransformerConfig(
@@ -356,9 +361,10 @@ def test_an_optimizer_that_is_not_distributed_continues_as_if_uninterrupted(tmp_
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"bf16": True}, {"distributed": False}, {"bf16": True, "distributed": False}, {"experts": 4}],
-    ids=["fp32", "bf16", "fp32, whole", "bf16, whole", "experts"],
-)
+    [{}, {"bf16": True}, {"distributed": False}, {"bf16": True, "distributed": False}, {"experts": 4},
+     {"fused": True, "experts": 4}, {"fused": True, "bf16": True, "distributed": False}],
+    ids=["fp32", "bf16", "fp32, whole", "bf16, whole", "experts", "FusedAdam, experts", "FusedAdam, bf16, whole"],
+)  # fmt: skip
 def test_a_run_resumed_after_every_step_is_the_run_that_was_never_stopped(tmp_path, layout):
     """The second resume reads what a resumed run has written."""
     run_ranks(save_after, 1, tmp_path / "whole", 3, 0, layout)
