@@ -30,7 +30,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def take() -> None:
-    """Makes Megatron-Core take it, as it takes Transformer Engine's or Apex's where one of them is installed. For a rank of a test alone."""
+    """Makes Megatron-Core take it, as it takes Transformer Engine's or Apex's where one is installed. For a rank of a test alone."""
     import megatron.core.optimizer as optimizers
     from megatron.core.optimizer import distrib_optimizer
 

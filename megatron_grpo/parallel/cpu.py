@@ -2,7 +2,8 @@
 
 Megatron-Core's schedules, DDP buffers, optimizers and MoE layers are ordinary PyTorch, but they name CUDA: as `torch.cuda.*` calls, as
 `device="cuda"`, and as type strings. `enable()` makes those names mean the CPU. It is never imported where there is a GPU. Nothing here
-changes what is computed.
+changes what is computed. A repair of Megatron-Core that a GPU needs too, as one without Transformer Engine does, does not belong here, but
+in the module of `policy` that uses the repaired code.
 """
 
 from __future__ import annotations
@@ -109,9 +110,6 @@ def _patch_megatron():
     # It warns when the CPU's generator advances while it guards the GPU's: here they are the same.
     logging.getLogger(mcore_random.__name__).setLevel(logging.ERROR)
     mcore_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # only imported with Transformer Engine, yet compared with None without it
 
 
 def _patch_gloo():

@@ -16,12 +16,16 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy.packed_batch import LocalBatch
 from megatron_grpo.types import MicroBatch
+
+# Megatron-Core 0.16 imports this only with Transformer Engine, and in each forward of a router compares it with None: on a GPU too.
+vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 class RouterPass:
