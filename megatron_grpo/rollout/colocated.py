@@ -242,6 +242,7 @@ class ColocatedEngine:
 
     def load_weights(self, update: WeightUpdate) -> None:
         self.version = NO_VERSION  # until all of it has arrived
+        self._finish_steps()
         self._wake("weights")
         if update.kind == "adapter":
             self._load_adapter(update)
@@ -307,6 +308,7 @@ class ColocatedEngine:
 
     def _sleep(self) -> None:
         if self._sleep_level:
+            self._finish_steps()
             self._buffers = self._llm.collective_rpc(buffers_of)
             self._llm.sleep(level=self._sleep_level)
             self._asleep = {"weights", "kv_cache"}
@@ -317,7 +319,7 @@ class ColocatedEngine:
         if self._llm is not None:
             with vllm_patches.restore_process():
                 self._llm.llm_engine.engine_core.shutdown()
-                self._llm = None
+                self._llm, self._weights = None, WeightLoader()  # its tables hold the model's layers
                 if torch.cuda.is_available():  # the next engine of this process may need the GPU's memory
                     gc.collect()
 
@@ -331,6 +333,17 @@ class ColocatedEngine:
     def _clear_image_cache(self) -> None:
         # vLLM caches the old vision tower's outputs by image, and would reuse them.
         self._llm.llm_engine.reset_encoder_cache()
+
+    def _finish_steps(self) -> None:
+        """Step the idle engine until no step is in flight.
+
+        With asynchronous scheduling, vLLM's default on a GPU, one more step is in flight when the last request stops. Its results are not
+        needed, but vLLM must have taken them before its caches are reset: if it returns experts, a later rollout fails otherwise.
+        """
+        engine = self._llm.llm_engine
+        with vllm_patches.restore_process():
+            while engine.engine_core.engine_core.batch_queue and not engine.has_unfinished_requests():
+                engine.step()
 
     def _request_seed(self, seed: int, prompt: Prompt, sampling: SamplingSettings) -> int | None:
         # Never None: without a seed each rank of an engine uses its own global generator, and they sample different tokens.

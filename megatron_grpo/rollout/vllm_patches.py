@@ -39,6 +39,7 @@ _HARMLESS = {
         "%s is not found in LD_PRELOAD",
         "CPU backend doesn't allow to use `torch.set_num_threads`",
     ),  # hints about speed
+    "vllm.utils.jit_monitor": ("%s %s during inference",),  # kernels that compile at their first use, the trainer's too
     "vllm.triton_utils.dispatcher": ("Kernel %s is already registered",),  # by an earlier engine of this process
     "vllm.platforms.interface": ("Unknown vLLM environment variable detected",),  # which an earlier engine has set
     # restore_process restores the seed; vLLM itself runs without chunks on some CPUs.
@@ -95,6 +96,7 @@ def _prepare(*, on_gpu: bool) -> None:
     env = os.environ
     env.setdefault("VLLM_NO_USAGE_STATS", "1")  # no report about the user's machine leaves it
     env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # its INFO lines would bury the progress line
+    env.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # which vLLM prints for kernels of the trainer too
     env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output belongs to the program
     quiet()
     if on_gpu:
@@ -345,17 +347,22 @@ def restore_process() -> Iterator[None]:
     Building an engine reseeds the global generators of Python, NumPy and torch. Sampling uses torch's even when every request has a seed;
     Model Runner V2 uses NumPy's for a request that has none, as scoring requests do. Without this the trainer's random numbers would depend
     on the sampler. vLLM also overwrites LOCAL_WORLD_SIZE (with its own TP size), LD_PRELOAD (which child processes would inherit), and
-    `torch.set_num_threads` (with a function that only warns).
+    `torch.set_num_threads` (with a function that only warns). On a GPU it leaves torch one CPU thread, where the optimizer on the host needs
+    all, and sets the precision of torch's float32 products.
     """
     saved = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    set_num_threads = torch.set_num_threads
+    set_num_threads, num_threads, precision = torch.set_num_threads, torch.get_num_threads(), torch.get_float32_matmul_precision()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
         _set_environment(saved)

@@ -17,13 +17,17 @@ PROMPT = "prompt-"  # `name_PROMPT3` is the name of a request for a completion o
 
 
 def patch_scheduling(llm: Any) -> None:
-    """Patch an engine that runs on a CPU in this process. Does nothing to an engine with another kind of KV cache, or with chunked prefill.
+    """Patch an engine that runs on a CPU in this process, with vLLM's older model runner (V1).
+
+    Does nothing to an engine with another kind of KV cache, with chunked prefill, or with Model Runner V2, which a CPU with Triton has.
 
     Args:
         llm: vLLM's LLM.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    if llm.llm_engine.vllm_config.use_v2_model_runner:
+        return
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]

@@ -357,6 +357,8 @@ class WeightLayoutRecorder(TorchDispatchMode):
             record.form), padding=[(weight, to, value) for weight, record in records_here.items() for to, value in record.padding],
             num_copies=sum(len(record.copies) for record in records_here.values()),
         )  # fmt: skip
+        if unit.packed and torch.cuda.is_available():  # packing makes new memory: CUDA graphs would read the old
+            return f"{path} keeps its weights in another form than it loads them, which needs new memory"
         for weight, record in records_here.items():
             for name, to, part in record.copies:
                 self._table.copies[name].append(TensorCopy(len(self._table.units), weight, to, part))

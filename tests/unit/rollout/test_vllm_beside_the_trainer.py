@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
+from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +16,11 @@ import torch
 from megatron_grpo.base import launcher
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout.colocated import ColocatedEngine
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.vllm_requests import problem_of
+from megatron_grpo.rollout.vllm_scheduling import patch_scheduling
+from megatron_grpo.rollout.vllm_weight_layout import CopyTable, ModuleWeights, WeightLayoutRecorder
 from megatron_grpo.rollout.vllm_weights import buffers_of, refuse_changed
 
 
@@ -24,6 +30,105 @@ def test_no_generator_of_the_trainer_moves_while_vllm_works():
         random.seed(7), np.random.seed(7), torch.manual_seed(7)  # as `vllm.utils.torch_utils.set_random_seed` does
         np.random.randint(9)  # as Model Runner V2 does for a request without a seed
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_the_trainer_keeps_its_threads_and_the_precision_of_its_products():
+    """vLLM's GPU worker leaves torch one thread once its weights are loaded, and sets the precision of float32 products."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(2), torch.set_float32_matmul_precision("high")
+    try:
+        with vllm_patches.restore_process():
+            torch.set_num_threads(1), torch.set_float32_matmul_precision("highest")
+            torch.set_num_threads = lambda number: None  # as on a CPU
+        assert torch.get_num_threads() == 2 and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_num_threads(threads), torch.set_float32_matmul_precision(precision)
+
+
+class Asynchronous:
+    """vLLM with asynchronous scheduling: steps in flight after the last request has stopped, which a reset must not meet."""
+
+    def __init__(self, in_flight: int):
+        self.engine_core = SimpleNamespace(batch_queue=deque(range(in_flight)), shutdown=lambda: None)
+        self.engine_core.engine_core = self.engine_core
+        self.llm_engine, self.is_busy, self.slept = self, False, []
+
+    def has_unfinished_requests(self):
+        return self.is_busy
+
+    def step(self):
+        self.engine_core.batch_queue.pop()
+
+    def reset_prefix_cache(self):
+        assert not self.engine_core.batch_queue or self.is_busy, "auxiliary output generation changed with output in flight"
+        return not self.is_busy
+
+    def sleep(self, level):
+        assert not self.engine_core.batch_queue
+        self.slept.append(level)
+
+    def collective_rpc(self, call, args=(), kwargs=None):
+        assert self.is_busy or not self.engine_core.batch_queue
+        return [()]
+
+
+def colocated(llm: Asynchronous) -> ColocatedEngine:
+    return ColocatedEngine(llm, rank=0, world_size=1, tensor_parallel_size=1, max_model_len=64, sleep_level=1)
+
+
+UPDATE: Any = SimpleNamespace(kind="weights", version=1, moves_tower=False, tensors=())
+
+
+def test_no_step_is_in_flight_when_weights_arrive_or_the_engine_sleeps():
+    llm = Asynchronous(2)
+    engine = colocated(llm)
+    engine.load_weights(UPDATE)
+    assert engine.version == 1 and not llm.engine_core.batch_queue
+    llm.engine_core.batch_queue.append(1)
+    with engine.wake_up():
+        pass
+    assert llm.slept == [1]
+
+
+def test_an_engine_with_a_running_request_is_not_stepped_and_refuses_weights():
+    llm = Asynchronous(2)
+    llm.is_busy = True
+    with pytest.raises(WeightSyncError, match="a request is still running"):
+        colocated(llm).load_weights(UPDATE)
+    assert len(llm.engine_core.batch_queue) == 2
+
+
+def test_a_closed_engine_holds_no_layer_of_the_model():
+    engine, layer = colocated(Asynchronous(0)), torch.nn.Linear(2, 2)
+    unit = ModuleWeights(module=layer, loaded={}, live={}, packed=frozenset(), padding=[], num_copies=0)
+    engine._weights.tables[False] = CopyTable(units=[unit])
+    alive = weakref.ref(layer)
+    del layer, unit
+    engine.close()
+    assert alive() is None
+
+
+def test_an_engine_with_model_runner_v2_is_not_patched():
+    patch_scheduling(SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True))))
+
+
+def test_weights_that_are_kept_in_another_form_go_through_vllms_reload_on_a_gpu(monkeypatch):
+    """The table would install new parameters, and CUDA graphs would read the old ones."""
+
+    def outcome(dtype):
+        model = torch.nn.Module()
+        model.layer = torch.nn.Linear(3, 2, bias=False)
+        recorder = WeightLayoutRecorder(model, lambda module: module.to(dtype))
+        with recorder:
+            for name, tensor in recorder.record_names([("layer.weight", torch.rand(2, 3))]):
+                load = lambda layer, info, part=tensor: (layer.weight.data.copy_(part), layer.to(dtype))  # noqa: E731
+                recorder.layer(load, model.layer, SimpleNamespace(loaded_weights=[("weight", None)]))
+        return recorder.outcome()
+
+    assert outcome(torch.float64)[1] is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert outcome(torch.float32)[1] is None
+    assert "layer keeps its weights in another form" in outcome(torch.float64)[1]
 
 
 def test_an_engine_is_made_on_the_gpu_that_the_rank_has(monkeypatch):
