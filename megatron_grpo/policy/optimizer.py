@@ -5,6 +5,7 @@ They are set up so that gradients are plain sums.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -190,6 +191,8 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
     # Float32 weights: inner optimizers refuse views that require gradients.
     with torch.set_grad_enabled(not (cfg.optimizer_cpu_offload or is_precision_aware)):
         optimizer = get_megatron_optimizer(optimizer_config, list(wrapped), **_overrides(cfg))
+        if cfg.optimizer_cpu_offload:
+            gc.collect()  # Megatron-Core has built the hybrid optimizer twice; the first is in cycles, with the weights in float32 on the GPU
         _correct_places(optimizer)
         if is_precision_aware:
             _keep_in_dtypes(optimizer, cfg)

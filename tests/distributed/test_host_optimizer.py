@@ -4,6 +4,7 @@ not. The steps are those of an ordinary optimizer, and a checkpoint holds what t
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_grpo.checkpoint.distributed import read_sharded
 from megatron_grpo.policy.sharded_state import load_state, sharded_state, without_extra_state
+from tests import fused_adam
 from tests import parity_cases as cases
 from tests.checkpoint_files import write_sharded
 from tests.ranks import run_ranks
@@ -55,24 +57,28 @@ def steps(policy, batches, first):
     return {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_host_optimizer_trains_as_another_and_goes_on_from_its_checkpoint_as_if_nothing_had_been(tmp_path, dtype):
+@pytest.mark.parametrize("dtype, on_host", [("float32", 1.0), ("bfloat16", 1.0), ("bfloat16", 0.5)])
+def test_a_host_optimizer_trains_as_another_and_goes_on_from_its_checkpoint_as_if_nothing_had_been(tmp_path, dtype, on_host):
+    """The part on the GPU counts its steps as Transformer Engine's and Apex's does."""
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
     batches = cases.stored_rollout(path, num_steps=3, vocab=125)
     cfg = cases.settings(torch_dtype=dtype)
     (tmp_path / "saved").mkdir()
 
     def run(rank, world):
+        if on_host < 1:
+            fused_adam.take()
         parallel = cases.join(cfg, world)
         plain = steps(cases.build(path, cfg, world, parallel), batches, 0)
         with a_gpu():
             from megatron_grpo.run.build import policy as build
 
             build.machine_problems = lambda *args, **more: []  # there is no GPU
-            host = cfg.with_values({"optimizer_cpu_offload": True})
+            host = cfg.with_values({"optimizer_cpu_offload": True, "optimizer_offload_fraction": on_host})
             straight = steps(cases.build(path, host, world, parallel), batches, 0)
             policy = cases.build(path, host, world, parallel)
-            assert all(isinstance(part, torch.optim.AdamW) for part in policy.optimizer.chained_optimizers[0].optimizer.sub_optimizers)
+            kinds = {type(part) for part in policy.optimizer.chained_optimizers[0].optimizer.sub_optimizers}
+            assert kinds == {torch.optim.AdamW, *([fused_adam.FusedAdam] if on_host < 1 else [])}
             steps(policy, batches[:2], 0)
             again = cases.build(path, host, world, parallel)
         write_sharded(plain_state(policy, is_loading=False), tmp_path / "saved")
@@ -91,6 +97,35 @@ def test_a_host_optimizer_trains_as_another_and_goes_on_from_its_checkpoint_as_i
             assert np.array_equal(straight[name], resumed[name]), name
             bar = 1e-6 if dtype == "float32" else 2e-3  # bfloat16 rounds a weight of 0.3 by 1e-3
             assert np.abs(plain[name] - straight[name]).max() < bar and np.abs(other[name] - straight[name]).max() < bar, name
+
+
+def bytes_of_tensors() -> int:
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"tuner_type": "lora"}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}], ids=str)
+def test_a_build_leaves_no_tensor_to_the_garbage_collector(tmp_path, settings):
+    """On a GPU it would lie there until the collector happens to run."""
+    path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
+    cfg = cases.settings(torch_dtype="bfloat16").with_values(settings)
+
+    def run(rank, world):
+        parallel = cases.join(cfg, world)
+        with a_gpu():
+            from megatron_grpo.run.build import policy as build
+
+            build.machine_problems = lambda *args, **more: []  # there is no GPU
+            cases.build(path, cfg, world, parallel)  # imports, and caches that are filled once
+            gc.collect()
+            gc.disable()
+            policy = cases.build(path, cfg, world, parallel)
+            before = bytes_of_tensors()
+            gc.collect()
+            return before - bytes_of_tensors(), before, len(policy.chunks)
+
+    [(freed, held, _)] = run_ranks(run, 1)
+    assert held > 100_000 and freed == 0
 
 
 class Layer(torch.nn.Linear):
