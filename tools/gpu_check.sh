@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU has to show, in one command, from the repository root: a line a step, PASS, FAIL or SKIP, with seconds; one JSON at the end.
 #
-#   bash tools/gpu_check.sh [--out DIR] [--minutes 20]      a second call goes on where the first one stopped
+#   bash tools/gpu_check.sh [--out DIR] [--minutes 25]      a second call goes on where the first one stopped
 #   bash tools/gpu_check.sh --pack DIR                      wheels for a box that has torch only; then there: PYTHONPATH=DIR bash tools/gpu_check.sh
 #
 # Exit code: 0 where nothing failed, 1 where something did, 2 where the check itself is broken. Without a GPU it says so, checks itself, and

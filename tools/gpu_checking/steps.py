@@ -76,7 +76,8 @@ def _words(command: str, flags: Flags, out: Path) -> list[str]:
     given |= flags
     words = [PYTHON, "-m", "megatron_grpo", command]
     for name, value in given.items():
-        words += [] if value is None else [f"--{name}", str(value).replace("OUT", str(out))]
+        values = value if isinstance(value, tuple) else (value,)
+        words += [] if value is None else [f"--{name}", *(str(one).replace("OUT", str(out)) for one in values)]
     return words
 
 
@@ -87,6 +88,7 @@ def prepare(out: Path) -> None:
         from tests.tiny_models import write_tiny
 
         write_tiny(out / "model", dtype="bfloat16", **MODEL)
+        write_tiny(out / "experts", dtype="bfloat16", **MODEL | {"family": "qwen3_moe", "experts": 8})
     rows = (json.dumps({"prompt": " ".join(str(4 + (7 * i + k) % 500) for k in range(24)), "answer": "4"}) for i in range(400))
     (out / "prompts.jsonl").write_text("".join(row + "\n" for row in rows))
     (out / "reward.py").write_text(
@@ -140,6 +142,35 @@ def same_weights(one: str, other: str, bar: float) -> Callable[[Path, str], str]
     return judge
 
 
+def replayed(name: str) -> Callable[[Path, str], str]:
+    """Every token of a run took the experts of the sampler, and some completions ended by a stop token."""
+
+    def judge(out: Path, log: str) -> str:
+        lines = [line for line in metrics(out / name) if "routing/replayed" in line]
+        if len(lines) < 3 or min(line["routing/replayed"] for line in lines) < 0.9:
+            return "! experts were not replayed in three steps"
+        if min(line["completions/clipped_ratio"] for line in lines) == 1:
+            return "! no completion ended by a stop token"
+        said = gap(name, 3)(out, log)
+        return f"{said}, routers agree {min(line['routing/agreement'] for line in lines):.3f}"
+
+    return judge
+
+
+def both(*judges: Callable[[Path, str], str]) -> Callable[[Path, str], str]:
+    def judge(out: Path, log: str) -> str:
+        found = [one(out, log) for one in judges]
+        return next((said for said in found if said.startswith("!")), "; ".join(found))
+
+    return judge
+
+
+def threads(out: Path, log: str) -> str:
+    found = json.loads(next(line for line in reversed(log.splitlines()) if line.startswith("{")))
+    is_right = found["after"] == found["before"] > 1 and found["precision"] == "high" and found["same"]
+    return f"{'' if is_right else '! '}{found}"
+
+
 def words_of_memory(out: Path, log: str) -> str:
     """Check that a GPU without free memory ends in a sentence that names flags, without a traceback."""
     if "Traceback" in log:
@@ -188,6 +219,33 @@ found = {n: next((m.version(n) for _ in [0] if n in {d.metadata["Name"] for d in
 print(json.dumps(found | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}))
 assert torch.cuda.is_bf16_supported()
 """
+# An engine after another in one process, with sleep; without OMP_NUM_THREADS, as a run that no launcher starts.
+THREADS = """
+import os, sys
+os.environ.pop("OMP_NUM_THREADS", None)
+import json, torch
+from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.parallel.state import start, stop
+from megatron_grpo.rollout.colocated import ColocatedEngine
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.types import Prompt
+start(Layout(world_size=1))
+torch.set_float32_matmul_precision("high")
+before, drawn = torch.get_num_threads(), []
+cfg = RolloutConfig(sleep_level=1, **json.loads(sys.argv[2]))
+for _ in range(2):
+    engine = ColocatedEngine.build(cfg, model_path=sys.argv[1], dtype="bfloat16", max_model_len=96, seed=0, rank=0, world_size=1)
+    with engine.wake_up():
+        prompt = Prompt(number=0, row=0, raw="", token_ids=(5, 6, 7), columns={})
+        (group,) = engine.generate([prompt], SamplingSettings(n=2, max_completion_length=8), seed=1)
+        drawn.append([one.sequence.token_ids.tolist() for one in group.completions])
+    engine.close()
+found = {"before": before, "after": torch.get_num_threads(), "precision": torch.get_float32_matmul_precision()}
+found["same"] = drawn[0] == drawn[1]
+print(json.dumps(found), flush=True)
+stop()
+"""
 QUICKSTART = {
     "model": "examples/quickstart/model", "dataset": "examples/quickstart/data/train.jsonl",
     "reward_funcs": "examples/quickstart/reward.py:correct", "global_batch_size": 256, "micro_batch_size": 64,
@@ -195,6 +253,7 @@ QUICKSTART = {
 }  # fmt: skip
 LORA = {"tuner_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 FEW_BITS = {"use_precision_aware_optimizer": "true", "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
+STOPS = tuple(range(10, 500, 20))  # a token in twenty: most completions end by one
 OF_THE_SERVER = dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_enforce_eager", "sleep_level"))
 TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 
@@ -235,6 +294,23 @@ STEPS: tuple[Step, ...] = (
                    Of(folder="terminated", flags=TE | {"max_steps": 200}, kills="SIGTERM", ends=(3,)))),
     Step(name="lora", shows="adapters are pushed, and the trial before proves that vLLM takes them", seconds=90, needs=("vllm",),
          commands=(Of(folder="lora", flags=LORA),), judge=gap("lora", 3)),
+    Step(name="r3_stop", shows="replayed experts, with completions that a stop token ends; sleep 1", seconds=120, needs=("vllm",),
+         commands=(Of(folder="r3", flags={"model": "OUT/experts", "router_replay_mode": "R3", "stop_token_ids": STOPS}),),
+         judge=replayed("r3")),
+    Step(name="masks", shows="top-k, top-p and min-p with their masks, and a regular expression", seconds=150, needs=("vllm",),
+         commands=(Of(folder="cut", flags={"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
+                   Of(folder="regex", flags={"top_k": 64, "vllm_structured_outputs_regex": "[0-9 ]{8,60}"})),
+         judge=both(gap("cut", 3), gap("regex", 3))),
+    Step(name="partial", shows="completions that go on over weight syncs", seconds=120, needs=("vllm",), judge=gap("partial", 4),
+         commands=(Of(folder="partial", flags={"async_rollout_depth": 1, "max_steps": 4, "rollout_importance_sampling_mode": "token_truncate"}),)),
+    Step(name="sleep2_graphs", shows="sleep 2 with CUDA graphs", seconds=120, needs=("vllm",), judge=gap("sleep2_graphs", 3),
+         commands=(Of(folder="sleep2_graphs", flags={"sleep_level": 2, "vllm_enforce_eager": "false"}),)),
+    Step(name="lora_graphs", shows="adapters with CUDA graphs", seconds=120, needs=("vllm",), judge=gap("lora_graphs", 3),
+         commands=(Of(folder="lora_graphs", flags=LORA | {"vllm_enforce_eager": "false"}),)),
+    Step(name="threads", shows="CPU threads of the trainer after a second engine", seconds=120, needs=("vllm",), judge=threads,
+         commands=_python("-c", THREADS, "OUT/model", '{"vllm_gpu_memory_utilization": 0.2, "vllm_enforce_eager": true}')),
+    Step(name="resume", shows="a resumed step is that of the run that was not stopped, with the Adam that is installed", seconds=120,
+         commands=_tests("tests/gpu/test_resume.py")),
     Step(name="shared", shows="prompts computed once, in a run", seconds=60, needs=("vllm",),
          commands=(Of(folder="shared", flags={"share_prefix": "true"}),), judge=gap("shared", 3)),
     Step(name="offload", shows="the optimizer on the host, saved and gone on with", seconds=120, needs=("vllm",),
