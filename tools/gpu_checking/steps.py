@@ -253,6 +253,7 @@ QUICKSTART = {
 }  # fmt: skip
 LORA = {"tuner_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 FEW_BITS = {"use_precision_aware_optimizer": "true", "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
+PARTIAL = {"async_rollout_depth": 1, "max_steps": 4, "rollout_importance_sampling_mode": "token_truncate"}
 STOPS = tuple(range(10, 500, 20))  # a token in twenty: most completions end by one
 OF_THE_SERVER = dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_enforce_eager", "sleep_level"))
 TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
@@ -302,7 +303,7 @@ STEPS: tuple[Step, ...] = (
                    Of(folder="regex", flags={"top_k": 64, "vllm_structured_outputs_regex": "[0-9 ]{8,60}"})),
          judge=both(gap("cut", 3), gap("regex", 3))),
     Step(name="partial", shows="completions that go on over weight syncs", seconds=120, needs=("vllm",), judge=gap("partial", 4),
-         commands=(Of(folder="partial", flags={"async_rollout_depth": 1, "max_steps": 4, "rollout_importance_sampling_mode": "token_truncate"}),)),
+         commands=(Of(folder="partial", flags=PARTIAL),)),
     Step(name="sleep2_graphs", shows="sleep 2 with CUDA graphs", seconds=120, needs=("vllm",), judge=gap("sleep2_graphs", 3),
          commands=(Of(folder="sleep2_graphs", flags={"sleep_level": 2, "vllm_enforce_eager": "false"}),)),
     Step(name="lora_graphs", shows="adapters with CUDA graphs", seconds=120, needs=("vllm",), judge=gap("lora_graphs", 3),
