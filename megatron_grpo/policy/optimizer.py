@@ -192,7 +192,7 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
     with torch.set_grad_enabled(not (cfg.optimizer_cpu_offload or is_precision_aware)):
         optimizer = get_megatron_optimizer(optimizer_config, list(wrapped), **_overrides(cfg))
         if cfg.optimizer_cpu_offload:
-            gc.collect()  # Megatron-Core has built the hybrid optimizer twice; the first is in cycles, with the weights in float32 on the GPU
+            gc.collect()  # Megatron-Core has built two hybrid optimizers; the first is in cycles, with its float32 weights on the GPU
         _correct_places(optimizer)
         if is_precision_aware:
             _keep_in_dtypes(optimizer, cfg)

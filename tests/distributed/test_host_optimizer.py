@@ -104,7 +104,9 @@ def bytes_of_tensors() -> int:
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}.values())
 
 
-@pytest.mark.parametrize("settings", [{}, {"tuner_type": "lora"}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"tuner_type": "lora"}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}], ids=str
+)
 def test_a_build_leaves_no_tensor_to_the_garbage_collector(tmp_path, settings):
     """On a GPU it would lie there until the collector happens to run."""
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
