@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import sys
 import time
@@ -119,6 +120,8 @@ def start(
     launched = launcher.read()
     has_gpu = torch.cuda.is_available()
     if has_gpu:
+        if layout.tp > 1:  # Megatron-Core asks for it: a layer's communication then starts before its product, and overlaps with it
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read at the first use of a GPU
         device = torch.device("cuda", gpu_of(launched, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     else:
