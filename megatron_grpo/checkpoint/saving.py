@@ -321,6 +321,14 @@ class Checkpoints:
             raise unusable(refusals)
         return None
 
+    def recorded(self, name: str) -> str | None:
+        """Return the fingerprint of a content in the checkpoint that the run continues; None if there is none.
+
+        Args:
+            name: Name of the content.
+        """
+        return self._chosen.manifest.origin.content.get(name) if self._chosen else None
+
     def record_fingerprint(self, name: str, fingerprint: str) -> None:
         """Record a fingerprint that was not known when the run began, for the manifests of its checkpoints.
 
@@ -332,8 +340,8 @@ class Checkpoints:
         """
         origin = self.resume.origin
         self.resume = replace(self.resume, origin=replace(origin, content={**origin.content, name: fingerprint}))
-        old_fingerprint = self._chosen.manifest.origin.content.get(name, fingerprint) if self._chosen else fingerprint
-        if old_fingerprint != fingerprint and collectives.rank() == 0:
+        old_fingerprint = self.recorded(name)
+        if old_fingerprint not in (None, fingerprint) and collectives.rank() == 0:
             self.print_line(
                 f"Changed since that checkpoint:\n  {ResumeDifference(name=name, was=old_fingerprint, now=fingerprint, verdict='said')}"
             )

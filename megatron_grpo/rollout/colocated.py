@@ -145,6 +145,11 @@ class ColocatedEngine:
     def dtype(self) -> str:
         return str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
 
+    @property
+    def model_runner(self) -> str:
+        """The engine's model runner, vLLM's "V1" or "V2". They sample other tokens from the same seeds."""
+        return "V2" if self._llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         self._require_weights()
         self._check_lengths(prompts, sampling)

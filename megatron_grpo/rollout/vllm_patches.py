@@ -56,6 +56,9 @@ _HARMLESS = {
     ),  # RotaryEmbedding has none
 }
 
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_kept: dict[str, str] = {}  # "runner": the value of that variable, if `keep_runner` has set it
+
 # Long calls of a worker while its engine starts, as shown to users.
 _PARTS_OF_START = {
     "load_model": "loading weights", "determine_available_memory": "profiling memory", "compile_or_warm_up_model": "compiling, warming up",
@@ -107,6 +110,23 @@ def _prepare(*, on_gpu: bool) -> None:
         import torch._dynamo.config as dynamo_config
 
         dynamo_config.disable = True  # torch may have been imported before the variable was set
+
+
+def keep_runner(recorded: str | None, *, on_gpu: bool, returns_experts: bool) -> None:
+    """Make vLLM take the model runner of the checkpoint, because with another one the same seeds sample other tokens.
+
+    The user's VLLM_USE_V2_MODEL_RUNNER stays. Only a GPU is made to take V2, and no GPU to take V1 where experts are returned.
+
+    Args:
+        recorded: "V1" or "V2"; None without a checkpoint.
+        on_gpu: Whether the engine runs on a GPU.
+        returns_experts: Whether completions are returned with their experts.
+    """
+    if os.environ.get(RUNNER_VARIABLE) == _kept.pop("runner", ""):
+        del os.environ[RUNNER_VARIABLE]  # of an earlier run of this process
+    fits = {"V1": not (on_gpu and returns_experts), "V2": on_gpu}
+    if recorded is not None and fits[recorded] and RUNNER_VARIABLE not in os.environ:
+        os.environ[RUNNER_VARIABLE] = _kept["runner"] = str(int(recorded == "V2"))
 
 
 def apply_patches(*, on_gpu: bool) -> None:
@@ -347,8 +367,8 @@ def restore_process() -> Iterator[None]:
     Building an engine reseeds the global generators of Python, NumPy and torch. Sampling uses torch's even when every request has a seed;
     Model Runner V2 uses NumPy's for a request that has none, as scoring requests do. Without this the trainer's random numbers would depend
     on the sampler. vLLM also overwrites LOCAL_WORLD_SIZE (with its own TP size), LD_PRELOAD (which child processes would inherit), and
-    `torch.set_num_threads` (with a function that only warns). On a GPU it leaves torch one CPU thread, where the optimizer on the host needs
-    all, and sets the precision of torch's float32 products.
+    `torch.set_num_threads` (with a function that only warns). On a GPU it leaves torch one CPU thread, where an optimizer on the host needs
+    all of them, and sets the precision of torch's float32 products.
     """
     saved = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
     of_python, of_numpy = random.getstate(), np.random.get_state()

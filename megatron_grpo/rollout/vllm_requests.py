@@ -25,8 +25,9 @@ from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.types import Image, SamplingMask
 
-# vLLM keeps every token that is as likely as the last of the top_k. This many of them are returned besides; of more (logits rounded to
-# bfloat16 may be equal) the first ones are, and the sampled token counts as sampled among them: `logprobs_and_mask`.
+# vLLM's model runner V1 keeps every token that is as likely as the last of the top_k; V2 keeps exactly top_k. This many of them are
+# returned besides; of more (logits rounded to bfloat16 may be equal) the first ones are, and the sampled token counts as sampled among
+# them: `logprobs_and_mask`.
 TIES = 8
 
 

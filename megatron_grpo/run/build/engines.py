@@ -37,8 +37,9 @@ MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
 
 
 def build_colocated(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraSync | None = None
-) -> Engine:
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraSync | None = None,
+    runner: str | None = None,
+) -> Engine:  # fmt: skip
     """Build a vLLM engine inside the training ranks. Collective.
 
     Args:
@@ -47,9 +48,12 @@ def build_colocated(
         parallel: Process groups of this rank.
         bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
         lora: How adapters are synced; None if merged or full weights are synced.
+        runner: vLLM's model runner in the checkpoint that the run continues; None if it has none.
     """
     from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.rollout.vllm_patches import keep_runner
 
+    keep_runner(runner, on_gpu=parallel.device.type == "cuda", returns_experts=cfg.grpo.router_replay_mode == "R3")
     return ColocatedEngine.build(
         cfg.rollout,
         model_path=inputs.model_path,
@@ -68,8 +72,9 @@ def build_colocated(
 
 
 def build_servers(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraSync | None = None
-) -> Engine:
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraSync | None = None,
+    runner: str | None = None,
+) -> Engine:  # fmt: skip
     """Connect to the rollout servers, waiting until they answer. Collective.
 
     Args:
@@ -78,6 +83,7 @@ def build_servers(
         parallel: Process groups of this rank.
         bitwise_parity: Unused: servers refuse the setting `bitwise_parity`.
         lora: How adapters are synced; None if merged or full weights are synced.
+        runner: Unused: a server chooses its model runner.
     """
     from megatron_grpo.servers.server_group import needs_of
     from megatron_grpo.servers.servers import ServerEngine

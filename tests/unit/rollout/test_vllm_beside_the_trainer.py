@@ -109,7 +109,9 @@ def test_a_closed_engine_holds_no_layer_of_the_model():
 
 
 def test_an_engine_with_model_runner_v2_is_not_patched():
-    patch_scheduling(SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True))))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True)))
+    patch_scheduling(llm)
+    assert colocated(llm).model_runner == "V2"
 
 
 def test_weights_that_are_kept_in_another_form_go_through_vllms_reload_on_a_gpu(monkeypatch):
@@ -120,7 +122,7 @@ def test_weights_that_are_kept_in_another_form_go_through_vllms_reload_on_a_gpu(
         model.layer = torch.nn.Linear(3, 2, bias=False)
         recorder = WeightLayoutRecorder(model, lambda module: module.to(dtype))
         with recorder:
-            for name, tensor in recorder.record_names([("layer.weight", torch.rand(2, 3))]):
+            for _, tensor in recorder.record_names([("layer.weight", torch.rand(2, 3))]):
                 load = lambda layer, info, part=tensor: (layer.weight.data.copy_(part), layer.to(dtype))  # noqa: E731
                 recorder.layer(load, model.layer, SimpleNamespace(loaded_weights=[("weight", None)]))
         return recorder.outcome()
@@ -129,6 +131,23 @@ def test_weights_that_are_kept_in_another_form_go_through_vllms_reload_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert outcome(torch.float32)[1] is None
     assert "layer keeps its weights in another form" in outcome(torch.float64)[1]
+
+
+@pytest.mark.parametrize("recorded, on_gpu, returns_experts, kept", [
+    (None, True, False, None), ("V1", True, False, "0"), ("V2", True, False, "1"), ("V2", True, True, "1"), ("V1", False, True, "0"),
+    ("V1", True, True, None),  # on a GPU only V2 returns experts
+    ("V2", False, False, None),  # a CPU may have no Triton
+])  # fmt: skip
+def test_a_resumed_run_keeps_its_model_runner_where_it_can(monkeypatch, recorded, on_gpu, returns_experts, kept):
+    monkeypatch.delenv(vllm_patches.RUNNER_VARIABLE, raising=False)
+    how = {"on_gpu": on_gpu, "returns_experts": returns_experts}
+    vllm_patches.keep_runner(recorded, **how)
+    assert os.environ.get(vllm_patches.RUNNER_VARIABLE) == kept
+    vllm_patches.keep_runner(None, **how)  # the next run of this process
+    assert vllm_patches.RUNNER_VARIABLE not in os.environ
+    monkeypatch.setenv(vllm_patches.RUNNER_VARIABLE, "0")
+    vllm_patches.keep_runner(recorded, **how)
+    assert os.environ[vllm_patches.RUNNER_VARIABLE] == "0"  # the user's
 
 
 def test_an_engine_is_made_on_the_gpu_that_the_rank_has(monkeypatch):
