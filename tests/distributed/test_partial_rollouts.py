@@ -10,7 +10,7 @@ import pytest
 
 from tests.mistakes import mistake
 from tests.ranks import run_ranks
-from tests.tiny_models import write_tiny
+from tests.tiny_models import EOS, write_tiny
 
 LIMIT, GROUP, PUSHES = 40, 3, 2
 # Rollouts of two prompts; what each sampling step waits for, and what may begin at it.
@@ -133,7 +133,7 @@ def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_fil
         assert sum(len(one.versions) > 1 for one in completions) > 3 and {len(one.versions) for one in completions} >= {1, 2}
         for group in groups:
             for one in group.completions:
-                assert one.finish_reason == ("length" if one.num_sampled == LIMIT else "stop") and one.num_sampled <= LIMIT
+                assert one.finish_reason == ("stop" if one.answer_ids[-1] == EOS else "length") and one.num_sampled <= LIMIT
                 assert one.versions[0][1] == len(group.prompt.token_ids) and one.versions[-1][2] == len(one.sequence.token_ids)
                 words = [str(token) for token in one.answer_ids if token > 3]
                 assert one.text.split() == words
