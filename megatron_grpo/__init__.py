@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def name_adam() -> str:
+    """Return the name of the Adam that Megatron-Core takes on this machine. It prefers a fused one, whatever `transformer_impl` is."""
+    fused = {"transformer_engine": "Transformer Engine's FusedAdam", "apex": "Apex's FusedAdam"}
+    return next((name for module, name in fused.items() if find_spec(module)), "torch's AdamW (no Transformer Engine, no Apex)")
 
 
 def __getattr__(name: str) -> object:

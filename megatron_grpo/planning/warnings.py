@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_grpo import name_adam
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.optimizer import course_of, lost_update_warnings
 from megatron_grpo.config.rules import Rule, Rules, broken_rules, settings_of
@@ -20,6 +23,7 @@ from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.weights.lora import lora_of, peft_leaves_out
 
 BUBBLE = 0.3
+GPU_DRIVER = Path("/dev/nvidiactl")
 
 
 def warnings_of(
@@ -333,6 +337,12 @@ OF_THE_MACHINE: Rules = (
          "A hanging rank would not be identified: rank_heartbeat_timeout ({rank_heartbeat_timeout:g} s) is not shorter than "
          "distributed_timeout_minutes ({distributed_timeout_minutes:g} = {limit:g} s), after which a collective ends the run and "
          "identifies a rank only if it is stopped."),
+    Rule("model", lambda c: c.shape is not None and c.shape.delta_net is not None and (c.gpu_memory_gb or GPU_DRIVER.exists())
+         and not find_spec("fla"),
+         "Note: flash-linear-attention is not installed here. On a GPU without it a layer with the gated delta rule starts about 1,300 "
+         "kernels per micro-batch (counted, not measured), and their launches bound the speed. pip install 'megatron-grpo[fla]'."),
+    Rule("optimizer_kwargs", lambda c: GPU_DRIVER.exists() and {"adam": name_adam()},
+         "Note: {adam} takes the optimizer's steps on this machine's GPUs."),
     Rule("max_pixels", _of_images, "{typed} {do} no effect: {shape.architecture} is a text-only model."),
 )
 # fmt: on

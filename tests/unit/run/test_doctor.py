@@ -43,6 +43,18 @@ def test_without_vllm_it_says_what_is_switched_off_and_what_to_install(monkeypat
     assert "pip uninstall both" in doctor._sampler().remedy
     optional = {check.name: check for check in doctor.check_packages() if check.status == "absent"}
     assert optional["matplotlib"].remedy == "Switched off: plots/, and `plan --png`. pip install 'megatron-grpo[plot]'"
+    assert "about 1,300 kernels per such layer and micro-batch" in optional["flash-linear-attention"].remedy
+
+
+@pytest.mark.parametrize("module, name", [
+    ("transformer_engine", "Transformer Engine's FusedAdam"), ("apex", "Apex's FusedAdam"), (None, "torch's AdamW"),
+])  # fmt: skip
+def test_the_adam_that_takes_the_steps_is_named(monkeypatch, tmp_path, module, name):
+    if module:
+        (tmp_path / f"{module}.py").write_text("raise ImportError")  # found, and not imported
+    monkeypatch.syspath_prepend(tmp_path)
+    (check,) = [check for check in doctor.check_packages() if check.name == "optimizer"]
+    assert check.found.startswith(name)
 
 
 def test_a_version_that_does_not_do_is_told_with_the_one_that_does(monkeypatch):
