@@ -388,6 +388,27 @@ def save_after_nothing(rank, world_size, folder):
     checkpoints(folder).save(Progress(step=1), Waiting(), Policy(world_size), Prompts())
 
 
+def test_a_content_that_is_known_late_is_recorded_and_a_change_of_it_is_told(tmp_path):
+    """Such as vLLM's model runner, which a resumed run keeps."""
+
+    def run(rank, world_size):
+        told = []
+        keeper = checkpoints(tmp_path / "run", print_line=told.append)
+        keeper.choose()
+        first = keeper.recorded("runner")
+        keeper.record_fingerprint("runner", "V1")
+        keeper.save(Progress(step=1), Waiting(), Policy(world_size), Prompts())
+        for now in ("V1", "V2"):
+            keeper = checkpoints(tmp_path / "run", print_line=told.append)
+            keeper.choose()
+            keeper.record_fingerprint("runner", now)
+        return first, keeper.recorded("runner"), told
+
+    [(first, recorded, told)] = run_ranks(run, 1)
+    assert (first, recorded) == (None, "V1")
+    assert [line for line in told if "runner" in line] == ["Changed since that checkpoint:\n  runner  V1 -> V2"]
+
+
 def test_a_learning_rate_given_on_resume_is_the_one_used(saved, tmp_path):
     start_from_two(saved, tmp_path / "source")
     [(*_, lr)] = run_ranks(resume_and_save, 1, tmp_path / "source", tmp_path / "new", 2, {"lr": 1e-3})
