@@ -211,10 +211,10 @@ def test_a_part_has_a_seed_of_its_own(model, is_right):
             for _ in range(4):
                 second._take(second._parts.poll())
             parts = {one.key: one.token_ids[len(first[one.key]) :].tolist() for one in second.interrupt()}
-        return np.mean([a == b for key in first for a, b in zip(first[key], parts[key], strict=False)])
+        return np.mean([a == b for key in first for a, b in zip(first[key], parts[key], strict=False)]), engine.model_runner
 
-    [share] = run_ranks(body, 1)
-    assert share < 0.1 if is_right else share > 0.2
+    [(share, runner)] = run_ranks(body, 1)
+    assert share > 0.2 if runner == "V1" and not is_right else share < 0.1  # V2 draws by position, with any seed
 
 
 def test_a_stop_string_ends_a_completion_also_where_it_lies_over_an_interruption(model):
