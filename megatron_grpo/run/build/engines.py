@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo import train
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import config_error
-from megatron_grpo.checkpoint.fingerprints import TEACHER
+from megatron_grpo.checkpoint.fingerprints import MODEL_RUNNER, TEACHER
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_context
@@ -98,8 +99,21 @@ def build_servers(
 ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode
 
 
-def start_engine(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, policy: Policy) -> Engine:
-    """Start the engine, which allocates its memory. Collective.
+def choose_engine_factory(cfg: Config, checkpoints: Checkpoints, **parts: Any) -> MakeEngine:
+    """Return the factory of the engine of `vllm_mode`. One in the ranks keeps the model runner of the checkpoint.
+
+    Args:
+        cfg: Settings of the run.
+        checkpoints: Checkpoints of the run, one of which may have been chosen.
+        **parts: Further arguments of the factory.
+    """
+    return partial(ENGINES[cfg.rollout.vllm_mode], runner=checkpoints.recorded(MODEL_RUNNER), **parts)
+
+
+def start_engine(
+    make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, policy: Policy, checkpoints: Checkpoints
+) -> Engine:
+    """Start the engine, which allocates its memory, and record its model runner for the checkpoints. Collective.
 
     If the policy offloads memory for the engine, the engine is put to sleep until it is first used: reading a checkpoint may come first,
     and that needs the policy on the device.
@@ -110,6 +124,7 @@ def start_engine(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, paralle
         inputs: Validated inputs.
         parallel: Process groups of this rank.
         policy: The policy that shares the device with the engine.
+        checkpoints: Checkpoints of the run.
 
     Raises:
         ConfigError: If `async_rollout_depth` is set and the engine cannot sample in the background.
@@ -117,6 +132,8 @@ def start_engine(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, paralle
     policy.free_memory()
     sampler = make(cfg, inputs, parallel)
     check_async_sampler(cfg, sampler)
+    if (runner := getattr(sampler, "model_runner", None)) is not None:
+        checkpoints.record_fingerprint(MODEL_RUNNER, runner)
     if policy.offloader.movable:
         with sampler.wake_up():
             pass

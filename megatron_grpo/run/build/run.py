@@ -14,7 +14,6 @@ import torch
 from megatron_grpo import train
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.fingerprints import MODEL_RUNNER
 from megatron_grpo.checkpoint.output_files import BestCheckpoint
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
@@ -32,10 +31,10 @@ from megatron_grpo.policy.validation import sampler_problems
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightReceiver
 from megatron_grpo.run.build import AnalysisHooks, Listener, RunParts
 from megatron_grpo.run.build.engines import (
-    ENGINES,
     adapter_sync_mode,
     build_held_teacher,
     build_served_teacher,
+    choose_engine_factory,
     partial_rollouts_of,
     replayed_experts,
     sampler_of_run,
@@ -156,13 +155,8 @@ def assemble_run(
     )  # fmt: skip
     if inputs.teacher_path is not None:
         teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, timers=timers, offload=offload)
-    make = parts.engine or partial(
-        ENGINES[cfg.rollout.vllm_mode], lora=lora, bitwise_parity=parts.analysis.vllm_bitwise_parity,
-        runner=checkpoints.recorded(MODEL_RUNNER),
-    )  # fmt: skip
-    sampler = with_cancellation(start_engine(make, cfg, inputs, parallel, policy), stop)
-    if (runner := getattr(sampler, "model_runner", None)) is not None:
-        checkpoints.record_fingerprint(MODEL_RUNNER, runner)
+    make = parts.engine or choose_engine_factory(cfg, checkpoints, lora=lora, bitwise_parity=parts.analysis.vllm_bitwise_parity)
+    sampler = with_cancellation(start_engine(make, cfg, inputs, parallel, policy, checkpoints), stop)
     weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.metrics.print_line)
     partial_rollouts = partial_rollouts_of(cfg, policy, sampler)
     generator = generator_of(
