@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.base.errors import config_error
+from megatron_grpo.base.python_objects import copy_for_user
 
 METHODS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
 
@@ -98,4 +99,4 @@ class CallbackHandler:
         for callback in self.callbacks:
             function: Callable[..., Any] | None = getattr(callback, method, None)
             if function is not None:
-                function(self.args, self.state, self.control, **values)
+                function(self.args, self.state, self.control, **copy_for_user(values))

@@ -5,6 +5,7 @@ Settings remain text, so config.yaml, plans and messages do not change; only the
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -16,6 +17,7 @@ from megatron_grpo.base.errors import ConfigError, problem_with
 
 PREFIX = "python:"
 _PLAIN = (str, bytes, int, float, bool, type(None), tuple)
+_UNCHANGEABLE = frozenset({str, int, float, bool, type(None), bytes})
 _objects: dict[str, Any] = {}
 _fingerprints: dict[str, str] = {}
 
@@ -29,6 +31,28 @@ def provide(objects: Mapping[str, Any], fingerprints: Mapping[str, str] | None =
     """
     _objects.update(objects)
     _fingerprints.update(fingerprints if fingerprints is not None else {name: fingerprint_of(value) for name, value in objects.items()})
+
+
+def copy_for_user(value: Any) -> Any:
+    """Return a copy of a value for a function or an object of the user, which may change it.
+
+    Lists and dicts are copied with their contents, arrays and images too. Two places that hold one object get a copy each. What Python's
+    `copy` module cannot copy, such as a lock or a connection, is passed as it is.
+
+    Args:
+        value: A row of a data set, a column, messages, or a part of these.
+    """
+    kind = type(value)
+    if kind in _UNCHANGEABLE:
+        return value
+    if kind is dict:
+        return {key: item if type(item) in _UNCHANGEABLE else copy_for_user(item) for key, item in value.items()}
+    if kind in (list, tuple):
+        return kind([item if type(item) in _UNCHANGEABLE else copy_for_user(item) for item in value])
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - copying runs code of the value
+        return value
 
 
 def is_given(spec: object) -> bool:

@@ -386,6 +386,8 @@ class PromptStream:
     def __init__(self, rows: PromptRows, encode: Encode, *, seed: int, shuffle: bool = True):
         self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
         self.taken = 0
+        # Taken before user code runs, which may hold the rows.
+        self._fingerprint = _compute_checksum([rows.raw(index) for index in _spread(len(rows))])
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -433,7 +435,7 @@ class PromptStream:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "num_rows": len(self),
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
         return result | ({"drops_last": f"true ({self.per_epoch} prompts per epoch)"} if self.per_epoch < len(self) else {})
 
@@ -473,7 +475,7 @@ remaining prompts of that run. Use {old_text}, or start a new run in another out
         return problems or self._of_other_rows(state)
 
     def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
-        if state["fingerprint"] == self._fingerprint():
+        if state["fingerprint"] == self._fingerprint:
             return []
         message = f"The data set has the same number of rows as at the checkpoint ({len(self)}), but their content differs. Restore it, \
 or start a new run in another output_dir."
@@ -510,10 +512,15 @@ or start a new run in another output_dir."
         """
         return () if self.rows.image_store is None else self._prompt(number).images
 
-    def _fingerprint(self) -> int:
-        """Return a checksum of up to 16 evenly spaced prompts, to detect another file under the same name."""
-        indices = sorted({round(i * (len(self) - 1) / 15) for i in range(16)})
-        return zlib.crc32(json.dumps([self.rows.raw(index) for index in indices], default=str).encode())
+
+def _spread(size: int) -> list[int]:
+    """Return up to 16 evenly spaced indices."""
+    return sorted({round(i * (size - 1) / 15) for i in range(16)}) if size else []
+
+
+def _compute_checksum(values: Sequence[Any]) -> int:
+    """Return a checksum of prompts, to detect another file under the same name."""
+    return zlib.crc32(json.dumps(values, default=str).encode())
 
 
 def _place_images(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:

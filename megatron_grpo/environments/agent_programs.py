@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, describe_value, one_line, problem_with
+from megatron_grpo.base.python_objects import copy_for_user
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError, as_finite_number, find_invalid_columns
 from megatron_grpo.rewards.loading import user_object
@@ -170,7 +171,7 @@ def as_result(value: Any, source: str) -> AgentResult:
     Raises:
         InvalidReplyError: It is something else.
     """
-    columns = dict(value) if isinstance(value, Mapping) else {}
+    columns = copy_for_user(dict(value)) if isinstance(value, Mapping) else {}
     reward = columns.pop("reward", None) if isinstance(value, Mapping) else value
     if fault := find_invalid_columns(columns):
         raise InvalidReplyError(f"{source} returned {fault}")

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import describe_exception
+from megatron_grpo.base.python_objects import copy_for_user
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.validation import REWARD
 from megatron_grpo.environments.agent_app import AgentCall, AgentServer, EndpointAddress
@@ -203,10 +204,10 @@ class AgentPlayer(RequestingPlayer):
         session, prompt = episode.session, episode.prompt
         if self._is_closed:
             raise AgentError("was ended with the rollout")
-        row = {**prompt.columns, "prompt": [dict(message) for message in self.stage.opening(prompt)]}
+        row = copy_for_user({**prompt.columns, "prompt": self.stage.opening(prompt)})
         episode.endpoint = Endpoint(
             url=self._server.url, api_key=episode.api_key, verdict_key=episode.verdict_key, timeout=self.stage.timeout,
-            is_over=lambda: bool(session.end_reason), messages=lambda: (session.conversations() or [[]])[-1],
+            is_over=lambda: bool(session.end_reason), messages=lambda: copy_for_user((session.conversations() or [[]])[-1]),
         )  # fmt: skip
         return self.stage.agent.solve(row, episode.endpoint)
 

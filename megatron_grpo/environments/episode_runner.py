@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_grpo.base.errors import one_line
+from megatron_grpo.base.python_objects import copy_for_user
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.loading import template_of
 from megatron_grpo.environments.players import Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
@@ -141,8 +142,8 @@ class EpisodeRunner(RequestingPlayer):
 
     def _start(self, episode: _Episode) -> Any:
         """Construct and start the environment. Runs in a worker thread."""
-        episode.environment = self.stage.environment(episode.prompt.columns)
-        return episode.environment.start([dict(message) for message in episode.opening])
+        episode.environment = self.stage.environment(copy_for_user(dict(episode.prompt.columns)))
+        return episode.environment.start(copy_for_user(list(episode.opening)))
 
     def _returned(self, outcome: CallResult) -> None:
         """Process the result of an environment call."""
@@ -173,7 +174,7 @@ class EpisodeRunner(RequestingPlayer):
 
     def _started(self, episode: _Episode, value: Any) -> None:
         is_own = value is not None and list(value) == list(episode.opening) if isinstance(value, (list, tuple)) else False
-        messages = tuple(value) if is_own else as_messages(value, source="start")
+        messages = tuple(episode.opening) if is_own else as_messages(value, source="start")
         if not messages:
             raise InvalidReplyError("start returned no messages")
         token_ids = episode.prompt.token_ids if is_own else None  # the data set's tokens, so all ranks and rounds use the same ones
@@ -223,7 +224,7 @@ class EpisodeRunner(RequestingPlayer):
         if sampled.is_cut:  # a truncated tool call is not executed
             return self._finish(episode, "length")
         is_last = episode.num_turns == self.stage.max_turns
-        turn = Turn(number=number, text=text, messages=tuple(dict(message) for message in episode.messages), is_last=is_last)
+        turn = Turn(number=number, text=text, messages=copy_for_user(tuple(episode.messages)), is_last=is_last)
         self._workers.submit(("step", episode.key), partial(episode.environment.step, turn))
 
     def _handle_result(self, episode: _Episode, value: Any) -> None:

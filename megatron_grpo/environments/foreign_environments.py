@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.base.errors import describe_value
+from megatron_grpo.base.python_objects import copy_for_user
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, StepOutput, Turn
 from megatron_grpo.environments.tools import ToolEnvironment, schema_of
 
@@ -57,7 +58,7 @@ class TrlEnvironment(ToolEnvironment):
                 raise InvalidReplyError(f"reset returned {describe_value(observation)}; expected a string or None")
             return [*prompt[:-1], dict(prompt[-1], content=prompt[-1]["content"] + observation)]
 
-        return _apply_after(self._object.reset(prompt=prompt, **self.columns), opening)
+        return _apply_after(self._object.reset(prompt=copy_for_user(list(prompt)), **self.columns), opening)
 
     def step(self, turn: Turn) -> Any:
         def scored(step: StepOutput) -> Any:
@@ -95,7 +96,7 @@ class SwiftEnvironment(Environment):
 
     def __init__(self, columns: Mapping[str, Any]):
         super().__init__(columns)
-        self._object = type(self).theirs(columns.get("env_config") or {})
+        self._object = type(self).theirs(copy_for_user(columns.get("env_config") or {}))
 
     def start(self, prompt: Sequence[Message]) -> Any:
         def opening(returned: Any) -> Sequence[Message]:
@@ -111,7 +112,7 @@ class SwiftEnvironment(Environment):
             observation, reward, done, _ = returned
             return StepOutput(messages=() if done else ({"role": "user", "content": observation},), reward=reward, done=bool(done))
 
-        return _apply_after(self._object.step([dict(message) for message in turn.messages]), answer)
+        return _apply_after(self._object.step(list(turn.messages)), answer)
 
     def close(self) -> Any:
         return self._object.close() if hasattr(self._object, "close") else None
@@ -121,7 +122,7 @@ class _SwiftConfig:
     """Argument of Megatron-SWIFT's `reset`: a request with `messages` and `data_dict`."""
 
     def __init__(self, columns: Mapping[str, Any], prompt: Sequence[Message]):
-        self.messages, self.data_dict = [dict(message) for message in prompt], dict(columns)
+        self.messages, self.data_dict = copy_for_user(list(prompt)), dict(columns)
 
 
 class VerifiersEnvironment(Environment):
@@ -146,12 +147,12 @@ class VerifiersEnvironment(Environment):
             self._state = state or self._state
             return prompt
 
-        self._state["prompt"] = list(prompt)
+        self._state["prompt"] = copy_for_user(list(prompt))
         return _apply_after(self.theirs.setup_state(self._state) if hasattr(self.theirs, "setup_state") else None, opening)
 
     def step(self, turn: Turn) -> Any:
         self._state["turn"] = turn.number + 1
-        messages = [dict(message) for message in turn.messages]
+        messages = list(turn.messages)
 
         def answer(returned: Any) -> StepOutput:
             if isinstance(returned, tuple) and len(returned) == 2:

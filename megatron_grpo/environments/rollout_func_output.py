@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.base.python_objects import copy_for_user
 from megatron_grpo.environments.protocol import find_invalid_columns
 from megatron_grpo.rollout.engine import ROUNDING
 from megatron_grpo.types import Completion, Prompt
@@ -78,9 +79,9 @@ def completion_requests(prompts: Sequence[Prompt], n: int) -> list[CompletionReq
     """
     return [
         CompletionRequest(
-            prompt=prompt.raw,
+            prompt=copy_for_user(prompt.raw),
             token_ids=tuple(prompt.token_ids),
-            columns=dict(prompt.columns),
+            columns=copy_for_user(dict(prompt.columns)),
             number=prompt.number,
             generation=i,
             row=prompt.row,
@@ -122,7 +123,7 @@ def completions_of(
         logprobs = _logprobs(columns[LOGPROBS][i], mask, request)
         _check_lengths(opening, answer, mask, limits, request)
         completions.append(_completion(opening, answer, mask, logprobs, limits, version=version, text=_text(opening, answer, decode),
-                                 columns={name: values[i] for name, values in other_columns.items()}))  # fmt: skip
+                                 columns={name: copy_for_user(values[i]) for name, values in other_columns.items()}))  # fmt: skip
     return completions
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.base.errors import describe_value
+from megatron_grpo.base.python_objects import copy_for_user
 
 Score = float | None  # None: the reward does not apply to this completion
 # Largest absolute score. Squares of larger ones overflow in a sum of floats, and as advantages they overflow float32: 0, infinity or NaN.
@@ -154,22 +155,24 @@ class RewardFunction:
         """Return the keyword arguments for one call: those in the signature, or all if it takes `**kwargs`.
 
         `completion_ids` is a list of lists if the signature names it: as Python integers, token IDs take ten times the memory. Among
-        `**kwargs` it is a sequence that makes the list of a completion when it is read.
+        `**kwargs` it is a sequence that makes the list of a completion when it is read. The user's functions get copies, one per
+        completion and call: the rows of a data set serve all completions of a group, all functions and all epochs.
 
         Args:
             batch: Completions to score.
         """
-        available = {
-            **batch.columns,
-            "prompts": list(batch.prompts),
-            "completions": list(batch.completions),
-            "completion_ids": batch.completion_ids,
-            "trainer_state": batch.trainer_state,
-        }
-        if "completion_ids" in inspect.signature(self.function).parameters:
-            available["completion_ids"] = [list(token_ids) for token_ids in batch.completion_ids]
+        available = {**batch.columns, "prompts": list(batch.prompts), "completions": list(batch.completions)}
         accepted = accepted_names(self.function)
-        return available if accepted is None else {name: value for name, value in available.items() if name in accepted}
+        arguments = {name: values for name, values in available.items() if accepted is None or name in accepted}
+        if not self.keeps_deadline:  # the built-in ones change nothing
+            arguments = copy_for_user(arguments)
+        if "completion_ids" in inspect.signature(self.function).parameters:
+            arguments["completion_ids"] = [list(token_ids) for token_ids in batch.completion_ids]
+        elif accepted is None:
+            arguments["completion_ids"] = copy_for_user(batch.completion_ids)
+        if accepted is None or "trainer_state" in accepted:
+            arguments["trainer_state"] = batch.trainer_state
+        return arguments
 
     def needs(self) -> list[Sequence[str]]:
         """Return the data columns that the function requires, each as a list of alternatives such as `answer` or `solution`."""

@@ -118,6 +118,9 @@ class CompletionIds(Sequence[list[int]]):
         selected = self._completions[index]
         return CompletionIds(selected) if isinstance(index, slice) else list(selected.answer_ids)
 
+    def __deepcopy__(self, memo: Any) -> CompletionIds:
+        return self  # nothing of it can be changed
+
 
 def as_batch(groups: Sequence[Group], *, positions: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
     """Return the completions of all groups in TRL's shape.
@@ -160,7 +163,7 @@ def _completion_argument(prompt: Prompt, completion: Completion) -> Any:
     record = completion.record
     if record is None:
         return as_completion(prompt.raw, completion.text)
-    return [dict(message) for message in record.messages[record.num_opening :]]
+    return list(record.messages[record.num_opening :])
 
 
 def episode_columns(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
@@ -170,7 +173,7 @@ def episode_columns(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
         records: Record of each episode.
     """
     return {
-        "messages": [[dict(message) for message in record.messages] for record in records],
+        "messages": [list(record.messages) for record in records],
         "turn_rewards": [list(record.turn_rewards) for record in records],
         "num_turns": [record.numbers.num_turns for record in records],
         "finish_reason": [record.numbers.finish_reason for record in records],

@@ -189,10 +189,12 @@ def test_what_cannot_even_be_looked_at_costs_no_thread():
 
 @pytest.mark.parametrize("how", ["exits", "stops"])
 def test_who_ends_the_loop_ends_no_bystander(how):
+    asked = []
+
     class OnTheLoop(Environment):
         async def step(self, turn):
-            if self.columns["asked"] == []:
-                self.columns["asked"].append(1)
+            if not asked:
+                asked.append(1)
                 await self.ends()
             await asyncio.sleep(0.05)
             return StepOutput(messages=[USER])
@@ -206,7 +208,7 @@ def test_who_ends_the_loop_ends_no_bystander(how):
             else:
                 await asyncio.create_task(leave())
 
-    completions, _ = played(OnTheLoop, "a", n=3, columns={"asked": []}, **ROOM)
+    completions, _ = played(OnTheLoop, "a", n=3, **ROOM)
     assert sorted(one.finish_reason for one in completions) == (
         ["max_turns"] * 3 if how == "stops" else ["error", "max_turns", "max_turns"]
     )
