@@ -33,6 +33,7 @@ SAMPLES, SAMPLE_BYTES = (
 )  # blocks read from each weight file, and bytes per block; evenly spaced, including the first and last bytes
 TEACHER = "teacher"  # independent of location: a server reports the same fingerprint for the same model
 MODEL_RUNNER = "vLLM's model runner"  # "V1" or "V2" of an engine in the ranks
+DAY = "day that the chat template prints"
 SHOWN = 12  # digits of a fingerprint that are kept
 # Other variables that are read hold machine paths, the identity of a rank, or secrets.
 _VARIABLES = (*image_processing.VARIABLES.values(), "TORCHDYNAMO_DISABLE")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -208,6 +209,19 @@ def _start_new_run(resume: Resume, restart: str, *, overwrites: bool) -> Resume:
             "--overwrite_output_dir to replace it, or another output_dir.",
         )
     return replace(resume, wipes=overwrites)
+
+
+def find_recorded(name: str, cfg: Config) -> str | None:
+    """Return a fingerprint of the run that `cfg` continues; None if it continues none, or one that has not recorded it.
+
+    Args:
+        name: Name of the content.
+        cfg: Settings of the run.
+    """
+    with suppress(ConfigError):  # reported where the run is planned
+        candidates = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir).candidates
+        return candidates[0].manifest.origin.content.get(name) if candidates else None
+    return None
 
 
 def _candidates(resume: Resume) -> Resume:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,46 @@ def _copied_alone() -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with process_lock(folder / ".megatron_grpo.lock", patience=PATIENCE):
         yield
+
+
+class TemplateClock:
+    """The function `strftime_now` of chat templates, at midnight of one day.
+
+    All ranks, epochs and continuations of a run render the same prompts, whenever they do.
+
+    Args:
+        day: The day, like 2026-11-28.
+    """
+
+    def __init__(self, day: str):
+        self.day = day
+
+    def __call__(self, form: str) -> str:
+        return datetime.fromisoformat(self.day).strftime(form)
+
+
+def find_clock(tokenizer: Any) -> TemplateClock | None:
+    """Return the clock that a tokenizer's chat template reads: at first that of today. None if the template prints no time.
+
+    Args:
+        tokenizer: Tokenizer of the model, or None.
+    """
+    if "strftime_now" not in str(getattr(tokenizer, "chat_template", "")):
+        return None
+    if not hasattr(tokenizer, "template_clock"):
+        tokenizer.template_clock = TemplateClock(date.today().isoformat())
+    clock: TemplateClock = tokenizer.template_clock
+    return clock
+
+
+def clock_options(tokenizer: Any) -> dict[str, Any]:
+    """Return the options of a chat template that make it read the tokenizer's clock; none if it prints no time.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+    """
+    clock = find_clock(tokenizer)
+    return {} if clock is None else {"strftime_now": clock}
 
 
 def vocabulary_of(tokenizer: Any) -> str:
@@ -211,6 +252,7 @@ class PromptEncoder:
             return_dict=True,
             add_generation_prompt=not prefill,
             continue_final_message=prefill,
+            **clock_options(self.tokenizer),
             **self.options,
         )
         return tuple(encoded["input_ids"])

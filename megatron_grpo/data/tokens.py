@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.files import process_lock
-from megatron_grpo.data.chat import PromptEncoder
+from megatron_grpo.data.chat import PromptEncoder, find_clock
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def key_of(fingerprint: str, encode: PromptEncoder) -> str:
         "settings": [encode.system, dict(encode.options), encode.keep_last, *([list(encode.tools)] if encode.tools else [])],
         "versions": [version("transformers"), version("tokenizers")],
         # A template that prints the date gives other tokens tomorrow.
-        "day": time.strftime("%Y-%m-%d") if "strftime_now" in str(getattr(tokenizer, "chat_template", "")) else "",
+        "day": clock.day if (clock := find_clock(tokenizer)) else "",
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 

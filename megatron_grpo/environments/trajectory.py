@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from megatron_grpo.data.chat import clock_options
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.types import SampledTurn, SamplingMask
 from megatron_grpo.types import Sequence as TokenSequence
@@ -119,7 +120,7 @@ class ChatTemplate:
         """
         return self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tools=self.tools, tokenize=False, add_generation_prompt=is_open and not continues,
-            continue_final_message=continues, **self.options,
+            continue_final_message=continues, **clock_options(self.tokenizer), **self.options,
         )  # fmt: skip
 
     def prefill(self, messages: Sequence[Message]) -> str:

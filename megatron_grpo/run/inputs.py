@@ -18,7 +18,7 @@ from megatron_grpo.config import remote_code
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, longest_completion, sets_of
 from megatron_grpo.config.sampling_mask import structured_outputs_problems
-from megatron_grpo.data.chat import load_tokenizer, unread_options, vocabulary_of
+from megatron_grpo.data.chat import find_clock, load_tokenizer, unread_options, vocabulary_of
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardFunction
@@ -198,13 +198,18 @@ def adapter_bases(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
 
 
 def tokenizer(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the model's tokenizer.
+    """Load the model's tokenizer. A chat template that prints the date prints that of the checkpoint that the run continues.
 
     Args:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
     inputs.tokenizer = load_tokenizer(str(inputs.model_path), trust_remote_code=cfg.model.trust_remote_code)
+    if clock := find_clock(inputs.tokenizer):
+        from megatron_grpo.checkpoint.fingerprints import DAY
+        from megatron_grpo.checkpoint.resume import find_recorded
+
+        clock.day = find_recorded(DAY, cfg) or clock.day
 
 
 def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:

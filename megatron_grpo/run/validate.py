@@ -17,6 +17,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, sets_of
 from megatron_grpo.config.optimizer import length_problems
 from megatron_grpo.config.read import COMMAND_LINE
+from megatron_grpo.data.chat import find_clock
 from megatron_grpo.data.files import plain_name
 from megatron_grpo.data.hub import is_path
 from megatron_grpo.planning.check import CheckedConfig, check_parsed
@@ -248,12 +249,14 @@ def _plan_of(
         plan = replace(plan, warnings=[*plan.warnings, *filter(None, [remote_code.warning_of(inputs.model_path)])])
     if not is_asked_to_train and _begins_anew(cfg):
         return plan
-    from megatron_grpo.checkpoint.fingerprints import content_of
+    from megatron_grpo.checkpoint.fingerprints import DAY, content_of
     from megatron_grpo.checkpoint.resume import plan_resume
 
     if inputs.prompts is not None and cfg.data.dataset_drop_last:
         inputs.prompts.epoch_multiple = plan.checked.sizes.num_rollout_prompts
     content = content_of(cfg, model_path=inputs.model_path, rows=rows, teacher_path=inputs.teacher_path)
+    if clock := find_clock(inputs.tokenizer):
+        content[DAY] = clock.day
     inputs.resume = plan_resume(cfg, plan.schedule, content, inputs.prompts)
     return plan
 

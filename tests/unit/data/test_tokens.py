@@ -14,7 +14,7 @@ import pytest
 
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import prompts, tokens
-from megatron_grpo.data.chat import PromptEncoder, load_tokenizer
+from megatron_grpo.data.chat import PromptEncoder, find_clock, load_tokenizer
 from megatron_grpo.data.prompts import open_stream
 from megatron_grpo.data.tokens import TokenTable, cache_directory, cached_table, key_of, read, write
 from tests.tiny_models import write_tiny
@@ -104,12 +104,14 @@ def test_what_changes_the_tokens_is_never_found(cache, data, model, tmp_path):
     assert name(load_tokenizer(str(model))) == names[0]
 
 
-def test_a_template_that_writes_the_date_is_found_on_that_day_alone(model, monkeypatch):
-    tokenizer, days = load_tokenizer(str(model)), iter(["2026-01-01", "2026-01-01", "2026-01-02"])
-    tokenizer.chat_template = "{{ strftime_now('%d') }}"
-    monkeypatch.setattr(time, "strftime", lambda *given: next(days))
-    first, same, next_day = (key_of("rows", PromptEncoder(tokenizer)) for _ in range(3))
-    assert first == same != next_day
+def test_a_template_that_writes_the_date_is_found_on_that_day_alone(model):
+    def key(day):
+        tokenizer = load_tokenizer(str(model))
+        tokenizer.chat_template = "{{ strftime_now('%d') }}"
+        find_clock(tokenizer).day = day
+        return key_of("rows", PromptEncoder(tokenizer))
+
+    assert key("2026-01-01") == key("2026-01-01") != key("2026-01-02")
 
 
 @pytest.mark.parametrize("damage", ["short", "one bit", "empty", "no table", "a row too many"])
