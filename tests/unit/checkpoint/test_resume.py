@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.batch_sizes import with_derived_sizes as with_sizes
 from megatron_grpo.batching.schedule import TrainingSchedule
-from megatron_grpo.checkpoint.fingerprints import settings_of
+from megatron_grpo.checkpoint.fingerprints import DAY, settings_of
 from megatron_grpo.checkpoint.manifest import POINTER, Folder, RunOrigin, manifest_content
 from megatron_grpo.checkpoint.resume import find_checkpoints, plan_resume
 from megatron_grpo.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
@@ -21,6 +22,7 @@ from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.table import table
 from megatron_grpo.types import Progress
 from tests.checkpoint_files import fingerprints
+from tests.tiny_models import write_tiny
 
 CONTENTS = {"model": "qwen3 1a", "vocabulary": "2b", "data set": "40 rows, 3c", "reward r.py:f": "4d"}
 SIZES = ["--global_batch_size", "8", "--num_generations", "4", "--steps_per_generation", "2"]
@@ -311,3 +313,33 @@ def test_judging_needs_no_torch(tmp_path):
 def test_find_checkpoints_alone_says_where_a_run_would_go_on(tmp_path):
     saved(tmp_path, 4)
     assert step_of(find_checkpoints(tmp_path, environ={})) == 4
+
+
+def test_a_template_that_prints_the_date_prints_that_of_the_run_that_is_continued(tmp_path):
+    from megatron_grpo.data.chat import PromptEncoder
+    from megatron_grpo.environments.trajectory import ChatTemplate
+    from megatron_grpo.run.inputs import ValidatedInputs, tokenizer
+
+    model = write_tiny(tmp_path / "model", layers=1)
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%d.%m.%Y %H') }}{{ messages[0].content }}")
+
+    def rendered(out: Path, *flags: str) -> str:
+        inputs = ValidatedInputs(model_path=model)
+        tokenizer(configured(out, "--model", str(model), *flags)[0], inputs)
+        short = PromptEncoder(inputs.tokenizer)([{"role": "user", "content": "?"}])
+        expected = inputs.tokenizer(ChatTemplate(inputs.tokenizer).render([{"role": "user", "content": "?"}]), add_special_tokens=False)
+        assert list(short) == expected["input_ids"], "single answers and episodes print the same"
+        return ChatTemplate(inputs.tokenizer).render([{"role": "user", "content": "?"}])
+
+    saved(tmp_path / "old", 2, content={**CONTENTS, DAY: "2026-01-02"})
+    saved(tmp_path / "older", 2)
+    today = f"{date.today():%d.%m.%Y} 00?"
+    assert rendered(tmp_path / "old") == "02.01.2026 00?"
+    for out, flags in (("new", []), ("older", []), ("old", ["--resume", "never", "--overwrite_output_dir"])):
+        assert rendered(tmp_path / out, *flags) == today, out
+
+
+def test_another_day_of_the_template_is_a_difference_that_is_said(tmp_path):
+    saved(tmp_path, 2, content={**CONTENTS, DAY: "2026-01-02"})
+    [difference] = judged(tmp_path, content={**CONTENTS, DAY: "2026-01-03"}).candidates[0].changes
+    assert str(difference) == "day that the chat template prints  2026-01-02 -> 2026-01-03"

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from datetime import date
 
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.checkpoint.fingerprints import DAY, values_equal_on_ranks
 from megatron_grpo.cli import main
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
@@ -247,3 +249,19 @@ def test_plan_says_of_a_model_that_is_elsewhere_that_nobody_looked_at_it(good):
     found = validate_run(parsed({"model": "someone/model"}))
     assert "someone/model is not on this machine and was not checked" in found.warnings[0]
     assert not any("was not checked" in warning for warning in validate_run(parsed(good)).warnings)
+
+
+def test_the_day_that_a_chat_template_prints_is_recorded_and_compared_between_ranks(good, tmp_path):
+    model = write_tiny(tmp_path / "model", "qwen3")
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%Y') }} {{ messages[0].content }}")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"prompt": [{"role": "user", "content": "5 7"}], "answer": 7}) + "\n")
+    flags = good | {"model": model, "dataset": chats, "output_dir": tmp_path / "out"}
+    _, inputs = load_inputs(parsed(flags))
+    close_rewards(inputs.rewards)
+    day = inputs.resume.origin.content[DAY]
+    assert values_equal_on_ranks(parsed(flags).config, inputs.resume.origin.content)[f"The {DAY}"] == day == date.today().isoformat()
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    _, inputs = load_inputs(parsed(flags))
+    close_rewards(inputs.rewards)
+    assert DAY not in inputs.resume.origin.content
