@@ -11,7 +11,8 @@ from megatron_grpo.config.config import Config
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _HASHES = re.compile(r"^####\s*(.+?)\s*$", re.MULTILINE)
-_SAID = re.compile(r"answer(?:\s+is)?\s*:?\s+(.+?)\s*$", re.MULTILINE | re.IGNORECASE)
+# "answer is" or "answer:", with or without bold type; the bare word "answer" is part of many answers and of many last sentences.
+_SAID = re.compile(r"\banswer(?:\*\*)?(?:\s+is\b\s*:?|\s*:)(?:\*\*)?\s+(.+?)\s*$", re.MULTILINE | re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
@@ -109,9 +110,10 @@ def normalise(answer: str) -> str:
     Args:
         answer: Answer of the model, or the correct one.
     """
-    text = " ".join(answer.split()).casefold()
-    for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\text{", "}"), ("**", "**"), ('"', '"')):
-        if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
-            text = text[len(left) : -len(right)].strip()
-    text = text.rstrip(".").strip()
+    text, before = " ".join(answer.split()).casefold().replace("\u2212", "-"), ""
+    while text != before:  # **$42$.**
+        before, text = text, text.rstrip(".").strip("$ ") or text
+        for left, right in (("\\(", "\\)"), ("\\[", "\\]"), ("\\text{", "}"), ("**", "**"), ('"', '"')):
+            if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
+                text = text[len(left) : -len(right)].strip()
     return _THOUSANDS.sub("", text)
