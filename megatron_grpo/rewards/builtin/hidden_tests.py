@@ -33,6 +33,13 @@ _NAMES = {(kind.__module__, kind.__qualname__) for kind in _VALUES} | {("numpy",
 _LONGEST = 32 << 20  # bytes of a message
 _ALIASES = {"np": "numpy", "pd": "pandas"}  # modules and functions that tests use without importing them
 _HELPERS = {"isclose": "math", "allclose": "numpy", "approx": "pytest"}
+# Of the standard library, unless the test is about the program's own: it uses no other name of the program.
+_STANDARD = {
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple", "ChainMap"), "collections"),
+    **dict.fromkeys(("datetime", "date", "timedelta", "timezone"), "datetime"),
+    **dict.fromkeys(("deepcopy", "copy"), "copy"), "Decimal": "decimal", "Fraction": "fractions",
+    **dict.fromkeys(("sqrt", "ceil", "floor", "fabs", "isnan"), "math"),
+}  # fmt: skip
 _PLAIN = re.compile(r"assert (\w+)\([^()]*\) == [^()]+")  # group 1: the tested function, which may have the name of a built-in: sum(10, 15)
 # Operations on the program's objects, executed in its process. None takes a value to be compared: no `==`, no `-` (distances), no `in`.
 _OPERATIONS = "call getattr setattr delattr iter next reversed len bool int float str repr getitem setitem delitem enter"
@@ -77,6 +84,39 @@ class _CountAssertions(ast.NodeTransformer):
         if isinstance(node, ast.ExceptHandler) and _holds(node):
             node.body[:0] = count
         return [node, *count] if isinstance(node, ast.stmt) and _holds(node) else node
+
+
+def _names_read(node: ast.AST) -> set[str]:
+    """Return the names that a node reads."""
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)}
+
+
+def _find_bound(tree: ast.AST) -> set[str]:
+    """Return the names that a test binds anywhere: variables, arguments, functions, classes, imports."""
+    names = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Name(name, ast.Store()) | ast.arg(name) | ast.FunctionDef(name) | ast.ClassDef(name) | ast.ExceptHandler(name=str(name))
+            ):
+                names.add(name)
+            case ast.alias(name, other):
+                names.add(other or name.partition(".")[0])
+    return names
+
+
+def _compared(tree: ast.AST) -> list[list[ast.expr]]:
+    """Return the operands of each comparison of a test; of an assertion of a call, its function and the call."""
+    compared: list[list[ast.expr]] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left, _, others):
+                compared.append([left, *others])
+            case ast.Call(ast.Attribute(attr=name) | ast.Name(name), [first, second, *_]) if name.lower().startswith("assert"):
+                compared.append([first, second])
+            case ast.Assert(ast.Call(function) as call) | ast.Assert(ast.UnaryOp(ast.Not(), ast.Call(function) as call)):
+                compared.append([function, call])
+    return compared
 
 
 # ---- communication between the processes
@@ -254,24 +294,54 @@ for _name in _OPERATIONS.split():
 
 
 class _Names(dict):
-    """Namespace of the tests. Names they do not bind are looked up in Python's built-ins, then in the program."""
+    """Namespace of the tests. Names they do not bind are looked up in Python, then among those that the program has defined.
+
+    In `same(f(1)) == same(2)` and `judge(f(1), 2)` the names `same` and `judge` are not taken from the program, which would judge itself.
+    """
 
     def __init__(self, link: ObjectLink):
         super().__init__(__name__="tests", __held__=self.count)
         self.program = _Proxy(link, 0)
-        self.held, self.tested, self.modules = 0, "", set[str]()
+        self.held, self.tested, self.modules, self.fault = 0, "", set[str](), ""
+        self.standard, self.wrapping = set[str](), set[str]()
 
     def count(self) -> None:
         self.held += 1
 
+    def read(self, tree: ast.Module, test: str) -> None:
+        """Decide for a test where the names come from that it does not bind.
+
+        Args:
+            tree: The test.
+            test: Its source.
+        """
+        bases = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+        self.modules, self.fault = bases & {*sys.stdlib_module_names, *_ALIASES}, ""
+        self.tested = match[1] if (match := _PLAIN.fullmatch(test.strip())) else ""
+        free = {name for name in _names_read(tree) - _find_bound(tree) - self.modules - _HELPERS.keys() if name not in self}
+        free = {name for name in free if not hasattr(builtins, name) or name == self.tested}
+        self.standard = _STANDARD.keys() & free if free - _STANDARD.keys() else set()
+        origins: dict[str, set[str]] = {}  # names of the program that a variable's value was made with
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                origins[node.targets[0].id] = self._origins(node.value, free, origins)
+        sides = [[self._origins(side, free, origins) for side in operands] for operands in _compared(tree)]
+        self.wrapping = {name for names in sides for one in names for other in names if one < other for name in one}
+
+    def _origins(self, node: ast.AST, free: set[str], origins: dict[str, set[str]]) -> set[str]:
+        read = _names_read(node)
+        return read & (free - self.standard) | set().union(*(origins.get(name, set()) for name in read))
+
     def __missing__(self, name: str) -> Any:
         if name in self.modules:
             return importlib.import_module(_ALIASES.get(name, name))
-        if name in _HELPERS:
-            return getattr(importlib.import_module(_HELPERS[name]), name)
-        if not hasattr(builtins, name) or name == self.tested:
-            with suppress(AttributeError):
-                return getattr(self.program, name)
+        if module := _HELPERS.get(name) or (_STANDARD[name] if name in self.standard else None):
+            return getattr(importlib.import_module(module), name)
+        if name in self.wrapping:
+            self.fault = f"does not define `{name}`, by which the program would judge itself: define or import it in the test"
+        elif not hasattr(builtins, name) or name == self.tested:
+            with suppress(KeyError):
+                return self.program[name]
         raise KeyError(name)
 
 
@@ -293,9 +363,7 @@ def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
     names_before, names.held, link.calls, link.unheld = dict(names), 0, 0, ""
     try:
         tree = ast.parse(test)
-        bases = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-        names.modules = bases & {*sys.stdlib_module_names, *_ALIASES}
-        names.tested = match[1] if (match := _PLAIN.fullmatch(test.strip())) else ""
+        names.read(tree, test)
         if "unittest" in test:
             import unittest
 
@@ -303,8 +371,12 @@ def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
         exec(compile(ast.fix_missing_locations(_CountAssertions().visit(tree)), "<test>", "exec"), names)
         _run_defined([value for name, value in names.items() if names_before.get(name) is not value])
     except BaseException:  # noqa: BLE001 - a test that exits has not passed
-        return link.unheld or False
-    return link.unheld or (names.held > 0 if link.calls else "does not use the program: does it define functions that it never calls?")
+        return link.unheld or names.fault or False
+    return (
+        link.unheld
+        or names.fault
+        or (names.held > 0 if link.calls else "does not use the program: does it define functions that it never calls?")
+    )
 
 
 def _run_defined(defined: list[Any]) -> None:
