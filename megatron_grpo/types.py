@@ -617,7 +617,7 @@ class Sample(Sequence):
         on_policy_version: Weights version at which its ratio is 1 without old log-probs.
         sampler_logprobs: The sampler's log-probs, float32 [T]; 0 where the mask is false, NaN where the sampler gave none.
         teacher_logprobs: The teacher's log-probs, float32 [T]; 0 where the mask is false; None: not scored by a teacher.
-        is_zero_std: Whether all rewards of its group are exactly equal.
+        is_zero_std: Whether all rewards of its group are equal up to rounding.
         is_truncated: Whether it reached max_completion_length.
     """
 

@@ -585,7 +585,8 @@ class EvalConfig:
         "further SamplingParams of vLLM for evaluations, penalties included (default: those of training)")
     eval_reward: str | None = setting(None, "reward function that is the score (default: weighted sum of all)")
     eval_pass_threshold: float | None = setting(None,
-        "score from which a completion counts as right, for pass@k (default: 1; for a sum, the weights of its rewards)")
+        "score from which a completion counts as right, for pass@k (default: 1; for a sum, 1 of its reward math, accuracy, code or "
+        "environment, else the weights of its rewards)")
     eval_seed: int = setting(0, "seed of evaluations, the same for each of them", at_least=0, at_most=2**32 - 1)
 
 

@@ -20,6 +20,7 @@ ALONE = "eval"  # name of the set that eval_dataset names
 SPLIT = "split_dataset_ratio"  # holds out rows of the training set
 SUM = "weighted sum"  # of the rewards, as in training; no function has such a name
 PENALTIES = ("length", "soft_overlong", "repetition")  # built-in rewards that are never above 0
+ANSWERING = ("accuracy", "math", "code", "environment")  # built-in rewards that are 1 for a completion that solves its task
 COMPLETIONS = 8  # per prompt, if they are sampled and num_generations_eval is not set
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # Metrics of a rollout and of a step by which checkpoints may be compared. docs/metrics.md lists all names.
@@ -171,6 +172,21 @@ def score_of(cfg: Config, names: Sequence[str]) -> str:
     train = [name for name, weight in zip(names, weights) if weight] or list(names[:1])
     score = cfg.eval.eval_reward or (SUM if len(train) > 1 else next(iter(train), ""))
     return dict(zip(cfg.rewards.reward_funcs, names)).get(score, score)
+
+
+def find_pass_reward(cfg: Config, names: Sequence[str]) -> str:
+    """Return the reward by which pass@k counts completions as right where the score is a sum.
+
+    Args:
+        cfg: Settings of the run.
+        names: Names of the reward functions, in the order of `reward_funcs`.
+
+    Returns:
+        The first built-in one that solves the task. "" without one, or with `eval_pass_threshold`: then the score counts.
+    """
+    if score_of(cfg, names) != SUM or cfg.eval.eval_pass_threshold is not None:
+        return ""
+    return next((name for spec, name in zip(cfg.rewards.reward_funcs, names) if spec in ANSWERING), "")
 
 
 def describe_rules(cfg: Config) -> str:

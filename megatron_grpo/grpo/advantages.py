@@ -15,6 +15,8 @@ from megatron_grpo.config.config import GrpoConfig
 
 # Added to a std before dividing by it, as TRL and Megatron-SWIFT do.
 STD_EPSILON = 1e-4
+# Rewards of a group are equal if they differ by at most this share of the largest number that was added: .1 + .2 + .3 and .3 + .2 + .1 are.
+EQUAL_REWARDS = 1e-8
 Rewards = Sequence[Sequence["float | None"]]  # rewards of one group: [G, num_reward_funcs]
 
 
@@ -26,7 +28,7 @@ class Advantages:
         advantages: float64 [num_groups, G], 0 where no reward function applied.
         rewards: float64 [num_groups, G], the weighted total reward (before any KL penalty); NaN where no function applied.
         rewards_per_func: float64 [num_groups, G, num_reward_funcs], NaN where a function did not apply.
-        is_zero_std: bool [num_groups], whether all rewards of the group are exactly equal, so that no completion is better than another.
+        is_zero_std: bool [num_groups], whether all rewards of the group are equal up to rounding: no completion is better than another.
     """
 
     advantages: np.ndarray
@@ -65,6 +67,7 @@ def advantages(
     totals = total_rewards(per_func, reward_weights)
     estimator = name_of_estimator(cfg)
     is_zero_std = _is_zero_std(per_func, totals, estimator, reward_weights)
+    scale = largest_addends(per_func, reward_weights)
     if estimator == "gdpo":
         if kl_penalty is not None:
             raise ValueError("gdpo normalizes each reward function separately: there is no single reward to subtract a KL penalty from")
@@ -73,7 +76,7 @@ def advantages(
     values = ESTIMATORS[estimator](totals_with_kl, cfg.scale_rewards)
     if estimator in NEEDS_GROUP:
         # The mean of equal floats may miss their value by an ulp. A group of equal rewards must give exactly 0.
-        values[are_equal(totals_with_kl[:, :, None])[:, 0]] = 0.0
+        values[are_equal(totals_with_kl[:, :, None], scale)[:, 0]] = 0.0
     return Advantages(advantages=np.nan_to_num(values, nan=0.0), rewards=totals, rewards_per_func=per_func, is_zero_std=is_zero_std)
 
 
@@ -97,7 +100,7 @@ def _is_zero_std(per_func: np.ndarray, totals: np.ndarray, estimator: str, rewar
     if estimator == "gdpo":
         counted = per_func[:, :, np.asarray(reward_weights) != 0]  # a function of weight 0 is only logged
         return np.all(are_equal(counted), axis=1)
-    return are_equal(totals[:, :, None])[:, 0]
+    return are_equal(totals[:, :, None], largest_addends(per_func, reward_weights))[:, 0]
 
 
 def name_of_estimator(cfg: GrpoConfig) -> str:
@@ -143,18 +146,31 @@ def total_rewards(per_func: np.ndarray, reward_weights: Sequence[float]) -> np.n
     return totals
 
 
-def are_equal(values: np.ndarray) -> np.ndarray:
-    """Return whether all values of a group are exactly equal, NaN ignored.
+def largest_addends(per_func: np.ndarray, reward_weights: Sequence[float]) -> np.ndarray:
+    """Return the largest magnitude of a weighted reward in each group: float64 [num_groups, 1]. The rounding of a sum is a share of it.
+
+    Args:
+        per_func: float64 [num_groups, G, num_reward_funcs], NaN where a function does not apply.
+        reward_weights: One weight per reward function.
+    """
+    weighted = np.abs(np.nan_to_num(per_func, nan=0.0) * np.asarray(reward_weights, dtype=np.float64))
+    return weighted.max(axis=(1, 2), initial=0.0)[:, None]
+
+
+def are_equal(values: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
+    """Return whether all values of a group are equal up to rounding (`EQUAL_REWARDS`), NaN ignored.
 
     Args:
         values: [num_groups, G, K].
+        scale: [num_groups, 1], the largest number that was added; None for the largest of the values.
 
     Returns:
         bool [num_groups, K], True also where fewer than two values are not NaN.
     """
     lowest = np.where(np.isnan(values), np.inf, values).min(axis=1)
     highest = np.where(np.isnan(values), -np.inf, values).max(axis=1)
-    return lowest >= highest
+    largest = np.abs(np.nan_to_num(values)).max(axis=1) if scale is None else scale
+    return highest - lowest <= EQUAL_REWARDS * largest
 
 
 def mean(values: np.ndarray, axis: int | None = None) -> np.ndarray:

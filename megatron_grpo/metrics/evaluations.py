@@ -107,6 +107,8 @@ class EvaluationResult:
         rows: Of each prompt in its data set.
         scores: Score of each completion, float64 [P, n]; NaN where a completion has no score.
         pass_threshold: Score from which each completion counts as right, [P, n]; of each completion.
+        pass_scores: Scores that decide it, float64 [P, n]; None: `scores`.
+        pass_of: Rule of a weighted sum, such as `math` or `weighted sum >= 1.2`; "" for a single reward.
         others: Further means: of every reward, of lengths.
         table: Completions by column, on rank 0.
     """
@@ -119,6 +121,8 @@ class EvaluationResult:
     rows: Sequence[int]
     scores: np.ndarray
     pass_threshold: float | np.ndarray
+    pass_scores: np.ndarray | None = None
+    pass_of: str = ""
     others: Mapping[str, float] = field(default_factory=dict)
     table: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
@@ -131,7 +135,9 @@ class EvaluationResult:
         """Return the numbers for evaluations.jsonl. NaN means that a number cannot be estimated."""
         is_scored = ~np.isnan(self.scores)
         num_scored = is_scored.sum(axis=1)
-        num_right = (np.where(is_scored, self.scores, -math.inf) >= self.pass_threshold).sum(axis=1)
+        pass_scores = self.scores if self.pass_scores is None else self.pass_scores
+        num_right = (np.nan_to_num(pass_scores, nan=-math.inf) >= self.pass_threshold).sum(axis=1)
+        num_judged = (~np.isnan(pass_scores)).sum(axis=1)
         mean, error = mean_over_prompts(self.means)
         key = f"mean@{self.n}"
         numbers: dict[str, Any] = {
@@ -145,8 +151,10 @@ class EvaluationResult:
             f"{key}/stderr_seed": 0.0 if not self.temperature else sampling_error(self.scores),
         }
         for k in ks(self.n):
-            chances = pass_at_k(num_right, num_scored, k)
+            chances = pass_at_k(num_right, num_judged, k)
             numbers[f"pass@{k}"] = mean_over_prompts(chances)[0]
+        if self.pass_of:
+            numbers["pass_of"] = self.pass_of
         numbers["unscored"] = int((~is_scored).sum())
         return numbers | {name: value for name, value in self.others.items() if name not in numbers}
 
@@ -303,12 +311,14 @@ def describe(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
     since_text = f" since step {first}" if isinstance(first, int) else f" from {first}" if first else ""
     passes = sorted({int(name[5:]) for record in records for name in record if re.fullmatch(r"pass@\d+", name)})
     scores = dict.fromkeys(name.removeprefix(EACH) for record in records for name in record if name.startswith(EACH))
+    rules = {f" ({record['pass_of']})" for record in records if "pass_of" in record}
+    pass_of = rules.pop() if len(rules) == 1 else ""
     figures: dict[str, list[str]] = {
         "prompts": [f"{record['num_prompts']:,}" for record in records],
         "score": [str(record["score"]) if scores else "" for record in records],
         "mean": [f"{_mean(record)} ± {_mean(record, '/stderr')}" for record in records],
         "seed alone": [f"± {_mean(record, '/stderr_seed')}" if record["n"] > 1 else "" for record in records],
-        **{f"pass@{k}": [_number(record.get(f"pass@{k}")) for record in records] for k in passes},
+        **{f"pass@{k}{pass_of}": [_number(record.get(f"pass@{k}")) for record in records] for k in passes},
         **{score: [f"{_number(record.get(score))}, pass@1 {_number(record.get(EACH + score))}" for record in records] for score in scores},
         f"change{since_text}": [_describe_change(record) for record in records],
         "tokens": [_number(record.get("mean_length")) for record in records],

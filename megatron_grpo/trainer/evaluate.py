@@ -35,6 +35,7 @@ class EvaluationSpec:
         score: Name of the reward function that counts, or SUM.
         pass_threshold: Least score of a correct completion; None: 1, or for SUM the sum of `most`.
         most: For SUM, the largest contribution of each reward to that sum.
+        pass_reward: For SUM, the reward by which completions count as right, from 1; "" for the sum itself.
         episodes: Description of the environment and its rules; "" for single-turn prompts.
     """
 
@@ -43,6 +44,7 @@ class EvaluationSpec:
     score: str
     pass_threshold: float | None = None
     most: Sequence[float] = ()
+    pass_reward: str = ""
     seed: int = 0
     episodes: str = ""
 
@@ -128,16 +130,21 @@ class Evaluator:
             dtype=np.float64,
         ).reshape(len(prompts), n, len(names))
         passed: float | np.ndarray = 1.0
+        pass_scores, pass_of = None, ""
         if spec.score == SUM:
             scores = total_rewards(rewards, self.reward_manager.reward_weights)
             passed = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), spec.most) - 1e-9
+            pass_of = f"{SUM} >= {sum(spec.most) if spec.pass_threshold is None else spec.pass_threshold:g}"
+            if spec.pass_reward:
+                pass_scores, passed, pass_of = rewards[:, :, names.index(spec.pass_reward)], 1.0, spec.pass_reward
         else:
             scores = rewards[:, :, names.index(spec.score)]
         return EvaluationResult(
             name=name, n=n, temperature=spec.sampling.temperature, score=spec.score,
             question=spec.digest(name) + (f" {self.reward_manager.reward_weights}" if spec.score == SUM else ""),
             rows=[prompt.row for prompt in prompts], scores=scores,
-            pass_threshold=passed if spec.pass_threshold is None else spec.pass_threshold, others=_means(names, rewards, rows),
+            pass_threshold=passed if spec.pass_threshold is None else spec.pass_threshold, pass_scores=pass_scores, pass_of=pass_of,
+            others=_means(names, rewards, rows),
             table=self._table(dict(zip(positions, scored, strict=True))),
         )  # fmt: skip
 

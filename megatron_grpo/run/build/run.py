@@ -17,7 +17,7 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.output_files import BestCheckpoint
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.config.evaluation import describe_rules, eval_sampling, most_of, score_of
+from megatron_grpo.config.evaluation import describe_rules, eval_sampling, find_pass_reward, most_of, score_of
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.data.streamed import StreamedPrompts
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
@@ -269,7 +269,7 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, rewa
         sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
         sampling=sampling_of(training, eval_sampling(cfg)), score=score_of(cfg, reward_manager.names),
         pass_threshold=cfg.eval.eval_pass_threshold,
-        most=most_of(cfg), seed=cfg.eval.eval_seed, episodes=describe_rules(cfg),
+        most=most_of(cfg), pass_reward=find_pass_reward(cfg, reward_manager.names), seed=cfg.eval.eval_seed, episodes=describe_rules(cfg),
     )  # fmt: skip
     return Evaluator(question, sampler, reward_manager, eval_steps=cfg.eval.eval_steps, last_step=last_step)
 

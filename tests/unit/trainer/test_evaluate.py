@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.config.evaluation import SUM, EvalSampling, describe_rules, eval_sampling, most_of, score_of, sets_of
+from megatron_grpo.config.evaluation import SUM, EvalSampling, describe_rules, eval_sampling, find_pass_reward, most_of, score_of, sets_of
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.metrics.evaluations import describe
 from megatron_grpo.rewards.protocol import RewardFunction
@@ -145,6 +145,27 @@ def test_a_reward_that_is_never_above_0_is_not_waited_for():
     assert most_of(cfg) == [2.0, 0.0, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("", "math"), ("--eval_reward bonus", ""), ("--eval_pass_threshold 0.9", ""), ("--reward_weights 1 0", "")],
+)
+def test_pass_at_k_of_a_sum_is_that_of_the_reward_which_solves_the_task(flags, expected):
+    assert find_pass_reward(resolve(f"--reward_funcs mine.py:bonus math {flags}".split()), ["bonus", "math"]) == expected
+
+
+def test_a_bonus_that_never_reaches_1_does_not_make_pass_at_k_0():
+    reward_manager = RewardManager([RewardFunction(name="bonus", function=lambda completions, **_: [0.2] * len(completions), timeout=60.0),
+                   RewardFunction(name="math", function=of_the_task, timeout=60.0)])  # fmt: skip
+    question = EvaluationSpec(
+        sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(1.0, 1.0),
+        pass_reward="math",
+    )  # fmt: skip
+    [found] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
+    told = found.numbers()
+    assert told["pass@1"] == 0.5 and told["pass_of"] == "math", "prompt 0, to which it does not apply, is left out"
+    assert "pass@1 (math)" in [figure for figure, *_ in describe([told])[2]]
+
+
 def of_the_task(completions, **rest):
     """Does not apply to prompt 0, and is right twice out of four times elsewhere; what is asked first is always right."""
     return [None if text.startswith("0.") else float(text.endswith(("0", "1"))) for text in completions]
@@ -162,6 +183,7 @@ def test_of_several_rewards_the_sum_counts_as_it_trains_and_each_is_told():
     assert told["pass@1"] == pytest.approx((1 + 0.5 + 0.5) / 3), "prompt 0 is right by the one reward that applies"
     assert (told["format"], told["task"], told["pass@1/format"], told["pass@1/task"]) == (1.0, 0.5, 1.0, 0.5)
     assert {figure: cells for figure, *cells in describe([told])[2]}["task"] == ["0.500, pass@1 0.500"]
+    assert told["pass_of"] == "weighted sum >= 2.5" and "pass@1 (weighted sum >= 2.5)" in [figure for figure, *_ in describe([told])[2]]
     [stricter] = Evaluator(replace(question, pass_threshold=3.0), ScriptedEngine(answer), reward_manager).run()
     reward_manager.reward_weights = [1.0, 1.0]
     [other] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
