@@ -15,6 +15,9 @@ from typing import Any, Literal
 
 from megatron_grpo.config.field import between_rollouts, fixed, free, setting
 
+# Rewards are equal if they differ by at most this share of the largest number that was added: .1 + .2 + .3 and .3 + .2 + .1 are.
+EQUAL_REWARDS = 1e-8
+
 
 # fmt: off
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_grpo.config.config import GrpoConfig
+from megatron_grpo.config.config import EQUAL_REWARDS, GrpoConfig
 
 # Added to a std before dividing by it, as TRL and Megatron-SWIFT do.
 STD_EPSILON = 1e-4
-# Rewards of a group are equal if they differ by at most this share of the largest number that was added: .1 + .2 + .3 and .3 + .2 + .1 are.
-EQUAL_REWARDS = 1e-8
 Rewards = Sequence[Sequence["float | None"]]  # rewards of one group: [G, num_reward_funcs]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import describe_value
 from megatron_grpo.base.python_objects import copy_for_user
+from megatron_grpo.config.config import EQUAL_REWARDS
 
 Score = float | None  # None: the reward does not apply to this completion
 # Largest absolute score. Squares of larger ones overflow in a sum of floats, and as advantages they overflow float32: 0, infinity or NaN.
@@ -110,7 +111,7 @@ class RewardStats:
         if not self.scored:
             sentence = f"has returned None for all {self.rows} completions so far"
             return f"{sentence}, so it has no effect. Does it find the columns that it needs?"
-        if self.scored >= ENOUGH_ROWS and self.lowest == self.highest:
+        if self.scored >= ENOUGH_ROWS and math.isclose(self.lowest, self.highest, rel_tol=EQUAL_REWARDS):
             return f"has returned {self.lowest:g} for all {self.scored} completions that it scored so far, so it has no effect."
         return None
 

@@ -7,6 +7,7 @@ and a function that fails on one of them ends it, possibly hours after its start
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import numpy as np
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, one_line
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config import ParsedConfig
-from megatron_grpo.config.config import Config
+from megatron_grpo.config.config import EQUAL_REWARDS, Config
 from megatron_grpo.config.read import split_flags
 from megatron_grpo.data.chat import PromptEncoder, as_completion
 from megatron_grpo.data.checks import PromptRows, check_images
@@ -302,7 +303,8 @@ def _check_rewards_together(result: DryRun, cfg: Config, batches: Mapping[str, R
 def _says_nothing(results: Mapping[str, RewardTrial]) -> bool:
     """Return whether several kinds of completions all received the same score."""
     scored = {value for row in results.values() for value in row.scores if value is not None}
-    return len(results) > 1 and len(scored) == 1 and not any(row.error for row in results.values())
+    is_constant = bool(scored) and math.isclose(min(scored), max(scored), rel_tol=EQUAL_REWARDS)
+    return len(results) > 1 and is_constant and not any(row.error for row in results.values())
 
 
 def _check_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest: RewardTrial, num_rows: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.loading import BUILT_IN, check_columns, load_rewards
-from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, as_score, as_scores, text_of
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RewardStats, RowFailure, as_score, as_scores, text_of
 from megatron_grpo.rewards.scoring import score
 
 
@@ -160,3 +160,10 @@ def test_a_column_that_the_data_set_lacks_is_found_before_the_run(tmp_path):
         "Reward `accuracy` needs the column `answer` or `solution`; the data set has `level`.",
     ]
     check_columns(functions, ["difficulty", "solution"])
+
+
+def test_scores_that_differ_by_rounding_are_one_constant():
+    constant, varied = RewardStats(), RewardStats()
+    alike = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1] * 4
+    assert constant.take(alike) is None and "has returned 0.6 for all 16 completions" in (constant.take(alike) or "")
+    assert varied.take(alike) is None and varied.take([*alike, 0.6001]) is None
