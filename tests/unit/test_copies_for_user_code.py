@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from megatron_grpo import score
 from megatron_grpo.api.callbacks import CallbackHandler
@@ -267,5 +267,14 @@ def test_a_copy_costs_little_and_shares_nothing_that_can_be_changed():
     copies[0]["meta"]["pair"][0].append(2)
     copies[0]["tests"].pop()
     assert copies[1] == row and row["meta"]["pair"] == ([1], 2) and copies[1]["answer"] is row["answer"]
+    image = Image.new("RGB", (4, 4), "red")
+    edited = [copy_for_user([image])[0] for _ in range(3)]
+    edited[0].putpixel((0, 0), (0, 0, 0))
+    edited[1].paste("blue", (0, 0, 2, 2))
+    ImageDraw.Draw(edited[2]).rectangle((0, 0, 1, 1), fill="blue")
+    assert image.getpixel((0, 0)) == (255, 0, 0) and len({one.getpixel((0, 0)) for one in (image, *edited)}) == 3
+    palette = image.convert("P")
+    copy_for_user(palette).putpalette([0] * 768)
+    assert palette.convert("RGB").getpixel((0, 0)) == (255, 0, 0)
     lock = threading.Lock()
     assert copy_for_user([lock])[0] is lock, "what cannot be copied is shared"

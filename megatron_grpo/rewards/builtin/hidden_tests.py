@@ -326,7 +326,7 @@ class _Names(dict):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 origins[node.targets[0].id] = self._origins(node.value, free, origins)
         sides = [[self._origins(side, free, origins) for side in operands] for operands in _compared(tree)]
-        self.wrapping = {name for names in sides for one in names for other in names if one < other for name in one}
+        self.wrapping = {name for names in sides for part in names for whole in names if part < whole for name in part}
 
     def _origins(self, node: ast.AST, free: set[str], origins: dict[str, set[str]]) -> set[str]:
         read = _names_read(node)
@@ -341,7 +341,7 @@ class _Names(dict):
             self.fault = f"does not define `{name}`, by which the program would judge itself: define or import it in the test"
         elif not hasattr(builtins, name) or name == self.tested:
             with suppress(KeyError):
-                return self.program[name]
+                return self.program[name]  # type: ignore[index]  # its operations are set below
         raise KeyError(name)
 
 
