@@ -326,7 +326,7 @@ class _Names(dict):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 origins[node.targets[0].id] = self._origins(node.value, free, origins)
         sides = [[self._origins(side, free, origins) for side in operands] for operands in _compared(tree)]
-        self.wrapping = {name for names in sides for part in names for whole in names if part < whole for name in part}
+        self.wrapping = {name for names in sides for smaller in names for larger in names if smaller < larger for name in smaller}
 
     def _origins(self, node: ast.AST, free: set[str], origins: dict[str, set[str]]) -> set[str]:
         read = _names_read(node)
