@@ -28,6 +28,7 @@ REPORT = "in the configuration; nothing was started."
 EIGHT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 Arguments = Sequence[str]
+DEEP = "[" * 100_000  # as JSON and YAML: deeper than Python's limit of recursion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,7 +454,16 @@ def of_files() -> Iterator[Case]:
         ("dashes in its keys", "--lr: 1e-6\n--nothing: 2\n", ["nothing"]),
         ("INI", "[optimizer]\nlr = 1e-6\n", ["run.yaml"]),
         ("a bomb", "a: &a [x,x,x,x]\nb: &b [*a,*a,*a,*a]\nlr: *b\n", ["lr"]),
-        ("itself", "lr: &x [*x]\n", ["lr"]),
+        ("a bomb of 9 to the power of 9", "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]\n" for i in range(9)),
+         ["run.yaml line 6", "100,000 values"]),
+        ("a bomb of merges", f"a: &a {{{', '.join(f'k{i}: 1' for i in range(999))}}}\nb: {{<<: [{', '.join(['*a'] * 999)}]}}\n",
+         ["run.yaml line 2", "100,000 values"]),
+        ("100,000 brackets", f"lr: {DEEP}", ["run.yaml line 1", "more than 100 levels"]),
+        ("400 dashes", "lr:\n " + "- " * 400 + "1\n", ["run.yaml line 2", "more than 100 levels"]),
+        ("a value without the form of its tag", "export_hf: !!bool x\n", ["run.yaml", "not valid YAML"]),
+        ("a day that no month has", "max_steps: 2026-02-30\n", ["run.yaml", "not valid YAML: day"]),
+        ("itself", "lr: &x [*x]\n", ["run.yaml line 1", "stands for what contains it"]),
+        ("itself, merged", "optimizer: &x {<<: *x}\n", ["run.yaml line 1", "stands for what contains it"]),
         ("a section that is a list", "optimizer: [lr, 1]\n", ["optimizer"]),
         ("a section that is a word", "optimizer: adam\n", ["optimizer"]),
         ("a section that is empty and a mistake", "optimizer:\nlrr: 1\n", ["lrr"]),
@@ -569,7 +579,9 @@ def of_data() -> Iterator[Case]:
         ("empty", "d.jsonl", "", ["d.jsonl", "no rows"]), ("blank lines alone", "d.jsonl", "\n\n \n", ["no rows"]),
         ("an empty array", "d.json", "[]", ["no rows"]), ("broken at line 3", "d.jsonl", _ROW * 2 + '{"prompt": "a"\n' + _ROW, ["d.jsonl",
          "line 3"]),
-        ("cut at its end", "d.jsonl", _ROW * 3 + '{"prompt": "5 6", "an', ["line 4"]), ("no JSON", "d.jsonl", "hello\nworld\n", ["line 1",
+        ("cut at its end", "d.jsonl", _ROW * 3 + '{"prompt": "5 6", "an', ["line 4"]),
+        ("150 levels", "d.jsonl", _ROW + '{"prompt": "5", "x": ' + "[" * 150 + "]" * 150 + "}", ["line 2", "100 levels"]),
+        ("no JSON", "d.jsonl", "hello\nworld\n", ["line 1",
          "line 2"]),
         ("lists", "d.jsonl", "[1, 2]\n", ["line 1", "list"]), ("numbers", "d.jsonl", "1\n2\n", ["2 line(s)", "int"]),
         ("wrong columns", "d.jsonl", '{"question": "a", "answer": "b"}\n', ["'question'", "'answer'"]),
@@ -721,6 +733,7 @@ def of_models() -> Iterator[Case]:
         ("no config.json", without("config.json"), ["config.json", "model"], BOTH),
         ("an empty config.json", text("config.json", ""), ["config.json"], BOTH),
         ("a broken config.json", text("config.json", "{"), ["config.json", "not valid JSON"], BOTH),
+        ("a deep config.json", text("config.json", DEEP), ["config.json", "100 levels"], BOTH),
         ("a list for a config", text("config.json", "[]"), ["config.json"], BOTH),
         ("a config without sizes", text("config.json", '{"architectures": ["Qwen3ForCausalLM"]}'), ["num_attention_heads", "hidden_size"],
          BOTH),
@@ -755,11 +768,14 @@ def of_models() -> Iterator[Case]:
         ("an index without files", index({"weight_map": {"a": "model-1.safetensors"}}), ["model-1.safetensors"], BOTH),
         ("an index of nothing", index({}), ["model.safetensors.index.json"], BOTH),
         ("an index that is broken", text("model.safetensors.index.json", "{"), ["model.safetensors.index.json"], BOTH),
+        ("an index that is deep", text("model.safetensors.index.json", DEEP), ["model.safetensors.index.json", "100 levels"], BOTH),
         ("an index with an empty map", index({"weight_map": {}}), ["index"], BOTH),
         ("an index that names a number", index({"weight_map": {"a": 3}}), ["index"], BOTH),
         ("no tokenizer", without("tokenizer.json", "tokenizer_config.json"), ["tokenizer"], TRAIN),
         ("a broken tokenizer", text("tokenizer.json", "{"), ["tokenizer"], TRAIN),
         ("a broken tokenizer_config", text("tokenizer_config.json", "{"), ["tokenizer"], TRAIN),
+        ("a deep tokenizer", text("tokenizer.json", DEEP), ["tokenizer"], TRAIN),
+        ("a deep tokenizer_config", text("tokenizer_config.json", DEEP), ["tokenizer"], TRAIN),
         ("a tokenizer of another kind", text("tokenizer.json", "{}"), ["tokenizer"], TRAIN),
         ("a broken chat template", lambda m: ((m / "chat_template.jinja").write_text("{% for"), None), ["template"], ()),
     )  # fmt: skip
@@ -820,6 +836,7 @@ def of_adapters() -> Iterator[Case]:
         ("no configuration", lambda a: (a / "adapter_config.json").unlink(), {}, ["adapter_config.json"]),
         ("no tensors", lambda a: (a / "adapter_model.safetensors").unlink(), {}, ["adapter_model.safetensors"]),
         ("a broken configuration", lambda a: (a / "adapter_config.json").write_text("{"), {}, ["adapter_config.json cannot be read"]),
+        ("a deep configuration", lambda a: (a / "adapter_config.json").write_text(DEEP), {}, ["adapter_config.json cannot be read"]),
         ("cut tensors", lambda a: (a / "adapter_model.safetensors").write_bytes(b"12345678"), {}, ["damaged"]),
         ("another kind", config(peft_type="VERA"), {}, ["peft_type VERA"]),
         ("DoRA", config(use_dora=True), {}, ["use_dora is not there"]),

@@ -7,7 +7,6 @@ no sampler and updates no weights.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import sys
@@ -25,7 +24,7 @@ from megatron_grpo.analysis.printing import print_report, table_lines
 from megatron_grpo.analysis.replay import open_policy
 from megatron_grpo.analysis.report import draw_variants, metrics_records
 from megatron_grpo.base.errors import EXIT_DONE, config_error
-from megatron_grpo.base.files import plot_obstacle
+from megatron_grpo.base.files import parse_json, plot_obstacle
 from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
@@ -174,7 +173,7 @@ def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
     """Return the adaptive entropy coefficient as the checkpoint stored it."""
     guard = checkpoint / OURS / "guard.json"
     if guard.exists():
-        policy.restore_entropy(json.loads(guard.read_text(encoding="utf-8")))
+        policy.restore_entropy(parse_json(guard.read_text(encoding="utf-8")))
     return policy.entropy
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ import numpy as np
 
 from megatron_grpo.analysis.args import MismatchArgs
 from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.metrics.plots import apply_style, can_draw, new_figure, write_png
 
 BINS = 40
@@ -88,7 +88,7 @@ def metrics_records(run: Path) -> list[dict[str, Any]]:
     path, records = run / "metrics.jsonl", []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with suppress(ValueError):
-            records.append(json.loads(line))
+            records.append(parse_json(line))
     return [record for record in records if isinstance(record, dict)]
 
 

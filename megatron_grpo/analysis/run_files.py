@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.base.files import read_object
+from megatron_grpo.base.files import parse_json, parse_yaml, read_object
 from megatron_grpo.config.evaluation import SUM, curve_of
 from megatron_grpo.metrics.evaluations import curves_in
 from megatron_grpo.metrics.records import EVENTS, Records
@@ -178,8 +175,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         path: The config.yaml.
     """
     try:
-        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        sections, _ = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     groups = [section for section in sections.values() if isinstance(section, dict)] if isinstance(sections, dict) else []
     return {name: value for section in groups for name, value in section.items()}
@@ -231,7 +228,7 @@ def text_of(value: Any, *, max_characters: int) -> str:
     text = str(value)
     if text.startswith("[{"):
         try:
-            messages = json.loads(text)
+            messages = parse_json(text)
         except ValueError:
             messages = []
         if messages and all(isinstance(message, dict) and "role" in message for message in messages):

@@ -28,7 +28,7 @@ import torch
 
 from megatron_grpo import __version__
 from megatron_grpo.analysis.fingerprint import fingerprint
-from megatron_grpo.base.files import atomic_write, atomic_write_text
+from megatron_grpo.base.files import atomic_write, atomic_write_text, parse_json
 from megatron_grpo.batching.schedule import MicroStep, ScheduledStep
 from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.distributed import CheckpointError, errors_on_all_ranks
@@ -211,7 +211,7 @@ class StepDump:
         self.path = Path(path)
         facts = self.path / FACTS
         try:
-            self.facts: dict[str, Any] = json.loads(facts.read_text())
+            self.facts: dict[str, Any] = parse_json(facts.read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is not a step dump: its {FACTS} cannot be read ({error})") from None
         written = self.facts.get("format") if isinstance(self.facts, dict) else None

@@ -10,11 +10,16 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_grpo.base.errors import one_line
+
 MARK = "megatron_grpo.json"  # in each folder that a command of this program wrote: the command, and the files it wrote
 PAINTER = "megatron_grpo"  # name of this program in the metadata of a plot that it wrote
+MOST_LEVELS = 100  # of lists and mappings inside each other, in JSON or YAML of others: Python's own limit depends on who reads them
+MOST_VALUES = 100_000  # in YAML of others, with each alias counted as what it stands for
 
 
 def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2**20) -> str:
@@ -35,6 +40,96 @@ def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2
     return text
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of JSON that others wrote.
+
+    Args:
+        text: The JSON text; bytes are UTF-8.
+
+    Raises:
+        ValueError: It is not JSON (`json.JSONDecodeError`, which knows the place), or has more than `MOST_LEVELS` levels.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    opening = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if sum(map(text.count, opening)) > MOST_LEVELS:  # rare: rows and messages have a few
+        level: list[Any] = [[value]]
+        for _ in range(MOST_LEVELS + 1):
+            values = [child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent)]
+            level = [value for value in values if isinstance(value, (dict, list))]
+        if level:
+            raise _too_deep()
+    return value
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it has more than {MOST_LEVELS} levels of lists and mappings inside each other")
+
+
+def parse_yaml(text: str) -> tuple[Any, Any]:
+    """Return (value, node) of YAML that others wrote; (None, None) if it is empty.
+
+    Args:
+        text: The YAML text.
+
+    Raises:
+        InvalidYamlError: It is not YAML, has more than `MOST_LEVELS` levels or `MOST_VALUES` values, or contains itself.
+    """
+    loader = _yaml_loader()
+    try:
+        reader = loader(text)
+        node = reader.get_single_node()
+        return (None if node is None else reader.construct_document(node)), node
+    except InvalidYamlError:
+        raise
+    except Exception as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or one_line(error)
+        raise InvalidYamlError(problem, mark.line + 1 if mark else None) from error
+
+
+class InvalidYamlError(ValueError):
+    """YAML that cannot be read.
+
+    Args:
+        problem: What is wrong with it.
+        line: Line of the problem, from 1, if known.
+    """
+
+    def __init__(self, problem: str, line: int | None = None):
+        super().__init__(f"{problem}, line {line}" if line else problem)
+        self.problem, self.line = problem, line
+
+
+@cache
+def _yaml_loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def __init__(self, stream: str):
+            super().__init__(stream)
+            self.level, self.size, self.sizes = 0, 0, dict[int, int]()
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            """Compose a node, and count its values."""
+            line, is_alias, before = self.peek_event().start_mark.line + 1, self.check_event(yaml.AliasEvent), self.size
+            self.level += 1
+            if self.level > MOST_LEVELS + 1:  # 1: the values of the innermost list
+                raise InvalidYamlError(str(_too_deep()), line)
+            node = super().compose_node(parent, index)
+            self.level -= 1
+            if is_alias and id(node) not in self.sizes:
+                raise InvalidYamlError("an alias stands for what contains it", line)
+            self.size += self.sizes[id(node)] if is_alias else 1
+            self.sizes.setdefault(id(node), self.size - before)
+            if self.size > MOST_VALUES:
+                raise InvalidYamlError(f"it has more than {MOST_VALUES:,} values, with each alias counted as what it stands for", line)
+            return node
+
+    return Loader
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} if the file is missing or invalid. The caller reports that if it matters.
 
@@ -42,7 +137,7 @@ def read_object(path: Path) -> dict[str, Any]:
         path: The JSON file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -17,6 +17,7 @@ from typing import Any
 from megatron_grpo import __version__, installed_version
 from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import Problem
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.checkpoint.resume_compatibility import FLAGS
 from megatron_grpo.config.config import Config
@@ -122,7 +123,7 @@ def model_fingerprint(directory: Path) -> str:
     Args:
         directory: Directory of a Hugging Face model.
     """
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = parse_json((directory / "config.json").read_text(encoding="utf-8"))
     # Fields that differ between copies of a model, or that transformers adds when it saves one.
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
         config.pop(name, None)
@@ -140,7 +141,7 @@ def base_problems(adapter: str | Path, model: Path, *, flag: str = "adapters") -
         flag: Setting that names the adapter.
     """
     try:
-        trained = json.loads((Path(adapter) / BASE).read_text(encoding="utf-8"))["fingerprint"]
+        trained = parse_json((Path(adapter) / BASE).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     fingerprint = model_fingerprint(model)

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_grpo import __version__
 from megatron_grpo.base import activity
-from megatron_grpo.base.files import atomic_write_text, sync
+from megatron_grpo.base.files import atomic_write_text, parse_json, sync
 from megatron_grpo.types import Progress
 
 MANIFEST = "manifest.json"
@@ -139,7 +139,7 @@ def read_manifest(directory: Path) -> Manifest | str:
     """
     path = directory / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"{path} is missing"
     except (ValueError, OSError) as error:

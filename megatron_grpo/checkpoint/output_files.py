@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.base.files import MARK, atomic_write_text, export_obstacle, read_mark, write_mark
+from megatron_grpo.base.files import MARK, atomic_write_text, export_obstacle, parse_json, read_mark, write_mark
 from megatron_grpo.checkpoint.manifest import POINTER, Folder
 
 RUN, LOCK = "train", "run.lock"
@@ -260,7 +260,7 @@ class BestCheckpoint:
 
     def _read(self) -> dict[str, Any]:
         try:
-            content = json.loads((self.folder.path / FILE).read_text(encoding="utf-8"))
+            content = parse_json((self.folder.path / FILE).read_text(encoding="utf-8"))
             return {**content, "values": {int(step): float(value) for step, value in content["values"].items()}}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}

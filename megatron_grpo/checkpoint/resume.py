@@ -6,7 +6,6 @@ divided among the ranks.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
 from megatron_grpo.checkpoint.manifest import MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
 from megatron_grpo.checkpoint.output_files import holds_run, overwrite_obstacle, restart_obstacle
@@ -288,7 +288,7 @@ def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named_fla
         ):
             problems.append(Problem(flags=("resume",), message=f"{text}. Resume with the version that wrote it."))
         if prompts is not None:
-            problems += prompts.problems_with(json.loads((own_files / "prompts.json").read_text(encoding="utf-8")))
+            problems += prompts.problems_with(parse_json((own_files / "prompts.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, EOFError):
         pass
     return [problem for problem in problems if not set(problem.flags) & (named_flags - {"resume"})]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.parallel import collectives
 
 FILE = "rng.npz"
@@ -87,9 +88,9 @@ def set_states(states: Mapping[str, bytes]) -> None:
     Args:
         states: State of each generator, by name.
     """
-    version, words, gauss = json.loads(states["python"])
+    version, words, gauss = parse_json(states["python"])
     random.setstate((version, tuple(words), gauss))
-    name, keys, *remaining = json.loads(states["numpy"])
+    name, keys, *remaining = parse_json(states["numpy"])
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *remaining))
     torch.set_rng_state(_tensor(states["torch"]))
     if "cuda" in states and torch.cuda.is_available():

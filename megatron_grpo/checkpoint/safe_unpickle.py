@@ -8,7 +8,6 @@ checkpoint is read, and restored afterwards.
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ import torch
 from torch.distributed.checkpoint import filesystem  # noqa: TID251 - the file format
 
 from megatron_grpo.base.errors import one_line
+from megatron_grpo.base.files import parse_json
 
 # Classes and functions in `.metadata`: checkpoints of torch 2.6 to 2.13 and Megatron-Core 0.16 to 0.19 contain no others.
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -112,7 +112,7 @@ def without_code_execution(directory: Path) -> Iterator[None]:
 
 def _check_format(directory: Path) -> None:
     """Reject other formats, whose readers use pickles in other ways."""
-    config = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
+    config = parse_json((directory / "metadata.json").read_text(encoding="utf-8"))
     formats = (config.get("sharded_backend"), config.get("common_backend", "torch"))
     if formats != ("torch_dist", "torch"):
         raise UnsafePickleError(

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from megatron_grpo import __version__
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.types import Sample
 
 FORMAT = 2
@@ -186,7 +187,7 @@ def _values(column: str, part: Mapping[str, np.ndarray]) -> list[Any]:
 
 def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Return the header of a file, checked to contain only known classes and fields."""
-    header = json.loads(str(arrays[HEADER]))
+    header = parse_json(str(arrays[HEADER]))
     begin, own_version = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
     if header["format"] != FORMAT:
         raise UnknownSamplesError(f"{begin} format {header['format']}; {own_version} reads format {FORMAT}")
@@ -204,7 +205,7 @@ def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]
 
 
 def _rows(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
-    types = json.loads(str(arrays[HEADER]))["kinds"][kind.__name__]
+    types = parse_json(str(arrays[HEADER]))["kinds"][kind.__name__]
     columns = {}
     for name, column in types.items():
         key = f"{kind.__name__}.{name}"

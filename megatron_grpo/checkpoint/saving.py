@@ -23,7 +23,7 @@ import torch
 from megatron_grpo.base import activity
 from megatron_grpo.base.cleanup import run_in_thread
 from megatron_grpo.base.errors import ConfigError, config_error
-from megatron_grpo.base.files import atomic_write, write_mark
+from megatron_grpo.base.files import atomic_write, parse_json, write_mark
 from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
 from megatron_grpo.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, find_damage, manifest_content
@@ -379,10 +379,10 @@ class Checkpoints:
             ) from error
         with errors_on_all_ranks(f"reading {directory / OURS}"):
             folder = directory / OURS
-            progress = Progress(**json.loads((folder / "progress.json").read_text()))
-            prompts.restore(json.loads((folder / "prompts.json").read_text()))
+            progress = Progress(**parse_json((folder / "progress.json").read_text()))
+            prompts.restore(parse_json((folder / "prompts.json").read_text()))
             if (folder / "guard.json").exists():  # old checkpoints have no guard state
-                policy.restore_gradient_check(json.loads((folder / "guard.json").read_text()))
+                policy.restore_gradient_check(parse_json((folder / "guard.json").read_text()))
             if "rng" not in self.resume.without:
                 rng_state.restore(folder / rng_state.FILE)
             files = files_of_samples(folder)[collectives.rank() :: collectives.num_ranks()]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_grpo.base.files import parse_yaml
 from megatron_grpo.compat.foreign_args import OFF, ForeignArgs, Reader, SettingChange
 from megatron_grpo.config.servers import OF_THE_ENGINE
 from megatron_grpo.config.table import TRUE, InvalidValueError
@@ -197,14 +198,11 @@ def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except
     Raises:
         InvalidValueError: The value is not a mapping, or contradicts a native setting.
     """
-    import yaml
-
-    flow = _FLOW.sub(r"\1: ", args.text(prefix, "{}"))
-    whole_of_it = {} if flow.lower() in OFF else yaml.safe_load(flow)
-    if not isinstance(whole_of_it, dict):
+    whole_of_it = _mapping(args.text(prefix, "{}"))
+    if whole_of_it is None:
         raise InvalidValueError(f"{prefix} ({args.text(prefix, '')}) requires a mapping, such as {{max_model_len: 4096}}")
     names = [name for name in args if name.startswith(f"{prefix}.") and name not in except_names]
-    words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(args[name])) for name in names}}
+    words = {**whole_of_it, **_values(args, names, prefix)}
     settings = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
     if clash := [name for name, value in settings.items() if values.get(name, value) != value]:
         raise InvalidValueError(
@@ -219,6 +217,30 @@ def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except
         )
 
 
+def _mapping(text: str) -> dict[str, Any] | None:
+    """Return a mapping of JSON or Hydra, {} if it is switched off; None if the text is something else."""
+    try:
+        value = {} if text.lower() in OFF else parse_yaml(_FLOW.sub(r"\1: ", text))[0]
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _values(args: ForeignArgs, names: Sequence[str], prefix: str) -> dict[str, Any]:
+    """Return the values of foreign names, by name without the prefix.
+
+    Raises:
+        InvalidValueError: One of them cannot be read.
+    """
+    values = {}
+    for name in names:
+        try:
+            values[name.removeprefix(f"{prefix}.")] = parse_yaml(" ".join(args[name]))[0]
+        except ValueError as error:
+            raise InvalidValueError(f"{name} ({' '.join(args[name])[:200]}) cannot be read: {error}") from error
+    return values
+
+
 def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read chat_template_kwargs as JSON or as a Hydra mapping.
 
@@ -226,14 +248,9 @@ def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    import yaml
-
     text = " ".join(words)
-    try:
-        kwargs = {} if text.lower() in OFF else yaml.safe_load(_FLOW.sub(r"\1: ", text))
-    except yaml.YAMLError:
-        kwargs = None
-    if not isinstance(kwargs, dict):
+    kwargs = _mapping(text)
+    if kwargs is None:
         raise InvalidValueError(f"requires a mapping, such as {{enable_thinking: false}}, not {text!r}")
     return {"chat_template_kwargs": kwargs} if kwargs else {}
 
@@ -246,10 +263,8 @@ def of_template(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str) ->
         args: All foreign names of the run, with their words.
         prefix: Prefix that the foreign names share.
     """
-    import yaml
-
     names = [name for name in args if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
-    if words := {name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(args[name])) for name in names}:
+    if words := _values(args, names, prefix):
         yield SettingChange(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
                      note=f"{prefix} is passed to the chat template: chat_template_kwargs.")  # fmt: skip
 

@@ -35,6 +35,7 @@ _OF_UV = (*("--with", "--with-requirements", "--with-editable", "--from", "--ext
           *("--env-file", "--directory", "--project", "--index", "--index-url"))  # fmt: skip
 _PROGRAM = re.compile(r"(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|trl|swift|megatron|megatron[-_]grpo|-m|.*\.(py|sh))$")
 _NESTED = 5  # largest depth of scripts that start scripts
+_LONGEST_WORD = 1 << 16  # characters of a word with its variables expanded: variables that double each other have no end
 _OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
 _BEGINS, _ENDS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 _ITS_DIRECTORY = re.compile(r"dirname.*(BASH_SOURCE|\$0)")
@@ -166,6 +167,8 @@ class _Shell:
         previous = ""
         while previous != expanded and UNKNOWN not in expanded:
             previous, expanded = expanded, _VARIABLE.sub(known_value, _IN_CASE.sub(in_case, expanded))
+        if len(expanded) > _LONGEST_WORD:
+            return [f"{UNKNOWN}{word}"]
         expanded = expanded.replace("$(pwd)", os.getcwd())
         expanded = _PART_OF_PATH.sub(lambda match: str(getattr(Path(match[2]), _OF_PATH[match[1]])), expanded)
         if _ITS_DIRECTORY.search(word):

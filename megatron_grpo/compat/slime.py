@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.compat.common import (
     holds_out,
     idle,
@@ -130,7 +130,7 @@ def images(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         args: All foreign names of the run, with their words.
     """
     try:
-        columns = dict(json.loads(" ".join(words)))
+        columns = dict(parse_json(" ".join(words)))
     except ValueError:
         raise InvalidValueError(f'needs a mapping as JSON, such as {{"image": "images"}}, not {" ".join(words)!r}') from None
     if other_kinds := [kind for kind in columns if kind != "image"]:

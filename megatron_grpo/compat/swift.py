@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.files import read_text
+from megatron_grpo.base.files import parse_json, read_text
 from megatron_grpo.compat.common import BUILT_IN_REWARDS, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
 from megatron_grpo.compat.foreign_args import ForeignArgs, Reader, SettingChange
 from megatron_grpo.compat.tables import sentence
@@ -25,7 +24,7 @@ def _of_plugins(args: ForeignArgs) -> dict[str, str]:
     """Return path:Class of each reward that a plugin registers as `orms["name"] = Class`, by name. The files are not run."""
     result: dict[str, str] = {}
     for file in args.get("external_plugins", ()):
-        with suppress(OSError, SyntaxError, ValueError):
+        with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # deep nesting is one of the last two
             for line in ast.parse(read_text(file)).body:
                 if (
                     isinstance(line, ast.Assign)
@@ -130,7 +129,7 @@ def columns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """
     text = " ".join(words).strip()
     try:
-        columns = json.loads(text) if text.startswith("{") else dict(word.rsplit("=", 1) for word in words)
+        columns = parse_json(text) if text.startswith("{") else dict(word.rsplit("=", 1) for word in words)
     except ValueError:
         raise InvalidValueError(f'needs a mapping as JSON, such as {{"question": "query"}}, not {text!r}') from None
     if "history" in columns.values():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.compat.common import (
     BUILT_IN_REWARDS,
     as_in_training,
@@ -118,7 +118,7 @@ def of_model(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         args: All foreign names of the run, with their words.
     """
     try:
-        kwargs = {} if " ".join(words).lower() in OFF else dict(json.loads(" ".join(words)))
+        kwargs = {} if " ".join(words).lower() in OFF else dict(parse_json(" ".join(words)))
     except ValueError:
         raise InvalidValueError(f'needs a mapping as JSON, such as {{"dtype": "bfloat16"}}, not {" ".join(words)!r}') from None
     translated = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "trust_remote_code": "trust_remote_code"}
@@ -166,7 +166,7 @@ def lowest_lr(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingC
     """
     words = " ".join(args.get("lr_scheduler_kwargs", ["{}"]))
     try:
-        kwargs = {} if words.lower() in OFF else dict(json.loads(words))
+        kwargs = {} if words.lower() in OFF else dict(parse_json(words))
     except (ValueError, TypeError):
         kwargs = dict(word.partition("=")[::2] for word in args["lr_scheduler_kwargs"])
     prefix = "lr_scheduler_kwargs."

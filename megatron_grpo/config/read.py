@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.base.files import read_text
+from megatron_grpo.base.files import InvalidYamlError, parse_yaml, read_text
 from megatron_grpo.config.field import Setting
 from megatron_grpo.config.table import MAPS, InvalidValueError, canonical, keys, names, read_value, table
 
@@ -95,7 +95,10 @@ def read_file(path: str, read_program: Callable[[str, str], Read] | None = None)
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         return [], [Problem(flags=("config",), message=f"config {path} cannot be read: {reason}.")]
     if read_program and (file.suffix in (".sh", ".bash", ".py") or text.startswith("#!")):
-        return read_program(text, path)
+        try:
+            return read_program(text, path)
+        except (RecursionError, MemoryError):  # Python's parser reports both for deep nesting
+            return [], [Problem(flags=("config",), message=f"config {path} cannot be read: it is nested too deeply, or includes itself.")]
     return read_yaml(text, source=file.name)
 
 
@@ -111,15 +114,11 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
     Returns:
         (typed settings, problems).
     """
-    import yaml
-
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)  # nodes, because a dict would hide duplicate keys
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        return [], [Problem(flags=("config",), message=f"{source}{line} is not valid YAML: {getattr(error, 'problem', error)}.")]
+        data, root = parse_yaml(text)  # nodes too, because a dict hides duplicate keys
+    except InvalidYamlError as error:
+        line = f" line {error.line}" if error.line else ""
+        return [], [Problem(flags=("config",), message=f"{source}{line} is not valid YAML: {error.problem}.")]
     if data is None:
         return [], []
     if not isinstance(data, dict):
@@ -170,10 +169,7 @@ def split_entry(entry: TypedSetting) -> list[TypedSetting]:
 
 
 def _repeated(root: Any) -> list[str]:
-    """Return keys that occur twice in one mapping.
-
-    A file may consist of anchors, also of itself, so each node is visited once.
-    """
+    """Return keys that occur twice in one mapping. Aliases name a node twice, so each is visited once."""
     import yaml
 
     repeated, stack, visited = [], [root], set()
@@ -216,10 +212,7 @@ def format_value(value: Any) -> str:
 
 
 def _one_word(value: Any) -> str:
-    """Return a value as one word.
-
-    A list or mapping inside another one is printed as Python prints it, which terminates even if it contains itself.
-    """
+    """Return a value as one word. A list or mapping inside another one is printed as Python prints it."""
     if value is None or value is True or value is False:
         return {None: "none", True: "true", False: "false"}[value]
     return str(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 import os
 import re
@@ -12,7 +11,7 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
-from megatron_grpo.base.files import read_text
+from megatron_grpo.base.files import parse_json, read_text
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.field import Setting
 
@@ -147,7 +146,7 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
     for word in words:
         if isinstance(word, str) and word.lstrip().startswith("{"):
             try:
-                word = json.loads(word)
+                word = parse_json(word)
             except ValueError as error:
                 raise InvalidValueError(f"is not valid JSON: {error}") from error
         if not isinstance(word, dict):
@@ -165,7 +164,7 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
 def _as_json(word: str) -> Any:
     """Return the value after `name=`: parsed if it is JSON (`true`, `3`, `[1, 2]`), else the string."""
     try:
-        return json.loads(word)
+        return parse_json(word)
     except ValueError:
         return word
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import config_error, first_line, one_line
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.data.hub import SUFFIXES, from_hub, is_path, saved_by_datasets
 
 if TYPE_CHECKING:
@@ -290,8 +291,8 @@ def _lines(file: Path, name: str, flag: str, lines_before: int = 0, begin: int =
 def _row_of(text: bytes) -> Row | str:
     """Parse the row of a line; return a string with the reason if it holds none."""
     try:
-        row = json.loads(text.rstrip(b"\r\n"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are not UTF-8; nesting too deep
+        row = parse_json(text.rstrip(b"\r\n"))
+    except ValueError as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are not UTF-8; nesting too deep
         return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
     return row if isinstance(row, dict) else f"expected an object with named columns, got {type(row).__name__}"
 
@@ -306,10 +307,10 @@ def _is_json_array(file: Path) -> bool:
 
 def _json_array(file: Path, name: str, flag: str) -> list[Row]:
     try:
-        rows = json.loads(file.read_bytes())
+        rows = parse_json(file.read_bytes())
     except json.JSONDecodeError as error:
         raise config_error(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
-    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, a number of 5,000 digits; nesting too deep
+    except ValueError as error:  # bytes that are not UTF-8, a number of 5,000 digits; nesting too deep
         raise config_error(flag, f"{name} cannot be read as JSON: {error}.") from error
     invalid = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
     if invalid:

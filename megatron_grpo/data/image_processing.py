@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.files import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -458,7 +459,7 @@ def _of_environment(variable: str) -> int | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise _image_error(
             f"{path.name} is missing from the model directory ({path.parent}); it has the image processor settings", "model"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_grpo.base.errors import RunError, one_line
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.base.listener import Listener, rate_limited_handler
 from megatron_grpo.environments import agent_forms
 from megatron_grpo.environments.agent_session import AgentRefusalError, AgentSession, AgentTurn, episode_over
@@ -321,10 +322,10 @@ def _verdict(episode: OpenEpisode, body: dict[str, Any]) -> dict[str, Any]:
 def _parse(raw: bytes) -> dict[str, Any]:
     try:
         text = raw.decode()
-        body = json.loads(text)
+        body = parse_json(text)
         if _SURROGATE.search(text):  # half of a pair is no text: neither tokenizers nor files accept it
             json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise agent_forms.invalid_request(f"the body is not JSON in UTF-8: {one_line(error)}") from error
     if not isinstance(body, dict):
         raise agent_forms.invalid_request("the body must be a JSON object.")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.base.errors import one_line
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.tools import MARKS, ReadCalls
 from megatron_grpo.environments.trajectory import ChatTemplate, History, Session, SessionTurn
@@ -341,8 +342,8 @@ def _canonical(message: Message) -> str:
 
 def _parsed(arguments: Any) -> Any:
     try:
-        return json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
-    except (ValueError, RecursionError):
+        return parse_json(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
+    except ValueError:
         return arguments
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megatron_grpo.base.errors import config_error, first_line, one_line
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.environments.protocol import Environment, Message, StepOutput, Turn
 
 Function = Callable[..., Any]
@@ -103,8 +104,8 @@ def _text_after_thinking(text: str) -> str | None:
 
 def _of_json(body: str) -> ToolCall:
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(body)
+    except ValueError as error:
         return ToolCall(error=f"the call is not JSON: {error}")
     if not isinstance(content, dict) or not isinstance(content.get("name"), str):
         return ToolCall(error="the call is not a JSON object with a name and arguments")
@@ -178,8 +179,8 @@ class _Parser:
     @staticmethod
     def _read(function: Any) -> ToolCall:
         try:
-            arguments = json.loads(function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
+            arguments = parse_json(function.arguments or "{}")
+        except ValueError as error:
             return ToolCall(name=function.name, error=f"the arguments are not JSON: {error}")
         return _checked(function.name, arguments)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.activity import Timers
-from megatron_grpo.base.files import atomic_write_text
+from megatron_grpo.base.files import atomic_write_text, parse_json
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import EvaluationResult
 from megatron_grpo.metrics.records import Records
@@ -120,7 +120,7 @@ class MetricsLogger:
         if not self.metrics.is_logging:
             return {}
         with suppress(OSError, ValueError, KeyError):
-            pending = json.loads(self._pending_file.read_text(encoding="utf-8"))
+            pending = parse_json(self._pending_file.read_text(encoding="utf-8"))
             if pending["step"] == before - 1:
                 return pending["stats"]
         return {}

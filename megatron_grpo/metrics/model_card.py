@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from megatron_grpo import __version__, installed_version
-from megatron_grpo.base.files import atomic_write_text
+from megatron_grpo.base.files import atomic_write_text, parse_yaml
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.remote_code import problem_of
 from megatron_grpo.config.write import find_secrets
@@ -168,8 +168,8 @@ def licence_of(source: Path) -> str | None:
     """
     try:
         text = (source / CARD).read_text(encoding="utf-8")
-        front = yaml.safe_load(text.split("---", 2)[1]) if text.startswith("---") else None
-    except (OSError, ValueError, IndexError, yaml.YAMLError):
+        front = parse_yaml(text.split("---", 2)[1])[0] if text.startswith("---") else None
+    except (OSError, ValueError, IndexError):
         return None
     licence = front.get("license") if isinstance(front, dict) else None
     return licence if isinstance(licence, str) else None

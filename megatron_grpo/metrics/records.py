@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import one_line
-from megatron_grpo.base.files import atomic_write
+from megatron_grpo.base.files import atomic_write, parse_json
 
 logger = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
@@ -165,7 +165,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

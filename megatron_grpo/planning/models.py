@@ -6,7 +6,6 @@ also derives the teacher's configuration and its problems. Does not import torch
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, problem_with
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.batching import stages
 from megatron_grpo.batching.sizes import SizeModel
 from megatron_grpo.config.config import Config
@@ -49,7 +49,7 @@ def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
         ]
         return _shape(configs[0]) if configs else (None, [])
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return None, [problem_with("model", f"model: {file} is not valid JSON: {error}.")]
     if not isinstance(config, dict):

@@ -302,7 +302,7 @@ def parsed(path: Path) -> ast.Module:
     """
     try:
         return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ast.Module(body=[], type_ignores=[])
 
 

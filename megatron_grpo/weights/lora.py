@@ -11,7 +11,6 @@ An adapter's row in the table of weights is therefore the weight's row with othe
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.names import Packing, ShardCut, WeightEntry, entries_in_layers, layer_entries
 from megatron_grpo.weights.shape import ModelShape
@@ -278,7 +278,7 @@ def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
 def _read_config(directory: Path, flag: str) -> dict[str, Any]:
     path = directory / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
             kind = config.get("peft_type") if isinstance(config, dict) else None
             raise _lora_error(flag, f"{path} is not a LoRA adapter configuration (peft_type {kind}).")

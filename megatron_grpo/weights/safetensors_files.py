@@ -5,13 +5,13 @@ Reads only the file headers, without torch, so that `plan` can use it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.config.table import table
 from megatron_grpo.config.tuner import NO_ADAPTER
 from megatron_grpo.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, own_name, own_sizes
@@ -50,7 +50,7 @@ def stored_names(directory: str | Path) -> dict[str, str]:
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(parse_json(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise file_error(f"{path} is not a checkpoint index: {type(error).__name__}: {error}.") from error
     if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
@@ -78,7 +78,7 @@ def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ..
         try:
             if length > min(size, _LONGEST_HEADER):
                 raise ValueError(length)
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}

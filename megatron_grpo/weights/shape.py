@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.weights.families import FAMILIES, ModelFamily, family_of, text_config, with_class_defaults
 from megatron_grpo.weights.sizes import Activation, DeltaNetShape, LayerKind, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
 from megatron_grpo.weights.traits import KINDS
@@ -308,7 +309,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             f"model: {path.parent} {fault}. A Hugging Face checkpoint directory holds config.json, tokenizer files and *.safetensors.",
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise config_error("model", f"model: {path} is not valid JSON: {error}.") from error
     if not isinstance(config, dict):

@@ -9,11 +9,15 @@ from tests import bad_inputs
 CASES = {case.name: case for case in bad_inputs.everything()}
 # Each was met badly once.
 ONCE = [
-    "yaml: itself", "yaml: a known section in a section", "yaml: a key flat and in a section", "yaml: a key with a dash and a bar",
-    "line optimizer.lr=two", "model without a value", "data: two files", "data: one image beside", "data: deep",
+    "yaml: itself", "yaml: itself, merged", "yaml: a bomb of 9 to the power of 9", "yaml: a bomb of merges", "yaml: 100,000 brackets",
+    "yaml: 400 dashes", "yaml: a value without the form of its tag", "yaml: a day that no month has", "yaml: a known section in a section",
+    "yaml: a key flat and in a section", "yaml: a key with a dash and a bar",
+    "line optimizer.lr=two", "model without a value", "data: two files", "data: one image beside", "data: deep", "data: 150 levels",
     "data: data.jsonl#100", "model: a list for a config", "model: key heads that are a word", "model: key heads below zero",
     "model: a head size that is a word", "model: rope that is a word", "model: an epsilon that is a word",
     "model: positions that are a word",
+    "model: a deep config.json", "model: an index that is deep", "model: a deep tokenizer",
+    "model: a deep tokenizer_config", "adapter: a deep configuration",
     "model: architectures that is a word", "model: architectures of numbers", "model: an index with an empty map",
     "model: an index that names a number", "model: no tokenizer", "model: a tokenizer of another kind", "model: its weights",
     "world_size zero", "max_prompt_length out of range", "dialect misspelt",

@@ -6,11 +6,11 @@ verl/trainer/ppo/ray_trainer.py (`_dump_generations`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, reading, refusal
+from megatron_grpo.base.files import parse_json
 
 MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "sequence_sum", "seq-mean-token-sum-norm": "dr_grpo"}
 LACKS = (
@@ -57,6 +57,6 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
 
 def _of_samples(path: Path) -> Dump:
     with reading(path, "is no file of verl's rollout_data_dir"):
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rows = [DumpedRow(group=row["input"], rewards=[float(row["score"])]) for row in found]
         return Dump(source=f"verl samples {path.name}", rows=rows, step=found[0]["step"], epsilon=1e-6, lacks=[LACKS])

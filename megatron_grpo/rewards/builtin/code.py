@@ -7,7 +7,6 @@ with limits on time, memory, files and network.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, one_line
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.answers import right_answers
 from megatron_grpo.rewards.builtin.hidden_tests import fault_of
@@ -120,7 +120,7 @@ def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
     if isinstance(tests, str):
         if tests.lstrip()[:1] not in ("[", "{"):
             return ([tests] if tests.strip() else []), []
-        tests = json.loads(tests)
+        tests = parse_json(tests)
     if tests is None:
         return [], []
     if isinstance(tests, Mapping):

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_grpo.base.errors import keep_secret, one_line
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.rewards.protocol import RowFailure
 
 _LOG = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: ApiKey | None = N
         try:
             with opener.open(request, timeout=remaining) as response:
                 content = response.read(_LONGEST)  # without a limit it would allocate the size that the server announces
-            return json.loads(content)
+            return parse_json(content)
         except urllib.error.HTTPError as error:
             reason = _refusal(error)
             if error.code not in _WORTH_A_RETRY:
@@ -123,7 +124,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: ApiKey | None = N
             break
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = f"cannot be reached ({getattr(error, 'reason', None) or error})"
-        except (ValueError, RecursionError):
+        except ValueError:
             reason = f"returned a response that is not JSON: {one_line(content[:_READ].decode(errors='replace'), max_characters=_SHOWN)}"
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))

@@ -7,12 +7,12 @@ answers `{"prompts": [...], "completions": [...]}` with `{"rewards": [...]}`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, first_line, one_line, problem_with
+from megatron_grpo.base.files import parse_json
 from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.endpoint import UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -204,7 +204,7 @@ def _num_outputs(path: str) -> int:
     """Return the number of outputs. A directory is read as plain JSON, because importing transformers would cost `plan` seconds."""
     file = Path(path) / "config.json"
     if file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
         return int(config.get("num_labels") or len(config.get("id2label") or {}) or 2)  # transformers omits the default value
     from transformers import AutoConfig
 

@@ -1,13 +1,28 @@
-"""Writing a file whole or not at all."""
+"""Writing a file whole or not at all, and reading JSON and YAML of others."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base.files import MARK, atomic_directory, atomic_write, atomic_write_text, plot_obstacle, write_mark
+import megatron_grpo
+from megatron_grpo.base.files import (
+    MARK,
+    MOST_LEVELS,
+    InvalidYamlError,
+    atomic_directory,
+    atomic_write,
+    atomic_write_text,
+    parse_json,
+    parse_yaml,
+    plot_obstacle,
+    write_mark,
+)
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -113,3 +128,49 @@ def parse_problems(words) -> list[str]:
     with pytest.raises(ConfigError) as error:
         check_parsed(parse(["--max_steps", "2", *words]))
     return [problem.message for problem in error.value.problems]
+
+
+@pytest.mark.parametrize("encode", [str, str.encode])
+def test_json_of_others_has_at_most_100_levels(encode):
+    for levels in (1, MOST_LEVELS):
+        assert json.dumps(parse_json(encode('{"a":' * levels + "1" + "}" * levels))).count("a") == levels
+    for text in (
+        "[" * 100_000,
+        "[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1),
+        '{"a":' * 300 + "1" + "}" * 300,
+        '[{"a":' * 60 + "1" + "}]" * 60,
+    ):
+        with pytest.raises(ValueError, match="more than 100 levels"):
+            parse_json(encode(text))
+    wide = [[number, {"text": "[{" * 99}] for number in range(200)]
+    assert parse_json(encode(json.dumps(wide))) == wide
+    with pytest.raises(json.JSONDecodeError, match="line 2 column 1"):
+        parse_json(encode("[\n"))
+
+
+def test_yaml_of_others_has_at_most_100_levels_and_counts_aliases_as_what_they_stand_for():
+    assert str(parse_yaml("[" * MOST_LEVELS + "1" + "]" * MOST_LEVELS)[0]).count("[") == MOST_LEVELS
+    assert parse_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]")[0]["c"] == [{"x": 1}] * 2 and parse_yaml("") == (None, None)
+    for text, says in (
+        ("a: " + "[" * 100_000, "more than 100 levels.* line 1"),
+        ("a:\n" + "".join(" " * depth + "a:\n" for depth in range(1, 200)), "more than 100 levels.* line 101"),
+        ("a: &a [" + "1," * 999 + "]\nb: &b [" + "*a," * 99 + "]\nc: [*b, *b]", "100,000 values.* line 3"),
+        ("a: &a {b: [*a]}", "an alias stands for what contains it, line 1"),
+        ("a: b: c", "mapping values are not allowed here, line 1"),
+        ("a: !!int ''", "index"),
+    ):
+        with pytest.raises(InvalidYamlError, match=says):
+            parse_yaml(text)
+
+
+def test_json_and_yaml_of_others_are_read_in_one_place():
+    """Each module below reads what this program wrote a moment ago, or a table of its own."""
+    own = {
+        "files": "the place", "engine_kwargs": "its table", "registry": "its table", "families": "its table", "tables": "its tables",
+        "dump": "its table", "shape": "a copy", "manifest": "a copy", "protocol": "a copy", "agents": "its own text of tools",
+        "agent_forms": "arguments that were read already", "sampling_mask": "xgrammar's answer", "math": "its child", "jail": "its parent",
+        "sandbox": "its child", "launch": "its ranks", "watchdog": "the ranks' store", "weight_transfer": "rank 0", "doctor": "its run",
+    }  # fmt: skip
+    reads = re.compile(r"\bjson\.loads?\(|yaml\.(safe_)?load\(")
+    found = {path.stem for path in Path(megatron_grpo.__file__).parent.rglob("*.py") if reads.search(path.read_text(encoding="utf-8"))}
+    assert found == set(own)

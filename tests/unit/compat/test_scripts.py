@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_grpo.compat import DIALECTS
@@ -198,3 +200,18 @@ def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
 def test_options_of_what_starts_a_program_are_not_settings(start):
     entries, problems = read_script(f"{start} --learning_rate 1e-6", source="run.sh")
     assert ([entry.name for entry in entries], problems) == (["learning_rate"], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("run.py", f"x = {'-' * 100_000}1\n", "run.py cannot be read: it is nested too deeply"),
+        ("run.py", f"x = 1{' + 1' * 50_000}\n", "run.py cannot be read: it is nested too deeply"),
+        ("run.sh", ". ./run.sh\nrun --lr 1\n", "run.sh cannot be read: it is nested too deeply, or includes itself"),
+        ("run.sh", "A0=ab\n" + "".join(f"A{i}=$A{i - 1}$A{i - 1}\n" for i in range(1, 60)) + "run --model $A59\n", "model .* cannot be determined"),
+    ],
+)  # fmt: skip
+def test_a_script_without_a_bottom_is_a_sentence(tmp_path, monkeypatch, name, text, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert any(re.search(says, problem.message) for problem in parse(["--config", name], dialects=DIALECTS).problems)
