@@ -81,7 +81,7 @@ def test_endless_programs_lose_only_what_they_did_not_finish():
         0.5,
         1,
     ]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # on a busy machine too
 
 
 @pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit", "print('1\\n' * 9)", "exit()"])
@@ -99,7 +99,7 @@ def test_time_is_bounded(program):
     started = time.monotonic()
     outcome = attempt(program, seconds=0.5)
     assert outcome.timed_out and not outcome.clean
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 30  # of 60 or more, on a busy machine too
 
 
 def test_memory_is_bounded():
