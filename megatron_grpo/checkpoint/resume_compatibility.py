@@ -22,6 +22,7 @@ from megatron_grpo.base.errors import Problem
 from megatron_grpo.checkpoint.manifest import Manifest, RunOrigin
 from megatron_grpo.config.field import OnResume
 from megatron_grpo.config.table import keys, table
+from megatron_grpo.config.write import absolute_paths
 from megatron_grpo.grpo.zero_gradient import DECIDING, zero_gradient_kinds
 
 # Content -> the setting that names it. A changed content is rejected if it is listed here, and reported otherwise.
@@ -79,7 +80,7 @@ def changes_since(old: RunOrigin, new: RunOrigin) -> list[ResumeDifference]:
 
 def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
     # Sizes are compared after they have been computed: a run may give the same sizes by other settings.
-    old_values, new_values = {**old.settings, **old.sizes}, {**new.settings, **new.sizes}
+    old_values, new_values = {**old.settings, **absolute_paths(old.settings), **old.sizes}, {**new.settings, **new.sizes}
     # Rows that were left out have no old log-probs, so they cannot be computed after their first pass.
     has_left_out = bool(zero_gradient_kinds(old_values) - zero_gradient_kinds(new_values))
     for name, value in new_values.items():

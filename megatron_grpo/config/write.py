@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,50 @@ def as_yaml(cfg: Config) -> str:
         )
         sections["batch"] |= {name: getattr(cfg.batch, name) for name in names}
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+
+
+_PATHS = """model ref_model teacher_model reward_model dataset further_datasets eval_dataset eval_datasets data_root llm_judge_prompt
+    vllm_server_host vllm_server_ca vllm_server_token_file agent_ssl_certfile agent_ssl_keyfile""".split()
+_FUNCTIONS = "reward_funcs eval_reward environment tools rollout_func agent agent_verdict".split()
+
+
+def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, with absolute paths, the settings that name existing files and folders: a run's records are read in other folders too.
+
+    Args:
+        values: Values of settings, by name.
+    """
+    changes = {**dict.fromkeys(_PATHS, _absolute), **dict.fromkeys(_FUNCTIONS, _absolute_function), "agent_command": _absolute_command}
+    return {name: value for name, change in changes.items() if (value := _changed(values.get(name), change)) != values.get(name)}
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {name: _changed(item, change) for name, item in value.items()}
+    return [_changed(item, change) for item in value] if isinstance(value, list) else change(value) if isinstance(value, str) else value
+
+
+def _absolute(text: str) -> str:
+    """Return a path, a data set with `#count`, or the @FILE of servers with its absolute path, if it exists."""
+    sign, path, end = "@" * text.startswith("@"), text.removeprefix("@"), ""
+    if not os.path.exists(path):
+        path, end, count = path.rpartition("#")
+        end += count
+    return f"{sign}{Path(path).absolute()}{end}" if os.path.exists(path) else text
+
+
+def _absolute_function(text: str) -> str:
+    path, colon, name = text.rpartition(":")
+    return f"{Path(path).absolute()}{colon}{name}" if path.endswith(".py") and os.path.isfile(path) else text
+
+
+def _absolute_command(text: str) -> str:
+    try:
+        typed = shlex.split(text)
+    except ValueError:  # an open quote, which is reported elsewhere
+        return text
+    words = [str(Path(word).absolute()) if os.path.isfile(word) else word for word in typed]
+    return text if words == typed else shlex.join(words)
 
 
 def write_config(cfg: Config, path: str | Path) -> None:

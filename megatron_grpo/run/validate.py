@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import ConfigError
@@ -17,6 +18,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, sets_of
 from megatron_grpo.config.optimizer import length_problems
 from megatron_grpo.config.read import COMMAND_LINE
+from megatron_grpo.config.write import absolute_paths
 from megatron_grpo.data.chat import find_clock
 from megatron_grpo.data.files import plain_name
 from megatron_grpo.data.hub import is_path
@@ -220,7 +222,7 @@ def _plan_of(
     parsed: ParsedConfig,
     checked: CheckedConfig,
     inputs: ValidatedInputs,
-    paths: Mapping[str, str],
+    paths: Mapping[str, Any],
     *,
     is_asked_to_train: bool,
     has_sampler: bool,
@@ -268,15 +270,16 @@ def _begins_anew(cfg: Config) -> bool:
     return cfg.run.resume in ("auto", "never") and nearest != out and nearest.is_dir()
 
 
-def _absolute_paths(cfg: Config) -> dict[str, str]:
-    """Return, as absolute paths, the settings that are used after the user's code has run.
+def _absolute_paths(cfg: Config) -> dict[str, Any]:
+    """Return, as absolute paths, the settings that are used or recorded after the user's code has run.
 
     That code may change the working directory.
     """
+    existing = absolute_paths({name: value for section in cfg.groups().values() for name, value in vars(section).items()})
     paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
     paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
     if cfg.run.mcore_model:
         from megatron_grpo.checkpoint.resume import checkpoint_path
 
         paths["mcore_model"] = checkpoint_path(cfg.run.mcore_model)
-    return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
+    return existing | {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}

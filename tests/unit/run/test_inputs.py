@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import date
+from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.fingerprints import DAY, values_equal_on_ranks
+from megatron_grpo.checkpoint.resume_compatibility import changes_since
 from megatron_grpo.cli import main
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
+from megatron_grpo.config.write import as_yaml
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.validate import load_inputs, validate_run
 from tests.tiny_models import write_tiny
@@ -71,6 +76,34 @@ def test_who_draws_prompts_leaves_out_those_that_the_timetable_leaves_out(good, 
     made, inputs = load_inputs(parsed(good | sizes | mixed | {"dataset_drop_last": "false"}))
     close_rewards(inputs.rewards)
     assert (inputs.prompts.per_epoch, made.schedule.num_steps) == (10, {1: 7, 2.5: 17}[epochs])
+
+
+def test_records_of_a_run_name_existing_files_by_paths_that_hold_in_every_folder(good, tmp_path, monkeypatch):
+    """Also where the reward changes the folder as it is imported. `export` and `eval --resume` take the settings from these records."""
+    home = Path(good["model"]).parent
+    (home / "mover.py").write_text("import os\nos.chdir('/')\ndef other(completions): return [0.0] * len(completions)\n")
+    monkeypatch.chdir(home)
+    flags = {"model": "model", "dataset": "data.jsonl#7", "reward_funcs": "reward.py:good mover.py:other", "eval_reward": "reward.py:good",
+             "eval_datasets": "held=./data.jsonl", "output_dir": "new"}  # fmt: skip
+    made, inputs = load_inputs(parsed(good | flags))
+    close_rewards(inputs.rewards)
+    expected = {"model": f"{home}/model", "dataset": f"{home}/data.jsonl#7", "eval_datasets": {"held": f"{home}/data.jsonl"},
+                "reward_funcs": [f"{home}/reward.py:good", f"{home}/mover.py:other"], "eval_reward": f"{home}/reward.py:good",
+                "output_dir": f"{home}/new"}  # fmt: skip
+    recorded = {name: inputs.resume.origin.settings[name] for name in expected}
+    assert recorded == expected
+    assert {name: value for group in yaml.safe_load(as_yaml(made.checked.config)).values() for name, value in group.items()}.items() >= {
+        "model": f"{home}/model", "output_dir": f"{home}/new"
+    }.items()  # fmt: skip
+    monkeypatch.chdir(home)
+    old = replace(
+        inputs.resume.origin, settings={**inputs.resume.origin.settings, "model": "model", "reward_funcs": flags["reward_funcs"].split()}
+    )
+    assert changes_since(old, inputs.resume.origin) == []  # written by an earlier version, in this folder
+    assert [name for name in inputs.resume.origin.content if name.startswith("reward ")] == [
+        "reward reward.py:good",
+        "reward mover.py:other",
+    ]
 
 
 def write(path, text):
