@@ -119,7 +119,7 @@ def read_value(setting: Setting, raw: Any) -> Any:
     if setting.is_map:
         return _map(setting, words)
     if setting.is_list:
-        if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
+        if _is_none(words) and "none" not in setting.choices and setting.default != ["none"]:
             words = []
         if "" in words:
             raise InvalidValueError(f"has an empty value among {len(words)}. Remove it" if len(words) > 1 else "is empty. Omit it")
@@ -130,17 +130,23 @@ def read_value(setting: Setting, raw: Any) -> Any:
         text = " ".join(map(str, words))
         raise InvalidValueError(f"takes one value, but got {len(words)} ({text})" if words else "requires a value")
     word = words[0]
-    if word is None or (isinstance(word, str) and word.lower() in NONE and word not in setting.choices):
+    if _is_none(words) and word not in setting.choices:
         if setting.optional:
             return None
-        if word is None or setting.kind != "str":
+        if setting.kind == "str" and setting.default == "":
+            return ""
+        if word is None or setting.kind != "str" or not setting.choices:
             raise InvalidValueError(f"cannot be none. Expected {_article(setting)}")
     return _scalar(setting, word)
 
 
+def _is_none(words: Sequence[Any]) -> bool:
+    return len(words) == 1 and (words[0] is None or (isinstance(words[0], str) and words[0].lower() in NONE))
+
+
 def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
     """Return the {"name": value} of a YAML mapping, of JSON in one word, or of words `name=value`."""
-    if words in ([None], ["none"], ["null"]):
+    if _is_none(words):
         return {}
     values: dict[str, Any] = {}
     for word in words:

@@ -10,6 +10,8 @@ from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import config_error, first_line, one_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
+# Of files that are not read here, but are not names on the Hub either.
+_OTHER_SUFFIXES = tuple(".csv .tsv .txt .ndjson .arrow .feather .xlsx .zip .gz .zst .bz2 .xz .tar .yaml .yml .py .pkl .bin .gguf".split())
 _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
@@ -23,7 +25,7 @@ def is_path(name: str) -> bool:
         python_objects.is_given(name)
         or name.startswith((".", "/", "~"))
         or name.count("/") > 1
-        or Path(name.partition("#")[0]).suffix in SUFFIXES
+        or Path(name.partition("#")[0].lower()).suffix in (*SUFFIXES, *_OTHER_SUFFIXES)
     )
 
 

@@ -62,6 +62,8 @@ def test_an_object_that_cannot_be_called_is_refused():
 
 def test_it_is_neither_a_hub_name_nor_a_file_of_the_users():
     assert is_path("python:rows")
+    assert all(map(is_path, ("data.csv", "data.TSV#5", "owner/rows.arrow", "part.jsonl.gz", "./x", "a/b/c")))
+    assert not any(map(is_path, ("owner/set", "gsm8k", "owner/set-v1.5", "owner/set:main", "Qwen/Qwen3-0.6B", "owner/big.model#7")))
     assert user_code(settings("--reward_funcs", "python:equal", "a.py:b")) == [("reward", "reward_funcs", "a.py:b")]
 
 

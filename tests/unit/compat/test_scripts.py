@@ -202,13 +202,16 @@ def test_options_of_what_starts_a_program_are_not_settings(start):
     assert ([entry.name for entry in entries], problems) == (["learning_rate"], [])
 
 
+DOUBLING = "A0=ab\n" + "".join(f"A{i}=$A{i - 1}$A{i - 1}\n" for i in range(1, 60))  # 2**60 characters
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
         ("run.py", f"x = {'-' * 100_000}1\n", "run.py cannot be read: it is nested too deeply"),
         ("run.py", f"x = 1{' + 1' * 50_000}\n", "run.py cannot be read: it is nested too deeply"),
         ("run.sh", ". ./run.sh\nrun --lr 1\n", "run.sh cannot be read: it is nested too deeply, or includes itself"),
-        ("run.sh", "A0=ab\n" + "".join(f"A{i}=$A{i - 1}$A{i - 1}\n" for i in range(1, 60)) + "run --model $A59\n", "model .* cannot be determined"),
+        ("run.sh", DOUBLING + "run --model $A59\n", "model .* cannot be determined"),
     ],
 )  # fmt: skip
 def test_a_script_without_a_bottom_is_a_sentence(tmp_path, monkeypatch, name, text, says):

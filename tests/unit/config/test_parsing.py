@@ -285,3 +285,16 @@ def test_what_a_map_cannot_say_is_refused_in_its_words(words, says):
     parsed = parse(words)
     assert [says in problem.message for problem in parsed.problems] == ([True] if says else [])
     assert says or parsed.repeated == ["real_tau is set twice on the command line (1.0, 2.0): the last value is used."]
+
+
+@pytest.mark.parametrize("none", ["none", "null", "None"])
+def test_none_sets_no_file_no_list_and_no_map_and_is_refused_where_a_word_is_needed(none, tmp_path):
+    flags = ("eval_dataset", "system", "tools", "eval_datasets")
+    cfg = parse([word for name in flags for word in (f"--{name}", none)]).config
+    assert (cfg.eval.eval_dataset, cfg.data.system, cfg.turns.tools, cfg.eval.eval_datasets) == ("", None, [], {})
+    (tmp_path / "run.yaml").write_text("".join(f"{name}:\n" for name in flags))
+    assert parse(["--config", str(tmp_path / "run.yaml")]).config.eval.eval_dataset == ""
+    [problem] = parse(["--output_dir", none]).problems
+    assert problem.message == "output_dir cannot be none. Expected a word."
+    [problem] = parse(["--loss_type", none]).problems
+    assert problem.message.startswith(f"loss_type cannot be {none!r}. Supported: grpo")

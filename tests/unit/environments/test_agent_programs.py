@@ -16,7 +16,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments import agent_programs
-from megatron_grpo.environments.agent_programs import AgentProgram, load_agent
+from megatron_grpo.environments.agent_programs import AgentProgram, _missing_script, load_agent
 from tests.agents import Ledger, played
 
 ASKS = """
@@ -200,6 +200,8 @@ def settings(**turns) -> Config:
     [
         ({"agent_command": "no_such_program x"}, "no_such_program is not a program on this machine"),
         ({"agent_command": "python 'unclosed"}, "No closing quotation"),
+        ({"agent_command": "python nosuch.py --out b.py"}, "nosuch.py does not exist in "),
+        ({"agent_command": "bash -x gone.sh"}, "gone.sh does not exist in "),
         ({"agent_command": " "}, "nothing is not a program"),
         ({"agent": "SOLVE:whole", "agent_ssl_certfile": "none.pem"}, r"agent_ssl_certfile \(none.pem\) cannot be used: No such file"),
         ({"agent": "SOLVE:takes_one"}, "must be a function that accepts"),
@@ -214,3 +216,15 @@ def test_an_agent_that_cannot_be_used_is_refused_before_the_run(tmp_path, turns,
     )
     with pytest.raises(ConfigError, match=words):
         load_agent(settings(**{name: value.replace("SOLVE", str(tmp_path / "solve.py")) for name, value in turns.items()}))
+
+
+def test_the_file_that_an_interpreter_runs_is_looked_for_and_no_other_word(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("")
+    missing = {
+        "python gone.py": "gone.py",
+        "python3.11 -X dev gone.py a.py": "gone.py",
+        "uv run --with x python sub/gone.py": "sub/gone.py",
+    }
+    found = ("python a.py --out gone.py", "python -m gone.py", "bash -lc gone.py", "node -e gone.js", "swe-agent gone.py", "python")
+    assert {command: _missing_script(command.split()) for command in (*missing, *found)} == missing | dict.fromkeys(found)
