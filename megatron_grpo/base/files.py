@@ -20,6 +20,8 @@ MARK = "megatron_grpo.json"  # in each folder that a command of this program wro
 PAINTER = "megatron_grpo"  # name of this program in the metadata of a plot that it wrote
 MOST_LEVELS = 100  # of lists and mappings inside each other, in JSON or YAML of others: Python's own limit depends on who reads them
 MOST_VALUES = 100_000  # in YAML of others, with each alias counted as what it stands for
+_TOO_DEEP = f"it has more than {MOST_LEVELS} levels of lists and mappings inside each other"
+_TOO_MANY = f"it has more than {MOST_VALUES:,} values, with each alias counted as what it stands for"
 
 
 def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2**20) -> str:
@@ -52,20 +54,20 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise ValueError(_TOO_DEEP) from None
     opening = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     if sum(map(text.count, opening)) > MOST_LEVELS:  # rare: rows and messages have a few
-        level: list[Any] = [[value]]
-        for _ in range(MOST_LEVELS + 1):
-            values = [child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent)]
-            level = [value for value in values if isinstance(value, (dict, list))]
-        if level:
-            raise _too_deep()
+        _check_levels(value)
     return value
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"it has more than {MOST_LEVELS} levels of lists and mappings inside each other")
+def _check_levels(value: Any) -> None:
+    level: list[Any] = [[value]]
+    for _ in range(MOST_LEVELS + 1):
+        children = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
+        level = [child for child in children if isinstance(child, (dict, list))]
+    if level:
+        raise ValueError(_TOO_DEEP)
 
 
 def parse_yaml(text: str) -> tuple[Any, Any]:
@@ -75,31 +77,19 @@ def parse_yaml(text: str) -> tuple[Any, Any]:
         text: The YAML text.
 
     Raises:
-        InvalidYamlError: It is not YAML, has more than `MOST_LEVELS` levels or `MOST_VALUES` values, or contains itself.
+        ValueError: It is not YAML, or has more than `MOST_LEVELS` levels or `MOST_VALUES` values.
     """
-    loader = _yaml_loader()
     try:
-        reader = loader(text)
+        reader = _yaml_loader()(text)
         node = reader.get_single_node()
-        return (None if node is None else reader.construct_document(node)), node
-    except InvalidYamlError:
-        raise
-    except Exception as error:
+        value = None if node is None else reader.construct_document(node)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except Exception as error:  # PyYAML's constructors raise anything: `!!bool x` a KeyError, 2026-13-01 a ValueError
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or one_line(error)
-        raise InvalidYamlError(problem, mark.line + 1 if mark else None) from error
-
-
-class InvalidYamlError(ValueError):
-    """YAML that cannot be read.
-
-    Args:
-        problem: What is wrong with it.
-        line: Line of the problem, from 1, if known.
-    """
-
-    def __init__(self, problem: str, line: int | None = None):
-        super().__init__(f"{problem}, line {line}" if line else problem)
-        self.problem, self.line = problem, line
+        raise ValueError(f"{problem}, line {mark.line + 1}" if mark else problem) from error
+    _check_levels(value)
+    return value, node
 
 
 @cache
@@ -107,24 +97,16 @@ def _yaml_loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def __init__(self, stream: str):
-            super().__init__(stream)
-            self.level, self.size, self.sizes = 0, 0, dict[int, int]()
+        size = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            """Compose a node, and count its values."""
-            line, is_alias, before = self.peek_event().start_mark.line + 1, self.check_event(yaml.AliasEvent), self.size
-            self.level += 1
-            if self.level > MOST_LEVELS + 1:  # 1: the values of the innermost list
-                raise InvalidYamlError(str(_too_deep()), line)
+            """Compose a node, and count its values. An alias of what contains it has no end."""
+            before, event = self.size, self.peek_event()
             node = super().compose_node(parent, index)
-            self.level -= 1
-            if is_alias and id(node) not in self.sizes:
-                raise InvalidYamlError("an alias stands for what contains it", line)
-            self.size += self.sizes[id(node)] if is_alias else 1
-            self.sizes.setdefault(id(node), self.size - before)
+            self.size += getattr(node, "size", MOST_VALUES) if isinstance(event, yaml.AliasEvent) else 1
+            node.size = getattr(node, "size", self.size - before)
             if self.size > MOST_VALUES:
-                raise InvalidYamlError(f"it has more than {MOST_VALUES:,} values, with each alias counted as what it stands for", line)
+                raise yaml.MarkedYAMLError(problem=_TOO_MANY, problem_mark=event.start_mark)
             return node
 
     return Loader

@@ -93,12 +93,9 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
         fingerprints["mcore_model"] = _of_files([Path(cfg.run.mcore_model) / MANIFEST])
     if rows is not None:
         fingerprints["data set"] = rows.described(SHOWN)
-    # By name alone, because the folder may have moved, unless two have one name.
-    short = [spec.rpartition("/")[2] for spec in cfg.rewards.reward_funcs]
-    rewards = zip(short, cfg.rewards.reward_funcs, strict=True)
-    sources = {f"reward {name if short.count(name) == 1 else spec}": spec for name, spec in rewards} | {
-        "rollout_func": cfg.rollout.rollout_func or ""
-    }
+    short = [spec.rpartition("/")[2] for spec in cfg.rewards.reward_funcs]  # the folder may have moved
+    sources = {f"reward {n if short.count(n) == 1 else spec}": spec for n, spec in zip(short, cfg.rewards.reward_funcs, strict=True)}
+    sources["rollout_func"] = cfg.rollout.rollout_func or ""
     sources |= {name: getattr(cfg.turns, name) or "" for name in ("agent", "agent_verdict")}
     for name, spec in sources.items():
         if python_objects.is_given(spec):

@@ -198,11 +198,12 @@ def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except
     Raises:
         InvalidValueError: The value is not a mapping, or contradicts a native setting.
     """
-    whole_of_it = _mapping(args.text(prefix, "{}"))
-    if whole_of_it is None:
+    flow = _FLOW.sub(r"\1: ", args.text(prefix, "{}"))
+    whole_of_it = {} if flow.lower() in OFF else _read(flow, prefix)
+    if not isinstance(whole_of_it, dict):
         raise InvalidValueError(f"{prefix} ({args.text(prefix, '')}) requires a mapping, such as {{max_model_len: 4096}}")
     names = [name for name in args if name.startswith(f"{prefix}.") and name not in except_names]
-    words = {**whole_of_it, **_values(args, names, prefix)}
+    words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): _read(" ".join(args[name]), name) for name in names}}
     settings = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
     if clash := [name for name, value in settings.items() if values.get(name, value) != value]:
         raise InvalidValueError(
@@ -217,28 +218,11 @@ def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except
         )
 
 
-def _mapping(text: str) -> dict[str, Any] | None:
-    """Return a mapping of JSON or Hydra, {} if it is switched off; None if the text is something else."""
+def _read(text: str, name: str = "") -> Any:
     try:
-        value = {} if text.lower() in OFF else parse_yaml(_FLOW.sub(r"\1: ", text))[0]
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _values(args: ForeignArgs, names: Sequence[str], prefix: str) -> dict[str, Any]:
-    """Return the values of foreign names, by name without the prefix.
-
-    Raises:
-        InvalidValueError: One of them cannot be read.
-    """
-    values = {}
-    for name in names:
-        try:
-            values[name.removeprefix(f"{prefix}.")] = parse_yaml(" ".join(args[name]))[0]
-        except ValueError as error:
-            raise InvalidValueError(f"{name} ({' '.join(args[name])[:200]}) cannot be read: {error}") from error
-    return values
+        return parse_yaml(text)[0]
+    except ValueError as error:
+        raise InvalidValueError(f"{name} ({text[:200]}) cannot be read: {error}".lstrip()) from error
 
 
 def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -249,8 +233,8 @@ def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         args: All foreign names of the run, with their words.
     """
     text = " ".join(words)
-    kwargs = _mapping(text)
-    if kwargs is None:
+    kwargs = {} if text.lower() in OFF else _read(_FLOW.sub(r"\1: ", text))
+    if not isinstance(kwargs, dict):
         raise InvalidValueError(f"requires a mapping, such as {{enable_thinking: false}}, not {text!r}")
     return {"chat_template_kwargs": kwargs} if kwargs else {}
 
@@ -264,7 +248,7 @@ def of_template(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str) ->
         prefix: Prefix that the foreign names share.
     """
     names = [name for name in args if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
-    if words := _values(args, names, prefix):
+    if words := {name.removeprefix(f"{prefix}."): _read(" ".join(args[name]), name) for name in names}:
         yield SettingChange(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
                      note=f"{prefix} is passed to the chat template: chat_template_kwargs.")  # fmt: skip
 

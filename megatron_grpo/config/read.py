@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.base.files import InvalidYamlError, parse_yaml, read_text
+from megatron_grpo.base.files import parse_yaml, read_text
 from megatron_grpo.config.field import Setting
 from megatron_grpo.config.table import MAPS, InvalidValueError, canonical, keys, names, read_value, table
 
@@ -116,9 +116,8 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
     """
     try:
         data, root = parse_yaml(text)  # nodes too, because a dict hides duplicate keys
-    except InvalidYamlError as error:
-        line = f" line {error.line}" if error.line else ""
-        return [], [Problem(flags=("config",), message=f"{source}{line} is not valid YAML: {error.problem}.")]
+    except ValueError as error:
+        return [], [Problem(flags=("config",), message=f"{source} is not valid YAML: {error}.")]
     if data is None:
         return [], []
     if not isinstance(data, dict):

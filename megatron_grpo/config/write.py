@@ -10,7 +10,8 @@ import os
 import re
 import shlex
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,11 @@ def as_yaml(cfg: Config) -> str:
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
 
-_PATHS = """model ref_model teacher_model reward_model dataset further_datasets eval_dataset eval_datasets data_root llm_judge_prompt
-    vllm_server_host vllm_server_ca vllm_server_token_file agent_ssl_certfile agent_ssl_keyfile""".split()
-_FUNCTIONS = "reward_funcs eval_reward environment tools rollout_func agent agent_verdict".split()
+_FORMS = {  # settings that name files or folders -> their form, with the path as its first group
+    r"@?(.*?)(#\d+)?": """model ref_model teacher_model reward_model dataset further_datasets eval_dataset eval_datasets data_root
+        llm_judge_prompt vllm_server_host vllm_server_ca vllm_server_token_file agent_ssl_certfile agent_ssl_keyfile""",
+    r"(.*\.py):[\w.]+": "reward_funcs eval_reward environment tools rollout_func agent agent_verdict",
+}
 
 
 def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,37 +73,23 @@ def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         values: Values of settings, by name.
     """
-    changes = {**dict.fromkeys(_PATHS, _absolute), **dict.fromkeys(_FUNCTIONS, _absolute_function), "agent_command": _absolute_command}
-    return {name: value for name, change in changes.items() if (value := _changed(values.get(name), change)) != values.get(name)}
+    forms = {name: form for form, names in _FORMS.items() for name in names.split()}
+    changed = {name: _absolute(values.get(name), form) for name, form in forms.items()}
+    with suppress(ValueError):  # an open quote, which is reported elsewhere
+        words = shlex.split(values.get("agent_command") or "")
+        absolute_words = [str(Path(word).absolute()) if os.path.isfile(word) else word for word in words]
+        changed |= {} if words == absolute_words else {"agent_command": shlex.join(absolute_words)}
+    return {name: value for name, value in changed.items() if value != values.get(name)}
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _absolute(value: Any, form: str) -> Any:
     if isinstance(value, dict):
-        return {name: _changed(item, change) for name, item in value.items()}
-    return [_changed(item, change) for item in value] if isinstance(value, list) else change(value) if isinstance(value, str) else value
-
-
-def _absolute(text: str) -> str:
-    """Return a path, a data set with `#count`, or the @FILE of servers with its absolute path, if it exists."""
-    sign, path, end = "@" * text.startswith("@"), text.removeprefix("@"), ""
-    if not os.path.exists(path):
-        path, end, count = path.rpartition("#")
-        end += count
-    return f"{sign}{Path(path).absolute()}{end}" if os.path.exists(path) else text
-
-
-def _absolute_function(text: str) -> str:
-    path, colon, name = text.rpartition(":")
-    return f"{Path(path).absolute()}{colon}{name}" if path.endswith(".py") and os.path.isfile(path) else text
-
-
-def _absolute_command(text: str) -> str:
-    try:
-        typed = shlex.split(text)
-    except ValueError:  # an open quote, which is reported elsewhere
-        return text
-    words = [str(Path(word).absolute()) if os.path.isfile(word) else word for word in typed]
-    return text if words == typed else shlex.join(words)
+        return {name: _absolute(item, form) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_absolute(item, form) for item in value]
+    match = re.fullmatch(form, value or "")
+    is_there = match is not None and os.path.exists(match[1])
+    return f"{'@' * value.startswith('@')}{Path(value.removeprefix('@')).absolute()}" if is_there else value
 
 
 def write_config(cfg: Config, path: str | Path) -> None:

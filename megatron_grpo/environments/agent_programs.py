@@ -31,7 +31,7 @@ SECONDS_AFTER_END = 10.0  # in which a program may end by itself after its episo
 SECONDS_TO_TERMINATE = 5.0  # between SIGTERM and SIGKILL
 SECONDS_TO_KILL = 5.0  # for what the program has started
 OUTPUT, MOST_OUTPUT = 64 << 10, 16 << 20  # bytes of a program's output: that reward functions get, and that it may write
-_INTERPRETER, _SCRIPTS = re.compile(r"python[\d.]*|bash|sh|zsh|node|ruby|perl"), (".py", ".sh", ".js", ".mjs", ".rb", ".pl")
+_INTERPRETER, _SCRIPTS = re.compile(r"uv|python[\d.]*|bash|sh|zsh|node|ruby|perl"), (".py", ".sh", ".js", ".mjs", ".rb", ".pl")
 _WITHOUT_FILE = re.compile(r"-\w*[cme]")  # options after which an interpreter runs no file: python -m, bash -lc, node -e
 _SUPERVISOR = Path(__file__).with_name("program_supervisor.py")
 
@@ -164,13 +164,9 @@ def _split_command(command: str) -> list[str]:
 
 def _missing_script(words: Sequence[str]) -> str | None:
     """Return the file that an interpreter is to run, if it does not exist."""
-    is_interpreter, starts_uv = _INTERPRETER.fullmatch(Path(words[0]).name), list(words[:2]) == ["uv", "run"]
-    for word in words[2 if starts_uv else 1 :] if is_interpreter or starts_uv else ():
-        if _WITHOUT_FILE.fullmatch(word) or Path(word).exists():
-            return None
-        if Path(word).suffix in _SCRIPTS and not word.startswith("-"):
-            return word
-    return None
+    arguments = words[1:] if _INTERPRETER.fullmatch(Path(words[0]).name) else ()
+    script = next((word for word in arguments if _WITHOUT_FILE.fullmatch(word) or Path(word).suffix in _SCRIPTS or Path(word).exists()), "")
+    return script if Path(script).suffix in _SCRIPTS and not Path(script).exists() else None
 
 
 def _not_found(word: str, command: str) -> Problem:

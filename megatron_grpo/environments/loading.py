@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, one_line, problem_with
-from megatron_grpo.base.files import parse_json
+from megatron_grpo.base.files import read_object
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.agent_programs import AgentEnvironment, load_agent
 from megatron_grpo.environments.foreign_environments import adapted
@@ -139,10 +139,7 @@ def end_ids_of(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] =
     end_ids = {*stop_token_ids}
     for name in ("generation_config.json", "config.json"):
         if (model_path / name).is_file():
-            try:
-                model_ids = parse_json((model_path / name).read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError) as error:
-                raise config_error("model", f"model: {model_path / name} cannot be read as a JSON object: {error}.") from error
+            model_ids = read_object(model_path / name).get("eos_token_id")  # what is no JSON is reported by those who read all of it
             end_ids |= {model_ids} if isinstance(model_ids, int) else {*(model_ids or ())}
             break
     if tokenizer.eos_token_id is not None:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.files import parse_json
 
 FOLDER = "watchdog"  # in output_dir
 NAMED = 8  # culprits that are named individually
@@ -200,7 +199,7 @@ def note_of(pid: int) -> dict[str, Any]:
     """
     try:
         path = _place(pid, _NOTE)
-        return parse_json(path.read_bytes().split(b"\n")[0]) if path is not None else {}
+        return json.loads(path.read_bytes().split(b"\n")[0]) if path is not None else {}
     except (OSError, ValueError):  # it has exited, or is just writing
         return {}
 

@@ -310,7 +310,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         )
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise config_error("model", f"model: {path} is not valid JSON: {error}.") from error
     if not isinstance(config, dict):
         raise config_error("model", f"model: {path} is not a model configuration.")

@@ -24,7 +24,6 @@ import torch
 
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError, Problem
-from megatron_grpo.base.files import parse_json
 from megatron_grpo.checkpoint.fingerprints import values_equal_on_ranks
 from megatron_grpo.checkpoint.output_files import LOCK as NAME
 from megatron_grpo.checkpoint.output_files import BestCheckpoint, check_output_dir, claim, remove_run
@@ -151,7 +150,7 @@ def _note_of_this_process() -> dict[str, Any]:
 def _owner(handle: int) -> dict[str, Any]:
     """Return the note of the lock's owner; {} if it is missing or incomplete."""
     try:
-        owner = parse_json(os.pread(handle, 4096, 0))
+        owner = json.loads(os.pread(handle, 4096, 0))
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) and {"host", "pid", "started"} <= owner.keys() else {}
