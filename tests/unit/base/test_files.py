@@ -168,7 +168,8 @@ def test_json_and_yaml_of_others_are_read_in_one_place():
         "files": "the place", "engine_kwargs": "its table", "registry": "its table", "families": "its table", "tables": "its tables",
         "dump": "its table", "shape": "a copy", "manifest": "a copy", "protocol": "a copy", "agents": "its own text of tools",
         "agent_forms": "arguments that were read already", "sampling_mask": "xgrammar's answer", "math": "its child", "jail": "its parent",
-        "sandbox": "its child", "launch": "its ranks", "watchdog": "the ranks' store", "weight_transfer": "rank 0", "doctor": "its run", "hang_report": "its note", "output": "a lock's note",
+        "sandbox": "its child", "launch": "its ranks", "watchdog": "the ranks' store", "weight_transfer": "rank 0", "doctor": "its run",
+        "hang_report": "its note", "output": "a lock's note",
     }  # fmt: skip
     reads = re.compile(r"\bjson\.loads?\(|yaml\.(safe_)?load\(")
     found = {path.stem for path in Path(megatron_grpo.__file__).parent.rglob("*.py") if reads.search(path.read_text(encoding="utf-8"))}
