@@ -153,7 +153,7 @@ def test_yaml_of_others_has_at_most_100_levels_and_counts_aliases_as_what_they_s
     for text, says in (
         ("a: " + "[" * 100_000, "more than 100 levels"),
         ("a:\n" + "".join(" " * depth + "a:\n" for depth in range(1, 200)), "more than 100 levels"),
-        ("a: &a [" + "1," * 999 + "]\nb: &b [" + "*a," * 99 + "]\nc: [*b, *b]", "100,000 values.* line 3"),
+        ("a: &a [" + "1," * 999 + "]\nb: &b [" + "*a," * 98 + "]\nc: [*b, *b]", "100,000 values.* line 3"),
         ("a: &a {b: [*a]}", "100,000 values.* line 1"),
         ("a: b: c", "mapping values are not allowed here, line 1"),
         ("a: !!int ''", "index"),
