@@ -62,13 +62,13 @@ def test_vocabulary_template_and_reward_files_are_told_apart(model, tmp_path):
         "model",
         "vocabulary",
         "chat template and special tokens",
-        f"reward {reward}:f",
+        "reward reward.py:f",
         "reward json.decoder:JSONDecoder",
     }
     for path, name in (
         (model / "tokenizer.json", "vocabulary"),
         (model / "chat_template.jinja", "chat template and special tokens"),
-        (reward, f"reward {reward}:f"),
+        (reward, "reward reward.py:f"),
     ):
         path.write_text("other")
         after = content_of(cfg, model_path=model)
