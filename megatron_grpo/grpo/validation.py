@@ -203,8 +203,8 @@ GROUP_RULES = (
 
 WARNINGS = (
     Rule("", lambda c: c.loss_type == "cispo" and c.epsilon_high is None,
-         "cispo: epsilon_high is not set; 5.0 is used. TRL and Megatron-SWIFT fall back to epsilon 0.2, which bounds every ratio to "
-         "0.2 and makes all weights equal."),
+         "cispo: epsilon_high is not set; 5.0 is used. Other systems fall back to epsilon 0.2, which bounds every ratio to 0.2 and makes "
+         "all weights equal."),
     Rule("", lambda c: c.loss_type == "cispo" and c.epsilon_high is not None and c.epsilon_high <= 1,
          "cispo: epsilon_high ({epsilon_high}) bounds the ratio itself, which is near 1: every weight becomes {epsilon_high}. "
          "Typical values are around 5.0."),

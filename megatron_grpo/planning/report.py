@@ -22,6 +22,7 @@ from megatron_grpo.planning.summary import (
     errors_object,
     native_flags,
     old_logprobs_summary,
+    rollouts_in_periods,
     sizes_object,
     staleness,
 )
@@ -169,12 +170,11 @@ def _size_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "run", f"{schedule.num_steps}", f"optimizer steps, {rollouts} rollouts{data}"
     if epochs := epochs_object(schedule):
         yield "epoch", f"{epochs['optimizer_steps']:.4g}", describe_epoch(epochs, plan.checked)
-    num_rollouts = plan.checked.config.plan.plan_rollouts
-    old = old_logprobs_summary(schedule, num_rollouts)
+    old = old_logprobs_summary(schedule, rollouts_in_periods(schedule))
     stale = [str(r) for r, is_stale in enumerate(old["rollouts"]) if is_stale]
     stale_text = "; every row is on-policy"
     if stale:
-        stale_text = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {num_rollouts}"
+        stale_text = f"; {len(stale)} of {len(old['rollouts'])} rollouts are stale: {', '.join(stale[:8])}{', ...' * (len(stale) > 8)}"
     yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{stale_text}"
     if sizes.async_rollout_depth:
         (mean, max_staleness), (mean_without, _) = staleness(sizes), staleness(replace(sizes, async_rollout_depth=0))

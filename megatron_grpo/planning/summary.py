@@ -105,6 +105,25 @@ def old_logprobs_summary(schedule: TrainingSchedule, num_rollouts: int) -> dict[
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
 
 
+def _period(sizes: BatchSizes) -> int:
+    """Return after how many rollouts their position in optimizer steps repeats. For very uneven sizes a part of the period is enough."""
+    length = sizes.micro_steps_per_rollout * sizes.num_iterations
+    return min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
+
+
+def rollouts_in_periods(schedule: TrainingSchedule) -> int:
+    """Return the rollouts to count for `old_logprobs_summary`: the whole periods of the first four or more, as far as the run goes.
+
+    Args:
+        schedule: Training schedule of the run.
+    """
+    sizes, period = schedule.sizes, _period(schedule.sizes)
+    count = -(-4 // period) * period
+    if schedule.num_steps is None:
+        return count
+    return min(count, -(-schedule.first_of(schedule.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations)))
+
+
 def staleness(sizes: BatchSizes) -> tuple[float, int]:
     """Return (mean, maximum) staleness of the trained rows in optimizer steps, for the steady state of a long run.
 
@@ -112,8 +131,7 @@ def staleness(sizes: BatchSizes) -> tuple[float, int]:
         sizes: Batch sizes and layout.
     """
     schedule, length = TrainingSchedule(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
-    # The position of rollouts in optimizer steps repeats after `period` rollouts; for very uneven sizes a part of the period is enough.
-    period = min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
+    period = _period(sizes)
     first = max(2, sizes.async_rollout_depth + 1)  # the first rollouts of a run are less stale
     ages = [schedule.micro_step(s).staleness for s in range(first * period * length, (first + 1) * period * length)]
     return sum(ages) / len(ages), max(ages)

@@ -228,8 +228,8 @@ def _of_images(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _is_of_swift(c: SimpleNamespace) -> bool:
-    """Return whether Megatron-SWIFT's stricter rules about prompts matter to the user. They do not for other dialects."""
-    return c.dialect in (None, "swift-megatron")
+    """Return whether Megatron-SWIFT's stricter rules about prompts matter to the user, who typed its names."""
+    return c.dialect == "swift-megatron"
 
 
 # ---- the rules ---------------------------------------------------------------------------------------------------------------------------
@@ -303,8 +303,7 @@ OF_A_RUN: Rules = (
 )
 OF_ADAPTERS: Rules = (
     Rule("lr tuner_type", lambda c: c.tuner_type == "lora" and c.cfg.sources.get("lr", "default") == "default",
-         "Note: lr has its default, {lr:g}, which is meant for training all weights. Adapters typically need at least ten times as much: "
-         "Megatron-SWIFT's defaults are 1e-5 for all weights and 1e-4 for LoRA."),
+         "Note: lr has its default, {lr:g}, which is meant for training all weights. Adapters typically need at least ten times as much."),
     Rule("vllm_enable_lora", _weight_sync_notes, "{note}"),
     Rule("sleep_level", lambda c: c.tuner_type == "lora" and c.sleep_level == 2 and c.adapter_sync and c.adapter_sync.kind == "adapter",
          "sleep_level 2 drops vLLM's copy of the base model, so each weight sync sends the whole model before the adapter. Use sleep_level "

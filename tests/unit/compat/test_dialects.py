@@ -389,7 +389,10 @@ def test_auto_find_batch_size_is_refused_for_what_it_is():
 def test_rules_of_megatron_swift_are_told_to_nobody_who_comes_from_elsewhere(capsys):
     assert main(["plan", "--dialect", "trl", "--per_device_train_batch_size", "8"]) == 0
     assert "Megatron-SWIFT" not in capsys.readouterr().out
-    assert main(["plan", "--micro_batch_size", "8"]) == 0
+    for words in (["--micro_batch_size", "8"], ["--micro_batch_size", "4", "--steps_per_generation", "2", "--tuner_type", "lora"]):
+        assert main(["plan", *words]) == 0
+        assert "SWIFT" not in capsys.readouterr().out
+    assert main(["plan", "--dialect", "swift", "--micro_batch_size", "8"]) == 0
     assert "Megatron-SWIFT rejects" in capsys.readouterr().out
 
 

@@ -252,9 +252,12 @@ def test_foreign_files_are_translated_and_what_changes_nothing_is_listed(capsys,
         (["--steps_per_generation", 2, "--old_logprobs", "rollout"], "without a correction"),
         (["--world_size", 8], "6 of 8 ranks are idle while sampling"),
         (["--world_size", 4, "--pipeline_model_parallel_size", 4, "--micro_batch_size", 4], "The pipeline bubble is 43%"),
-        (["--world_size", 16], "Megatron-SWIFT rejects this configuration"),
-        (["--micro_batch_size", 2, "--num_generations", 16], "Megatron-SWIFT rejects this configuration"),
-        (["--micro_batch_size", 4, "--global_batch_size", 16, "--steps_per_generation", 2], "Note: the Megatron-SWIFT guide"),
+        (["--dialect", "swift", "--world_size", 16], "Megatron-SWIFT rejects this configuration"),
+        (["--dialect", "swift", "--micro_batch_size", 2, "--num_generations", 16], "Megatron-SWIFT rejects this configuration"),
+        (
+            ["--dialect", "swift", "--micro_batch_size", 4, "--global_batch_size", 16, "--steps_per_generation", 2],
+            "Note: the Megatron-SWIFT guide",
+        ),
         (["--max_steps", 1], "ends after 1 optimizer step"),
         (["--dialect", "swift-megatron"], "beta defaults to 0.0 here and to 0.04 there; 0.04 is used"),
         (["--max_steps", 9, "--num_train_epochs", 1], "num_train_epochs (1) is ignored"),
@@ -332,7 +335,7 @@ def test_the_figure_marks_stale_rows_and_brackets_steps_and_rollouts():
     rows = [line.split() for line in text.splitlines()]
     assert ["┌", "step", "0", "0", "0", "1", "·", "own", "forward", "┐", "rollout", "0", "by", "v0"] in rows
     assert ["┌", "step", "1", "4", "8", "9", "+1", "forward-only", "│"] in rows
-    assert ["forward-only", "3", "of", "9", "slices;", "stale", "rollouts", "1,", "2", "of", "3"] in rows
+    assert ["forward-only", "3", "of", "12", "slices;", "2", "of", "4", "rollouts", "are", "stale:", "1,", "2"] in rows
     assert "stale     optimizer steps between sampling and training" in text
 
 
