@@ -6,7 +6,7 @@ Batch sizes are computed as products of the other system's flags; every other na
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.foreign_args import UNKNOWN, Dialect
@@ -74,6 +74,17 @@ class _Dialects(Mapping[str, Dialect]):
         from megatron_grpo.compat.suggestions import problems_of_unknown
 
         return list(problems_of_unknown(names_by_source, translation.dialect if translation else None, self))
+
+    def value_hint(self, name: str, raw: Any) -> str:
+        """Return a sentence, with a leading space, on what to type for a word that is no value of a setting; "" if none is known.
+
+        Args:
+            name: The setting.
+            raw: What was typed.
+        """
+        from megatron_grpo.compat.suggestions import value_hint
+
+        return value_hint(name, raw)
 
 
 DIALECTS = _Dialects()

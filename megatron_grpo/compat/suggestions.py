@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.foreign_args import NOTHING, Dialect
@@ -64,6 +66,23 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
             reason = f" ({row.why})" if row.why and row.why != NOTHING else ""
             return f" It is a {dialect.title} setting that affects neither sampling nor training here{reason}. Omit it."
     return ""
+
+
+def value_hint(name: str, raw: Any) -> str:
+    """Return a sentence, with a leading space, on what to type for a word that is no value of the setting `name`; "" if none is known.
+
+    Args:
+        name: The setting.
+        raw: What was typed; case and punctuation do not matter.
+    """
+
+    def plain(word: object) -> str:
+        return re.sub(r"[^a-z0-9+]", "", str(word).lower())
+
+    word = plain(raw[0] if isinstance(raw, list) and len(raw) == 1 else raw)
+    same = [choice for choice in getattr(table().get(name), "choices", ()) if plain(choice) == word]
+    sentences = {text for text, words in contents("suggestions")["values"].get(name, {}).items() if word in words.split()}
+    return "".join(f" {text[0].upper()}{text[1:]}." for text in [*(f"use {choice}" for choice in same), *sentences])
 
 
 LIST = " `megatron-grpo train --help` lists all settings."

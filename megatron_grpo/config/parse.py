@@ -103,6 +103,14 @@ class ForeignNames(Protocol):
             translation: The translation that did not know them; None without one.
         """
 
+    def value_hint(self, name: str, raw: Any) -> str:
+        """Return a sentence, with a leading space, on what to type for a word that is no value of a setting; "" if none is known.
+
+        Args:
+            name: The setting.
+            raw: What was typed.
+        """
+
 
 def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> Config:
     """Return the configuration of a command line, its `--config` files and the defaults; the command line wins.
@@ -144,7 +152,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
     translation = dialects.translation(entries) if dialects else None
-    builder = _Builder(ParsedConfig(problems=problems, print_config=print_config), translation)
+    builder = _Builder(ParsedConfig(problems=problems, print_config=print_config), translation, dialects)
     for entry in translation.entries if translation else entries:
         builder.take(entry)
     unknown = dialects.unknown(builder.unknown, translation) if dialects and builder.unknown else _unknown(builder.unknown)
@@ -159,8 +167,8 @@ def _unknown(names: Mapping[str, Sequence[str]]) -> list[Problem]:
 class _Builder:
     """Collects settings one by one and builds the configuration from them at the end."""
 
-    def __init__(self, parsed: ParsedConfig, translation: Any | None):
-        self.parsed, self.translation = parsed, translation
+    def __init__(self, parsed: ParsedConfig, translation: Any | None, dialects: ForeignNames | None):
+        self.parsed, self.translation, self.dialects = parsed, translation, dialects
         self.sizes: Mapping[str, Setting] = translation.sizes if translation else {}
         self.first = len(parsed.problems)  # problems with the files themselves come before all others
         self.values: dict[str, Any] = {}  # by name of a setting, or of another system's size
@@ -188,7 +196,7 @@ class _Builder:
             try:
                 value = read_value(setting, raw)
             except InvalidValueError as error:
-                self._bad(name, setting.name, entry.source, error)
+                self._bad(name, setting.name, entry.source, error, raw)
                 return
         self._set(setting, value, source=entry.source, typed_name=name)
 
@@ -207,10 +215,11 @@ class _Builder:
         is_hidden = setting is not None and self.translation is not None and setting.name in self.translation.hides
         return None if is_hidden else setting, None
 
-    def _bad(self, name: str, setting: str, source: str, error: InvalidValueError) -> None:
+    def _bad(self, name: str, setting: str, source: str, error: InvalidValueError, raw: Any = None) -> None:
         source_text = "" if source == COMMAND_LINE else f" ({source})"
         nearest = {name: error.suggestions} if error.suggestions else {}
-        self.parsed.problems.append(Problem(flags=(name,), message=f"{name}{source_text} {error}.", nearest=nearest))
+        hint = self.dialects.value_hint(setting, raw) if self.dialects else ""
+        self.parsed.problems.append(Problem(flags=(name,), message=f"{name}{source_text} {error}.{hint}", nearest=nearest))
         self.parsed.unreadable.add(setting)
 
     def _set(self, setting: Setting, value: Any, *, source: str, typed_name: str) -> None:
@@ -298,7 +307,7 @@ class _Builder:
                 )
             )
         self.values[name] = value
-        self.sources[name] = f"derived from {word}"
+        self.sources[name], self.typed[name] = f"derived from {word}", self.typed.get(word, word)
 
 
 def _beginning(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The rows of a package are in its `validation.py`; those about groups of settings
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -91,9 +92,11 @@ def in_typed_names(cfg: Config, problem: Problem) -> Problem:
         cfg: The configuration.
         problem: A problem with the settings' own names.
     """
+    typed = {flag: cfg.typed.get(flag, flag) for flag in problem.flags}
+    unnamed = {flag: name for flag, name in typed.items() if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", problem.message)}
     return Problem(
-        flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags),
-        message=problem.message,
+        flags=tuple(typed.values()),
+        message=problem.message + "".join(f" {flag} was typed as {name}." for flag, name in unnamed.items() if name != flag),
         nearest={cfg.typed.get(flag, flag): values for flag, values in problem.nearest.items()},
     )
 

@@ -79,7 +79,7 @@ def addresses_of(cfg: RolloutConfig) -> list[Address]:
     Raises:
         ValueError: If a file contains anything but addresses.
     """
-    addresses = [Address.of_url(url) for url in cfg.vllm_server_base_url]
+    addresses = [_read_url(url, "vllm_server_base_url ") for url in cfg.vllm_server_base_url]
     hosts = [host for host in cfg.vllm_server_host if not host.startswith(FROM_FILE)]
     ports = cfg.vllm_server_port
     if hosts:
@@ -105,11 +105,16 @@ def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
         if word.startswith(FROM_FILE):
             addresses += _in_files(Path(word.removeprefix(FROM_FILE)))
             continue
-        try:
-            addresses.append(Address.of_url(word))
-        except ValueError as error:
-            raise ValueError(f"{word[:80]!r} {error}") from error
+        addresses.append(_read_url(word))
     return list(dict.fromkeys(addresses))
+
+
+def _read_url(url: str, place: str = "") -> Address:
+    """Return the address of a server. An error begins with `place`."""
+    try:
+        return Address.of_url(url)
+    except ValueError as error:
+        raise ValueError(f"{place}{url[:80]!r} {error}") from error
 
 
 def _in_files(path: Path) -> Iterator[Address]:
@@ -119,10 +124,7 @@ def _in_files(path: Path) -> Iterator[Address]:
         for file in files:
             for number, line in enumerate(read_text(file).splitlines(), 1):
                 if line.strip():
-                    try:
-                        yield Address.of_url(line.strip())
-                    except ValueError as error:
-                        raise ValueError(f"{file}, line {number}: {line.strip()[:80]!r} {error}") from error
+                    yield _read_url(line.strip(), f"{file}, line {number}: ")
     except FileNotFoundError:
         return
     except OSError as error:

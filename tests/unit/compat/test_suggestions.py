@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.compat.suggestions import by_name
-from megatron_grpo.config import names, parse
+from megatron_grpo.compat.tables import contents
+from megatron_grpo.config import names, parse, table
+from tests.checked import check
 
 
 def said(*words: str) -> list[str]:
@@ -63,6 +68,11 @@ def said(*words: str) -> list[str]:
         ("save_freq", "called save_steps"),
         ("mirco_batch_size", "Did you mean micro_batch_size?"),
         ("num_generation", "Did you mean num_generations?"),
+        ("gpus", "called world_size"),
+        ("max_staleness", "async_rollout_depth is the largest age"),
+        ("lora", "tuner_type lora trains an adapter"),
+        ("rollout_n", "called num_generations"),
+        ("num_train_samples", "max_steps is the length of the run in optimizer steps, each of global_batch_size completions"),
         ("flux_capacitor", None),
     ],
 )  # fmt: skip
@@ -73,6 +83,54 @@ def test_an_unknown_name_gets_the_right_remedy_or_none(name, remedy):
         assert "Did you mean" not in message and "called" not in message
     else:
         assert remedy in message, message
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("--loss_type gspo", "GSPO is importance_sampling_level sequence"),
+        ("--loss_type dr.grpo", "Use dr_grpo. Dr. GRPO is loss_type dr_grpo with scale_rewards none."),
+        ("--loss_type DAPO", "Use dapo."),
+        ("--loss_type rloo", "RLOO is advantage_estimator rloo"),
+        ("--advantage_estimator reinforce++", "REINFORCE++ is reinforce_plus_plus."),
+        ("--advantage_estimator REINFORCE++-baseline", "Use reinforce_plus_plus_baseline."),
+        ("--advantage_estimator gae", "there is no critic"),
+        ("--kl_estimator low_var_kl", "Use k3."),
+        ("--scale_rewards true", "Use group."),
+        ("--dialect slime --loss_type grpo-x", None),
+        ("--dialect trl --loss_type gspo --per_device_train_batch_size 8", "GSPO is importance_sampling_level sequence"),
+        ("--loss_type nobodys", None),
+    ],
+)
+def test_a_value_of_another_system_gets_the_right_remedy_or_none(typed, remedy):
+    (message,) = said(*typed.split())
+    assert message.endswith(".") and (remedy is None or remedy.lower() in message.lower()), message
+    if remedy is None:
+        assert message.endswith("real.") or "slime" in typed, message
+
+
+def test_every_remedy_of_a_value_is_of_a_value_that_is_refused():
+    """And of a setting with choices; its words are written as they are compared."""
+    for name, sentences in contents("suggestions")["values"].items():
+        words = [word for text in sentences.values() for word in text.split()]
+        assert len(words) == len(set(words)) and not set(words) & set(table()[name].choices), name
+        assert words == [re.sub("[^a-z0-9+]", "", word) for word in words]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("--async_generate true", "async_rollout_depth was typed as async_generate."),
+        ("--vllm_mode server --vllm_server_base_url host:8000", "vllm_server_base_url 'host:8000' is not a URL"),
+        ("--vllm_server_base_url http://host:8000", "vllm_server_base_url sets addresses of rollout servers"),
+        ("--learning_rate 1e-6 --min_lr 1e-5", "lr was typed as learning_rate."),
+        ("--dialect trl --vllm_importance_sampling_cap 2 --vllm_importance_sampling_clip_min 3", "was typed as vllm_importance_sampling"),
+    ],
+)
+def test_a_message_names_what_was_typed(typed, name):
+    with pytest.raises(ConfigError) as error:
+        check(typed.split())
+    assert name in "\n".join(problem.message for problem in error.value.problems)
 
 
 def test_every_remedy_names_a_setting():
