@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.base.files import parse_yaml
-from megatron_grpo.compat.foreign_args import OFF, ForeignArgs, Reader, SettingChange
+from megatron_grpo.compat.foreign_args import NOTE, OFF, ForeignArgs, Reader, SettingChange
+from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.servers import OF_THE_ENGINE
 from megatron_grpo.config.table import TRUE, InvalidValueError
 
@@ -20,6 +21,10 @@ BUILT_IN_REWARDS = (
     "environment",
     *("math", "accuracy", "format", "length", "soft_overlong", "cosine", "repetition", "code", "reward_model", "llm_judge"),
 )
+
+
+# Settings of this package that name what plays an episode.
+OWN_EPISODES = ("environment", "tools", "agent_command", "rollout_func")
 
 
 def where_true(settings: str) -> Reader:
@@ -116,18 +121,22 @@ def betas(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
 
 
 def own_rewards(description: str) -> Reader:
-    """Return a reader of a foreign reward, which cannot be used here. It is ignored if reward_funcs is given, else refused.
+    """Return a reader of a foreign reward or environment, which cannot be used here: a note if one of this run is given, else refused.
 
     Args:
         description: Noun phrase for the message, such as "a reward manager of verl".
     """
 
     def reader(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-        if not args.get("reward_funcs"):
+        is_environment = "environment" in description
+        own = next((name for name in (*(OWN_EPISODES if is_environment else ()), "reward_funcs") if args.get(name)), "")
+        ways = f" {sentence('OWN_EPISODES')}." if is_environment else ""
+        if not own:
             raise InvalidValueError(
                 f"({' '.join(words)}) is {description}, which is not supported: rewards come from reward_funcs. Add --reward_funcs"
+                f"{'.' if ways else ''}{ways.removesuffix('.')}"
             )
-        return {}
+        return {NOTE: f"({' '.join(words)}) is {description}, which is not run; {own} is used.{ways if own == 'reward_funcs' else ''}"}
 
     return reader
 

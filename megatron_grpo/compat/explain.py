@@ -39,6 +39,11 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
             f"{steps:g}, "
             "which is steps_per_generation here."
         )
+        if dialect == "ms-swift" and w % a:
+            yield (
+                f"Its guide requires steps_per_generation ({w}) to be a multiple of gradient_accumulation_steps ({a}). Neither its code "
+                "nor this package does: rollouts straddle optimizer steps, and rows that are stale get a forward-only pass."
+            )
         yield (
             f"What differs from {title}: it shuffles samples after generation, so the group of a prompt is spread over several steps; here "
             "groups stay together."

@@ -59,7 +59,7 @@ class ForeignArgs(dict[str, list[str]]):
         return int(text)
 
 
-# (words after the name, all foreign names of this run with their words) -> native settings, not yet parsed.
+# (words after the name, all foreign names of this run with their words) -> native settings, not yet parsed; or, under NOTE, what differs.
 Reader = Callable[[Sequence[str], ForeignArgs], Mapping[str, Any]]
 
 
@@ -122,6 +122,7 @@ class ForeignArg:
         return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_given
 
 
+NOTE = "$note"  # key of a reader's sentence on what differs, which begins behind the foreign name
 UNKNOWN = "\x01"  # marks a word whose value cannot be determined from a script
 OFF = ("none", "null", "false", "", "[]", "{}")  # values that ask for nothing
 NOTHING = "it affects neither sampling nor training"

@@ -27,9 +27,6 @@ def _convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingCh
         yield SettingChange(values={"tuner_type": "lora"}, untyped=("tuner_type", "lora"))
     if values.get("tuner_type", "lora") == "lora":
         yield from swift.adapter(values)
-    estimator = values.get("advantage_estimator", "grpo")
-    if estimator != "grpo" and "kl_in_reward" not in values:
-        yield SettingChange(values={"kl_in_reward": True}, untyped=("kl_in_reward", f"true with {estimator}"))
     saves = args.text("save_strategy", "steps").lower()
     if saves == "no":
         yield SettingChange(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")

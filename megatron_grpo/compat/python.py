@@ -50,17 +50,17 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSe
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     reader = _Reader(source, path or source, assigned, {node.name for node in ast.walk(tree) if isinstance(node, kinds)})
     reader.take(configs[0], None)
+    adapters = [call for call in calls if _name(call.func) == "LoraConfig"]
+    if len(adapters) > 1:
+        reader.problems.append(_problem(f"{source} builds {len(adapters)} LoraConfig. Use a file that builds one."))
     for call in calls:
         if _name(call.func) == "GRPOTrainer":
             reader.take(call, _TRAINER)
-        elif _name(call.func) == "LoraConfig":
-            reader.entries.append(TypedSetting(name="use_peft", raw=["true"], source=source))
+        elif call in adapters:
+            reader.entries.append(TypedSetting(name="peft_config", raw=["LoraConfig"], source=source))
             reader.take(call, _LORA)
     trainer_args = {word.arg: word.value for call in calls if _name(call.func) == "GRPOTrainer" for word in call.keywords}
-    if (
-        "use_peft" not in {entry.name for entry in reader.entries}
-        and reader.value(trainer_args.get("peft_config", ast.Constant(None))) is not None
-    ):
+    if not adapters and reader.value(trainer_args.get("peft_config", ast.Constant(None))) is not None:
         peft_config = ast.unparse(trainer_args["peft_config"])
         reader.problems.append(
             _problem(f"{source}: GRPOTrainer's peft_config ({peft_config}) cannot be determined. Write a LoraConfig in the file.")

@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from megatron_grpo.base.errors import Problem
@@ -34,6 +35,9 @@ _UV = ("uv", "uvx")
 _OF_UV = (*("--with", "--with-requirements", "--with-editable", "--from", "--extra", "--group", "--package", "--python", "-p"),
           *("--env-file", "--directory", "--project", "--index", "--index-url"))  # fmt: skip
 _PROGRAM = re.compile(r"(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|trl|swift|megatron|megatron[-_]grpo|-m|.*\.(py|sh))$")
+_SERVERS = ("rollout", "vllm-serve", "serve", "deploy", "launch_server", "api_server")  # programs of servers, by their last part
+# Flags of `swift rollout` that decide what an episode is. They count as flags of the run, which samples there.
+_OF_EPISODES = ("multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env", "context_manager")
 _NESTED = 5  # largest depth of scripts that start scripts
 _LONGEST_WORD = 1 << 16  # characters of a word with its variables expanded: variables that double each other have no end
 _OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
@@ -52,12 +56,14 @@ class ParsedScript:
     Unknown values contain UNKNOWN.
 
     Args:
-        others: Programs of earlier commands with flags.
+        command: The program of the last command, with its subcommand.
+        others: Words of the other commands with flags.
     """
 
     words: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
+    command: str = ""
+    others: list[list[str]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -217,8 +223,9 @@ def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments
     shell.read(text)
     commands = shell.found or shell.scripts[-1:]
     trains = [index for index, words in enumerate(commands) if _PROGRAM.match(words[0].rpartition("/")[2])]
-    chosen = trains[-1] if trains else len(commands) - 1
-    last, earlier = commands[chosen] if commands else [], commands[: max(chosen, 0)]
+    chosen = next((index for index in reversed(trains) if not _is_server(commands[index])), trains[-1] if trains else len(commands) - 1)
+    last = commands[chosen] if commands else []
+    others = [words for index, words in enumerate(commands) if index < chosen or index > chosen and _is_server(words)]
     if name := started_script(last):
         inner, folder = text_of_file(name, shell.directory)
         if inner is not None and nested < _NESTED:
@@ -233,7 +240,8 @@ def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments
     return ParsedScript(
         words=[word.replace(_PLAIN_DOLLAR, "$") for word in last if word not in stray],
         variables={name: plain(value) for name, value in shell.variables.items()},
-        others=[_program(words) for words in earlier],
+        command=" ".join(_program(last)),
+        others=others,
         problems=shell.problems,
     )
 
@@ -384,8 +392,12 @@ def _behind_uv(words: list[str]) -> list[str]:
     return words[index:]
 
 
-def _program(words: list[str]) -> str:
-    return " ".join(word for word in words[:2] if not word.startswith("--"))
+def _program(words: list[str]) -> list[str]:
+    return list(takewhile(lambda word: not _FLAG.match(word), words))
+
+
+def _is_server(words: list[str]) -> bool:
+    return any(re.split("[/.]", word.removesuffix(".py"))[-1] in _SERVERS for word in _program(words))
 
 
 def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple[list[TypedSetting], list[Problem]]:
@@ -421,7 +433,12 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
             last[entry.name] = entry
     entries += last.values()
     entries += [TypedSetting(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
-    entries += [TypedSetting(name="$other", raw=[program], source=source) for program in script.others]
+    entries.append(TypedSetting(name="$command", raw=[script.command], source=source))
+    for words in script.others:
+        program = " ".join(_program(words)[:2])
+        flags = read_words(words, source=f"{source}: {program}", lenient=True)[0]
+        taken = [flag for flag in flags if flag.name in _OF_EPISODES and _is_server(words)]
+        entries += [*taken, TypedSetting(name="$other", raw=[program, *(flag.name for flag in flags if flag not in taken)], source=source)]
     return entries, problems
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from megatron_grpo.compat.common import (
+    OWN_EPISODES,
     adapted,
     drops_last,
     holds_out,
@@ -76,7 +77,7 @@ def turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """
     if list(words) == ["1"]:
         return {}
-    if not {"environment", "tools"} & set(args):
+    if not set(OWN_EPISODES) & set(args):
         raise InvalidValueError(f"({' '.join(words)}): {sentence('TURNS')}")
     return {"max_turns": list(words)}
 
@@ -160,11 +161,11 @@ def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]
 
 
 def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    strategy = args.text("strategy", "")
+    ulysses = args.integer("policy.sequence_parallel_size", 1)
+    strategy = args.text("strategy", "fsdp" if ulysses > 1 else "")  # fsdp is SkyRL's default
     if strategy in ("fsdp", "fsdp2"):
         unread = [name for name in _OF_MEGATRON if values.get(name, 1) not in (1, False)]
         remark = f" {' and '.join(unread)} {'are' if len(unread) > 1 else 'is'} not read with it, in both systems." if unread else ""
-        ulysses = args.integer("policy.sequence_parallel_size", 1)
         if ulysses > 1:
             remark += " sequence_parallel_size is context_parallel_size: ring attention here, not attention parallel over heads."
         yield SettingChange(
@@ -175,7 +176,7 @@ def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingCha
         values = {name: value for name, value in values.items() if name not in unread}
     elif strategy not in ("", "megatron"):
         raise InvalidValueError(f"trainer.strategy ({strategy}) is not supported. Supported: megatron, fsdp, fsdp2")
-    elif args.text("policy.sequence_parallel_size", "1") != "1":
+    elif ulysses > 1:
         raise InvalidValueError("policy.sequence_parallel_size splits sequences only with FSDP, in SkyRL too. Use context_parallel_size")
     if not args.is_true("gradient_checkpointing", "true"):
         yield SettingChange(values=dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")))
@@ -250,7 +251,12 @@ def _correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Settin
     elif level not in ("none", "null"):
         raise InvalidValueError(f"{section}tis_ratio_type ({level}) is not supported. Supported: token, sequence")
     elif args.is_true(f"{_ALGORITHM}use_tis"):
-        cap = args.number(f"{_ALGORITHM}tis_imp_ratio_cap", 2.0)
+        cap = args.number(f"{_ALGORITHM}tis_imp_ratio_cap", -1.0)
+        if cap <= 0:
+            raise InvalidValueError(
+                f"{_ALGORITHM}use_tis requires tis_imp_ratio_cap, in SkyRL too, whose default ({cap:g}) bounds every weight to it. "
+                "Set it, such as 2.0"
+            )
         yield SettingChange(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
     else:
         yield from idle(args, {f"{_ALGORITHM}tis_imp_ratio_cap": "-1.0"}, required_setting="use_tis")

@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.files import parse_json, read_text
-from megatron_grpo.compat.common import BUILT_IN_REWARDS, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
-from megatron_grpo.compat.foreign_args import ForeignArgs, Reader, SettingChange
+from megatron_grpo.compat.common import (
+    BUILT_IN_REWARDS,
+    OWN_EPISODES,
+    as_in_training,
+    holds_out,
+    idle_schedule,
+    not_left,
+    of_servers,
+    of_the_hub,
+)
+from megatron_grpo.compat.foreign_args import NOTE, ForeignArgs, Reader, SettingChange
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import InvalidValueError
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
-_ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # Megatron-SWIFT's `math` is another function
+_ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in _REWARDS)  # of `math` there, GRPO cannot call the function
 
 
 def _of_plugins(args: ForeignArgs) -> dict[str, str]:
@@ -160,13 +169,16 @@ def system(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
 GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that runs an `Env`
 
 
-def _class_argument(words: Sequence[str], description: str) -> Mapping[str, Any]:
+def _class_argument(words: Sequence[str], args: ForeignArgs, description: str) -> Mapping[str, Any]:
     (name,) = words
-    if ":" not in name:
-        raise InvalidValueError(
-            f"({name}) is {description} registered in Megatron-SWIFT, which is not available here. Use a class as path/to/file.py:Class"
-        )
-    return {"environment": name}
+    if ":" in name:
+        return {"environment": name}
+    if own := next((own for own in OWN_EPISODES if args.get(own)), ""):
+        return {NOTE: f"({name}) is {description} registered in Megatron-SWIFT, which is not run; {own} is used."}
+    raise InvalidValueError(
+        f"({name}) is {description} registered in Megatron-SWIFT, which is not available here. Use a class as path/to/file.py:Class. "
+        f"{sentence('OWN_EPISODES')}"
+    )
 
 
 def scheduler(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -176,7 +188,7 @@ def scheduler(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    return {} if list(words) == [GYM] and "gym_env" in args else _class_argument(words, "a scheduler")
+    return {} if list(words) == [GYM] and "gym_env" in args else _class_argument(words, args, "a scheduler")
 
 
 def gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -186,7 +198,7 @@ def gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    return _class_argument(words, "an environment")
+    return _class_argument(words, args, "an environment")
 
 
 def use_gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -207,7 +219,7 @@ def max_turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         args: All foreign names of the run, with their words.
     """
     registered = [word for name in ("gym_env", "multi_turn_scheduler") for word in args.get(name, ()) if ":" not in word and word != GYM]
-    return {} if registered else {"max_turns": list(words)}
+    return {} if registered and not set(OWN_EPISODES) & set(args) else {"max_turns": list(words)}
 
 
 def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
@@ -293,6 +305,9 @@ def _common_changes(values: Mapping[str, Any], args: ForeignArgs, *, tuner: str)
     if values.get("vllm_enable_lora") is False and values.get("tuner_type", tuner) == "full":
         yield SettingChange(values={"vllm_enable_lora": None}, note="vllm_enable_lora has no effect with tuner_type full, in both systems.")
     yield from of_servers(values, program="swift rollout")
+    if values.get("vllm_mode") == "server" and not any(values.get(name) for name in OWN_EPISODES):
+        yield SettingChange(note=f"What differs: an episode has one turn. A `swift rollout` of another script may play more "
+                            f"(multi_turn_scheduler, gym_env), which is not known here. {sentence('OWN_EPISODES')}.")  # fmt: skip
     yield from of_the_hub(values)
     if holds_out(values):  # by the request_config of training
         yield SettingChange(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
@@ -380,7 +395,9 @@ def _advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Settin
 
     Its guide says `batch`.
     """
-    estimator, scale = values.get("advantage_estimator"), values.get("scale_rewards")
+    estimator, scale = values.get("advantage_estimator", "grpo"), values.get("scale_rewards")
+    if estimator != "grpo" and "kl_in_reward" not in values:
+        yield SettingChange(values={"kl_in_reward": True}, untyped=("kl_in_reward", f"true with {estimator}"))
     if estimator == "reinforce_plus_plus":
         if scale in (None, "batch"):
             settings = {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": "batch"}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.explain import explain, length_there
-from megatron_grpo.compat.foreign_args import UNKNOWN, Dialect, ForeignArg, ForeignArgs, OtherTaskError, SettingChange
+from megatron_grpo.compat.foreign_args import NOTE, UNKNOWN, Dialect, ForeignArg, ForeignArgs, OtherTaskError, SettingChange
 from megatron_grpo.compat.script import plain
+from megatron_grpo.compat.tables import contents
 from megatron_grpo.config.config import SizeOrigin
 from megatron_grpo.config.parse import ForeignDefault, ForeignSystem
 from megatron_grpo.config.read import TypedSetting, format_value, words_of
@@ -85,6 +87,9 @@ class Translation:
         if row.read is not None:
             try:
                 for native, raw in row.read(words, self.args).items():
+                    if native == NOTE:
+                        self.notes.append(f"What differs: {entry.name} {raw}")
+                        continue
                     setting = table()[native]
                     is_text = isinstance(raw, str) and setting.kind == "str" and not setting.choices and not setting.is_list
                     value = raw if is_text else read_value(setting, raw)
@@ -99,6 +104,9 @@ class Translation:
             self.tasks |= {row.lacks} if row.is_task else set()
         elif not row.lacks or " ".join(words).lower() in row.off:
             self.aside.setdefault(entry.source, []).append(entry.name)
+        else:
+            own = " and ".join(name for name in map(str.split, row.instead) for name in name[:1] if name in self.args)
+            self.notes.append(f"What differs: {entry.name} ({' '.join(words)}) is not read, because {own} is set.")
 
     def _is_unknown(self, entry: TypedSetting, row: ForeignArg | None) -> bool:
         """Return whether the value is unknown. It becomes a problem unless it is known elsewhere or has no effect."""
@@ -117,11 +125,23 @@ class Translation:
     def _of_a_script(self, entry: TypedSetting) -> None:
         """Handle the entries of a script: the ranks of its launcher, repeated flags, and further commands."""
         if entry.name == "$other":
-            self.notes.append(f"{entry.source}: the flags of its last command are read, not those of {entry.raw[0]}.")
+            program, *flags = entry.raw
+            unread = f" ({', '.join(flags)})" if flags else ""
+            self.notes.append(f"{entry.source}: the flags of its last command are read, not those of {program}{unread}.")
+        elif entry.name == "$command" and self.dialect is not None:
+            self._check_command(self.dialect, entry)
         elif entry.name == "$twice":
             self.repeated.append(f"{entry.raw[0]} is set twice in {entry.source}: the last value is used.")
         elif entry.name in ("$NPROC_PER_NODE", "$NNODES") and entry.raw[0].isdigit():
             self._launcher[entry.name] = (entry.source, int(entry.raw[0]))
+
+    def _check_command(self, dialect: Dialect, entry: TypedSetting) -> None:
+        """Refuse a script that starts the program of another system than the dialect's, whose names mean something else."""
+        systems = [name for name, pattern in contents("common")["commands"].items() if re.search(pattern, entry.raw[0])]
+        if systems and dialect.name.removesuffix("-doc") not in systems:
+            sentence = f"{entry.source} starts `{entry.raw[0]}`, whose names are those of --dialect {systems[0]}"
+            self._lacking[sentence] = [("dialect", dialect.name)]
+            self.tasks.add(sentence)
 
     def unknowable(self) -> Iterator[Problem]:
         """Yield problems for values that the script does not determine."""

@@ -18,7 +18,7 @@ from megatron_grpo.compat.common import (
 )
 from megatron_grpo.compat.foreign_args import OFF, ForeignArgs, Reader, SettingChange
 from megatron_grpo.config.read import format_value
-from megatron_grpo.config.table import FALSE, TRUE, InvalidValueError
+from megatron_grpo.config.table import FALSE, TRUE, InvalidValueError, table
 
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
@@ -50,6 +50,20 @@ def use_peft(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         args: All foreign names of the run, with their words.
     """
     return {"tuner_type": "lora" if _is_on(words) else "full"}
+
+
+def peft_config(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read a LoraConfig of a Python file, whose defaults are PEFT's. Other objects are refused.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    if list(words) == ["LoraConfig"]:
+        return {"tuner_type": "lora"}
+    raise InvalidValueError(
+        f"({' '.join(words)}) is a Python object. Use use_peft, and its values as lora_r, lora_alpha, lora_target_modules"
+    )
 
 
 def sleep(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -232,18 +246,23 @@ def convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingCha
         note = "entropy_target is compared with the mean over all trained tokens here; in TRL over those of top_entropy_quantile."
         yield SettingChange(note=note)
     if values.get("tuner_type") == "lora":
-        yield from _peft(values)
+        yield from _peft(values, _OF_PEFT if "peft_config" in args else _OF_TRL)
     yield from of_the_hub(values)
     if values.get("rollout_importance_sampling_mode") == "none":  # bounds of a correction that is off
         yield SettingChange(values={"rollout_importance_sampling_min": None})
 
 
-def _peft(values: Mapping[str, Any]) -> Iterator[SettingChange]:
-    """Apply TRL's LoRA defaults, and PEFT's default target modules."""
-    if "lora_rank" not in values and not values.get("adapters"):
-        yield SettingChange(values={"lora_rank": 16}, untyped=("lora_r", "16"))
-    if "lora_dropout" not in values:
-        yield SettingChange(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
+# Defaults of the object that holds an adapter's settings: ModelConfig on TRL's command line, PEFT's LoraConfig in a Python file.
+_OF_TRL = {"lora_rank": 16, "lora_alpha": 32.0, "lora_dropout": 0.05}
+_OF_PEFT = {"lora_rank": 8, "lora_alpha": 8.0, "lora_dropout": 0.0}
+
+
+def _peft(values: Mapping[str, Any], defaults: Mapping[str, float]) -> Iterator[SettingChange]:
+    """Apply defaults of LoRA, and PEFT's default target modules."""
+    for name, default in defaults.items():
+        unread = name in values or values.get("adapters") and name != "lora_dropout"
+        if not unread and default != table()[name].default:
+            yield SettingChange(values={name: default}, untyped=(name.replace("rank", "r"), f"{default:g}"))
     if not {"target_modules", "target_regex"} & set(values) and not values.get("adapters"):
         yield SettingChange(values={"target_modules": ["q_proj", "v_proj"]}, untyped=("lora_target_modules", "PEFT's: q_proj v_proj"))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.compat.common import (
+    OWN_EPISODES,
     adapted,
     drops_last,
     holds_out,
@@ -114,6 +115,16 @@ def tower(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         args: All foreign names of the run, with their words.
     """
     return dict.fromkeys(("freeze_vit", "freeze_aligner"), list(words))
+
+
+def turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read max_assistant_turns, which has no effect without something that plays episodes.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    return {"max_turns": list(words)} if set(OWN_EPISODES) & set(args) and " ".join(words).lower() not in OFF else {}
 
 
 def threshold(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -103,6 +105,47 @@ def test_a_default_of_theirs_that_is_not_ours_is_used(system):
         if value(cfg, native) != theirs:
             unlike.append((name, default, value(cfg, native)))
     assert unlike == []
+
+
+# What their program works out, or reads elsewhere: (module, name).
+WORKED_OUT = {
+    ("skyrl", "strategy"), ("skyrl", "max_input_length"), ("skyrl", "algorithm.max_seq_len"),
+    ("verl", "algorithm.adv_estimator"), ("verl", "actor.ppo_micro_batch_size"), ("verl", "actor.strategy"),
+    ("slime", "global_batch_size"), ("slime", "rollout_seed"), ("slime", "seed"), ("slime", "rollout_batch_size"),
+    ("slime", "num_steps_per_rollout"), ("slime", "dynamic_sampling_filter_path"), ("slime", "eps_clip_high"),
+    ("slime", "max_tokens_per_gpu"), ("slime", "over_sampling_batch_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "dialect"), [("skyrl", "skyrl"), ("verl", "verl"), ("slime", "slime"), ("trl", "trl")])
+def test_a_default_that_the_code_falls_back_to_is_that_of_their_class(module, dialect):
+    """`args.number("name", 3.0)` and the like: names that are read together have their defaults in the code, not in a table."""
+    code, system = importlib.import_module(f"megatron_grpo.compat.{module}"), DIALECTS[dialect]
+    theirs = {system.row(name)[0]: default for name, default in arguments.theirs(arguments.SYSTEMS[dialect][0])[1].items()}
+    theirs |= {system.size(name): default for name, default in theirs.items() if system.size(name)}
+
+    def text(node: ast.expr) -> str:
+        if isinstance(node, ast.JoinedStr):
+            parts = [
+                part if isinstance(part, ast.Constant) else ast.Constant(getattr(code, ast.unparse(part.value), "")) for part in node.values
+            ]
+            return "".join(str(part.value) for part in parts)
+        return str(node.value) if isinstance(node, ast.Constant) else ""
+
+    compared, unlike = set(), []
+    for call in ast.walk(ast.parse(Path(code.__file__).read_text())):
+        if not (isinstance(call, ast.Call) and re.fullmatch(r"args\.(text|number|integer|is_true)", ast.unparse(call.func))):
+            continue
+        name, default = text(call.args[0]), call.args[1] if len(call.args) > 1 else ast.Constant("false")
+        if name not in theirs or not isinstance(default, (ast.Constant, ast.UnaryOp)) or (module, name) in WORKED_OUT:
+            continue
+        compared.add(name)
+        ours = str(ast.literal_eval(default))
+        if ours != theirs[name] and not (ours.lstrip("-") + theirs[name].lstrip("-")).replace(".", "").isdigit():
+            unlike.append((name, ours, theirs[name]))
+        elif ours != theirs[name] and float(ours) != float(theirs[name]):
+            unlike.append((name, ours, theirs[name]))
+    assert unlike == [] and len(compared) >= (2 if module == "trl" else 15), compared
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -187,6 +187,76 @@ def test_turns_mean_what_they_mean_there(dialect, words, wanted):
     assert values(check(["--dialect", dialect, *words.split()]).config, wanted) == wanted
 
 
+@pytest.mark.parametrize(
+    ("dialect", "words", "note", "found"),
+    [
+        ("skyrl", "environment.env_class=gsm8k --reward_funcs math", "environment.env_class (gsm8k) is an environment of SkyRL, which is "
+         "not run; reward_funcs is used. An environment of your own is --environment", dict(environment=None)),
+        ("skyrl", "environment.env_class=search generator.max_turns=4 --environment e.py:E",
+         "environment.env_class (search) is an environment of SkyRL, which is not run; environment is used.", dict(max_turns=4)),
+        ("verl", "custom_reward_function.path=r.py --reward_funcs math", "custom_reward_function.path (r.py) is a function with verl's "
+         "signature, which is not run; reward_funcs is used.", dict(reward_funcs=["math"])),
+        ("verl", "actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5 "
+         "--environment e.py:E", "actor_rollout_ref.rollout.multi_turn.enable (True) is not read, because environment is set.",
+         dict(max_turns=5)),
+        ("verl", "actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml --tools t.py:f",
+         "actor_rollout_ref.rollout.multi_turn.tool_config_path (t.yaml) is not read, because tools is set.", dict(tools=["t.py:f"])),
+        ("swift", "--gym_env maze --environment e.py:E", "gym_env (maze) is an environment registered in Megatron-SWIFT, which is not run; "
+         "environment is used.", dict(environment="e.py:E")),
+        ("slime", "--custom-rm-path r.f --reward_funcs math", "custom_rm_path (r.f) is a function with slime's signature",
+         dict(reward_funcs=["math"])),
+    ],
+)  # fmt: skip
+def test_what_decides_rewards_and_episodes_there_is_listed_where_something_of_the_run_replaces_it(dialect, words, note, found):
+    parsed = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)
+    assert not parsed.problems and values(parsed.config, found) == found
+    assert any(line.startswith(f"What differs: {note}") for line in parsed.notes), parsed.notes
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words", "said"),
+    [
+        ("skyrl", "environment.env_class=gsm8k", "Add --reward_funcs. An environment of your own is --environment path/to/file.py:Class"),
+        ("verl", "actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml --reward_funcs math", "agents with --agent_command"),
+        ("swift", "--context_manager mine", "multi-turn environments are named with --environment"),
+        ("skyrl", "trainer.algorithm.use_tis=true", "use_tis requires tis_imp_ratio_cap, in SkyRL too, whose default (-1)"),
+    ],
+)
+def test_what_nothing_replaces_is_refused_and_names_our_own_way(dialect, words, said):
+    problems = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS).problems
+    assert any(said in problem.message for problem in problems), problems
+
+
+def test_a_reward_of_ours_is_ours_under_the_dialects_of_swift():
+    """GRPO there cannot call the class that it registers as `math`."""
+    for dialect in ("swift", "ms-swift"):
+        parsed = parse(["--dialect", dialect, "--reward_funcs", "math", "accuracy_is_mine"], dialects=DIALECTS)
+        assert [problem.message.partition(" is a reward")[0] for problem in parsed.problems] == ["reward_funcs (accuracy_is_mine)"]
+        assert parse(["--dialect", dialect, "--reward_funcs", "math"], dialects=DIALECTS).config.rewards.reward_funcs == ["math"]
+
+
+@pytest.mark.parametrize("dialect", ["swift", "ms-swift"])
+def test_the_place_of_the_kl_follows_the_estimator_in_both_trainers_of_swift(dialect):
+    """ms-swift 4.6.0: `_init_grpo` of rlhf_args.py and of megatron_args.py."""
+
+    def found(*words: str):
+        return parse(["--dialect", dialect, *words], dialects=DIALECTS)
+
+    assert [found("--advantage_estimator", name).config.grpo.kl_in_reward for name in ("grpo", "rloo", "reinforce_plus_plus")] == [
+        False, True, True]  # fmt: skip
+    assert not found("--advantage_estimator", "rloo", "--kl_in_reward", "false").config.grpo.kl_in_reward
+    assert ("kl_in_reward", "true with rloo") in [(row.name, row.theirs) for row in found("--advantage_estimator", "rloo").defaults]
+
+
+def test_skyrl_splits_sequences_with_its_default_strategy():
+    parsed = parse(["--dialect", "skyrl", "trainer.policy.sequence_parallel_size=2"], dialects=DIALECTS)
+    assert not parsed.problems and parsed.config.parallel.context_parallel_size == 2
+    (problem,) = parse(
+        ["--dialect", "skyrl", "trainer.policy.sequence_parallel_size=2", "trainer.strategy=megatron"], dialects=DIALECTS
+    ).problems
+    assert "splits sequences only with FSDP" in problem.message
+
+
 def test_a_limit_of_length_that_is_of_a_turn_there_is_said():
     notes = " ".join(parse(["--dialect", "swift", "--gym_env", "e.py:E"], dialects=DIALECTS).notes)
     assert "completion_length_limit_scope per_round" in notes and "max_turns is unlimited by default" in notes

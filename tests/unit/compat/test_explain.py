@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_grpo.cli import main
 from tests.checked import check
 
 
@@ -43,6 +44,22 @@ def test_trl_counts_micro_steps():
     found = told("trl", "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 6 --num_generations 8")
     assert "took 3 optimizer steps per rollout of 24 completions" in found
     assert "6 micro-steps / gradient_accumulation_steps 2 = 3" in found and "What differs from TRL: it shuffles samples" in found
+
+
+def test_the_guide_of_ms_swift_has_a_rule_on_steps_per_generation():
+    sizes = "--per_device_train_batch_size 8 --gradient_accumulation_steps 3 --steps_per_generation"
+    found = told("ms-swift", f"{sizes} 2")
+    assert "requires steps_per_generation (2) to be a multiple of gradient_accumulation_steps (3)" in found
+    assert "Its guide requires" not in told("ms-swift", f"{sizes} 6") + told("trl", f"{sizes} 2")
+
+
+def test_stale_rollouts_are_counted_over_whole_periods(capsys):
+    """TRL's issue 5770: two micro-steps a rollout and three a step make the second of each three rollouts straddle a step."""
+    argv = "plan --dialect trl --per_device_train_batch_size 8 --gradient_accumulation_steps 3 --steps_per_generation 2"
+    assert main(argv.split()) == 0
+    assert "2 of 12 slices; 2 of 6 rollouts are stale: 1, 4" in " ".join(capsys.readouterr().out.split())
+    assert main([*argv.split(), "--max_steps", "1"]) == 0
+    assert "1 of 4 slices; 1 of 2 rollouts are stale: 1" in " ".join(capsys.readouterr().out.split())
 
 
 SKYRL = "--train_batch_size 8 --policy_mini_batch_size 4 --micro_train_batch_size_per_gpu 2 --n_samples_per_prompt 4"

@@ -41,6 +41,35 @@ def test_a_file_is_read_as_the_command_line_of_trl_and_never_run(tmp_path):
     assert not mark.exists()
 
 
+def adapter(tmp_path, lora: str, *flags: str) -> tuple[dict, dict]:
+    """The adapter's settings of a file with this LoraConfig, or of TRL's command line without one; and the defaults that plan lists."""
+    file = tmp_path / "train.py"
+    file.write_text(f"args = GRPOConfig(per_device_train_batch_size=8)\nGRPOTrainer(model='m', args=args, peft_config={lora})\n")
+    parsed = parse(["--dialect", "trl", *(["--config", str(file)] if lora else ["--use_peft"]), *flags], dialects=DIALECTS)
+    assert not parsed.problems
+    return vars(parsed.config.tuner), {row.name: row.theirs for row in parsed.defaults if row.name.startswith("lora_")}
+
+
+def test_defaults_of_an_adapter_belong_to_the_object_that_is_built(tmp_path):
+    """LoraConfig has PEFT's, and the command line those of TRL's ModelConfig."""
+    from peft import LoraConfig
+    from trl import ModelConfig
+
+    theirs = LoraConfig()
+    found, listed = adapter(tmp_path, "LoraConfig(task_type='CAUSAL_LM')")
+    assert (found["tuner_type"], found["lora_rank"], found["lora_alpha"]) == ("lora", theirs.r, theirs.lora_alpha)
+    assert (found["lora_dropout"], found["use_rslora"], listed["lora_alpha"]) == (theirs.lora_dropout, theirs.use_rslora, "8")
+    assert "lora_r" not in listed and "lora_dropout" not in listed, "they are ours too"
+    found, _ = adapter(tmp_path, "LoraConfig(r=4, lora_dropout=0.1)", "--lora_alpha", "16")
+    assert (found["lora_rank"], found["lora_alpha"], found["lora_dropout"]) == (4, 16.0, 0.1)
+    assert adapter(tmp_path, "LoraConfig()", "--use_peft", "false")[0]["tuner_type"] == "full"
+
+    theirs = ModelConfig()
+    found, listed = adapter(tmp_path, "")
+    assert (found["lora_rank"], found["lora_alpha"], found["lora_dropout"]) == (theirs.lora_r, theirs.lora_alpha, theirs.lora_dropout)
+    assert (listed["lora_r"], listed["lora_dropout"]) == ("16", "0.05")
+
+
 @pytest.mark.parametrize(
     ("words", "name", "said"),
     [
@@ -75,6 +104,7 @@ def test_other_rows_than_the_training_split_of_a_name_or_file_are_not_known(data
         ("", "", "LoraConfig(r=4, bias='all')", "LoraConfig's bias ('all') is not read here"),
         ("", "peft_config=get_peft_config(a)", "", "GRPOTrainer's peft_config (get_peft_config(a)) cannot be determined"),
         ("", "", "GRPOConfig()", "builds 2 GRPOConfig"),
+        ("", "", "LoraConfig(r=4)\nLoraConfig(r=8)", "builds 2 LoraConfig"),
         ("", "", "def", "line 9 is not Python"),
     ],
 )

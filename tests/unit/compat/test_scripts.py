@@ -136,7 +136,59 @@ def test_the_command_that_trains_is_read_and_the_other_one_named(tmp_path):
     script.write_text("swift rollout --model /a --seed 1 &\nmegatron rlhf --model /b --lr 0.5\n")
     parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=DIALECTS)
     assert not parsed.problems and parsed.config.model.model == "/b" and parsed.config.run.seed == 42
-    assert parsed.notes == ["both.sh: the flags of its last command are read, not those of swift rollout."]
+    assert parsed.notes == ["both.sh: the flags of its last command are read, not those of swift rollout (model, seed)."]
+
+
+ROLLOUT = "CUDA_VISIBLE_DEVICES=0 swift rollout --model /a --multi_turn_scheduler {} --max_turns 3 &\n"
+TRAIN = "{} rlhf --rlhf_type grpo --model /b --lr 0.5 --vllm_mode server --vllm_server_host h --reward_funcs accuracy &\n"
+
+
+@pytest.mark.parametrize(("dialect", "program"), [("swift", "megatron"), ("ms-swift", "swift")])
+@pytest.mark.parametrize("is_server_last", [False, True])
+def test_what_a_server_of_the_script_plays_is_what_the_run_plays(tmp_path, dialect, program, is_server_last):
+    """`swift rollout` decides what an episode is: its environment is taken, one that is registered there is refused or named."""
+
+    def parsed(scheduler: str, *flags: str):
+        script = tmp_path / "both.sh"
+        commands = [ROLLOUT.format(scheduler), TRAIN.format(program)]
+        script.write_text("".join(reversed(commands) if is_server_last else commands))
+        return parse(["--config", str(script), "--dialect", dialect, *flags], dialects=DIALECTS)
+
+    (problem,) = parsed("tip_trick").problems
+    assert "multi_turn_scheduler (both.sh: swift rollout) (tip_trick) is a scheduler registered" in problem.message
+    assert "--environment path/to/file.py:Class (docs/turns.md)" in problem.message and "examples/agent" in problem.message
+    taken = parsed("env.py:Guess")
+    assert not taken.problems
+    turns = taken.config.turns
+    assert (turns.environment, turns.max_turns, taken.config.optimizer.lr, taken.config.model.model) == ("env.py:Guess", 3, 0.5, "/b")
+    replaced = parsed("tip_trick", "--environment", "mine.py:Own")
+    assert (replaced.problems, replaced.config.turns.environment, replaced.config.turns.max_turns) == ([], "mine.py:Own", 3)
+    assert any(note.startswith("What differs: multi_turn_scheduler (tip_trick) is a scheduler") for note in replaced.notes)
+
+
+@pytest.mark.parametrize(
+    ("command", "dialect", "instead"),
+    [
+        ("swift rlhf", "swift", "ms-swift"),
+        ("NPROC_PER_NODE=8 torchrun swift/cli/rlhf.py", "swift-megatron", "ms-swift"),
+        ("megatron rlhf", "ms-swift", "swift-megatron"),
+        ("torchrun --nproc_per_node 8 $DIR/swift/cli/_megatron/rlhf.py", "ms-swift", "swift-megatron"),
+        ("python3 -m verl.trainer.main_ppo", "skyrl", "verl"),
+        ("uv run --isolated -m skyrl.train.entrypoints.main_base", "verl", "skyrl"),
+        ("uvx --with datasets trl grpo", "slime", "trl"),
+    ],
+)
+def test_a_script_of_another_system_than_the_dialect_names_its_own(tmp_path, monkeypatch, command, dialect, instead):
+    """Nothing else is said of it, because its names mean something else."""
+    monkeypatch.setenv("DIR", "/opt")
+    (tmp_path / "a.sh").write_text(f"{command} --lr 0.5 --nobody_knows 1 a.b=c\n")
+    found = parse(["--config", str(tmp_path / "a.sh"), "--dialect", dialect], dialects=DIALECTS)
+    assert [problem.message for problem in found.problems if "--dialect" in problem.message] == [
+        problem.message for problem in found.problems
+    ]
+    assert found.problems[0].message.endswith(f"whose names are those of --dialect {instead}."), found.problems
+    right = parse(["--config", str(tmp_path / "a.sh"), "--dialect", instead], dialects=DIALECTS)
+    assert not any("whose names are those of" in problem.message for problem in right.problems)
 
 
 @pytest.mark.parametrize("call", ["bash examples/base.sh", "./examples/base.sh", "uv run bash examples/base.sh"])
@@ -199,7 +251,7 @@ def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
 )
 def test_options_of_what_starts_a_program_are_not_settings(start):
     entries, problems = read_script(f"{start} --learning_rate 1e-6", source="run.sh")
-    assert ([entry.name for entry in entries], problems) == (["learning_rate"], [])
+    assert ([entry.name for entry in entries if entry.name != "$command"], problems) == (["learning_rate"], [])
 
 
 DOUBLING = "A0=ab\n" + "".join(f"A{i}=$A{i - 1}$A{i - 1}\n" for i in range(1, 60))  # 2**60 characters
