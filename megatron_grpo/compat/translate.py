@@ -105,7 +105,7 @@ class Translation:
         elif not row.lacks or " ".join(words).lower() in row.off:
             self.aside.setdefault(entry.source, []).append(entry.name)
         else:
-            own = " and ".join(name for name in map(str.split, row.instead) for name in name[:1] if name in self.args)
+            own = " and ".join(way.split()[0] for way in row.instead if way.split()[0] in self.args)
             self.notes.append(f"What differs: {entry.name} ({' '.join(words)}) is not read, because {own} is set.")
 
     def _is_unknown(self, entry: TypedSetting, row: ForeignArg | None) -> bool:
