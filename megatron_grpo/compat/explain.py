@@ -15,6 +15,11 @@ here if the number of rows is known (num_prompts). What differs: rows of an epoc
 there, and used here."
 )
 
+_STEPS_RULE = (
+    "Its guide requires steps_per_generation ({w}) to be a multiple of gradient_accumulation_steps ({a}). Neither its code nor this package \
+does: rollouts straddle optimizer steps, and rows that are stale get a forward-only pass."
+)
+
 
 def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_steps: int | None = None) -> Iterator[str]:
     """Yield notes on what is the same under the native names and what differs.
@@ -40,10 +45,7 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
             "which is steps_per_generation here."
         )
         if dialect == "ms-swift" and w % a:
-            yield (
-                f"Its guide requires steps_per_generation ({w}) to be a multiple of gradient_accumulation_steps ({a}). Neither its code "
-                "nor this package does: rollouts straddle optimizer steps, and rows that are stale get a forward-only pass."
-            )
+            yield _STEPS_RULE.format(w=w, a=a)
         yield (
             f"What differs from {title}: it shuffles samples after generation, so the group of a prompt is spread over several steps; here "
             "groups stay together."

@@ -225,7 +225,7 @@ def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments
     trains = [index for index, words in enumerate(commands) if _PROGRAM.match(words[0].rpartition("/")[2])]
     chosen = next((index for index in reversed(trains) if not _is_server(commands[index])), trains[-1] if trains else len(commands) - 1)
     last = commands[chosen] if commands else []
-    others = [words for index, words in enumerate(commands) if index < chosen or index > chosen and _is_server(words)]
+    unread = [words for index, words in enumerate(commands) if index < chosen or index > chosen and _is_server(words)]
     if name := started_script(last):
         inner, folder = text_of_file(name, shell.directory)
         if inner is not None and nested < _NESTED:
@@ -241,7 +241,7 @@ def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments
         words=[word.replace(_PLAIN_DOLLAR, "$") for word in last if word not in stray],
         variables={name: plain(value) for name, value in shell.variables.items()},
         command=" ".join(_program(last)),
-        others=others,
+        others=unread,
         problems=shell.problems,
     )
 

@@ -109,12 +109,12 @@ def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
     return list(dict.fromkeys(addresses))
 
 
-def _read_url(url: str, place: str = "") -> Address:
-    """Return the address of a server. An error begins with `place`."""
+def _read_url(url: str, prefix: str = "") -> Address:
+    """Return the address of a server. An error begins with `prefix`."""
     try:
         return Address.of_url(url)
     except ValueError as error:
-        raise ValueError(f"{place}{url[:80]!r} {error}") from error
+        raise ValueError(f"{prefix}{url[:80]!r} {error}") from error
 
 
 def _in_files(path: Path) -> Iterator[Address]:
