@@ -16,8 +16,8 @@ there, and used here."
 )
 
 _STEPS_RULE = (
-    "Its guide requires steps_per_generation ({w}) to be a multiple of gradient_accumulation_steps ({a}). Neither its code nor this package \
-does: rollouts straddle optimizer steps, and rows that are stale get a forward-only pass."
+    "Its guide requires steps_per_generation ({w}) to be a multiple of gradient_accumulation_steps ({a}). Neither its code nor this \
+package does: rollouts straddle optimizer steps, and rows that are stale get a forward-only pass."
 )
 
 
