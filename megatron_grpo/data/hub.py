@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,17 +73,42 @@ def _datasets(flag: str) -> Any:
     return datasets
 
 
-def saved_by_datasets(directory: str, flag: str) -> Any:
-    """Load a data set saved by `datasets.save_to_disk`, mapped into memory.
+def choose_split(splits: Sequence[str], split: str, dataset: str, flag: str) -> str:
+    """Return the split of a data set that is read.
+
+    Args:
+        splits: Splits that the data set has.
+        split: Requested split. "", the default of held-out sets: test, or the only one.
+        dataset: Name of the data set.
+        flag: Setting that names it, for error messages.
+
+    Raises:
+        ConfigError: If the data set does not have the split.
+    """
+    if split in splits or (not split and "test" in splits):
+        return split or "test"
+    if not split and len(splits) == 1:
+        return splits[0]
+    setting = "eval_dataset_split" if flag.startswith("eval_") else "dataset_split"
+    message = f"{flag} {dataset!r} has no split {split or 'test'}; it has {', '.join(splits)}. Use {setting} {splits[0]}."
+    raise config_error((setting, flag), message)
+
+
+def saved_by_datasets(directory: str, split: str, flag: str) -> Any:
+    """Load a data set, or one split of several, saved by `datasets.save_to_disk`, mapped into memory.
 
     Args:
         directory: The directory.
+        split: Split to load if there are several, as for `choose_split`.
         flag: Setting that names the data set, for error messages.
 
     Raises:
-        ConfigError: If the package `datasets` is not installed.
+        ConfigError: If the split does not exist, or the package `datasets` is not installed.
     """
-    return _datasets(flag).load_from_disk(directory)
+    path = Path(directory)
+    if (path / "dataset_dict.json").is_file():
+        path /= choose_split(json.loads((path / "dataset_dict.json").read_text())["splits"], split, directory, flag)
+    return _datasets(flag).load_from_disk(str(path))
 
 
 def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) -> Any:
@@ -89,7 +116,7 @@ def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) ->
 
     Args:
         dataset: Hub name, `name` or `name:subset`.
-        split: Split to load.
+        split: Split to load, as for `choose_split`.
         flag: Setting that names the data set, for error messages.
         streaming: Whether `datasets` reads rows on demand instead of downloading the data set first.
 
@@ -99,6 +126,8 @@ def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) ->
     datasets = _datasets(flag)
     name, _, subset = dataset.partition(":")
     try:
+        if not split:
+            split = choose_split(datasets.get_dataset_split_names(name, subset or None), split, dataset, flag)
         return datasets.load_dataset(name, subset or None, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
         raise config_error(

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,10 +22,10 @@ import numpy as np
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.config.evaluation import SPLIT
-from megatron_grpo.data import checks
+from megatron_grpo.data import checks, files
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import Encode, PromptRows
-from megatron_grpo.data.files import Rows, Source, SourceRow, concatenated, open_source, plain_name, read_rows
+from megatron_grpo.data.files import Row, Rows, Source, SourceRow, concatenated, open_source, plain_name, read_rows
 from megatron_grpo.data.image_dataset import places
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.data.tokens import FEW, TokenTable, cached_table, key_of
@@ -99,7 +100,7 @@ def _read_set(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
         repeats, remainder = divmod(count, len(rows))
         order = permutation(len(rows), seed, _DRAW_EPOCH) if cfg.dataset_shuffle else np.arange(len(rows))
         rows = Rows([(rows, rows.place)], np.concatenate([*([np.arange(len(rows))] * repeats), np.sort(order[:remainder])]))
-    return Rows([(rows, rows.place)], columns=column_renames(rows[0], cfg.columns, flag)) if cfg.columns else rows
+    return Rows([(rows, rows.place)], convert=partial(files.convert_row, columns=column_renames(rows[0], cfg.columns, flag)))
 
 
 def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
@@ -116,8 +117,7 @@ def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
         raise config_error(flag, f"{flag} {plain!r} has no rows.")
     if isinstance(first.row, str):
         raise config_error(flag, f"{first.stands} is not a JSON object: {first.row}.")
-    if cfg.columns:
-        source = _renamed(source, column_renames(first.row, cfg.columns, flag))
+    source = _converted(source, partial(files.convert_row, columns=column_renames(first.row, cfg.columns, flag)))
     return source if count is None else _limited(source, count)
 
 
@@ -126,29 +126,30 @@ def column_renames(first: Mapping[str, Any], columns: Mapping[str, str], flag: s
 
     Args:
         first: First row of the data set.
-        columns: Renames requested by the setting `columns`.
+        columns: Renames requested by the setting `columns`. A name with dots is a value inside a column, and may be on either side.
         flag: Setting that names the data set, for error messages.
 
     Raises:
         ConfigError: If a column does not exist, or a new name is already in use.
     """
-    missing = [old for old, new in columns.items() if old not in first and new not in first]
+    setting = "eval_columns" if flag.startswith("eval_") else "columns"
+    columns = dict((new, old) if "." in new else (old, new) for old, new in columns.items())
+    missing = [old for old, new in columns.items() if files.nested_value(first, old) is files.ABSENT and new not in first]
     if missing:
-        message = f"columns: the first row of {flag} has no {', '.join(missing)}; it has {', '.join(first) or 'none'}."
-        raise config_error(("columns", flag), message)
-    renamed = {old: new for old, new in columns.items() if old in first}
+        message = f"{setting}: the first row of {flag} has no {', '.join(missing)}; it has {', '.join(first) or 'none'}."
+        raise config_error((setting, flag), message)
+    renamed = {old: new for old, new in columns.items() if files.nested_value(first, old) is not files.ABSENT}
     clashing = [new for new in renamed.values() if new in first and new not in renamed]
     if clashing:
-        message = f"columns: the first row of {flag} already has a column {', '.join(clashing)}. Rename that column too."
-        raise config_error(("columns", flag), message)
+        message = f"{setting}: the first row of {flag} already has a column {', '.join(clashing)}. Rename that column too."
+        raise config_error((setting, flag), message)
     return renamed
 
 
-def _renamed(source: Source, names: Mapping[str, str]) -> Source:
+def _converted(source: Source, convert: Callable[[Row], Row]) -> Source:
     def begin(position: Any) -> Iterator[SourceRow]:
         for entry in source(position):
-            row = entry.row if isinstance(entry.row, str) else {names.get(name, name): value for name, value in entry.row.items()}
-            yield entry._replace(row=row)
+            yield entry if isinstance(entry.row, str) else entry._replace(row=convert(entry.row))
 
     return begin
 
@@ -300,6 +301,7 @@ def load_rows(
         ConfigError: If the data set cannot be read or a row holds no usable prompt.
     """
     names = names_of(cfg, dataset, flag)
+    check_split(cfg, names, flag)
     rows = read_sets(cfg, names, flag=flag, seed=seed, part=part_of_flag(flag, cfg))
     return checks.check_rows(rows, cfg, names, flag=flag, image_spec=image_spec, is_blind=is_blind)
 
@@ -314,6 +316,23 @@ def names_of(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
     """
     name = cfg.dataset if dataset is None else dataset
     return [name, *cfg.further_datasets] if flag in ("dataset", SPLIT) else [name]
+
+
+def check_split(cfg: DataConfig, names: Sequence[str], flag: str) -> None:
+    """Check that a split that is not the default has an effect on some data set.
+
+    Args:
+        cfg: Data settings.
+        names: Names of the data sets.
+        flag: Setting that names them.
+
+    Raises:
+        ConfigError: If all data sets are single files or rows of a program.
+    """
+    setting, defaults = ("eval_dataset_split", ("", "train", "test")) if flag.startswith("eval_") else ("dataset_split", ("train",))
+    if cfg.dataset_split not in defaults and not any(files.has_splits(plain_name(name), flag) for name in names):
+        message = f"{setting} ({cfg.dataset_split}) has no effect: {', '.join(names)} has no splits. Omit it."
+        raise config_error((setting, flag), message)
 
 
 def open_stream(
