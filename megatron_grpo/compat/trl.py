@@ -144,6 +144,19 @@ def of_model(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {translated[name]: format_value(value) for name, value in kwargs.items() if name in translated}
 
 
+def held_out_split(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read dataset_test_split: the split of dataset_name that TRL's script evaluates on. It has no effect where nothing is evaluated.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    if args.get("eval_dataset"):
+        return {"eval_dataset_split": list(words)}
+    has_eval = args.get("eval_strategy", args.get("evaluation_strategy", ["no"])) != ["no"]
+    return {"eval_dataset": args["dataset_name"], "eval_dataset_split": list(words)} if has_eval and args.get("dataset_name") else {}
+
+
 def no_limit(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read max_steps; -1 means no limit.
 

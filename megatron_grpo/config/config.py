@@ -177,7 +177,7 @@ class DataConfig:
     interleave_prob: list[float] = setting([], "weights of the data sets, in their order (default: all rows of all data sets)", above=0)
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = setting("first_exhausted",
         "end of a weighted mixture: when the first, or when every data set is exhausted")
-    columns: dict[str, str] = setting({}, "columns to rename: name in the data = name here")
+    columns: dict[str, str] = setting({}, "columns to rename: name in the data = name here; a.b is a value inside a column")
     split_dataset_ratio: float = setting(0.0, "share of the data set to hold out, as the set eval", at_least=0, below=1)
     dataset_split: str = setting("train", "split of the data set, if it has several")
     max_prompt_length: int | None = setting(None,
@@ -573,6 +573,10 @@ class EvalConfig:
 
     eval_dataset: str = setting("", "held-out prompts; completions are greedy unless a setting below changes it")
     eval_datasets: dict[str, str] = setting({}, "several held-out sets, by name: name=path or name=Hub name")
+    eval_dataset_split: str | None = setting(None, "split of held-out sets with several (default: test, or the only one)")
+    eval_columns: dict[str, str] = setting({}, "columns to rename in held-out sets (default: columns)")
+    eval_truncation_strategy: Literal["raise", "delete", "left"] | None = setting(None,
+        "handling of held-out prompts that are too long (default: truncation_strategy)")
     eval_steps: int = free(0, "interval of evaluations; 0: only before and after training", unit="optimizer steps", at_least=0)
     eval_num_prompts: int | None = setting(None, "limit of prompts of each held-out set (default: all)", unit="prompts", at_least=1)
     num_generations_eval: int | None = setting(None, "completions per held-out prompt (default: 8; 1 if greedy)",

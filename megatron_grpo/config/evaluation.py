@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.config.config import Config
+from megatron_grpo.config.config import Config, DataConfig
 from megatron_grpo.config.rules import Rule, changed
 from megatron_grpo.config.table import close_to
 
@@ -75,6 +75,20 @@ def flag_of(name: str, cfg: Config) -> str:
     if name != ALONE or not (cfg.eval.eval_dataset or cfg.data.split_dataset_ratio):
         return "eval_datasets"
     return "eval_dataset" if cfg.eval.eval_dataset else SPLIT
+
+
+def data_of(cfg: Config, flag: str) -> DataConfig:
+    """Return the data settings of a held-out set; those of the training set where it is a part of it.
+
+    Args:
+        cfg: Settings of the run.
+        flag: The setting that names the set, from `flag_of`.
+    """
+    strategy = cfg.eval.eval_truncation_strategy or cfg.data.truncation_strategy
+    if flag == SPLIT:
+        return replace(cfg.data, truncation_strategy=strategy)
+    columns = cfg.eval.eval_columns or cfg.data.columns
+    return replace(cfg.data, truncation_strategy=strategy, dataset_split=cfg.eval.eval_dataset_split or "", columns=columns)
 
 
 def curve_of(name: str) -> str:
@@ -313,6 +327,8 @@ EVALUATION = (
     Rule("split_dataset_ratio eval_dataset", lambda c: c.eval_dataset and c.split_dataset_ratio,
          "split_dataset_ratio ({split_dataset_ratio}) and eval_dataset ({eval_dataset}) both define the held-out set. Use one of them, or "
          "eval_datasets.", {"split_dataset_ratio": [0.0]}),
+    Rule("{name} eval_dataset", lambda c: not (c.eval_dataset or c.eval_datasets) and changed(c, "eval_dataset_split", "eval_columns"),
+         "{name} ({value}) has no effect without eval_dataset or eval_datasets. Omit it."),
     Rule("eval_datasets", lambda c: [{"name": name} for name in c.eval_datasets if not _NAME.fullmatch(name)],
          "eval_datasets: {name!r} is not a valid name of a set: files and metrics contain it. Use letters, digits, _ . and -."),
     Rule("eval_datasets eval_dataset", lambda c: ALONE in c.eval_datasets and (c.eval_dataset or c.split_dataset_ratio)

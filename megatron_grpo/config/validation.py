@@ -264,7 +264,8 @@ SAMPLING = (
     Rule("router_replay_mode {player}", lambda c: c.plays and c.router_replay_mode == "R3",
          "router_replay_mode R3 is not supported with {players}: the expert choices of an episode come from several requests, "
          "which are not merged. Use R2, or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
-    Rule("truncation_strategy {player}", lambda c: c.plays and c.truncation_strategy == "left" and c.max_prompt_length is not None,
+    Rule("truncation_strategy {player}", lambda c: c.plays and c.max_prompt_length is not None
+         and "left" in (c.truncation_strategy, c.eval_truncation_strategy),
          "truncation_strategy left is not supported with {players}: it removes the beginning of a prompt, which the chat "
          "template renders again when it rewrites earlier turns. Use delete, or raise.", {"truncation_strategy": ["delete", "raise"]}),
     # the user's rollout function
@@ -309,7 +310,8 @@ DATA_AND_FILES = (
          {"stopping_strategy": ["first_exhausted"]}),
     Rule("further_datasets dataset", lambda c: c.further_datasets and not c.dataset,
          "further_datasets requires dataset, which is not set."),
-    Rule("columns", lambda c: len(set(c.columns.values())) < len(c.columns), "columns: two columns cannot have the same new name."),
+    Rule("{name}", lambda c: [{"name": name} for name in ("columns", "eval_columns")
+         if len(set(getattr(c, name).values())) < len(getattr(c, name))], "{name}: two columns cannot have the same new name."),
     # streamed data sets
     Rule("shuffle_buffer_size streaming", lambda c: not c.streaming and typed_fields(c, "shuffle_buffer_size"),
          "shuffle_buffer_size ({value}) has no effect without streaming true. Set it, or omit shuffle_buffer_size.", {"streaming": [True]}),
