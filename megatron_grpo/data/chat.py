@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import date, datetime
@@ -144,19 +144,28 @@ def vocabulary_of(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
+def unread_names(tokenizer: Any, names: Iterable[str]) -> list[str]:
+    """Return the variables that the chat template never names, so that they would have no effect.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        names: Names of variables.
+    """
+    template = getattr(tokenizer, "chat_template", None) or ""
+    text = " ".join(template.values()) if isinstance(template, dict) else template
+    return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
+
+
 def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
-    """Report entries of `chat_template_kwargs` that the chat template never names, so that they would have no effect.
+    """Report entries of `chat_template_kwargs` that the chat template never names.
 
     Args:
         tokenizer: Tokenizer of the model.
         options: The entries.
     """
-    template = getattr(tokenizer, "chat_template", None) or ""
-    text = " ".join(template.values()) if isinstance(template, dict) else template
-    unread = [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]
     return [
         Problem(flags=("chat_template_kwargs",), message=f"chat_template_kwargs: the model's chat template has no variable {name}.")
-        for name in unread
+        for name in unread_names(tokenizer, options)
     ]
 
 

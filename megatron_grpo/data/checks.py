@@ -8,19 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from megatron_grpo.base.cleanup import run_in_thread
 from megatron_grpo.base.errors import ConfigError, Problem, one_line
 from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data.chat import Raw
-from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
+from megatron_grpo.data.chat import PromptEncoder, Raw, unread_names
+from megatron_grpo.data.files import NAMED_ROWS, TEMPLATE_COLUMNS, Rows, plain_name
 from megatron_grpo.data.image_dataset import COLUMNS, ImageStore, images_of_row, num_places
 from megatron_grpo.data.image_processing import ImageProcessorSpec, require_pillow
 from megatron_grpo.data.tokens import TokenTable
@@ -30,6 +30,18 @@ SLOWEST = 60.0  # seconds allowed for tokenizing one prompt; the longest take so
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that hold media by common convention
 _OWN_SOURCE = ("image", "image_url", "url", "path", "base64")
 Encode = Callable[..., Sequence[int]]  # takes a prompt, and its images if it has any
+_FORMS = {"system": (str, "a string"), "tools": (list, "a list of JSON schemas"), "chat_template_kwargs": (dict, "an object")}  # by column
+_USES = {  # of columns by name; all others are passed to the rewards
+    "prompt": "shown to the model", "messages": "shown to the model, where there is no `prompt`, without a final answer",
+    "system": "system message of chats without one", "tools": "shown to the model by the chat template, for chats",
+    "chat_template_kwargs": "arguments of the chat template, for chats", "images": "shown to the model", "image": "shown to the model",
+    **dict.fromkeys(("completion", "completions", "completion_ids", "trainer_state"), "not passed to rewards, which get this run's own"),
+}  # fmt: skip
+_IDLE = {  # columns that change prompts or episodes in other systems, and what does so here
+    "history": "earlier turns belong into `messages`", "documents": "write them into the prompt", "chat_template": "the model's is used",
+    "env_class": "use environment", "agent_name": "use environment or agent", "tools_kwargs": "use environment or tools",
+}  # fmt: skip
+_PROMPTS = "question problem query instruction input text conversation dialog chat".split()  # columns of prompts elsewhere
 _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
 
 
@@ -45,6 +57,10 @@ class PromptRows:
         image_store: Images of the file's rows; None for a text model or rows without images.
         is_beginning: True if more rows follow, read during the run (streaming).
         named: Number of rows of the file that have a column, by column name.
+        filled: Number of rows of the file with a value in a column that is neither null nor empty, by column name.
+        nan: Number of rows of the file with NaN in a column, by column name.
+        num_strings: Rows of the file with a string as prompt.
+        num_unused_messages: Rows of the file with `messages` beside `prompt`.
     """
 
     rows: Rows
@@ -55,6 +71,10 @@ class PromptRows:
     image_store: ImageStore | None = None
     is_beginning: bool = False
     named: Mapping[str, int] = field(default_factory=dict)
+    filled: Mapping[str, int] = field(default_factory=dict)
+    nan: Mapping[str, int] = field(default_factory=dict)
+    num_strings: int = 0
+    num_unused_messages: int = 0
 
     def __len__(self) -> int:
         return len(self.keep)
@@ -95,7 +115,30 @@ class PromptRows:
             index: Index of the row, from 0.
         """
         row = self.rows[int(self.keep[index])]
-        return {name: value for name, value in row.items() if name not in _NOT_COLUMNS}
+        return {name: None if _is_nan(value) else value for name, value in row.items() if name not in _NOT_COLUMNS}
+
+    def template_columns(self, index: int) -> dict[str, Any]:
+        """Return the values of a row that its chat template receives besides those of the settings: `tools`, `chat_template_kwargs`.
+
+        Args:
+            index: Index of the row, from 0.
+        """
+        row = self.rows[int(self.keep[index])]
+        own = {name: row[name] for name in TEMPLATE_COLUMNS if isinstance(row.get(name), (list, dict)) and row[name]}
+        return {} if isinstance(raw_prompt(row), str) else own
+
+    def prompt_key(self, index: int) -> str:
+        """Return a text that is equal for prompts that are equal, with their images.
+
+        Args:
+            index: Index of the row, from 0.
+        """
+        return json.dumps([self.raw(index), self.shown(index)], sort_keys=True, default=str)
+
+    def uses(self) -> dict[str, str]:
+        """Return what each column is used for, with the number of rows that have a value, by column name."""
+        uses = {name: _USES.get(name, "passed to the reward functions") for name in self.named}
+        return {name: f"{self.filled.get(name, 0)} of {len(self.rows)} rows: {use}" for name, use in uses.items()}
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all rows in order and of all columns, including rows that were left out for their length."""
@@ -120,6 +163,10 @@ class PromptRows:
     def column_names(self) -> tuple[str, ...]:
         """Return the columns that at least one row has and that are passed to the rewards."""
         return tuple(name for name in self.named if name not in _NOT_COLUMNS)
+
+    def nested_names(self) -> list[str]:
+        """Return the values inside columns of the first row, with dots between the names, as the setting `columns` takes them."""
+        return [f"{name}.{key}" for name, value in self.columns(0).items() if isinstance(value, Mapping) for key in value]
 
     def without(self, names: Sequence[str]) -> str:
         """Describe the rows that have none of the given columns, like `20 of 40 rows (data.jsonl line 2, ...)`.
@@ -182,10 +229,15 @@ def check_rows(
     """
     is_blind = is_blind and image_spec is None
     faults: dict[str, list[int]] = {}
-    num_showing, column_counts = 0, Counter[str]()
+    num_showing, strings, unused = 0, 0, 0
+    names_found, filled, nan = Counter[str](), Counter[str](), Counter[str]()
     for index in range(len(rows)):
         row = rows[index]
-        column_counts.update(row.keys())
+        names_found.update(row.keys())
+        nan.update(name for name, value in row.items() if _is_nan(value))
+        filled.update(name for name, value in row.items() if _is_filled(value) and not _is_nan(value))
+        strings += isinstance(row.get("prompt"), str)
+        unused += row.get("prompt") is not None and _is_filled(row.get("messages"))
         fault = _fault(row, is_blind=is_blind) or (None if is_blind else _fault_of_places(row, cfg.limit_images))
         if fault is not None:
             faults.setdefault(fault, []).append(index)
@@ -210,7 +262,8 @@ def check_rows(
         image_store = ImageStore(rows, image_spec, root=Path(root).absolute(), flag=flag)
     if problems:
         raise ConfigError(problems)
-    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, named=column_counts)
+    counts: dict[str, Any] = {"named": names_found, "filled": filled, "nan": nan, "num_strings": strings, "num_unused_messages": unused}
+    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, **counts)
 
 
 def check_images(prompts: PromptRows, *, at_most: int | None = None) -> None:
@@ -233,17 +286,20 @@ def check_images(prompts: PromptRows, *, at_most: int | None = None) -> None:
 
 
 def raw_prompt(row: Mapping[str, Any]) -> Raw:
-    """Return `prompt`, or else `messages` without a final assistant message.
+    """Return `prompt`, or else `messages` without a final assistant message. A chat begins with the row's `system`, if it has one.
 
     So a chat data set for supervised training can be used unchanged.
 
     Args:
         row: Row of the data set.
     """
-    if row.get("prompt") is not None:
-        return row["prompt"]
-    messages = row["messages"]
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    raw = row.get("prompt")
+    if raw is None:
+        messages = row["messages"]
+        raw = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    system = row.get("system")
+    has_own = not isinstance(raw, str) and raw[0]["role"] != "system" and isinstance(system, str) and system
+    return [{"role": "system", "content": system}, *raw] if has_own else raw
 
 
 def check_lengths(
@@ -354,6 +410,10 @@ def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
         index: Index of the prompt.
     """
     raw, images = prompts.raw(index), prompts.images(index)
+    if of_row := prompts.template_columns(index):
+        encoder = cast(PromptEncoder, encode)
+        options = {**encoder.options, **of_row.get("chat_template_kwargs", {})}
+        encode = replace(encoder, tools=of_row.get("tools", encoder.tools), options=options)
     return encode(raw, images) if images else encode(raw)
 
 
@@ -368,7 +428,7 @@ def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
             "that column"
         )
     if prompt is None and messages is None:
-        return f"have neither `prompt` nor `messages`; the first has columns {', '.join(map(repr, row)) or '(none)'}"
+        return f"have neither `prompt` nor `messages`; the first has columns {', '.join(map(repr, row)) or '(none)'}{_advice(row)}"
     if prompt is None and isinstance(messages, str):
         return "have `messages` of type str; expected a list of {role, content}"
     value = messages if prompt is None else prompt
@@ -384,7 +444,23 @@ def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
             return f"have a message in `{name}` without `role` or `content`"
         if fault := _content_fault(message, is_blind=is_blind):
             return f"have a message in `{name}` {fault}"
+    for column, (form, expected) in _FORMS.items():
+        if _is_filled(row.get(column)) and not _is_nan(row[column]) and not isinstance(row[column], form):
+            return f"have a `{column}` of type {type(row[column]).__name__}; for chats expected {expected}. Rename it if it is for rewards"
     return None
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and value != value
+
+
+def _advice(row: Mapping[str, Any]) -> str:
+    """Return what to type for rows without a prompt, as the end of a sentence; "" if that is unknown."""
+    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, Mapping) for key in ("prompt", "messages") if key in value]
+    if names := [*(name for name in _PROMPTS if name in row), *inner]:
+        return f". Use --columns {names[0]}=prompt"
+    lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)]
+    return f". If `{lists[0]}` is the list of rows: jq -c '.{lists[0]}[]' in.json > rows.jsonl" if lists else ""
 
 
 def _is_filled(value: Any) -> bool:
@@ -447,6 +523,9 @@ def check_for_episodes(rows: PromptRows, flag: str) -> None:
     if strings:
         fault = 'have a string prompt, but environments and tools need chat messages; write [{"role": "user", "content": ...}]'
         raise ConfigError([_problem(flag, rows.rows, strings, fault)])
+    if own := [index for index in range(len(rows)) if rows.template_columns(index)]:
+        fault = f"have {' or '.join(f'`{name}`' for name in TEMPLATE_COLUMNS)}, but episodes are rendered with those of the settings"
+        raise ConfigError([_problem(flag, rows.rows, rows.keep[own], fault)])
 
 
 def check_without_images(rows: PromptRows, flag: str, reason: str) -> None:
@@ -465,7 +544,7 @@ def check_without_images(rows: PromptRows, flag: str, reason: str) -> None:
 
 
 def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
-    """Check that the tokenizer has a chat template if any prompt is a chat.
+    """Check that the tokenizer has a chat template if any prompt is a chat, and that it reads what rows have for it.
 
     Args:
         rows: Checked rows.
@@ -473,10 +552,57 @@ def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
         flag: Setting that names the data set.
 
     Raises:
-        ConfigError: If the chat template is missing.
+        ConfigError: If the chat template is missing, or has no variable of such a name.
     """
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
         if chats:
             fault = "are chats, but the model's tokenizer has no chat template (a base model?); use string prompts or a chat model"
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])
+        return
+    unread: dict[str, list[int]] = {}
+    for index in range(len(rows)) if any(rows.filled.get(name) for name in TEMPLATE_COLUMNS) else ():
+        columns = rows.template_columns(index)
+        for name in unread_names(tokenizer, [*columns.get("chat_template_kwargs", {}), *(["tools"] if "tools" in columns else [])]):
+            unread.setdefault(f"have `{name}`, of which the model's chat template has no variable", []).append(int(rows.keep[index]))
+    if unread:
+        raise ConfigError([_problem(flag, rows.rows, indices, fault) for fault, indices in unread.items()])
+
+
+def find_notes(rows: PromptRows, cfg: DataConfig, flag: str) -> Iterator[str]:
+    """Yield sentences about columns and settings that do not change prompts as someone may expect, and about rows that are left out.
+
+    Args:
+        rows: Checked rows.
+        cfg: Data settings of the set.
+        flag: Setting that names the set.
+    """
+    num_rows = len(rows.rows)
+    for name, count in rows.nan.items():
+        yield f"{flag}: NaN in `{name}` is read as null ({count} of {num_rows} rows)."
+    if rows.num_unused_messages:
+        yield f"{flag}: `messages` is not used in {rows.num_unused_messages} of {num_rows} rows, which have a `prompt`."
+    strings = f"{rows.num_strings} of {num_rows} prompts are strings, and the chat template renders chats alone"
+    advice = {**(dict.fromkeys(_FORMS, strings) if rows.num_strings else {}), **_IDLE}
+    yield from (f"{flag}: `{name}` does not change the prompt: {text}." for name, text in advice.items() if rows.filled.get(name))
+    settings = {"system": cfg.system, "enable_thinking": cfg.enable_thinking, "chat_template_kwargs": cfg.chat_template_kwargs or None}
+    for name, value in settings.items():
+        if value is not None and rows.num_strings == num_rows:
+            yield f"{name} has no effect on {flag}: all prompts are strings, which the chat template does not render."
+    if len(rows) < num_rows:
+        yield f"{flag}: {num_rows - len(rows)} of {num_rows} prompts are longer than max_prompt_length and are left out."
+
+
+def find_shared(rows: PromptRows, held_out: PromptRows, flag: str) -> Iterator[str]:
+    """Yield a sentence if prompts of a held-out set are in the training set too.
+
+    Args:
+        rows: Rows of the training set.
+        held_out: Rows of the held-out set.
+        flag: Setting that names the held-out set.
+    """
+    keys = [hash(held_out.prompt_key(index)) for index in range(len(held_out))]
+    shared = set(keys).intersection(hash(rows.prompt_key(index)) for index in range(len(rows)))
+    if count := sum(key in shared for key in keys):
+        among = "the first rows of the training set" if rows.is_beginning else "the training set"
+        yield f"{flag}: {count} of {len(keys)} held-out prompts are in {among} too. Use another split or file to measure what is new."

@@ -122,6 +122,7 @@ def key_of(fingerprint: str, encode: PromptEncoder) -> str:
         "rows": fingerprint,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "settings": [encode.system, dict(encode.options), encode.keep_last, *([list(encode.tools)] if encode.tools else [])],
+        "form": 2,  # of prompts: counted up where equal rows are encoded differently
         "versions": [version("transformers"), version("tokenizers")],
         # A template that prints the date gives other tokens tomorrow.
         "day": clock.day if (clock := find_clock(tokenizer)) else "",

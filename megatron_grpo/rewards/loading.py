@@ -127,8 +127,12 @@ def check_columns(
         for names in function.needs():
             needs = f"Reward `{function.name}` needs the column {' or '.join(f'`{name}`' for name in names)}"
             if not set(names).intersection(columns):
+                inner = sorted(
+                    (name for name in columns if "." in name), key=lambda name: not name.endswith(("ground_truth", "answer", "solution"))
+                )
+                advice = f" Use --columns {names[0]}={inner[0]} for a value inside a column." if inner else ""
                 has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
-                problems.append(Problem(flags=("reward_funcs", flag), message=f"{needs}; {subject} {has}."))
+                problems.append(Problem(flags=("reward_funcs", flag), message=f"{needs}; {subject} {has}.{advice}"))
             elif rows_without := without(names):
                 message = f"{needs}, but {rows_without} lack it. Add it to these rows, as null where it does not apply."
                 problems.append(Problem(flags=("reward_funcs", flag), message=message))

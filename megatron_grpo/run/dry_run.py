@@ -24,7 +24,7 @@ from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import EQUAL_REWARDS, Config
 from megatron_grpo.config.read import split_flags
 from megatron_grpo.data.chat import PromptEncoder, as_completion
-from megatron_grpo.data.checks import PromptRows, check_images
+from megatron_grpo.data.checks import PromptRows, check_images, check_template, encoded
 from megatron_grpo.data.image_dataset import num_tokens
 from megatron_grpo.data.streamed import rows_to_check
 from megatron_grpo.rewards.loading import close_rewards
@@ -32,7 +32,7 @@ from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import score
 from megatron_grpo.run import inputs
 from megatron_grpo.run.build import plug_ins
-from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, read_inputs
+from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs
 from megatron_grpo.trainer.reward_manager import as_batch
 from megatron_grpo.types import Prompt
 
@@ -65,6 +65,7 @@ class DryRun:
 
     Args:
         num_rows: Rows of the data set.
+        columns: Number of rows with a value and use of each column, by its name.
         num_tokenised: Rows that were tokenized.
         lengths: Tokens of a prompt, by name of the quantile.
         num_too_long: Prompts longer than `max_prompt_length`.
@@ -77,6 +78,7 @@ class DryRun:
     """
 
     num_rows: int = 0
+    columns: dict[str, str] = field(default_factory=dict)
     num_tokenised: int = 0
     lengths: dict[str, int] = field(default_factory=dict)
     num_too_long: int = 0
@@ -135,9 +137,11 @@ def untokenized_rows(cfg: Config, inputs: ValidatedInputs) -> None:
 PARTS = (
     InputStep("model", inputs.model),
     InputStep("tokenizer", inputs.tokenizer, needs="model_path"),
+    InputStep("the options of the template", inputs.template_options, needs="tokenizer"),
     InputStep("image processor", inputs.image_spec, needs="tokenizer"),
     InputStep("dataset", untokenized_rows),
     InputStep("environment", inputs.environment, "environment tools agent agent_command"),
+    InputStep("the held-out sets", inputs.held_out_sets, needs="tokenizer rows"),
     InputStep("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
 )
 
@@ -156,7 +160,8 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
     rows = inputs.rows
     assert rows is not None  # otherwise `read_inputs` has raised
     try:
-        result = DryRun(num_rows=len(rows))
+        inputs.sets.append(("dataset", rows))
+        result = DryRun(num_rows=len(rows), columns=rows.uses(), notes=[*inputs.notes, *find_row_notes(cfg, inputs)])
         if rows.is_beginning:
             result.notes.append(f"streaming: only the first {len(rows):,} rows were checked; a run checks the others when it reads them.")
         tools = inputs.environment.tools if inputs.environment is not None else ()
@@ -164,6 +169,10 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
             inputs.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, image_spec=inputs.image_spec
         )
         _check_prompts(result, cfg, rows, encode)
+        try:
+            check_template(rows, inputs.tokenizer, "dataset")
+        except ConfigError as error:
+            result.wrong += [problem.message for problem in error.problems]
         batches = _batches(result, cfg, inputs, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
         for function in inputs.rewards:
             _check_reward(result, cfg, rows, batches, function)
@@ -181,8 +190,7 @@ def _check_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: Prompt
     lengths, rejections = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
         try:
-            images = rows.images(index)
-            token_ids = encode(rows.raw(index), images)
+            images, token_ids = rows.images(index), encoded(rows, encode, index)
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything, and such errors are what this looks for
             rejections[f"{type(error).__name__}: {one_line(error)}"] += 1
             continue
@@ -202,7 +210,7 @@ def _check_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: Prompt
     if lengths:
         result.lengths = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in QUANTILES.items()}
     _check_limit(result, cfg, lengths)
-    counts = Counter(json.dumps([rows.raw(index), rows.shown(index)], sort_keys=True, default=str) for index in range(len(rows)))
+    counts = Counter(rows.prompt_key(index) for index in range(len(rows)))
     if twice := len(rows) - len(counts):
         result.notes.append(f"{twice} of {len(rows)} prompts are duplicates; the most frequent prompt occurs {max(counts.values())} times.")
 
@@ -248,7 +256,13 @@ def _batches(
         result.wrong += [problem.message for problem in error.problems]
         return {}
     prompts = [
-        Prompt(number=i, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
+        Prompt(
+            number=i,
+            row=int(rows.keep[index]),
+            raw=rows.raw(index),
+            token_ids=tuple(encoded(rows, encode, index)),
+            columns=rows.columns(index),
+        )
         for i, index in enumerate(indices)
     ]
     outputs = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
@@ -326,7 +340,7 @@ def _check_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest:
 
 
 def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
-    row = rows.rows[int(rows.keep[index])]
+    row = rows.rows[int(rows.keep[index])] | rows.columns(index)
     names = (cfg.rewards.answer_column,) if cfg.rewards.answer_column else ANSWERS
     value = next((row[name] for name in names if row.get(name) is not None), None)
     return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
@@ -373,6 +387,7 @@ def report_lines(result: DryRun, cfg: Config) -> str:
     prompt_text = result.prompt if len(result.prompt) <= WIDTH else result.prompt[:WIDTH] + " ..."
     of_all = "" if result.num_tokenised == result.num_rows else f", {result.num_tokenised:,} of them tokenised"
     lines = [f"{cfg.data.dataset}: {result.num_rows:,} prompts{of_all}", "", "The first prompt, as the model receives it:", prompt_text, ""]
+    lines += ["Columns:", *(f"  {name:<22}{use}" for name, use in result.columns.items()), ""]
     if result.lengths:
         lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in result.lengths.items()))
     lines += [result.images] if result.images else []

@@ -16,9 +16,9 @@ from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.config import remote_code
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import flag_of, longest_completion, sets_of
+from megatron_grpo.config.evaluation import data_of, flag_of, longest_completion, sets_of
 from megatron_grpo.config.sampling_mask import structured_outputs_problems
-from megatron_grpo.data.chat import find_clock, load_tokenizer, unread_options, vocabulary_of
+from megatron_grpo.data.chat import find_clock, load_tokenizer, unread_names, unread_options, vocabulary_of
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardFunction
@@ -213,12 +213,14 @@ def tokenizer(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with `chat_template_kwargs` that the chat template does not read.
+    """Return problems with `chat_template_kwargs` that the chat template does not read, and note an `enable_thinking` that it does not.
 
     Args:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
+    if cfg.data.enable_thinking is not None and unread_names(inputs.tokenizer, ["enable_thinking"]):
+        inputs.notes = [*inputs.notes, "enable_thinking has no effect: the model's chat template has no variable of that name."]
     return unread_options(inputs.tokenizer, cfg.data.chat_template_kwargs)
 
 
@@ -328,7 +330,7 @@ def template(cfg: Config, inputs: ValidatedInputs) -> None:
     if not getattr(inputs.tokenizer, "chat_template", None):
         message = f"{flag}: the model's tokenizer has no chat template (a base model?), which turns require. Use a chat model."
         raise config_error((flag, "model"), message)
-    inputs.notes = plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
+    inputs.notes = [*inputs.notes, *plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)]
 
 
 def training_set(cfg: Config, inputs: ValidatedInputs) -> None:
@@ -370,10 +372,11 @@ def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) ->
     from megatron_grpo.data.prompts import load_rows, open_stream
 
     flag = flag_of(name, cfg)
+    cfg_data = data_of(cfg, flag)
     if inputs.tokenizer:
         tools = inputs.environment.tools if inputs.environment is not None else None
         stream = open_stream(
-            cfg.data,
+            cfg_data,
             inputs.tokenizer,
             seed=0,
             dataset=path,
@@ -385,7 +388,7 @@ def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) ->
         )
         inputs.held_out[name], rows = stream, stream.rows
     else:
-        rows = load_rows(cfg.data, dataset=path, flag=flag, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
+        rows = load_rows(cfg_data, dataset=path, flag=flag, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
         _check_rows_alone(inputs, rows, flag)
     inputs.sets.append((flag, rows))
 
@@ -440,6 +443,7 @@ def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems
         inputs: Inputs read so far; the result is stored in it.
     """
     problems = Problems()
+    inputs.notes = [*inputs.notes, *find_row_notes(cfg, inputs)]
     for flag, rows in inputs.sets:
         for reason in _blind(cfg) if rows.image_store is not None else ():
             from megatron_grpo.data.checks import check_without_images
@@ -450,6 +454,23 @@ def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems
         if inputs.tokenizer is not None:
             problems.add(_lengths_of_data(cfg, inputs.shape, rows, flag))
     return problems
+
+
+def find_row_notes(cfg: Config, inputs: ValidatedInputs) -> Iterator[str]:
+    """Yield notes about the rows of every set: what does not change prompts, and held-out prompts that are trained.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far.
+    """
+    if not inputs.sets or not launcher.read().is_logging_rank:
+        return
+    from megatron_grpo.data.checks import find_notes, find_shared
+
+    for flag, rows in inputs.sets:
+        yield from find_notes(rows, cfg.data if rows is inputs.rows else data_of(cfg, flag), flag)
+        if rows is not inputs.rows and inputs.rows is not None:
+            yield from find_shared(inputs.rows, rows, flag)
 
 
 def _blind(cfg: Config) -> Iterator[str]:
@@ -491,7 +512,7 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
     def without(names_needed: Sequence[str]) -> str:
         return "" if set(names_needed).intersection(of_episodes) else rows.without(names_needed)
 
-    check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)
+    check_columns(rewards, (*names, *of_episodes, *rows.nested_names()), flag=flag, without=without)
 
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:

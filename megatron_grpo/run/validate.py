@@ -249,6 +249,8 @@ def _plan_of(
         plan = replace(plan, warnings=[*plan.warnings, *tower_without_images(cfg, plan.checked.shape)])
     if not is_asked_to_train and inputs.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
         plan = replace(plan, warnings=[*plan.warnings, *filter(None, [remote_code.warning_of(inputs.model_path)])])
+    if not is_asked_to_train:  # `train` logs them
+        plan = replace(plan, warnings=[*plan.warnings, *(f"Note: {note}" for note in inputs.notes)])
     if not is_asked_to_train and _begins_anew(cfg):
         return plan
     from megatron_grpo.checkpoint.fingerprints import DAY, content_of

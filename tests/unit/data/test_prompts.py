@@ -159,8 +159,8 @@ def test_rows_without_a_prompt_are_counted_and_named_by_line(tmp_path):
         rows_of(tmp_path, rows)
     messages = [problem.message for problem in error.value.problems]
     assert messages[0] == (
-        "7 of 12 rows have neither `prompt` nor `messages`; the first has columns 'question': data.jsonl line 2, data.jsonl line 3, "
-        "data.jsonl line 4, data.jsonl line 5, data.jsonl line 6, ...."
+        "7 of 12 rows have neither `prompt` nor `messages`; the first has columns 'question'. Use --columns question=prompt: data.jsonl "
+        "line 2, data.jsonl line 3, data.jsonl line 4, data.jsonl line 5, data.jsonl line 6, ...."
     )
     assert [message.rpartition(": ")[2] for message in messages[1:]] == [f"data.jsonl line {line}." for line in (9, 10, 11, 12)]
 

@@ -150,6 +150,40 @@ def test_prompts_that_are_too_long_or_stand_there_twice_are_told(dry_run):
     assert found["notes"][1] == "15 of 20 prompts are duplicates; the most frequent prompt occurs 4 times."
 
 
+def test_the_use_of_columns_and_what_both_sets_share_are_told(folder, dry_run, capsys):
+    rows = [{"prompt": f"{4 + i} 5", "answer": "4", "tools": [], "history": [["a", "b"]] * (i > 1)} for i in range(4)]
+    (folder / "both").mkdir(exist_ok=True)
+    for split, part in (("train", rows), ("test", [rows[1], {"prompt": "9 9", "answer": "4"}])):
+        (folder / "both" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    code, found = dry_run("right", more=f"--dataset {folder}/both --eval_dataset {folder}/both --enable_thinking false")
+    assert code == 0 and found["columns"] == {
+        "prompt": "4 of 4 rows: shown to the model",
+        "answer": "4 of 4 rows: passed to the reward functions",
+        "tools": "0 of 4 rows: shown to the model by the chat template, for chats",
+        "history": "2 of 4 rows: passed to the reward functions",
+    }
+    notes = "\n".join(found["notes"])
+    assert "eval_dataset: 1 of 2 held-out prompts are in the training set too." in notes
+    assert "dataset: `history` does not change the prompt: earlier turns belong into `messages`." in notes
+    assert "enable_thinking has no effect on dataset: all prompts are strings" in notes
+    assert "enable_thinking has no effect: the model's chat template has no variable of that name." in notes
+    flags = ["--model", str(folder / "model"), "--dataset", f"{folder}/both", "--reward_funcs", f"{folder}/reward.py:right"]
+    assert main(["dry-run", *flags]) == 0
+    assert "  answer                4 of 4 rows: passed to the reward functions\n" in capsys.readouterr().out
+
+
+def test_a_template_that_cannot_show_the_tools_of_rows_is_wrong(folder, dry_run):
+    row = {"prompt": [{"role": "user", "content": "4 5"}], "answer": "4", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    (folder / "tools.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    try:
+        code, found = dry_run("right", more=f"--dataset {folder}/tools.jsonl")
+    finally:
+        (folder / "model/chat_template.jinja").unlink()
+    sentence = "1 of 1 rows have `tools`, of which the model's chat template has no variable: tools.jsonl line 1."
+    assert code == 1 and found["wrong"][0] == sentence
+
+
 def test_a_reward_that_likes_garbage_best_is_worth_knowing(dry_run):
     assert dry_run("backwards")[1]["notes"][-1] == "Reward `backwards` does not score the data set's answers higher than garbage."
 

@@ -1,0 +1,280 @@
+"""Data sets in the forms that other tools write: read as they are meant, or refused with the command that helps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import Config, DataConfig
+from megatron_grpo.config.evaluation import SPLIT, data_of
+from megatron_grpo.data.checks import check_for_episodes, find_notes, find_shared
+from megatron_grpo.data.prompts import load_rows, open_stream
+from megatron_grpo.data.streamed import rows_to_check
+
+CHAT = [{"role": "user", "content": "5"}]
+ROWS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(3)]
+
+
+def write(path, content) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def lines(*rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def loaded(name: str, **settings):
+    return load_rows(DataConfig(dataset=name, **settings))
+
+
+def held_out(name: str, **settings):
+    cfg = Config().with_values({"dataset": name, "eval_dataset": name, **settings})
+    rows = load_rows(data_of(cfg, "eval_dataset"), dataset=name, flag="eval_dataset")
+    return [rows.raw(index) for index in range(len(rows))]
+
+
+# ---- one file
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": "5", "name": None, "tool_calls": None}]},
+        {"prompt": json.dumps(CHAT)},
+        {"messages": json.dumps([*CHAT, {"role": "assistant", "content": "6"}])},
+        {"messages": [{"role": "human", "content": "5"}, {"role": "gpt", "content": "6"}]},
+        {"messages": [{"role": "Human", "content": "5"}]},
+        {"conversations": [{"from": "human", "value": "5"}, {"from": "gpt", "value": "6"}]},
+        {"conversations": json.dumps([{"from": "human", "value": "5", "weight": None}])},
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_chat_in_another_form_is_the_same_chat(tmp_path, row, streaming):
+    cfg = DataConfig(dataset=write(tmp_path / "a.jsonl", lines(row)), streaming=streaming, max_prompt_length=9)
+    assert rows_to_check(cfg, image_spec=None, is_blind=True, seed=0).raw(0) == CHAT
+
+
+def test_keys_that_parquet_fills_with_null_are_left_out_at_every_depth_but_not_the_content_of_a_tool_call(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1, "b": None}}, "id": None}]}
+    rows = loaded(write(tmp_path / "a.jsonl", lines({"prompt": [*CHAT, call, {"role": "tool", "content": "1"}]})))
+    assert rows.raw(0)[1] == {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+
+
+@pytest.mark.parametrize("text", ["[]", "[1, 2]", '{"a": 1}', '[{"a": 1}] is a list', "[broken"])
+def test_a_string_that_is_json_but_no_chat_stays_a_string(tmp_path, text):
+    assert loaded(write(tmp_path / "a.jsonl", lines({"prompt": text}))).raw(0) == text
+
+
+@pytest.mark.parametrize("columns", [{"answer": "reward_model.ground_truth"}, {"reward_model.ground_truth": "answer"}])
+def test_a_value_inside_a_column_can_be_named_from_either_side(tmp_path, columns):
+    rows = [{"prompt": "a", "reward_model": {"ground_truth": "3"}}, {"prompt": "b", "reward_model": None}]
+    name = write(tmp_path / "a.jsonl", lines(*rows))
+    assert loaded(name, columns=columns).columns(0) == {"answer": "3", "reward_model": {"ground_truth": "3"}}
+    assert loaded(name, columns=columns).columns(1)["answer"] is None
+    with pytest.raises(ConfigError, match=r"columns: the first row of dataset has no reward_model.gt; it has prompt, reward_model"):
+        loaded(name, columns={"answer": "reward_model.gt"})
+    with pytest.raises(ConfigError, match="already has a column prompt"):
+        loaded(name, columns={"prompt": "reward_model.ground_truth"})
+    literal = write(tmp_path / "b.jsonl", lines({"prompt": "a", "reward_model.ground_truth": "4"}))
+    assert loaded(literal, columns=columns).columns(0) == {"answer": "4"}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_is_an_array_whatever_the_suffix(tmp_path, indent):
+    rows = loaded(write(tmp_path / "a.jsonl", json.dumps(ROWS, indent=indent)))
+    assert [rows.raw(index) for index in range(3)] == [row["prompt"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.jsonl", lines(*ROWS).encode("utf-16"), "a.jsonl is UTF-16. Use iconv -f UTF-16 -t UTF-8 a.jsonl > utf8-a.jsonl."),
+        ("a.json", json.dumps(ROWS[0]).encode("utf-16-le"), "is UTF-16. Use iconv"),
+        (
+            "a.json",
+            "".join(json.dumps(row, indent=1) + "\n" for row in ROWS),
+            "has an object over several lines .prompt, answer., not one per line. Use jq -c . a.json",
+        ),
+        ("a.json", json.dumps({"data": ROWS}, indent=1), r"has one object, whose data is a list of rows. Use jq -c '.data\[\]' a.json"),
+        ("a.json", json.dumps({"data": ROWS}), r"If `data` is the list of rows: jq -c '.data\[\]'"),
+        ("a.json", json.dumps({"prompt": CHAT}, indent=1), "has an object over several lines .prompt."),
+        ("a.jsonl", "\n".join(map(str, ROWS)), "has rows in the notation of Python"),
+        (
+            "a.jsonl",
+            lines(CHAT, CHAT),
+            "has a list on each line, not an object. Use jq -c '{messages: .}' a.jsonl|is a JSON array, which cannot be streamed",
+        ),
+        ("a.jsonl", b"\x1f\x8b\x08\x00", "is compressed. Use gunzip"),
+        ("a.json", b"PAR1....", "is Parquet"),
+        ("a.jsonl", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS, not the data. Use git lfs pull"),
+        ("a.jsonl", "<!DOCTYPE html>", "is HTML"),
+        ("a.jsonl", lines({"question": "5", "answer": 6}), "the first has columns 'question', 'answer'. Use --columns question=prompt: "),
+        ("a.jsonl", lines({"data": {"prompt": "5"}}), "Use --columns data.prompt=prompt"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_of_another_shape_is_one_sentence_with_what_helps(tmp_path, name, content, sentence, streaming):
+    cfg = DataConfig(dataset=write(tmp_path / name, content), streaming=streaming, max_prompt_length=9)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        rows_to_check(cfg, image_spec=None, is_blind=True, seed=0)
+    assert len(error.value.problems) == 1 and "line(s) that are not" not in str(error.value)
+
+
+def test_nan_is_read_as_null_and_counted_in_a_note(tmp_path):
+    cfg = DataConfig(dataset=write(tmp_path / "a.jsonl", '{"prompt": "a", "answer": NaN}\n{"prompt": "b", "answer": 1.5}\n'))
+    rows = load_rows(cfg)
+    assert [rows.columns(index)["answer"] for index in range(2)] == [None, 1.5]
+    assert list(find_notes(rows, cfg, "dataset")) == ["dataset: NaN in `answer` is read as null (1 of 2 rows)."]
+    assert rows.uses()["answer"] == "1 of 2 rows: passed to the reward functions"
+
+
+# ---- splits and configurations
+
+
+def folder(path, **files) -> str:
+    for name, prompt in files.items():
+        write(path / name.replace("__", "/").replace("_jsonl", ".jsonl"), lines({"prompt": prompt}))
+    return str(path)
+
+
+def test_a_held_out_set_is_read_from_a_split_of_its_own(tmp_path):
+    both = folder(tmp_path / "both", train_jsonl="a", test_jsonl="b")
+    assert loaded(both).raw(0) == "a" and held_out(both) == ["b"] and held_out(both, dataset_split="train") == ["b"]
+    assert held_out(both, eval_dataset_split="train") == ["a"]
+    assert held_out(folder(tmp_path / "plain", x_jsonl="p")) == ["p"], "the only split there is"
+    dev = folder(tmp_path / "dev", train_jsonl="a", dev_jsonl="d")
+    with pytest.raises(ConfigError, match="has no split test; it has train, validation. Use eval_dataset_split train"):
+        held_out(dev)
+    assert held_out(dev, eval_dataset_split="validation") == held_out(dev, eval_dataset_split="val") == ["d"]
+    with pytest.raises(ConfigError, match="has no split train; it has test. Use dataset_split test"):
+        loaded(folder(tmp_path / "tests", test_jsonl="b"))
+    with pytest.raises(ConfigError, match="dataset_split .test. has no effect: .*x.jsonl has no splits. Omit it"):
+        loaded(str(tmp_path / "plain" / "x.jsonl"), dataset_split="test")
+
+
+def test_a_split_is_found_anywhere_in_a_name_as_a_word_of_its_own(tmp_path):
+    named = folder(tmp_path / "a", gsm_train_jsonl="a", gsm_test_jsonl="b", data__Validation__0_jsonl="v", trainer_state_jsonl="t")
+    write(tmp_path / "a" / "dataset_info.json", '{\n "features": 1}')
+    write(tmp_path / "a" / ".cache" / "x.json", "5")
+    assert [loaded(named, dataset_split=split).raw(0) for split in ("train", "test", "validation")] == ["a", "b", "v"]
+    rest = folder(tmp_path / "b", math_jsonl="a", math_test_jsonl="b")
+    assert len(loaded(rest)) == 1 and loaded(rest).raw(0) == "a" and held_out(rest) == ["b"]
+
+
+def test_configurations_of_a_folder_are_not_mixed(tmp_path):
+    files = {f"{name}__{split}_jsonl": name + split for name in ("main", "socratic") for split in ("train", "test")}
+    two = folder(tmp_path / "two", **files)
+    for read in (loaded, held_out):
+        with pytest.raises(ConfigError, match=r"has several configurations \(main, socratic\), whose rows would be mixed. Use .*socratic"):
+            read(two)
+    assert loaded(f"{two}/main").raw(0) == "maintrain" and held_out(f"{two}/socratic") == ["socratictest"]
+    assert len(loaded(folder(tmp_path / "parts", train__a__0_jsonl="a", train__b__0_jsonl="b"))) == 2, "directories below a split"
+    assert len(loaded(folder(tmp_path / "shards", a__0_jsonl="a", b__0_jsonl="b"))) == 2
+
+
+def test_a_dictionary_of_splits_saved_by_datasets_is_read_by_split(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    splits = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "dict"))
+    assert loaded(str(tmp_path / "dict")).raw(0) == "train" and held_out(str(tmp_path / "dict")) == ["test"]
+    with pytest.raises(ConfigError, match="has no split dev; it has train, test. Use dataset_split train"):
+        loaded(str(tmp_path / "dict"), dataset_split="dev")
+
+
+def test_columns_and_truncation_of_a_held_out_set_are_its_own_where_they_are_set():
+    cfg = Config().with_values({"eval_dataset": "x", "columns": {"q": "prompt"}, "truncation_strategy": "delete", "dataset_split": "a"})
+    assert data_of(cfg, "eval_dataset").columns == {"q": "prompt"} and data_of(cfg, "eval_dataset").truncation_strategy == "delete"
+    own = cfg.with_values({"eval_columns": {"problem": "prompt"}, "eval_truncation_strategy": "raise"})
+    data = data_of(own, "eval_dataset")
+    assert (data.columns, data.truncation_strategy, data.dataset_split) == ({"problem": "prompt"}, "raise", "")
+    part = data_of(own, SPLIT)
+    assert (part.columns, part.truncation_strategy, part.dataset_split) == ({"q": "prompt"}, "raise", "a"), "rows of the training set"
+
+
+def test_held_out_prompts_that_are_trained_are_counted(tmp_path):
+    trained = loaded(write(tmp_path / "a.jsonl", lines(*ROWS)))
+    held = loaded(write(tmp_path / "b.jsonl", lines(ROWS[1], {"prompt": "new"}, {"prompt": ROWS[1]["prompt"], "answer": 0})))
+    [note] = find_shared(trained, held, "eval_dataset")
+    assert note.startswith("eval_dataset: 2 of 3 held-out prompts are in the training set too.")
+    assert not list(find_shared(trained, loaded(write(tmp_path / "c.jsonl", lines({"prompt": "new"}))), "eval_dataset"))
+    twice = DataConfig(dataset=write(tmp_path / "d.jsonl", lines(*ROWS[:2] * 10)), split_dataset_ratio=0.5)
+    assert list(find_shared(load_rows(twice), load_rows(twice, flag=SPLIT), SPLIT)), "duplicates on both sides of the split"
+
+
+def test_the_hubs_data_sets_are_read_by_the_same_rule(tmp_path):
+    pytest.importorskip("datasets")
+    from megatron_grpo.data.hub import from_hub
+
+    both = folder(tmp_path / "both", train_jsonl="a", test_jsonl="b")
+    assert list(from_hub(both, "", "eval_dataset")) == [{"prompt": "b"}] and list(from_hub(both, "train", "dataset")) == [{"prompt": "a"}]
+    assert list(from_hub(folder(tmp_path / "one", train_jsonl="a"), "", "eval_dataset")) == [{"prompt": "a"}], "the only split"
+
+
+# ---- columns and settings of prompts
+
+
+class Template:
+    """A tokenizer whose tokens are the bytes of what its template shows."""
+
+    chat_template = "{{ tools }} {{ enable_thinking }}"
+
+    def __call__(self, text):
+        return {"input_ids": list(text.encode())}
+
+    def apply_chat_template(self, messages, *, tools, tokenize, return_dict, add_generation_prompt, continue_final_message, **options):
+        return {"input_ids": list(json.dumps([messages, tools, options]).encode())}
+
+
+def shown(tmp_path, *rows, **settings):
+    stream = open_stream(DataConfig(dataset=write(tmp_path / "a.jsonl", lines(*rows)), **settings), Template(), seed=0, shuffle=False)
+    return [json.loads(bytes(prompt.token_ids)) for prompt in stream.take(len(rows))], stream
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [{**TOOLS[0], "strict": None}]])
+def test_tools_system_and_arguments_of_a_row_are_shown_to_the_model_in_this_row_alone(tmp_path, tools):
+    own = {"prompt": CHAT, "tools": tools, "system": "Add.", "chat_template_kwargs": {"enable_thinking": False}}
+    (first, second), stream = shown(tmp_path, own, {"prompt": CHAT, "tools": None}, enable_thinking=True, system="Think.")
+    assert first == [[{"role": "system", "content": "Add."}, *CHAT], TOOLS, {"enable_thinking": False}]
+    assert second == [[{"role": "system", "content": "Think."}, *CHAT], None, {"enable_thinking": True}]
+    assert stream.rows.raw(0)[0] == {"role": "system", "content": "Add."}, "rewards see the prompt that the model sees"
+
+
+@pytest.mark.parametrize(
+    ("column", "sentence"),
+    [
+        ({"chat_template_kwargs": {"colour": 1}}, "have `colour`, of which the model's chat template has no variable: a.jsonl line 2"),
+        ({"tools": "add"}, "have a `tools` of type str; for chats expected a list of JSON schemas. Rename it"),
+        ({"system": 5}, "have a `system` of type int; for chats expected a string"),
+    ],
+)
+def test_a_column_that_cannot_be_shown_is_refused(tmp_path, column, sentence):
+    with pytest.raises(ConfigError, match=f"1 of 2 rows {sentence}"):
+        shown(tmp_path, {"prompt": CHAT}, {"prompt": CHAT, **column})
+
+
+def test_episodes_refuse_tools_of_a_row_and_take_its_system_message(tmp_path):
+    rows = loaded(write(tmp_path / "a.jsonl", lines({"prompt": CHAT, "system": "s"}, {"prompt": CHAT, "tools": TOOLS})))
+    with pytest.raises(ConfigError, match="1 of 2 rows have `tools` or `chat_template_kwargs`, but episodes are .*: a.jsonl line 2"):
+        check_for_episodes(rows, "dataset")
+
+
+def test_what_does_not_change_a_prompt_is_noted(tmp_path):
+    beside = {"prompt": "5", "messages": CHAT, "tools": TOOLS, "history": [["a", "b"]], "answer": 1}
+    cfg = DataConfig(dataset=write(tmp_path / "a.jsonl", lines(beside, {"prompt": "6"})), system="s", enable_thinking=False)
+    rows = load_rows(cfg)
+    assert list(find_notes(rows, cfg, "dataset")) == [
+        "dataset: `messages` is not used in 1 of 2 rows, which have a `prompt`.",
+        "dataset: `tools` does not change the prompt: 2 of 2 prompts are strings, and the chat template renders chats alone.",
+        "dataset: `history` does not change the prompt: earlier turns belong into `messages`.",
+        "system has no effect on dataset: all prompts are strings, which the chat template does not render.",
+        "enable_thinking has no effect on dataset: all prompts are strings, which the chat template does not render.",
+    ]
+    assert list(rows.uses()) == ["prompt", "messages", "tools", "history", "answer"]
+    assert not list(find_notes(loaded(write(tmp_path / "b.jsonl", lines({"prompt": CHAT}))), cfg, "dataset"))
