@@ -29,7 +29,7 @@ NAMED_ROWS = 5  # number of bad rows that an error lists; the rest are counted
 LONGEST_LINE = 64 << 20  # bytes: a file without line ends is not a data set, and must not be read into memory whole
 BATCH = 256  # rows of a Parquet file decoded together when it is streamed
 BUFFER = 1 << 20  # bytes of each Parquet column read together
-MOST_EXAMINED = 256 << 20  # bytes of a file that is read as a whole to find out why its first line is no row
+MOST_EXAMINED = 256 << 20  # bytes of a file that are read together to find out why its first line is no row
 _SPLITS = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test", "testing", "eval")}
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # that `datasets` writes beside rows
 _CONTENTS = (  # first bytes of a file, what it is, and what helps
@@ -433,9 +433,8 @@ def _is_json_array(file: Path, name: str, flag: str) -> bool:
 
 def _shape_of_rows(file: Path) -> str:
     """Describe what a file whose first line is no row holds instead, with the command that helps; "" if that is unknown."""
-    if file.stat().st_size > MOST_EXAMINED:
-        return ""
-    text = file.read_bytes().decode("utf-8-sig", errors="replace").lstrip()
+    with file.open("rb") as content:
+        text = content.read(MOST_EXAMINED).decode("utf-8-sig", errors="replace").lstrip()
     if text.startswith("{'"):
         return "has rows in the notation of Python, not JSON. Write them with json.dumps"
     try:

@@ -85,12 +85,11 @@ def choose_split(splits: Sequence[str], split: str, dataset: str, flag: str) -> 
     Raises:
         ConfigError: If the data set does not have the split.
     """
-    if split in splits or (not split and "test" in splits):
-        return split or "test"
-    if not split and len(splits) == 1:
-        return splits[0]
+    wanted = split or (splits[0] if len(splits) == 1 else "test")
+    if wanted in splits:
+        return wanted
     setting = "eval_dataset_split" if flag.startswith("eval_") else "dataset_split"
-    message = f"{flag} {dataset!r} has no split {split or 'test'}; it has {', '.join(splits)}. Use {setting} {splits[0]}."
+    message = f"{flag} {dataset!r} has no split {wanted}; it has {', '.join(splits)}. Use {setting} {splits[0]}."
     raise config_error((setting, flag), message)
 
 

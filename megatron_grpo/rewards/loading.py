@@ -109,6 +109,7 @@ def check_columns(
     columns: Sequence[str],
     *,
     flag: str = "dataset",
+    nested: Sequence[str] = (),
     without: Callable[[Sequence[str]], str] = lambda _: "",
 ) -> None:
     """Check that the data set has the columns that the reward functions need.
@@ -117,6 +118,7 @@ def check_columns(
         functions: Reward functions of the run.
         columns: Columns that at least one row has.
         flag: Setting that names the data set.
+        nested: Values inside columns, such as `reward_model.ground_truth`, that `columns` can name.
         without: Maps alternative column names to a description of the rows that have none of them; "" if every row has one.
 
     Raises:
@@ -127,10 +129,9 @@ def check_columns(
         for names in function.needs():
             needs = f"Reward `{function.name}` needs the column {' or '.join(f'`{name}`' for name in names)}"
             if not set(names).intersection(columns):
-                inner = sorted(
-                    (name for name in columns if "." in name), key=lambda name: not name.endswith(("ground_truth", "answer", "solution"))
-                )
-                advice = f" Use --columns {names[0]}={inner[0]} for a value inside a column." if inner else ""
+                inner = sorted(nested, key=lambda name: (name not in names, not name.endswith(("ground_truth", "answer", "solution"))))
+                column = names[0].rpartition(".")[2]
+                advice = f" Use --columns {column}={inner[0]} for a value inside a column." if inner else ""
                 has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
                 problems.append(Problem(flags=("reward_funcs", flag), message=f"{needs}; {subject} {has}.{advice}"))
             elif rows_without := without(names):

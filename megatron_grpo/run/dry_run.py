@@ -132,6 +132,8 @@ def untokenized_rows(cfg: Config, inputs: ValidatedInputs) -> None:
     """
     inputs.rows = rows_to_check(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
     check_images(inputs.rows, at_most=MOST_LENGTHS)
+    if inputs.tokenizer is not None:
+        check_template(inputs.rows, inputs.tokenizer, "dataset")
 
 
 PARTS = (
@@ -169,10 +171,6 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
             inputs.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, image_spec=inputs.image_spec
         )
         _check_prompts(result, cfg, rows, encode)
-        try:
-            check_template(rows, inputs.tokenizer, "dataset")
-        except ConfigError as error:
-            result.wrong += [problem.message for problem in error.problems]
         batches = _batches(result, cfg, inputs, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
         for function in inputs.rewards:
             _check_reward(result, cfg, rows, batches, function)

@@ -7,6 +7,7 @@ All problems are reported together. `PARTS` is the one list of steps, for `train
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -466,11 +467,13 @@ def find_row_notes(cfg: Config, inputs: ValidatedInputs) -> Iterator[str]:
     if not inputs.sets or not launcher.read().is_logging_rank:
         return
     from megatron_grpo.data.checks import find_notes, find_shared
+    from megatron_grpo.data.image_processing import ImageError
 
     for flag, rows in inputs.sets:
         yield from find_notes(rows, cfg.data if rows is inputs.rows else data_of(cfg, flag), flag)
         if rows is not inputs.rows and inputs.rows is not None:
-            yield from find_shared(inputs.rows, rows, flag)
+            with suppress(ImageError):  # `plan` has looked at some images only
+                yield from find_shared(inputs.rows, rows, flag)
 
 
 def _blind(cfg: Config) -> Iterator[str]:
@@ -512,7 +515,7 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
     def without(names_needed: Sequence[str]) -> str:
         return "" if set(names_needed).intersection(of_episodes) else rows.without(names_needed)
 
-    check_columns(rewards, (*names, *of_episodes, *rows.nested_names()), flag=flag, without=without)
+    check_columns(rewards, (*names, *of_episodes), flag=flag, nested=rows.nested_names(), without=without)
 
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:

@@ -160,6 +160,8 @@ def test_a_column_that_the_data_set_lacks_is_found_before_the_run(tmp_path):
         "Reward `accuracy` needs the column `answer` or `solution`; the data set has `level`.",
     ]
     check_columns(functions, ["difficulty", "solution"])
+    with pytest.raises(ConfigError, match="Use --columns answer=reward_model.ground_truth for a value inside a column"):
+        check_columns(functions[2:], ["reward_model"], nested=["reward_model.style", "reward_model.ground_truth"])
 
 
 def test_scores_that_differ_by_rounding_are_one_constant():

@@ -172,16 +172,17 @@ def test_the_use_of_columns_and_what_both_sets_share_are_told(folder, dry_run, c
     assert "  answer                4 of 4 rows: passed to the reward functions\n" in capsys.readouterr().out
 
 
-def test_a_template_that_cannot_show_the_tools_of_rows_is_wrong(folder, dry_run):
+def test_a_template_that_cannot_show_the_tools_of_rows_is_refused(folder, capsys):
     row = {"prompt": [{"role": "user", "content": "4 5"}], "answer": "4", "tools": [{"type": "function", "function": {"name": "f"}}]}
     (folder / "tools.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     try:
-        code, found = dry_run("right", more=f"--dataset {folder}/tools.jsonl")
+        flags = ["--model", str(folder / "model"), "--dataset", f"{folder}/tools.jsonl", "--reward_funcs", f"{folder}/reward.py:right"]
+        assert main(["dry-run", *flags]) == 2
     finally:
         (folder / "model/chat_template.jinja").unlink()
-    sentence = "1 of 1 rows have `tools`, of which the model's chat template has no variable: tools.jsonl line 1."
-    assert code == 1 and found["wrong"][0] == sentence
+    told = " ".join(capsys.readouterr().err.split())
+    assert "1 of 1 rows have `tools`, of which the model's chat template has no variable: tools.jsonl line 1." in told
 
 
 def test_a_reward_that_likes_garbage_best_is_worth_knowing(dry_run):
