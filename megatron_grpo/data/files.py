@@ -319,22 +319,24 @@ def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
         if path.suffix not in SUFFIXES:
             raise config_error(flag, f"{flag} {str(path)!r} has an unsupported suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)}.")
         return [(path, path.name)]
-    names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    names = [str(file.relative_to(path)) for file in sorted(path.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
     names = [name for name in names if Path(name).name not in _METADATA and not any(part.startswith(".") for part in Path(name).parts)]
     if not names:
         raise config_error(flag, f"{flag} {str(path)!r} is a directory without {', '.join(SUFFIXES)} files.")
     split = next((known for known, words in _SPLITS.items() if split in words), split)
     known_splits = dict.fromkeys([*filter(None, [split]), *_SPLITS])
-    by_split = {known: found for known in known_splits if (found := [name for name in names if _is_named_after(known, name)])}
-    others = [name for name in names if not any(_is_named_after(known, name) for known in known_splits)]
-    if others and "train" not in by_split:  # files that are named after no split are trained; their directories are not configurations
-        by_split["train"] = others
+    by_split = {known: split_files for known in known_splits if (split_files := [name for name in names if _is_named_after(known, name)])}
+    unnamed_files = [name for name in names if not any(_is_named_after(known, name) for known in known_splits)]
+    if (
+        unnamed_files and "train" not in by_split
+    ):  # files that are named after no split are trained; their directories are not configurations
+        by_split["train"] = unnamed_files
     split = choose_split(list(by_split), split, str(path), flag)
-    found = by_split[split]
-    if found is not others and len(configurations := sorted({_configuration(split, name) for name in found})) > 1:
+    split_files = by_split[split]
+    if split_files is not unnamed_files and len(configurations := sorted({_configuration(split, name) for name in split_files})) > 1:
         listed = f"{', '.join(name or '.' for name in configurations)}), whose rows would be mixed. Use {path / configurations[-1]}"
         raise config_error(flag, f"{flag} {str(path)!r} has several configurations ({listed}.")
-    return [(path / name, name) for name in found]
+    return [(path / name, name) for name in split_files]
 
 
 def _is_named_after(split: str, name: str) -> bool:
