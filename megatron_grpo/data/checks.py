@@ -444,6 +444,8 @@ def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
             return f"have a message in `{name}` without `role` or `content`"
         if fault := _content_fault(message, is_blind=is_blind):
             return f"have a message in `{name}` {fault}"
+    if value[0]["role"] == "system" and isinstance(row.get("system"), str) and row["system"] not in ("", value[0]["content"]):
+        return "have a `system` that is not the system message of their chat. Remove one of them"
     for column, (form, expected) in _FORMS.items():
         if _is_filled(row.get(column)) and not _is_nan(row[column]) and not isinstance(row[column], form):
             return f"have a `{column}` of type {type(row[column]).__name__}; for chats expected {expected}. Rename it if it is for rewards"
@@ -585,7 +587,10 @@ def find_notes(rows: PromptRows, cfg: DataConfig, flag: str) -> Iterator[str]:
     strings = f"{rows.num_strings} of {num_rows} prompts are strings, and the chat template renders chats alone"
     advice = {**(dict.fromkeys(_FORMS, strings) if rows.num_strings else {}), **_IDLE}
     yield from (f"{flag}: `{name}` does not change the prompt: {text}." for name, text in advice.items() if rows.filled.get(name))
-    settings = {"system": cfg.system, "enable_thinking": cfg.enable_thinking, "chat_template_kwargs": cfg.chat_template_kwargs or None}
+    raws = (rows.raw(index) for index in range(len(rows)))
+    if cfg.system is not None and all(isinstance(raw, str) or raw[0]["role"] == "system" for raw in raws):
+        yield f"system has no effect on {flag}: all prompts are strings, or begin with a system message."
+    settings = {"enable_thinking": cfg.enable_thinking, "chat_template_kwargs": cfg.chat_template_kwargs or None}
     for name, value in settings.items():
         if value is not None and rows.num_strings == num_rows:
             yield f"{name} has no effect on {flag}: all prompts are strings, which the chat template does not render."

@@ -251,6 +251,7 @@ def test_tools_system_and_arguments_of_a_row_are_shown_to_the_model_in_this_row_
     [
         ({"chat_template_kwargs": {"colour": 1}}, "have `colour`, of which the model's chat template has no variable: a.jsonl line 2"),
         ({"tools": "add"}, "have a `tools` of type str; for chats expected a list of JSON schemas. Rename it"),
+        ({"prompt": [{"role": "system", "content": "a"}, *CHAT], "system": "b"}, "have a `system` that is not the system message of their"),
         ({"system": 5}, "have a `system` of type int; for chats expected a string"),
     ],
 )
@@ -273,7 +274,7 @@ def test_what_does_not_change_a_prompt_is_noted(tmp_path):
         "dataset: `messages` is not used in 1 of 2 rows, which have a `prompt`.",
         "dataset: `tools` does not change the prompt: 2 of 2 prompts are strings, and the chat template renders chats alone.",
         "dataset: `history` does not change the prompt: earlier turns belong into `messages`.",
-        "system has no effect on dataset: all prompts are strings, which the chat template does not render.",
+        "system has no effect on dataset: all prompts are strings, or begin with a system message.",
         "enable_thinking has no effect on dataset: all prompts are strings, which the chat template does not render.",
     ]
     assert list(rows.uses()) == ["prompt", "messages", "tools", "history", "answer"]
