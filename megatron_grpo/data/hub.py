@@ -85,11 +85,11 @@ def choose_split(splits: Sequence[str], split: str, dataset: str, flag: str) -> 
     Raises:
         ConfigError: If the data set does not have the split.
     """
-    wanted = split or (splits[0] if len(splits) == 1 else "test")
-    if wanted in splits:
-        return wanted
+    chosen = split or (splits[0] if len(splits) == 1 else "test")
+    if chosen in splits:
+        return chosen
     setting = "eval_dataset_split" if flag.startswith("eval_") else "dataset_split"
-    message = f"{flag} {dataset!r} has no split {wanted}; it has {', '.join(splits)}. Use {setting} {splits[0]}."
+    message = f"{flag} {dataset!r} has no split {chosen}; it has {', '.join(splits)}. Use {setting} {splits[0]}."
     raise config_error((setting, flag), message)
 
 
