@@ -148,8 +148,8 @@ def _message(values: Mapping[str, Any]) -> dict[str, Any]:
 def _from_json(value: Any) -> Any:
     """Parse a list or an object that is given as JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError, RecursionError):
-            return json.loads(value)
+        with suppress(ValueError):
+            return parse_json(value)
     return value
 
 

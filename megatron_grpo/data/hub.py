@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import config_error, first_line, one_line
+from megatron_grpo.base.files import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
 # Of files that are not read here, but are not names on the Hub either.
@@ -106,7 +106,7 @@ def saved_by_datasets(directory: str, split: str, flag: str) -> Any:
     """
     path = Path(directory)
     if (path / "dataset_dict.json").is_file():
-        path /= choose_split(json.loads((path / "dataset_dict.json").read_text())["splits"], split, directory, flag)
+        path /= choose_split(parse_json((path / "dataset_dict.json").read_text())["splits"], split, directory, flag)
     return _datasets(flag).load_from_disk(str(path))
 
 
