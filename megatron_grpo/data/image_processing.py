@@ -46,7 +46,7 @@ LARGEST_RATIO = 200  # longer side to shorter side: Qwen's bound
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error)
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
-_ORIENTATION = 0x0112
+ORIENTATION = 0x0112
 
 
 class ImageError(ValueError):
@@ -121,15 +121,15 @@ def _file(name: str, root: Path) -> ImageSource:
 
 
 def decode_image(data: bytes) -> Image:
-    """Decode an image as the model receives it: upright and RGB, on white where it is transparent. Raises ImageError.
+    """Decode an image as the model receives it: upright RGB pixels, on white where it is transparent. Raises ImageError.
+
+    The image has no metadata. vLLM would rotate it again by its orientation tag, and caches images with an EXIF ImageID by that alone.
 
     Args:
         data: Contents of the image file.
     """
     with _as_fault(), _opened(io.BytesIO(data)) as image:
-        turn = _orientation(image)
-        image.load()
-        return _rotate_upright(_rgb(image), turn)
+        return _upright_pixels(image)
 
 
 def as_png(image: Image) -> bytes:
@@ -139,10 +139,8 @@ def as_png(image: Image) -> bytes:
         image: RGB image.
     """
     with _as_fault():
-        turn = _orientation(image)
-        image.load()
         stream = io.BytesIO()
-        _rotate_upright(_rgb(image), turn).save(stream, "PNG")
+        _upright_pixels(image).save(stream, "PNG")
         return stream.getvalue()
 
 
@@ -198,8 +196,18 @@ def _orientation(image: Image) -> int:
         return 1
     if image.format == "PNG" and not {"exif", "Raw profile type exif", "xmp"} & image.info.keys():
         return 1  # getexif() would decode the whole image to look for data after the pixels
-    orientation = image.getexif().get(_ORIENTATION, 1)
+    orientation = image.getexif().get(ORIENTATION, 1)
     return orientation if orientation in range(1, 9) else 1
+
+
+def _upright_pixels(image: Image) -> Image:
+    """Return the upright RGB pixels of an image, without its metadata, which Pillow keeps in every copy."""
+    from PIL import Image as images
+
+    turn = _orientation(image)
+    image.load()
+    upright = _rotate_upright(_rgb(image), turn)
+    return images.frombytes("RGB", upright.size, upright.tobytes())
 
 
 def _rotate_upright(image: Image, orientation: int) -> Image:

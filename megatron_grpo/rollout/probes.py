@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.data.image_dataset import key_of
-from megatron_grpo.data.image_processing import decode_image
+from megatron_grpo.data.image_processing import ORIENTATION, decode_image
 from megatron_grpo.types import Sequence, make_sequence
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ class ProbeImage:
     """An `Image` of color waves: the same pixels wherever it is generated.
 
     Args:
-        height: Height in pixels.
+        height: Height of the upright image in pixels.
+        is_turned: Whether the file holds the image turned by a quarter, with an EXIF tag that says so, like a photo of a phone.
     """
 
     image_spec: ImageProcessorSpec
     height: int
     width: int
+    is_turned: bool = False
 
     @property
     def grid(self) -> Grid:
@@ -54,9 +56,11 @@ class ProbeImage:
         from PIL import Image
 
         y, x = np.mgrid[0 : self.height, 0 : self.width]
-        planes = [(x * a + y * b) // 3 % 256 for a, b in ((7, 3), (2, 11), (5, -4))]
-        stream = io.BytesIO()
-        Image.fromarray(np.stack(planes, -1).astype(np.uint8)).save(stream, "PNG")
+        planes = np.stack([(x * a + y * b) // 3 % 256 for a, b in ((7, 3), (2, 11), (5, -4))], -1).astype(np.uint8)
+        stream, exif = io.BytesIO(), Image.Exif()
+        if self.is_turned:
+            exif[ORIENTATION] = 6  # to be shown turned clockwise
+        Image.fromarray(np.rot90(planes) if self.is_turned else planes).save(stream, "PNG", exif=exif)
         return stream.getvalue()
 
     @cached_property
@@ -86,7 +90,8 @@ def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, imag
     sampled = np.random.default_rng(0).choice(ordinary, (NUM_PROBES, length)).tolist()
     if image_spec is None:
         return [make_sequence(row) for row in sampled]
-    images = [ProbeImage(image_spec=image_spec, height=2 * image_spec.side, width=width * image_spec.side) for width in (3, 2)]
+    side = image_spec.side
+    images = [ProbeImage(image_spec=image_spec, height=2 * side, width=width * side, is_turned=width == 3) for width in (3, 2)]
     fitting = [(image, max_tokens) for image in images if (max_tokens := max_model_len - 1 - image.num_tokens - 2) >= FEWEST_WORDS]
     with_images = [_showing(row[:max_tokens], image) for row, (image, max_tokens) in zip(sampled, fitting, strict=False)]
     return [*with_images, *(make_sequence(row) for row in sampled[len(with_images) :])]

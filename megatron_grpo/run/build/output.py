@@ -42,6 +42,7 @@ from megatron_grpo.planning.command import Plan
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.peers import Process
 from megatron_grpo.trainer.reward_manager import RewardManager
+from megatron_grpo.weights.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 # Some network file systems have no locks. The note in the file replaces the lock there.
@@ -257,7 +258,7 @@ def build_metrics_logger(
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
         on_metrics=on_metrics,
     )
-    gap = version_check(cfg)
+    gap = version_check(cfg, plan.checked.shape)
     return MetricsLogger(
         metrics,
         Completions(
@@ -276,7 +277,7 @@ def build_metrics_logger(
     )
 
 
-def version_check(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
+def version_check(cfg: Config, shape: ModelShape | None = None) -> Callable[[Mapping[str, float]], str | None]:
     """Return the check of the difference between the log-probs of trainer and sampler.
 
     With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled. No default bound applies
@@ -285,6 +286,7 @@ def version_check(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
 
     Args:
         cfg: Settings of the run.
+        shape: The model's shape, if known.
 
     Returns:
         A function from metrics to a warning, or to None if the difference is within bounds.
@@ -294,13 +296,16 @@ def version_check(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
         return lambda metrics: None
     bound = 0.0 if cfg.rollout.bitwise_parity else cfg.rollout.logprob_diff_warn
     metric = "sampling/version_error/max" if partial else "sampling/sampling_logp_difference/max"
-    return LogpDifferenceMonitor(bound=bound, dtype=cfg.model.torch_dtype, hint=mismatch_hint(cfg), metric=metric).warning
+    return LogpDifferenceMonitor(bound=bound, dtype=cfg.model.torch_dtype, hint=mismatch_hint(cfg, shape), metric=metric).warning
 
 
-def mismatch_hint(cfg: Config) -> str:
+def mismatch_hint(cfg: Config, shape: ModelShape | None = None) -> str:
     """Return the hint that names the `mismatch` command, for warnings about differing log-probs.
 
     Args:
         cfg: Settings of the run.
+        shape: The model's shape, if known.
     """
+    if shape is not None and shape.vision is not None:
+        return "megatron-grpo mismatch, which finds the operation where text models diverge, does not support models with images."
     return f"To find the operation where they diverge: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"

@@ -51,6 +51,7 @@ from megatron_grpo.trainer.rollouts import KlPenalty, Rollouts
 from megatron_grpo.trainer.step_monitor import StepMonitor
 from megatron_grpo.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.types import Prompt
+from megatron_grpo.weights.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def assemble_run(
         teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, timers=timers, offload=offload)
     make = parts.engine or choose_engine_factory(cfg, checkpoints, lora=lora, bitwise_parity=parts.analysis.vllm_bitwise_parity)
     sampler = with_cancellation(start_engine(make, cfg, inputs, parallel, policy, checkpoints), stop)
-    weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.metrics.print_line)
+    weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.metrics.print_line, shape=inputs.shape)
     partial_rollouts = partial_rollouts_of(cfg, policy, sampler)
     generator = generator_of(
         cfg, inputs, partial_rollouts or sampler_of_run(cfg, inputs, sampler), reward_manager, timers,
@@ -249,7 +250,7 @@ def build_monitor(
         step_dumps,
         replica_check=check,
         ends_run=cfg.run.check_replicas_action == "stop",
-        gap=version_check(cfg),
+        gap=version_check(cfg, inputs.shape),
         print_line=print_line,
     )
 
@@ -310,8 +311,9 @@ def offloaded_roles(plan: Plan, parallel: ParallelState) -> tuple[Role, ...]:
 
 
 def build_weight_sync(
-    cfg: Config, policy: Policy, receiver: WeightReceiver, *, print_line: Callable[[str], None] | None = None
-) -> WeightSyncManager:
+    cfg: Config, policy: Policy, receiver: WeightReceiver, *, print_line: Callable[[str], None] | None = None,
+    shape: ModelShape | None = None,
+) -> WeightSyncManager:  # fmt: skip
     """Build the manager that syncs the policy's weights to the sampler.
 
     Args:
@@ -319,6 +321,7 @@ def build_weight_sync(
         policy: Source of the weights.
         receiver: Receiver of the weights.
         print_line: Logs a message on the main rank.
+        shape: The model's shape, if known.
     """
     return WeightSyncManager(
         policy,
@@ -327,7 +330,7 @@ def build_weight_sync(
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not (cfg.tuner.adapters or cfg.run.mcore_model),
         print_line=print_line,
-        hint=mismatch_hint(cfg),
+        hint=mismatch_hint(cfg, shape),
     )
 
 

@@ -31,6 +31,7 @@ from megatron_grpo.data.image_processing import (
     ImageProcessorSpec,
     ImageSource,
     PatchCache,
+    as_png,
     bound_notes,
     decode_image,
     image_spec_of,
@@ -79,6 +80,19 @@ def test_every_mode_becomes_rgb(mode, form):
     image = decode_image(as_bytes(picture(33, 47, mode=mode), form))
     assert image.mode == "RGB" and image.size == (47, 33)
     assert np.abs(np.asarray(image).astype(int) - np.asarray(picture(33, 47, mode=mode).convert("RGB")).astype(int)).mean() < 3
+
+
+def test_pixels_are_handed_over_without_metadata_so_that_no_reader_turns_them_again():
+    from PIL import Image, ImageOps
+    from vllm.multimodal.parse import MultiModalDataParser
+
+    for form in ("JPEG", "PNG", "WEBP"):
+        data = as_bytes(picture(40, 90), form, exif=exif(6))
+        image = decode_image(data)
+        assert image.info == {} and not image.getexif() and ImageOps.exif_transpose(image).size == image.size
+        [read] = MultiModalDataParser().parse_mm_data({"image": [image]})["image"].get_all()
+        assert np.array_equal(np.asarray(read), np.asarray(image)), "vLLM computes with the trainer's pixels"
+        assert np.array_equal(np.asarray(decode_image(as_png(Image.open(io.BytesIO(data))))), np.asarray(image))
 
 
 def test_what_is_transparent_is_white_and_sixteen_bits_are_not_cut():

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+
 import numpy as np
 import pytest
+from PIL import Image
 
+from megatron_grpo.data.image_processing import ORIENTATION, decode_image
 from megatron_grpo.rollout.probes import probe_sequences
 from tests.unit.data.test_images import EYES
 
@@ -27,6 +32,16 @@ def test_probes_show_pictures_as_far_as_they_fit(longest, num_showing):
         assert at.tolist() == images and (not images or images[-1] < len(probe.token_ids) - 2)
     text = probe_sequences(SmallTokenizer(), vocab_size=60, max_model_len=longest)
     assert not any(one.images for one in text)
+
+
+def test_one_probe_is_a_picture_that_its_exif_tag_turns():
+    shown = [one.images[0][1] for one in probe_sequences(SmallTokenizer(), vocab_size=60, max_model_len=400, image_spec=EYES)[:2]]
+    assert [Image.open(io.BytesIO(one.data())).getexif().get(ORIENTATION, 1) for one in shown] == [6, 1]
+    for one in shown:
+        image = decode_image(one.data())
+        assert (image.height, image.width) == (one.height, one.width) and len(one.patches()) == np.prod(one.grid)
+    straight = dataclasses.replace(shown[0], is_turned=False)
+    assert np.array_equal(shown[0].patches(), straight.patches()) and shown[0].key != straight.key
 
 
 def test_a_drawn_picture_is_the_same_everywhere():
