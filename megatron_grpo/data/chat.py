@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, first_line, one_line
-from megatron_grpo.base.files import process_lock
+from megatron_grpo.base.files import process_lock, read_object
 from megatron_grpo.config import remote_code
 from megatron_grpo.data.image_dataset import TAG, expand_image_tokens, with_parts
 
@@ -154,6 +154,25 @@ def unread_names(tokenizer: Any, names: Iterable[str]) -> list[str]:
     template = getattr(tokenizer, "chat_template", None) or ""
     text = " ".join(template.values()) if isinstance(template, dict) else template
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
+
+
+def read_end_ids(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> frozenset[int]:
+    """Return the token IDs at which vLLM ends a completion or a turn.
+
+    Args:
+        model_path: Directory of the model, with `generation_config.json` or `config.json`.
+        tokenizer: Its tokenizer, whose EOS token is one of them.
+        stop_token_ids: Further token IDs from the settings.
+    """
+    end_ids = {*stop_token_ids}
+    for name in ("generation_config.json", "config.json"):
+        if (model_path / name).is_file():
+            model_ids = read_object(model_path / name).get("eos_token_id")  # what is no JSON is reported by those who read all of it
+            end_ids |= {model_ids} if isinstance(model_ids, int) else {*(model_ids or ())}
+            break
+    if tokenizer.eos_token_id is not None:
+        end_ids.add(tokenizer.eos_token_id)
+    return frozenset(end_ids)
 
 
 def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, one_line, problem_with
-from megatron_grpo.base.files import read_object
 from megatron_grpo.config.config import Config
+from megatron_grpo.data.chat import read_end_ids
 from megatron_grpo.environments.agent_programs import AgentEnvironment, load_agent
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, Message
@@ -128,25 +128,6 @@ def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
 # ---- the chat template
 
 
-def end_ids_of(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> frozenset[int]:
-    """Return the token IDs at which vLLM ends a turn.
-
-    Args:
-        model_path: Directory of the model, with `generation_config.json` or `config.json`.
-        tokenizer: Its tokenizer, whose EOS token is one of them.
-        stop_token_ids: Further token IDs from the settings.
-    """
-    end_ids = {*stop_token_ids}
-    for name in ("generation_config.json", "config.json"):
-        if (model_path / name).is_file():
-            model_ids = read_object(model_path / name).get("eos_token_id")  # what is no JSON is reported by those who read all of it
-            end_ids |= {model_ids} if isinstance(model_ids, int) else {*(model_ids or ())}
-            break
-    if tokenizer.eos_token_id is not None:
-        end_ids.add(tokenizer.eos_token_id)
-    return frozenset(end_ids)
-
-
 def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
     """Return the chat template of a run with the tools of its environment.
 
@@ -156,7 +137,7 @@ def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, 
         tokenizer: Tokenizer of the model.
         model_path: Directory of the model, for its end tokens.
     """
-    end_ids = end_ids_of(model_path, tokenizer, cfg.rollout.stop_token_ids)
+    end_ids = read_end_ids(model_path, tokenizer, cfg.rollout.stop_token_ids)
     return ChatTemplate(tokenizer, tools=environment.tools, options=cfg.data.template_options, end_ids=end_ids)
 
 

@@ -14,7 +14,7 @@ from megatron_grpo.checkpoint.fingerprints import MODEL_RUNNER, TEACHER
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_context
-from megatron_grpo.data.chat import PromptEncoder
+from megatron_grpo.data.chat import PromptEncoder, read_end_ids
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.models import config_of_teacher
@@ -247,7 +247,6 @@ def wrap_rollout_func(
         tokenizer: The model's tokenizer.
         max_model_len: Tokens of prompt and completion together. `vllm_max_model_len` overrides it.
     """
-    from megatron_grpo.environments.loading import end_ids_of
     from megatron_grpo.environments.rollout_func import RolloutFunc
     from megatron_grpo.environments.rollout_func_output import TokenLimits
 
@@ -255,7 +254,7 @@ def wrap_rollout_func(
         vocab_size=inputs.shape.vocab_size,
         max_completion_length=cfg.rollout.max_completion_length,
         max_model_len=cfg.rollout.vllm_max_model_len or max_model_len,
-        end_ids=end_ids_of(inputs.model_path, tokenizer, cfg.rollout.stop_token_ids),
+        end_ids=read_end_ids(inputs.model_path, tokenizer, cfg.rollout.stop_token_ids),
     )
     name, timeout = cfg.rollout.rollout_func or "", cfg.rollout.rollout_func_timeout
     return RolloutFunc(name=name, function=function, tokenizer=tokenizer, limits=limits, timeout=timeout)
