@@ -1,7 +1,7 @@
 """Convert data set prompts (strings or chat messages) to prompt tokens, and completion text to the format that rewards receive.
 
-Both follow TRL: a string is tokenized unchanged, with the special tokens that the tokenizer adds; messages go through the model's chat
-template. A reward receives a string for a string prompt, and `[{"role": "assistant", "content": ...}]` for messages.
+Both follow TRL: a string is tokenized unchanged, with the special tokens that the tokenizer adds at its beginning; messages go through the
+model's chat template. A reward receives a string for a string prompt, and `[{"role": "assistant", "content": ...}]` for messages.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import date, datetime
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +175,160 @@ def read_end_ids(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int]
     return frozenset(end_ids)
 
 
+_OPENED = re.compile(r"<([A-Za-z_][\w-]*)>\s*\Z")
+READ_TAGS = ("think", "answer")  # tags that built-in rewards read, besides `format_tags`
+
+
+def find_opened_tag(prompt: str) -> str | None:
+    """Return the name of the tag with which a prompt ends, as `think` of a template that opens `<think>`; None if there is none.
+
+    Args:
+        prompt: Text of the prompt, or of its end.
+    """
+    match = _OPENED.search(prompt)
+    return match[1] if match else None
+
+
+def end_of_prompt(prompt: Any, opening: str) -> str:
+    """Return the text that a completion of this prompt continues, or its end.
+
+    Args:
+        prompt: A string, or chat messages; the last one may be an answer that the model continues.
+        opening: A chat as the chat template renders it before an answer.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return str(text_of_parts(prompt[-1]["content"])) if prompt and prompt[-1]["role"] == "assistant" else opening
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, and what they mean where text meets tokens: in prompts, stop strings and completions.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+
+    Attributes:
+        ids: Token ID of each special token, by its text.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        # `all_special_tokens` is not enough: it lists tokens with a role (end, padding), and may lack the one that opens a turn.
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # which a tokenizer with code of its own may lack
+        with_role = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids))
+        self.ids: dict[str, int] = with_role | {str(token): number for number, token in added.items() if token.special}
+
+    def split_stop(self, stop: Sequence[str]) -> tuple[list[str], list[int]]:
+        """Return (stop strings that text may contain, token IDs of the others).
+
+        Sampled text is searched without special tokens, so a stop string that is one never occurs in it.
+
+        Args:
+            stop: Stop strings.
+        """
+        return [text for text in stop if text not in self.ids], [self.ids[text] for text in stop if text in self.ids]
+
+    def stop_problems(self, stop: Sequence[str]) -> Iterator[Problem]:
+        """Yield a problem for each stop string that never occurs, because a special token is a part of it.
+
+        Args:
+            stop: Stop strings.
+        """
+        for text in self.split_stop(stop)[0]:
+            if token := next((token for token in sorted(self.ids, key=len, reverse=True) if token and token in text), None):
+                message = (
+                    f"stop {text!r} contains the special token {token!r}, and completions are searched for stop strings without special "
+                    f"tokens, so it would never stop. Use --stop {token!r} alone, or --generation_kwargs skip_special_tokens=false."
+                )
+                yield Problem(flags=("stop", "generation_kwargs"), message=message)
+
+    def hides_tags(self, tags: Sequence[str]) -> bool:
+        """Return whether one of these tags, or of `READ_TAGS`, is a special token, which the text of a completion would not contain.
+
+        Args:
+            tags: Names of tags.
+        """
+        return any(mark in self.ids for tag in (*READ_TAGS, *tags) for mark in (f"<{tag}>", f"</{tag}>"))
+
+    def render_opening(self, options: Mapping[str, Any]) -> str:
+        """Return a short chat as the chat template renders it before an answer; "" without a template, or if it refuses the chat.
+
+        Args:
+            options: Further arguments of the chat template.
+        """
+        return self._render([{"role": "user", "content": _QUESTION}], options, add_generation_prompt=True)
+
+    def find_unended(self, options: Mapping[str, Any], end_ids: Collection[int]) -> str | None:
+        """Return a note if the chat template ends an answer with a special token at which sampling does not stop; None if not.
+
+        Args:
+            options: Further arguments of the chat template.
+            end_ids: Token IDs at which sampling stops.
+        """
+        chat = [{"role": role, "content": text} for role, text in (("user", _QUESTION), ("assistant", _REPLY), ("user", _QUESTION))]
+        token = None
+        for messages in (chat[:2], chat):  # the last answer may end with another token, or with none
+            ending = self._render(messages, options).partition(_REPLY)[2].lstrip()
+            begins = (token for token in sorted(self.ids, key=len, reverse=True) if token and ending.startswith(token))
+            token = token or next(begins, None)
+        if token is None or self.ids[token] in end_ids:
+            return None
+        return (
+            f"The chat template ends an answer with {token!r} (token {self.ids[token]}), but sampling does not stop at it (a base model?): "
+            f"completions would continue behind it, up to max_completion_length. Use --stop_token_ids {self.ids[token]}."
+        )
+
+    def _render(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any], **more: Any) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            return ""
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **more, **options)
+        except Exception:  # noqa: BLE001 - a template may raise anything; the prompts of the data set show whether it is right
+            return ""
+
+
+_QUESTION, _REPLY = "What is it?", "It is the seventh."
+
+
+def encode_text(tokenizer: Any, text: str, *, is_open: bool = True) -> list[int]:
+    """Encode a text with the special tokens that the tokenizer adds, except those at the beginning that the text has already.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        text: The text. A chat that was rendered before begins with the BOS token.
+        is_open: Whether the model is to continue the text; then nothing is added at its end, such as an EOS token (`add_eos_token`).
+    """
+    token_ids = list(tokenizer(text)["input_ids"])
+    begin, end = _added(tokenizer)
+    if end and is_open:
+        token_ids = token_ids[: len(token_ids) - len(end)]
+    is_doubled = bool(begin) and token_ids[: 2 * len(begin)] == [*begin, *begin]
+    return token_ids[len(begin) :] if is_doubled else token_ids
+
+
+def decode_completion(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool = True, end_ids: Collection[int] = ()) -> str:
+    """Decode a completion as vLLM does.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        token_ids: Token IDs of the completion.
+        skip_special_tokens: Whether special tokens are left out (`generation_kwargs`).
+        end_ids: Token IDs that end a completion. Where special tokens stay, the last token is left out if it is one of these.
+    """
+    is_ended = not skip_special_tokens and bool(token_ids) and token_ids[-1] in end_ids
+    text_ids = list(token_ids[:-1] if is_ended else token_ids)
+    return tokenizer.decode(text_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+
+@lru_cache(maxsize=4)
+def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the token IDs that a tokenizer adds before and behind a text."""
+    with_added, alone = (list(tokenizer("a", **options)["input_ids"]) for options in ({}, {"add_special_tokens": False}))
+    count = len(with_added) - len(alone)
+    begin = next((k for k in range(count + 1) if with_added[k : k + len(alone)] == alone), count)
+    return with_added[:begin], with_added[begin + len(alone) :]
+
+
 def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
     """Report entries of `chat_template_kwargs` that the chat template never names.
 
@@ -267,10 +421,10 @@ class PromptEncoder:
         """
         if isinstance(raw, str):
             if self.image_spec is None:
-                return tuple(self.tokenizer(raw)["input_ids"])
+                return tuple(encode_text(self.tokenizer, raw))
             begin, end = self.image_spec.around
             tokens = self.tokenizer.convert_ids_to_tokens([begin, self.image_spec.image_token, end])
-            return tuple(self.tokenizer(raw.replace(TAG, "".join(tokens)))["input_ids"])
+            return tuple(encode_text(self.tokenizer, raw.replace(TAG, "".join(tokens))))
         messages = template_messages(raw, system=self.system, image_spec=self.image_spec)
         prefill = messages[-1]["role"] == "assistant"
         encoded = self.tokenizer.apply_chat_template(

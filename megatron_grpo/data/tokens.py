@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 FEW = 2000  # data sets of up to this many rows are not cached
 PATIENCE = 900.0  # seconds that a rank waits for another rank that tokenizes the same data set
 UNUSED = 90 * 24 * 3600.0  # seconds since last use after which a file is removed
-_MAGIC = b"megatron_grpo tokens 1\n\0"
+_MAGIC = b"megatron_grpo tokens 2\n\0"  # 1: string prompts with a second BOS or an EOS at their end
 _FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # suffixes of files that a tokenizer may be loaded from
 
 

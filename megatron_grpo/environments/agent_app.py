@@ -187,7 +187,8 @@ class AgentServer:
             try:
                 request = form.read(body)
                 count = entry.episode.session.count_tokens(request) if path.endswith("/count_tokens") else 0
-                refusal = agent_forms.unsupported(body, self._sampling, request.stop)
+                stop = [text for text in request.stop if not entry.episode.session.template.is_end(text)]
+                refusal = agent_forms.unsupported(body, self._sampling, stop)
             except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field of another type than the protocol's
                 raise agent_forms.invalid_request(f"the request cannot be read: {type(error).__name__} {one_line(error)}") from error
             if path.endswith("/count_tokens"):

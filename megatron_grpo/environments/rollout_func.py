@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from megatron_grpo.base.errors import RunError, describe_exception
+from megatron_grpo.data.chat import decode_completion
 from megatron_grpo.environments.players import PlayedSampler, RequestingPlayer, TurnRequest
 from megatron_grpo.environments.rollout_func_output import (
     CompletionRequest,
@@ -44,6 +45,7 @@ class RolloutFunc:
     Args:
         name: Name as given in `--rollout_func`.
         timeout: Seconds in which the function must call the sampler or return.
+        skip_special_tokens: Whether the texts of completions leave out special tokens.
     """
 
     name: str
@@ -51,6 +53,16 @@ class RolloutFunc:
     tokenizer: Any
     limits: TokenLimits
     timeout: float
+    skip_special_tokens: bool = True
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of sampled tokens.
+
+        Args:
+            token_ids: Token IDs.
+        """
+        skips = self.skip_special_tokens
+        return decode_completion(self.tokenizer, token_ids, skip_special_tokens=skips, end_ids=self.limits.end_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +73,7 @@ class SampledTokens:
         token_ids: Token IDs, including the end token.
         logprobs: Natural logs, one per token.
         is_cut: Whether it was truncated by max_tokens.
-        text: Text without special tokens.
+        text: Text without special tokens, unless the run keeps them.
     """
 
     token_ids: tuple[int, ...]
@@ -157,7 +169,7 @@ class RolloutFuncEngine:
         return requests
 
     def _sampled_tokens(self, sampled: SampledTurn) -> SampledTokens:
-        text = self.tokenizer.decode(list(sampled.token_ids), skip_special_tokens=True)
+        text = self._own.decode(sampled.token_ids)
         return SampledTokens(token_ids=sampled.token_ids, logprobs=sampled.logprobs, is_cut=sampled.is_cut, text=text)
 
 
@@ -226,10 +238,9 @@ class RolloutFuncRunner(RequestingPlayer):
         requests = completion_requests(self.prompts, self.n)
         try:
             returned = self.own.function(requests, self._sampler) if requests else {"completion_ids": [], "logprobs": []}
-            decode = partial(self.own.tokenizer.decode, skip_special_tokens=True)
             oldest = self._sampler.oldest_version
             version = self._version if oldest is None else oldest
-            return completions_of(returned, requests, self.own.limits, version=version, decode=decode), None
+            return completions_of(returned, requests, self.own.limits, version=version, decode=self.own.decode), None
         except _RolloutEnded:
             return [], "was ended with the rollout."
         except InvalidRolloutOutputError as invalid:

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_grpo.data.chat import clock_options
+from megatron_grpo.data.chat import SpecialTokens, clock_options
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.types import SampledTurn, SamplingMask
 from megatron_grpo.types import Sequence as TokenSequence
@@ -100,11 +100,18 @@ class ChatTemplate:
     ):
         self.tokenizer, self.tools, self.options = tokenizer, list(tools) or None, dict(options or {})
         self.end_ids = frozenset(end_ids) or frozenset({tokenizer.eos_token_id})
-        # `all_special_tokens` is not enough: it lists tokens with a role (end, padding), and may lack the one that opens a turn.
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {*tokenizer.all_special_tokens}
-        words = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True) if token)
+        self._special_ids = SpecialTokens(tokenizer).ids
+        words = "|".join(re.escape(token) for token in sorted(self._special_ids, key=len, reverse=True) if token)
         # A private-use character in a message is guarded as well, so that it is not taken for a guard.
         self._special = re.compile(f"{words}{'|' * bool(words)}[{chr(_GUARDS[0])}-{MARK}]")
+
+    def is_end(self, text: str) -> bool:
+        """Return whether a text is a special token that ends a turn.
+
+        Args:
+            text: The text, such as a stop string.
+        """
+        return self._special_ids.get(text) in self.end_ids
 
     def guards(self) -> SpecialTokenGuards:
         """Return new guards for an episode."""

@@ -27,7 +27,7 @@ from megatron_grpo.base import python_objects
 from megatron_grpo.base.errors import ConfigError, Problem, describe_value, one_line
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.process_isolation import ExitRequestedError, isolated
-from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names, text_of
+from megatron_grpo.rewards.protocol import ReadsOpening, RewardFunction, accepted_names, positional_names, text_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,12 +50,13 @@ _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MARGIN = 15.0  # seconds beyond reward_timeout after which a built-in that keeps its own deadline is stopped
 
 
-def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[RewardFunction]:
+def load_rewards(config: Config, *, left_out: Collection[str] = (), opening: str = "") -> list[RewardFunction]:
     """Load the reward functions of a run, in the order of `--reward_funcs`.
 
     Args:
         config: Settings of the run.
         left_out: Entries of `--reward_funcs` to skip. They are not checked.
+        opening: A chat as the model's chat template renders it before an answer.
 
     Raises:
         ConfigError: If any function cannot be loaded; lists the problems of all functions.
@@ -79,6 +80,9 @@ def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[Rewa
     if problems:
         close_rewards(list(loaded.values()))
         raise ConfigError(problems)
+    for function in loaded.values():
+        if isinstance(function.function, ReadsOpening):
+            function.function.opening = opening
     return [loaded[spec] for spec in specs if spec in loaded]
 
 

@@ -124,6 +124,16 @@ GIVEN = frozenset(
 )  # arguments that every function may take besides the data columns
 
 
+class ReadsOpening:
+    """A built-in reward that reads what the prompt has begun of the answer.
+
+    Attributes:
+        opening: A chat as the model's chat template renders it before an answer; "" if unknown. `load_rewards` sets it.
+    """
+
+    opening = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
     """A reward function with its name in the metrics, its timeout and its policy for failures.

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config import ParsedConfig
 from megatron_grpo.config.config import EQUAL_REWARDS, Config
 from megatron_grpo.config.read import split_flags
-from megatron_grpo.data.chat import PromptEncoder, as_completion
+from megatron_grpo.data.chat import PromptEncoder, SpecialTokens, as_completion, decode_completion, end_of_prompt, find_opened_tag
 from megatron_grpo.data.checks import PromptRows, check_images, check_template, encoded
 from megatron_grpo.data.image_dataset import num_tokens
 from megatron_grpo.data.streamed import rows_to_check
@@ -32,7 +33,7 @@ from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import score
 from megatron_grpo.run import inputs
 from megatron_grpo.run.build import plug_ins
-from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs
+from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs, settings_of_sampler
 from megatron_grpo.trainer.reward_manager import as_batch
 from megatron_grpo.types import Prompt
 
@@ -141,9 +142,11 @@ PARTS = (
     InputStep("tokenizer", inputs.tokenizer, needs="model_path"),
     InputStep("the options of the template", inputs.template_options, needs="tokenizer"),
     InputStep("image processor", inputs.image_spec, needs="tokenizer"),
+    InputStep("stop", inputs.stop_strings, "stop", "tokenizer"),
     InputStep("dataset", untokenized_rows),
     InputStep("environment", inputs.environment, "environment tools agent agent_command"),
     InputStep("the held-out sets", inputs.held_out_sets, needs="tokenizer rows"),
+    InputStep("the end of answers", inputs.end_of_answers, needs="tokenizer"),
     InputStep("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
 )
 
@@ -161,6 +164,7 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
     inputs = read_inputs(cfg, parts=PARTS)
     rows = inputs.rows
     assert rows is not None  # otherwise `read_inputs` has raised
+    cfg = settings_of_sampler(cfg, inputs.tokenizer)
     try:
         inputs.sets.append(("dataset", rows))
         result = DryRun(num_rows=len(rows), columns=rows.uses(), notes=[*inputs.notes, *find_row_notes(cfg, inputs)])
@@ -245,9 +249,14 @@ def _batches(
     answers = [_answer_of(rows, index, cfg) for index in indices]
     kinds: dict[str, list[str | None]] = {"nothing": [""] * len(indices), "garbage": [GARBAGE] * len(indices)}
     if any(answers):
-        kinds = {"its answer": answers, **kinds}
+        opening = SpecialTokens(inputs.tokenizer).render_opening(cfg.data.template_options)
+        rest = [_continuation(rows.raw(index), opening, text) for index, text in zip(indices, answers, strict=True)]
+        kinds = {"its answer": rest, **kinds}
     if inputs.environment is None:
-        return {kind: _batch(rows, indices, texts, inputs.tokenizer) for kind, texts in kinds.items()}
+        decode = partial(
+            decode_completion, inputs.tokenizer, skip_special_tokens=cfg.rollout.generation_kwargs.get("skip_special_tokens", True)
+        )
+        return {kind: _batch(rows, indices, texts, inputs.tokenizer, decode) for kind, texts in kinds.items()}
     try:
         result.notes += plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
     except ConfigError as error:
@@ -344,15 +353,26 @@ def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _batch(rows: PromptRows, indices: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> RewardBatch:
-    """Build a batch from the rows that have a text."""
+def _continuation(prompt: Any, opening: str, answer: str | None) -> str | None:
+    """Return what a model would sample of an answer, without the tag that the end of the prompt has opened."""
+    tag = find_opened_tag(end_of_prompt(prompt, opening))
+    if answer is None or tag is None or not answer.lstrip().startswith(f"<{tag}>"):
+        return answer
+    return answer.lstrip().removeprefix(f"<{tag}>").lstrip()
+
+
+def _batch(
+    rows: PromptRows, indices: Sequence[int], texts: Sequence[str | None], tokenizer: Any, decode: Callable[[Sequence[int]], str]
+) -> RewardBatch:
+    """Build a batch from the rows that have a text, as they would be if the model had sampled their tokens."""
     with_text = [(index, text) for index, text in zip(indices, texts, strict=True) if text is not None]
     columns = [rows.columns(index) for index, _ in with_text]
     names = list(dict.fromkeys(name for row in columns for name in row))
+    completion_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in with_text]
     return RewardBatch(
         prompts=[rows.raw(index) for index, _ in with_text],
-        completions=[as_completion(rows.raw(index), text) for index, text in with_text],
-        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in with_text],
+        completions=[as_completion(rows.raw(index), decode(ids)) for (index, _), ids in zip(with_text, completion_ids, strict=True)],
+        completion_ids=completion_ids,
         columns={name: [row.get(name) for row in columns] for name in names},
         labels=[f"data-set row {int(rows.keep[index])}" for index, _ in with_text],
     )

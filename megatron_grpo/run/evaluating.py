@@ -28,7 +28,7 @@ from megatron_grpo.run.build.engines import ENGINES, sampler_of_run
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.build.run import build_evaluator, generator_of
-from megatron_grpo.run.inputs import OF_A_RUN, ValidatedInputs, read_inputs
+from megatron_grpo.run.inputs import OF_A_RUN, ValidatedInputs, read_inputs, settings_of_sampler
 from megatron_grpo.run.lifecycle import take_output_dir
 from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
 from megatron_grpo.trainer.reward_manager import RewardManager
@@ -124,15 +124,16 @@ def evaluate(
     step, model = load_model(cfg, inputs, parallel)
     engine = ENGINES[cfg.rollout.vllm_mode](cfg, inputs, parallel, bitwise_parity=bitwise_parity)
     clean_up.add(engine.close)
-    sampler, reward_manager = sampler_of_run(cfg, inputs, engine), RewardManager(inputs.rewards, cfg.rewards.reward_weights)
+    sampled_cfg = settings_of_sampler(cfg, inputs.tokenizer)
+    sampler, reward_manager = sampler_of_run(sampled_cfg, inputs, engine), RewardManager(inputs.rewards, cfg.rewards.reward_weights)
     if model is not None:
         is_coarse = cfg.model.torch_dtype != "float32"
         weight_sync = WeightSyncManager(
             model, engine, verify=cfg.rollout.verify_weight_sync, is_coarse=is_coarse, starts_as_checkpoint=False
         )
         weight_sync.sync_weights(step)
-        sampler = generator_of(cfg, inputs, sampler, reward_manager, Timers(), sync_again=partial(weight_sync.sync_weights, step))
-    return step, build_evaluator(cfg, inputs, sampler, reward_manager, last_step=0).run()
+        sampler = generator_of(sampled_cfg, inputs, sampler, reward_manager, Timers(), sync_again=partial(weight_sync.sync_weights, step))
+    return step, build_evaluator(sampled_cfg, inputs, sampler, reward_manager, last_step=0).run()
 
 
 def load_model(cfg: Config, inputs: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:

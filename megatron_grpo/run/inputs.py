@@ -19,7 +19,15 @@ from megatron_grpo.config import remote_code
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import data_of, flag_of, longest_completion, sets_of
 from megatron_grpo.config.sampling_mask import structured_outputs_problems
-from megatron_grpo.data.chat import find_clock, load_tokenizer, unread_names, unread_options, vocabulary_of
+from megatron_grpo.data.chat import (
+    SpecialTokens,
+    find_clock,
+    load_tokenizer,
+    read_end_ids,
+    unread_names,
+    unread_options,
+    vocabulary_of,
+)  # fmt: skip
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardFunction
@@ -213,6 +221,37 @@ def tokenizer(cfg: Config, inputs: ValidatedInputs) -> None:
         clock.day = find_recorded(DAY, cfg) or clock.day
 
 
+def stop_strings(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
+    """Return problems with stop strings that would never stop.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far.
+    """
+    skips = cfg.rollout.generation_kwargs.get("skip_special_tokens", True)
+    return SpecialTokens(inputs.tokenizer).stop_problems(cfg.rollout.stop) if skips else ()
+
+
+def settings_of_sampler(cfg: Config, tokenizer: Any) -> Config:
+    """Return the settings as the sampler takes them; files of the run keep what was typed.
+
+    Stop strings that are special tokens become token IDs. If tags that rewards read are special tokens, completions keep special tokens.
+
+    Args:
+        cfg: Settings of the run.
+        tokenizer: Tokenizer of the model.
+    """
+    tokens, sampling = SpecialTokens(tokenizer), cfg.rollout
+    strings, token_ids = tokens.split_stop(sampling.stop)
+    keeps = {"skip_special_tokens": False} if tokens.hides_tags(cfg.rewards.format_tags) else {}
+    values = {
+        "stop": strings,
+        "stop_token_ids": list(dict.fromkeys([*sampling.stop_token_ids, *token_ids])),
+        "generation_kwargs": keeps | sampling.generation_kwargs,
+    }
+    return cfg.with_values(values)
+
+
 def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """Return problems with `chat_template_kwargs` that the chat template does not read, and note an `enable_thinking` that it does not.
 
@@ -223,6 +262,22 @@ def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     if cfg.data.enable_thinking is not None and unread_names(inputs.tokenizer, ["enable_thinking"]):
         inputs.notes = [*inputs.notes, "enable_thinking has no effect: the model's chat template has no variable of that name."]
     return unread_options(inputs.tokenizer, cfg.data.chat_template_kwargs)
+
+
+def end_of_answers(cfg: Config, inputs: ValidatedInputs) -> None:
+    """Note if the chat template ends an answer with a token at which sampling does not stop. Episodes have their own check, `template`.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the note is stored in it.
+    """
+    sampling = settings_of_sampler(cfg, inputs.tokenizer).rollout
+    sets = [rows for rows in (inputs.rows, *(rows for _, rows in inputs.sets)) if rows is not None]
+    has_chats = any(not isinstance(rows.raw(0), str) for rows in sets)
+    if has_chats and inputs.environment is None and not sampling.stop:
+        end_ids = read_end_ids(inputs.model_path, inputs.tokenizer, sampling.stop_token_ids)
+        note = SpecialTokens(inputs.tokenizer).find_unended(cfg.data.template_options, end_ids)
+        inputs.notes = [*inputs.notes, *filter(None, [note])]
 
 
 def image_spec(cfg: Config, inputs: ValidatedInputs) -> None:
@@ -420,7 +475,8 @@ def rewards(cfg: Config, inputs: ValidatedInputs) -> None:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    inputs.rewards = load_rewards(cfg, left_out=inputs.left_out)
+    opening = SpecialTokens(inputs.tokenizer).render_opening(cfg.data.template_options) if inputs.tokenizer is not None else ""
+    inputs.rewards = load_rewards(cfg, left_out=inputs.left_out, opening=opening)
 
 
 def rollout_function(cfg: Config, inputs: ValidatedInputs) -> None:
@@ -603,6 +659,7 @@ PARTS = (
     InputStep("the grammar", grammar),
     InputStep("the bases of adapters", adapter_bases, "adapters ref_adapters", "shape"),
     InputStep("tokenizer", tokenizer, needs="shape"),
+    InputStep("stop", stop_strings, "stop", "tokenizer"),
     InputStep("the options of the template", template_options, needs="tokenizer"),
     InputStep("ref_model", reference, "ref_model"),
     InputStep("teacher_model", teacher_model, "teacher_model"),
@@ -611,6 +668,7 @@ PARTS = (
     InputStep("the template", template, needs="environment tokenizer"),
     InputStep("dataset", training_set),
     InputStep("the held-out sets", held_out_sets),
+    InputStep("the end of answers", end_of_answers, needs="tokenizer"),
     InputStep("rewards", rewards),  # the user's code comes last: it may change the working directory
     InputStep("rollout_func", rollout_function, "rollout_func"),
     InputStep("rows for model and rewards", rows_for_model_and_rewards),

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.config.config import Config
+from megatron_grpo.data.chat import end_of_prompt, find_opened_tag
 from megatron_grpo.rewards.builtin.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
-from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
+from megatron_grpo.rewards.protocol import ReadsOpening, RowFailure, Score, text_of
 
 if TYPE_CHECKING:
     from megatron_grpo.rewards.builtin.math import MathReward
@@ -49,8 +50,41 @@ def build_accuracy(config: Config) -> AccuracyReward:
     return AccuracyReward(needs=needed_columns(config), exact=config.rewards.accuracy_exact)
 
 
-def build_format(config: Config) -> Callable[..., list[float]]:
-    """Create the reward `format`: 1 for a completion made of the given tags, each once and in order, with nothing around them; else 0.
+class FormatReward(ReadsOpening):
+    """1 for a completion made of the given tags, each once and in order, with nothing around them; else 0.
+
+    A tag that the end of the prompt has opened (`<think>` in the generation prompt of a chat template) counts as part of the completion.
+
+    Args:
+        tags: Names of the tags.
+    """
+
+    def __init__(self, tags: Sequence[str]):
+        self.tags = tags
+        self._marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+        elements = [rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags]
+        self._pattern = re.compile(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
+
+    def __call__(self, completions: list[Any], prompts: Sequence[Any] = (), **columns: Any) -> list[float]:
+        is_episode = "turn_rewards" in columns  # whose messages contain what the template has opened
+        openings = ["" if is_episode else self._opened(prompt) for prompt in prompts] or [""] * len(completions)
+        return [float(self._is_right(opening + text_of(completion))) for opening, completion in zip(openings, completions, strict=True)]
+
+    def _is_right(self, text: str) -> bool:
+        # The count comes first: without it a second <think> could hide inside `.*?`.
+        return all(text.count(mark) == 1 for mark in self._marks) and self._pattern.fullmatch(text) is not None
+
+    def _opened(self, prompt: Any) -> str:
+        """Return what the prompt has begun of the answer, from the first tag on."""
+        end = end_of_prompt(prompt, self.opening)
+        if not isinstance(prompt, str) and prompt and prompt[-1]["role"] == "assistant":  # an answer that the model continues
+            return end[end.index(self._marks[0]) :] if self._marks[0] in end else ""
+        tag = find_opened_tag(end)
+        return f"<{tag}>" if tag in self.tags else ""
+
+
+def build_format(config: Config) -> FormatReward:
+    """Create the reward `format`.
 
     Args:
         config: All settings.
@@ -63,15 +97,7 @@ def build_format(config: Config) -> Callable[..., list[float]]:
     if invalid or not tags or len(set(tags)) < len(tags):
         message = f"format_tags {tags} must be different names without brackets, such as: think answer."
         raise config_error("format_tags", message)
-    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    elements = [rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags]
-    pattern = re.compile(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
-
-    def is_right(text: str) -> bool:
-        # The count comes first: without it a second <think> could hide inside `.*?`.
-        return all(text.count(mark) == 1 for mark in marks) and pattern.fullmatch(text) is not None
-
-    return lambda completions, **columns: [float(is_right(text_of(completion))) for completion in completions]
+    return FormatReward(tags)
 
 
 def build_length(config: Config) -> Callable[..., list[float]]:

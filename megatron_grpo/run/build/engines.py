@@ -256,8 +256,10 @@ def wrap_rollout_func(
         max_model_len=cfg.rollout.vllm_max_model_len or max_model_len,
         end_ids=read_end_ids(inputs.model_path, tokenizer, cfg.rollout.stop_token_ids),
     )
-    name, timeout = cfg.rollout.rollout_func or "", cfg.rollout.rollout_func_timeout
-    return RolloutFunc(name=name, function=function, tokenizer=tokenizer, limits=limits, timeout=timeout)
+    return RolloutFunc(
+        name=cfg.rollout.rollout_func or "", function=function, tokenizer=tokenizer, limits=limits,
+        timeout=cfg.rollout.rollout_func_timeout, skip_special_tokens=cfg.rollout.generation_kwargs.get("skip_special_tokens", True),
+    )  # fmt: skip
 
 
 def adapter_sync_mode(

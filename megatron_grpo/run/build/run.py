@@ -43,7 +43,7 @@ from megatron_grpo.run.build.engines import (
 )
 from megatron_grpo.run.build.output import build_metrics_logger, mismatch_hint, open_output, version_check
 from megatron_grpo.run.build.policy import build_policy
-from megatron_grpo.run.inputs import ValidatedInputs
+from megatron_grpo.run.inputs import ValidatedInputs, settings_of_sampler
 from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator, sampling_of
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.reward_manager import RewardManager
@@ -160,8 +160,9 @@ def assemble_run(
     sampler = with_cancellation(start_engine(make, cfg, inputs, parallel, policy, checkpoints), stop)
     weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.metrics.print_line, shape=inputs.shape)
     partial_rollouts = partial_rollouts_of(cfg, policy, sampler)
+    sampled_cfg = settings_of_sampler(cfg, inputs.tokenizer)
     generator = generator_of(
-        cfg, inputs, partial_rollouts or sampler_of_run(cfg, inputs, sampler), reward_manager, timers,
+        sampled_cfg, inputs, partial_rollouts or sampler_of_run(sampled_cfg, inputs, sampler), reward_manager, timers,
         sync_again=partial(sync_weights_again, policy, weight_sync, timers),
         before_sampling=policy.free_memory,
     )  # fmt: skip
@@ -185,7 +186,7 @@ def assemble_run(
         rollouts=rollouts,
         prompts=inputs.prompts,
         checkpoints=checkpoints,
-        evaluator=build_evaluator(cfg, inputs, generator, reward_manager, last_step=schedule.num_steps),
+        evaluator=build_evaluator(sampled_cfg, inputs, generator, reward_manager, last_step=schedule.num_steps),
         logger=logger,
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,

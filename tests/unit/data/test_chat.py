@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
+from megatron_grpo.data.chat import PromptEncoder, SpecialTokens, as_completion, encode_text, find_opened_tag, load_tokenizer
 from megatron_grpo.data.prompts import open_stream
 from tests.tiny_models import write_tiny
 
@@ -37,6 +37,82 @@ def words(token_ids):
 
 def test_a_string_gets_the_special_tokens_that_the_tokenizer_adds(tokenizer):
     assert words(PromptEncoder(tokenizer)("hello there")) == "<s> hello there"
+
+
+def adding(single, *more):
+    """A tokenizer whose post-processor adds what `single` says; `more` are special tokens besides."""
+    inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate([*WORDS, *more])}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
+    made.add_special_tokens({"additional_special_tokens": list(more)})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("single", "text", "tokens"),
+    [
+        ("<s> $A", "hello", "<s> hello"),
+        ("<s> $A", "<s> hello", "<s> hello"),  # rendered by a chat template before
+        ("<s> $A", "<s> <s> hello", "<s> <s> hello"),  # as the row has it
+        ("<s> $A </s>", "hello", "<s> hello"),  # add_eos_token
+        ("<s> $A </s>", "<s> hello </s>", "<s> hello </s>"),  # the row's own
+        ("$A </s>", "hello </s> there", "hello </s> there"),
+        ("<s> </s> $A", "<s> </s> well", "<s> </s> well"),
+        ("<s> </s> $A", "<s> well", "<s> </s> <s> well"),
+        ("$A", "<s> hello", "<s> hello"),
+    ],
+)
+def test_a_string_is_open_at_its_end_and_has_its_beginning_once(single, text, tokens):
+    assert words(PromptEncoder(adding(single))(text)) == tokens
+
+
+def test_a_closed_text_keeps_the_end_that_the_tokenizer_adds():
+    assert words(encode_text(adding("<s> $A </s>"), "<s> hello", is_open=False)) == "<s> hello </s>"
+
+
+def test_stop_strings_that_are_special_tokens_become_token_ids_and_mixtures_are_refused():
+    tokens = SpecialTokens(adding("$A", "<|end|>", "<|im_end|>"))
+    assert tokens.split_stop(["</s>", "well", "<|im_end|>"]) == (["well"], [2, len(WORDS) + 1])
+    assert list(tokens.stop_problems(["</s>", "well", "<|im_end|>"])) == []
+    [problem] = tokens.stop_problems(["well <|im_end|>"])
+    assert "stop 'well <|im_end|>' contains the special token '<|im_end|>'" in problem.message
+    assert "Use --stop '<|im_end|>' alone" in problem.message
+
+
+def test_a_template_that_ends_answers_with_a_token_that_ends_nothing_is_noted():
+    tokenizer = adding("$A", "<|im_end|>")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} <|im_end|> {% endfor %}"
+    tokens, end = SpecialTokens(tokenizer), len(WORDS)
+    assert f"Use --stop_token_ids {end}." in tokens.find_unended({}, {2})
+    assert tokens.find_unended({}, {2, end}) is None
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {{ '</s>' if loop.last else '<|im_end|>' }}{% endfor %}"
+    assert tokens.find_unended({}, {2}) is None, "the last answer ends where sampling stops"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {{ '' if loop.last else '<|im_end|>' }}{% endfor %}"
+    assert f"Use --stop_token_ids {end}." in tokens.find_unended({}, {2})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    assert tokens.find_unended({}, {2}) is None, "ordinary text ends no turn"
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert tokens.find_unended({}, {2}) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("[user] hi\n<think>\n", "think"),
+        ("<a-b>", "a-b"),
+        ("x <think>\n\n</think>\n\n", None),  # thinking switched off: the model may open its own
+        ("use <think> and <answer> tags", None),
+        ("<|im_start|>", None),
+    ],
+)
+def test_a_tag_is_opened_at_the_end_of_a_prompt_alone(prompt, opened):
+    assert find_opened_tag(prompt) == opened
+
+
+def test_tags_that_are_special_tokens_are_known():
+    assert not SpecialTokens(adding("$A")).hides_tags(["reason"])
+    assert SpecialTokens(adding("$A", "</think>")).hides_tags([]) and SpecialTokens(adding("$A", "<reason>")).hides_tags(["reason"])
 
 
 def test_a_string_has_no_place_for_a_system_message(tokenizer):

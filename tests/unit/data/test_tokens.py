@@ -40,13 +40,13 @@ def data(tmp_path):
 
 
 class Counted:
-    """Counts what is tokenised; else a tokenizer."""
+    """Counts how often a row is tokenised; else a tokenizer."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.calls = tokenizer, 0
 
     def __call__(self, *args, **kwargs):
-        self.calls += 1
+        self.calls += "=" in args[0]
         return self.tokenizer(*args, **kwargs)
 
     def __getattr__(self, name):

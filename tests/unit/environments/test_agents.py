@@ -55,6 +55,20 @@ def test_a_conversation_that_only_grows_is_one_context():
     assert rows[0].record.numbers.metrics["agent/openings"] == 0.5, "the agents of a group seed their task by the row alone"
 
 
+def test_a_stop_string_at_which_turns_end_anyway_is_no_other_distribution():
+    found = {}
+
+    def solve(row, endpoint):
+        client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        for stop in (["<|im_end|>"], ["<|im_end|>", "<|endoftext|>"], ["<|im_start|>"], ["<|im_end|>", "x"]):
+            call = lambda: client.chat.completions.create(model="policy", messages=CHAT, stop=stop)  # noqa: B023, E731 - called in this pass
+            found[" ".join(stop)] = status_of(call)[0]
+        return 1.0
+
+    played(solve, Ledger(answers=["ok"]))
+    assert found == {"<|im_end|>": 200, "<|im_end|> <|endoftext|>": 200, "<|im_start|>": 400, "<|im_end|> x": 400}
+
+
 def test_sampled_history_keeps_a_context_whose_thoughts_the_template_drops():
     for history, contexts in (("template", 3), ("sampled", 1)):
         ledger = Ledger(answers=["<think>\nshort\n</think>\n\nDone."])

@@ -163,7 +163,7 @@ class Engine:
 
 class Tokenizer:
     @staticmethod
-    def decode(ids, skip_special_tokens):
+    def decode(ids, **options):
         return describe(ids)
 
 

@@ -77,6 +77,37 @@ def test_format_wants_each_tag_once_in_order_and_nothing_else(text, score):
     assert built("format")(completions=[text]) == [score]
 
 
+ASKED = [{"role": "user", "content": "What is 1+2? Use <think></think> and <answer></answer>."}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opening", "text", "score"),
+    [
+        (ASKED, "user\nhi\nassistant\n<think>\n", "so\n</think>\n<answer>3</answer>", 1.0),
+        (ASKED, "user\nhi\nassistant\n<think>\n", "<think>so</think><answer>3</answer>", 0.0),  # a second one
+        (ASKED, "user\nhi\nassistant\n<think>\n", "so <answer>3</answer>", 0.0),
+        (ASKED, "assistant\n<think>\n\n</think>\n\n", "<think>so</think><answer>3</answer>", 1.0),  # thinking switched off
+        (ASKED, "assistant\n<think>\n\n</think>\n\n", "<answer>3</answer>", 0.0),
+        (ASKED, "user\nhi\nassistant\n", "<think>so</think><answer>3</answer>", 1.0),
+        (ASKED, "assistant\n<other>", "<think>so</think><answer>3</answer>", 1.0),
+        ([*ASKED, {"role": "assistant", "content": "<think>\nFirst"}], "assistant\n", ", add.</think><answer>3</answer>", 1.0),
+        ([*ASKED, {"role": "assistant", "content": "Well: "}], "assistant\n<think>", "<think>so</think><answer>3</answer>", 1.0),
+        ("1+2=? <think>", "", "so</think><answer>3</answer>", 1.0),
+        ("1+2=? Use <think></think>", "", "<think>so</think><answer>3</answer>", 1.0),  # an example, not the beginning
+    ],
+)
+def test_format_counts_the_tag_that_the_prompt_has_opened(prompt, opening, text, score):
+    [function] = load_rewards(Config().with_values({"reward_funcs": ["format"]}), opening=opening)
+    completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    assert function.function(prompts=[prompt], completions=[completion]) == [score]
+
+
+def test_messages_of_an_episode_contain_what_the_template_opens():
+    [function] = load_rewards(Config().with_values({"reward_funcs": ["format"]}), opening="assistant\n<think>\n")
+    said = [{"role": "assistant", "content": "<think>\nso</think><answer>3</answer>"}]
+    assert function.function(prompts=[ASKED], completions=[said], turn_rewards=[[]]) == [1.0]
+
+
 def test_format_tags_can_be_chosen():
     assert built("format", format_tags=["plan", "code"])(completions=["<plan>a</plan> <code>b</code>", "<think>a</think>"]) == [1, 0]
     with pytest.raises(ConfigError, match="format_tags"):

@@ -248,3 +248,47 @@ def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     assert found.wrong == [
         "The environment, where the model says nothing: 2 of 2 episodes: step raised ZeroDivisionError: division by zero."
     ]
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A model whose template opens <think>, and which has `</think>` as a special token; its turns end with a token that ends nothing."""
+    from tests.chat_models import THINKS, chat_tokenizer, write_chat
+    from tools.make_tiny_chat_model import PAD
+
+    folder = tmp_path_factory.mktemp("thinker")
+    write_chat(folder / "model", layers=1)
+    tokenizer = chat_tokenizer(THINKS)
+    tokenizer.add_special_tokens({"eos_token": PAD, "additional_special_tokens": ["</think>"]})
+    tokenizer.save_pretrained(folder / "model")
+    for file in (folder / "model").glob("*config.json"):
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps(config | {"eos_token_id": 0} if "eos_token_id" in config else config))
+    answers = ["One and two.\n</think>\n<answer>3</answer>", "<think>\nTwo and two.\n</think>\n<answer>4</answer>"]
+    lines = [{"prompt": [{"role": "user", "content": "What?"}], "answer": answer} for answer in answers]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ["dry-run", "--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--reward_funcs", "format", "--json"]
+
+
+def test_an_answer_is_scored_behind_the_tag_that_the_template_opens_with_its_special_tokens(thinker, capsys):
+    assert main(thinker) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rewards"]["format"]["its answer"]["scores"] == [1.0, 1.0] and found["prompt"].endswith("<think>\n")
+    assert [note for note in found["notes"] if "Use --stop_token_ids 2." in note and "does not stop at it" in note]
+
+
+def test_an_answer_is_scored_as_the_run_would_decode_it(thinker, capsys):
+    assert main([*thinker, "--generation_kwargs", "skip_special_tokens=true"]) == 1
+    assert json.loads(capsys.readouterr().out)["rewards"]["format"]["its answer"]["scores"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("stop", [["--stop", "<|im_end|>"], ["--stop_token_ids", "2"]])
+def test_what_ends_at_the_end_of_a_turn_needs_no_note(thinker, capsys, stop):
+    assert main([*thinker, *stop]) == 0
+    assert "does not stop at it" not in capsys.readouterr().out
+
+
+def test_a_stop_string_around_a_special_token_is_refused(thinker, capsys):
+    assert main([*thinker, "--stop", "so<|im_end|>"]) == 2
+    assert "stop 'so<|im_end|>' contains the special token '<|im_end|>'" in capsys.readouterr().err
+    assert main([*thinker, "--stop", "so<|im_end|>", "--generation_kwargs", "skip_special_tokens=false"]) == 0
