@@ -14,6 +14,7 @@ from typing import Any
 from megatron_grpo.base.errors import ConfigError, Problem, first_line, one_line, problem_with
 from megatron_grpo.base.files import parse_json
 from megatron_grpo.config.config import Config, RewardConfig
+from megatron_grpo.data.chat import encode_text
 from megatron_grpo.rewards.builtin.endpoint import UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
@@ -29,17 +30,35 @@ class LocalClassifier:
     def __init__(self, path: str, settings: RewardConfig):
         self.path, self.batch_size, self.max_length = path, settings.reward_model_batch_size, settings.reward_model_max_length
         self._loaded: tuple[Any, Any, Any] | None = None
+        self._pad_token_id: int | None = None
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
-        model, tokenizer, torch = self._load()
+        _, tokenizer, _ = self._load()
         scores: list[Score] = []
         for start in range(0, len(prompts), self.batch_size):
             rows = slice(start, start + self.batch_size)
-            texts = [conversation_ids(tokenizer, *row)[-self.max_length :] for row in zip(prompts[rows], completions[rows])]
-            padded = tokenizer.pad({"input_ids": texts}, padding=True, return_tensors="pt").to(model.device)
-            with torch.inference_mode():
-                scores += model(**padded).logits[:, 0].float().tolist()
+            scores += self._score([conversation_ids(tokenizer, *row)[-self.max_length :] for row in zip(prompts[rows], completions[rows])])
         return scores
+
+    def _score(self, rows: Sequence[list[int]]) -> list[Score]:
+        """Score one batch of token IDs.
+
+        A classifier reads the last token that is not its pad token. One without a pad token, which was trained on single rows, reads the
+        last token: it gets a token for padding that no row contains, not the EOS token, with which rows may end.
+        """
+        model, _, torch = self._load()
+        pad = self._pad_token_id
+        if pad is None and len(rows) > 1:
+            pad = next(iter({*range(model.config.get_text_config().vocab_size)}.difference(*rows)), None)
+            if pad is None:
+                return [*self._score(rows[: len(rows) // 2]), *self._score(rows[len(rows) // 2 :])]
+        model.config.get_text_config().pad_token_id = pad
+        lengths = torch.tensor([len(row) for row in rows])
+        longest = int(lengths.max())
+        padded = torch.tensor([row + [pad or 0] * (longest - len(row)) for row in rows], dtype=torch.int64)
+        mask = (torch.arange(longest) < lengths[:, None]).to(torch.int64)
+        with torch.inference_mode():
+            return model(input_ids=padded.to(model.device), attention_mask=mask.to(model.device)).logits[:, 0].float().tolist()
 
     def _load(self) -> tuple[Any, Any, Any]:
         if self._loaded is None:
@@ -49,10 +68,7 @@ class LocalClassifier:
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
             # Safetensors only: other weight files are pickles.
             model = AutoModelForSequenceClassification.from_pretrained(self.path, trust_remote_code=False, use_safetensors=True)
-            if tokenizer.pad_token is None:
-                tokenizer.pad_token = tokenizer.eos_token
-            if model.config.pad_token_id is None:  # without it the model scores the last position, padding or not
-                model.config.pad_token_id = tokenizer.pad_token_id
+            self._pad_token_id = model.config.get_text_config().pad_token_id
             self._loaded = model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, torch
         return self._loaded
 
@@ -70,7 +86,7 @@ def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
         completion: A string, or a list of one assistant message.
     """
     if isinstance(prompt, str):
-        return tokenizer(prompt + text_of(completion))["input_ids"]
+        return encode_text(tokenizer, prompt + text_of(completion), is_open=False)
     encoded = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
     return list(encoded["input_ids"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 import time
 
@@ -201,6 +203,21 @@ def test_a_classifier_scores_each_row_as_it_would_alone(classifier):
     expected = [by_hand(classifier, ids) for ids in ([5, 6, 7], [10, 11, 12, 13, 14], [20, 21, 22, 23, 24])]
     assert scores == within_rounding(expected)
     assert len({round(value, 3) for value in scores}) == 3
+
+
+@pytest.mark.parametrize("pad_of_tokenizer", [None, "<eos>"])
+def test_a_classifier_without_a_pad_token_reads_the_last_token_also_if_it_is_the_end(classifier, tmp_path, pad_of_tokenizer):
+    shutil.copytree(classifier, tmp_path / "model")
+    for name, change in (("config.json", {"pad_token_id": None}), ("tokenizer_config.json", {"pad_token": pad_of_tokenizer})):
+        values = json.loads((tmp_path / "model" / name).read_text())
+        (tmp_path / "model" / name).write_text(json.dumps({**values, **change}))
+    function = load("reward_model", reward_model=str(tmp_path / "model"), reward_model_batch_size=3).function
+    scores = function(prompts=["5 6", "7", "9"], completions=[" 7 <eos>", " <eos>", " 10 11 12 13"])
+    expected = [by_hand(tmp_path / "model", ids) for ids in ([5, 6, 7, 2], [7, 2], [9, 10, 11, 12, 13])]
+    assert scores == within_rounding(expected)
+    every_token = " ".join(str(n) for n in range(4, 128))  # leaves no token for padding
+    scores = function(prompts=["5", "<pad> <bos> <eos> <unk> ", "6"], completions=[" <eos>", every_token, " 7"])
+    assert scores[::2] == within_rounding([by_hand(tmp_path / "model", ids) for ids in ([5, 2], [6, 7])])
 
 
 def test_texts_that_are_too_long_lose_their_beginning(classifier):
