@@ -256,7 +256,9 @@ def _batches(
         decode = partial(
             decode_completion, inputs.tokenizer, skip_special_tokens=cfg.rollout.generation_kwargs.get("skip_special_tokens", True)
         )
-        return {kind: _batch(rows, indices, texts, inputs.tokenizer, decode) for kind, texts in kinds.items()}
+        return {
+            kind: _batch(rows, indices, texts, inputs.tokenizer, decode if kind == "its answer" else None) for kind, texts in kinds.items()
+        }
     try:
         result.notes += plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
     except ConfigError as error:
@@ -362,16 +364,19 @@ def _continuation(prompt: Any, opening: str, answer: str | None) -> str | None:
 
 
 def _batch(
-    rows: PromptRows, indices: Sequence[int], texts: Sequence[str | None], tokenizer: Any, decode: Callable[[Sequence[int]], str]
+    rows: PromptRows, indices: Sequence[int], texts: Sequence[str | None], tokenizer: Any, decode: Callable[[Sequence[int]], str] | None
 ) -> RewardBatch:
-    """Build a batch from the rows that have a text, as they would be if the model had sampled their tokens."""
+    """Build a batch from the rows that have a text: as it is, or with `decode` what is left of it where a model samples its tokens."""
     with_text = [(index, text) for index, text in zip(indices, texts, strict=True) if text is not None]
     columns = [rows.columns(index) for index, _ in with_text]
     names = list(dict.fromkeys(name for row in columns for name in row))
     completion_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in with_text]
     return RewardBatch(
         prompts=[rows.raw(index) for index, _ in with_text],
-        completions=[as_completion(rows.raw(index), decode(ids)) for (index, _), ids in zip(with_text, completion_ids, strict=True)],
+        completions=[
+            as_completion(rows.raw(index), decode(ids) if decode else text)
+            for (index, text), ids in zip(with_text, completion_ids, strict=True)
+        ],
         completion_ids=completion_ids,
         columns={name: [row.get(name) for row in columns] for name in names},
         labels=[f"data-set row {int(rows.keep[index])}" for index, _ in with_text],
