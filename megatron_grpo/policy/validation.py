@@ -21,6 +21,8 @@ from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import yarn_mscale
 
 MOST_FLASH_CHANNELS = 256
+# What vLLM 0.32's CPU kernels compute: channels of a head, and multiples of the channels of an expert.
+CPU_HEADS, CPU_EXPERTS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32
 RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
 
 
@@ -63,14 +65,17 @@ def machine_problems(
     return list(broken_rules(MACHINE_RULES, settings_of(cfg, **machine, fused=" and ".join(_fused_recompute(cfg)))))
 
 
-def sampler_problems(shape: ModelShape, *, on_cpu: bool = False) -> list[Problem]:
+def sampler_problems(shape: ModelShape, *, on_cpu: bool = False, ranks: int = 1) -> list[Problem]:
     """Return what vLLM 0.32 cannot sample, or would sample differently from the model, whatever config.json says.
 
     Args:
         shape: The model's dimensions.
         on_cpu: Whether vLLM is known to run on a CPU.
+        ranks: Tensor-parallel ranks of one engine.
     """
-    return list(broken_rules(SAMPLER_RULES, SimpleNamespace(shape=shape, on_cpu=on_cpu)))
+    lacks = "multi-latent attention" if shape.mla else "the router" if shape.architecture == "MiniMaxM2ForCausalLM" else None
+    c = SimpleNamespace(shape=shape, reason=lacks if on_cpu else None, has_sizes=on_cpu and not lacks, ranks=max(ranks, 1))
+    return list(broken_rules(SAMPLER_RULES, c))
 
 
 def _settings(cfg: Config, shape: ModelShape | None) -> SimpleNamespace:
@@ -287,6 +292,15 @@ def _not_as_vllm(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"wrong": "; ".join(violated)} if violated else None
 
 
+def _indivisible_experts(c: SimpleNamespace) -> dict[str, Any] | None:
+    """Return the message's values if vLLM's CPU kernels do not compute experts of this width on each rank of an engine."""
+    if not (c.has_sizes and c.shape.moe):
+        return None
+    sizes = {"hidden_size": c.shape.hidden_size, "the width of an expert on each rank": c.shape.moe.ffn_hidden_size / c.ranks}
+    wrong = [f"{name} ({size:g})" for name, size in sizes.items() if size % CPU_EXPERTS]
+    return {"wrong": " and ".join(wrong), "are": "are" if len(wrong) > 1 else "is"} if wrong else None
+
+
 # fmt: off
 RULES = (
     Rule("stop_token_ids", lambda c: (beyond := [token for token in c.stop_token_ids if token >= c.shape.vocab_size])
@@ -415,10 +429,27 @@ SAMPLER_RULES = (
     Rule("model", lambda c: c.shape.architecture == "Qwen3NextForCausalLM" and c.shape.tied_embeddings,
          "model: vLLM 0.32 does not tie the embeddings of Qwen3NextForCausalLM and would sample from memory that was never written. Use a "
          "checkpoint with tie_word_embeddings false."),
-    Rule("model", lambda c: c.on_cpu and (reason := "multi-latent attention" if c.shape.mla else "the router"
-                                          if c.shape.architecture == "MiniMaxM2ForCausalLM" else None) and {"reason": reason},
-         "model: vLLM 0.32 has no correct CPU kernel for {reason} of {shape.architecture}. Use a GPU, or vllm_mode server with servers on "
-         "GPUs."),
+    Rule("model", lambda c: c.reason,
+         "model: vLLM 0.32 has no correct CPU kernel for {reason} of {shape.architecture}. Use a GPU, or vllm_mode server "
+         "with servers on GPUs."),
+    Rule("model", lambda c: c.has_sizes and c.shape.head_dim not in CPU_HEADS
+         and {"supported": ", ".join(map(str, CPU_HEADS))},
+         "model: vLLM 0.32 has no CPU kernel for heads of {shape.head_dim} channels. It has kernels for {supported}. Use a GPU, vllm_mode "
+         "server with servers on GPUs, or a model with such heads."),
+    Rule("model", _indivisible_experts,
+         f"model: vLLM 0.32's CPU kernels compute experts in multiples of {CPU_EXPERTS} channels, and {{wrong}} {{are}} not one. Use a "
+         "GPU, vllm_mode server with servers on GPUs, fewer ranks per engine, or a model with such sizes."),
+    Rule("model", lambda c: c.shape.architecture.startswith("Qwen") and len(set(c.shape.windows)) > 1,
+         "model: vLLM 0.32 does not sample {shape.architecture} with a sliding window ({shape.sliding_window}) in some of its layers. If "
+         "no sequence is longer than the window, set use_sliding_window false in config.json, which changes nothing then; else use another "
+         "model."),
+    Rule("model", lambda c: c.shape.architecture.startswith("Qwen2") and c.shape.head_dim * c.shape.num_attention_heads
+         != c.shape.hidden_size,
+         "model: vLLM 0.32 takes hidden_size / num_attention_heads ({shape.hidden_size} / {shape.num_attention_heads}) for the channels of "
+         "a head of every {shape.architecture}, and this one has head_dim {shape.head_dim}. Use a model with equal values."),
+    Rule("model", lambda c: c.shape.delta_net and c.shape.delta_net.conv_kernel_dim < 2,
+         "model: vLLM 0.32 does not run {shape.architecture} with linear_conv_kernel_dim {shape.delta_net.conv_kernel_dim}. Use a model "
+         "with 2 or more."),
 )
 
 MACHINE_RULES = (

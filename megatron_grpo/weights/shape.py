@@ -7,6 +7,7 @@ Imports no torch and no transformers, so that `plan` can use it. Both generation
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -115,6 +116,7 @@ class ModelShape:
             "norm_epsilon": config["rms_norm_eps"],
             "tied_embeddings": config["tie_word_embeddings"],
         }
+        reader.require(common["head_dim"] > 0, f"hidden_size ({hidden}) is less than num_attention_heads ({heads}).")
         reader.require(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups}).")
         reader.stop_if_wrong()
         try:
@@ -243,8 +245,10 @@ class ModelShape:
         return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
 
-_POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor")
-_ROPE_FLOATS = (*_POSITIVE, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+# An attention_factor of 0 makes all scores equal, and vLLM divides by the betas.
+_POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor",
+             "beta_fast", "beta_slow", "attention_factor")  # fmt: skip
+_ROPE_FLOATS = (*_POSITIVE, "mscale", "mscale_all_dim")
 
 
 def flat_values(shape: ModelShape) -> dict[str, Any]:
@@ -282,7 +286,8 @@ class _Config:
     def _numbers(self, prefix: str, section: Mapping[str, Any]) -> None:
         for key in _ROPE_FLOATS:
             value = section.get(key)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 if key in _POSITIVE else value >= 0)
+            is_finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            is_number = is_finite and (value > 0 if key in _POSITIVE else value >= 0)
             is_absent = key not in section or (value is None and key != "rope_theta")
             number = "a positive number" if key in _POSITIVE else "a number"
             self.require(is_absent or is_number, f"{prefix}{key} must be {number} or absent, got {value!r}.")

@@ -78,7 +78,8 @@ def build_run(
     cfg, schedule = plan.checked.config, plan.schedule
     assert schedule.num_steps is not None  # the data have been read, so the length of the run is known
     on_cpu = parts.engine is None and cfg.rollout.vllm_mode == "colocate" and parallel.device.type == "cpu"
-    if on_cpu and (problems := sampler_problems(inputs.shape, on_cpu=True)):  # `plan` does not know the machine
+    ranks = cfg.rollout.vllm_tensor_parallel_size
+    if on_cpu and (problems := sampler_problems(inputs.shape, on_cpu=True, ranks=ranks)):  # `plan` does not know the machine
         raise ConfigError(problems)
     printed: list[str] = []  # before warnings can be recorded
 

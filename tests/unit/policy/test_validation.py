@@ -127,6 +127,46 @@ def test_a_gpt_oss_that_vllm_would_sample_as_another_is_refused(changes, words):
     assert words in problem.message
 
 
+WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(("model", "changes", "words"), [
+    ("qwen3", WINDOWED, "a sliding window (9) in some of its layers"),  # where vLLM's assertion fails
+    ("qwen3", WINDOWED | {"max_window_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "set use_sliding_window false"),
+    ("qwen2_moe", WINDOWED | {"max_window_layers": 2}, "Qwen2MoeForCausalLM with a sliding window"),  # these two it samples without
+    ("qwen2", {"head_dim": 32, "num_attention_heads": 4, "hidden_size": 64}, "(64 / 4) for the channels of a head"),
+    ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1. Use a model with 2 or more"),
+])  # fmt: skip
+def test_what_vllm_samples_otherwise_or_not_at_all_is_refused_on_any_machine(model, changes, words):
+    plain = config_of(model) | {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "layer_types": None}
+    assert sampler_problems(ModelShape.from_hf(plain)) == []
+    (problem,) = sampler_problems(ModelShape.from_hf(plain | changes))
+    assert words in problem.message
+
+
+def test_a_window_in_all_layers_or_in_none_is_sampled():
+    windowed = config_of("qwen3") | WINDOWED | {"layer_types": None}
+    for first in (0, 2):
+        assert sampler_problems(ModelShape.from_hf(windowed | {"max_window_layers": first})) == []
+
+
+@pytest.mark.parametrize(("model", "changes", "ranks", "words"), [
+    ("qwen3", {"head_dim": 16}, 1, "no CPU kernel for heads of 16 channels. It has kernels for 32, 48, 64"),
+    ("llama", {"head_dim": 144}, 1, "heads of 144 channels"),
+    ("qwen3_moe", {"moe_intermediate_size": 24}, 1, "and the width of an expert on each rank (24) is not one"),
+    ("qwen3_moe", {"moe_intermediate_size": 64}, 4, "the width of an expert on each rank (16) is not one"),
+    ("mixtral", {"hidden_size": 48, "intermediate_size": 40}, 1, "hidden_size (48) and the width of an expert on each rank (40) are not"),
+])  # fmt: skip
+def test_sizes_that_vllms_cpu_kernels_refuse_are_refused_before_the_model_is_loaded(model, changes, ranks, words):
+    plain = config_of(model) | {"head_dim": 32, "hidden_size": 64}
+    wide = plain | {"intermediate_size": 64, "moe_intermediate_size": 64}
+    assert (
+        sampler_problems(ModelShape.from_hf(wide), on_cpu=True) == [] == sampler_problems(ModelShape.from_hf(plain | changes), ranks=ranks)
+    )
+    (problem,) = sampler_problems(ModelShape.from_hf(plain | changes), on_cpu=True, ranks=ranks)
+    assert words in problem.message
+
+
 def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
     shape = ModelShape.from_hf(config_of("olmo3"))  # windows of 9 tokens
     short = Config().with_values({"max_prompt_length": 4, "max_completion_length": 5, "micro_batch_size": 4})
@@ -284,7 +324,7 @@ def test_a_qwen3_next_with_tied_embeddings_is_refused_for_its_sampler():
         "model: vLLM 0.32 does not tie the embeddings of Qwen3NextForCausalLM and would sample from memory that was never written. Use a "
         "checkpoint with tie_word_embeddings false."
     )
-    assert sampler_problems(ModelShape.from_hf(config_of("qwen3_5") | tied), on_cpu=True) == []
+    assert sampler_problems(ModelShape.from_hf(config_of("qwen3_5") | tied | {"head_dim": 64}), on_cpu=True) == []
 
 
 @pytest.mark.parametrize(("model", "part"), [("deepseek_v3", "multi-latent attention of Deep"), ("minimax_m2", "the router of MiniMax")])

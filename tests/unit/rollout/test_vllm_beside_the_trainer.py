@@ -15,10 +15,11 @@ import torch
 
 from megatron_grpo.base import launcher
 from megatron_grpo.config.config import RolloutConfig
+from megatron_grpo.policy.validation import CPU_HEADS
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.colocated import ColocatedEngine
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_requests import problem_of
+from megatron_grpo.rollout.vllm_requests import CPU_BLOCK_SIZE, problem_of
 from megatron_grpo.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.rollout.vllm_weight_layout import CopyTable, ModuleWeights, WeightLayoutRecorder
 from megatron_grpo.rollout.vllm_weights import buffers_of, refuse_changed
@@ -214,3 +215,26 @@ def test_every_way_in_which_a_gpu_has_no_room_for_vllm_is_a_sentence_about_setti
     assert words in problem.message and "vllm_gpu_memory_utilization" in problem.flags
     assert problem.nearest == ({} if nearest is None else {"vllm_gpu_memory_utilization": [nearest]})
     assert problem_of(RolloutConfig(), 4096, True, "another error") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_that_plan_allows_on_a_cpu_are_those_for_which_vllm_has_a_kernel(dtype):
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    current_platform.import_kernels()
+
+    def has_kernel(channels: int) -> bool:
+        ends = torch.tensor([0, 8], dtype=torch.int32)
+        try:
+            _custom_ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=1, num_heads=2, num_kv_heads=1, head_dim=channels, seq_lens=ends[1:], dtype=dtype, query_start_loc=ends,
+                causal=True, sliding_window_size=-1, isa=_get_attn_isa(dtype, CPU_BLOCK_SIZE, channels), enable_kv_split=True,
+            )  # fmt: skip
+        except RuntimeError as error:
+            assert "Unsupported CPU attention configuration" in str(error)
+            return False
+        return True
+
+    assert tuple(channels for channels in range(2, 600, 2) if has_kernel(channels)) == CPU_HEADS

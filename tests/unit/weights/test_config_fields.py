@@ -19,6 +19,7 @@ OTHERS = {
     "int": (1, 3, 4), "float": (0.03, 0.3), "bool": (True, False), "str": ("gelu",), "NoneType": (), "list[int]": ([0],),
     "list[str]": (["x"],), "dict": (STRETCHED, {"sliding_attention": STRETCHED}, {}),
 }  # fmt: skip
+STRETCHED_BY_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 WINDOWS = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}
 
 
@@ -108,6 +109,10 @@ def test_a_field_that_is_not_idle_makes_another_model_or_is_refused(family, tmp_
     ("llama", {"rope_theta": None, "rope_parameters": None}, "rope_theta must be a positive number, got None"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16}}, "'yarn' needs factor"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor must be a positive number"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor must be a positive number or absent, got inf"),
+    ("qwen3", {"rope_parameters": {**STRETCHED_BY_YARN, "attention_factor": 0.0}}, "attention_factor must be a positive number"),
+    ("qwen3", {"rope_parameters": {**STRETCHED_BY_YARN, "beta_fast": 0}}, "beta_fast must be a positive number"),
+    ("qwen2", {"hidden_size": 1}, r"hidden_size \(1\) is less than num_attention_heads \(8\)"),
 ])  # fmt: skip
 def test_what_a_config_says_and_nothing_here_would_do_is_refused(name, said, words):
     with pytest.raises(ConfigError, match=words):
