@@ -454,7 +454,7 @@ def _previous(segments: Sequence[Segment], kernel: int) -> np.ndarray:
         preceding = np.full(kernel - 1, total)
         if segment.parent >= 0:
             parent = segments[segment.parent]
-            last = np.arange(parent.start, parent.start + parent.length)[1 - kernel :]
+            last = np.arange(parent.start, parent.start + parent.length)[max(0, parent.length - kernel + 1) :]
             preceding[kernel - 1 - len(last) :] = last
         tokens = np.concatenate([preceding, np.arange(segment.start, segment.end)])
         for shift in range(1, kernel):

@@ -161,7 +161,7 @@ def _logprobs(dump: Dump, s: Any) -> Iterator[Finding]:
     def values(row: DumpedRow, temperature: float) -> np.ndarray:
         ids, length = torch.as_tensor(np.asarray(row.tokens), dtype=torch.int64), len(row.mask)
         logits = model(ids[None], use_cache=False).logits[0, -length - 1 : -1]
-        return reference.token_logprobs(logits, ids[-length:], temperature)[0].numpy() * row.mask
+        return reference.token_logprobs(logits, ids[len(ids) - length :], temperature)[0].numpy() * row.mask
 
     theirs = [np.nan_to_num(row.logp) * row.mask for row in rows]
     temperatures = {f"temperature not applied: they are the log-probs at 1 instead of {s.temperature:g}": 1.0,

@@ -74,14 +74,15 @@ def test_a_packed_stream_is_computed_as_its_sequences_are_token_by_token(sizes, 
         assert (one - other).abs().max() < 1e-11 * other.abs().max()
 
 
-def test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent():
+@pytest.mark.parametrize("size", [1, 2, KERNEL])
+def test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent(size):
     stream, channels = segments(SHORT), 6
     draw = torch.Generator().manual_seed(0)
-    x, kernel = (torch.randn(*size, dtype=torch.float64, generator=draw) for size in ((stream[-1].end, channels), (channels, KERNEL)))
-    found = convolve(x, kernel, packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8).previous)
+    x, kernel = (torch.randn(*shape, dtype=torch.float64, generator=draw) for shape in ((stream[-1].end, channels), (channels, size)))
+    found = convolve(x, kernel, packed_stream(stream, 1, 0, torch.from_numpy).recurrence(size, 8).previous)
     for own, whole in sequences(stream):
         if len(own):
-            padded = F.pad(x[whole].T[None], (KERNEL - 1, 0))
+            padded = F.pad(x[whole].T[None], (size - 1, 0))
             want = F.conv1d(padded, kernel[:, None], groups=channels)[0].T[len(whole) - len(own) :]
             assert (found[own] - want).abs().max() < 1e-12
 
@@ -169,12 +170,13 @@ def test_each_mistake_in_the_rule_is_seen(wrong):
 
 @pytest.mark.parametrize("wrong", [
     (STREAM, "preceding[kernel - 1 - len(last) :] = last", "pass"),
-    (STREAM, "np.arange(parent.start, parent.start + parent.length)[1", "np.arange(parent.start, parent.end)[1"),
+    (STREAM, "last = np.arange(parent.start, parent.start + parent.length)",
+     "last = np.arange(parent.end - parent.length, parent.end)"),
     (STREAM, "preceding = np.full(kernel - 1, total)", "preceding = np.arange(segment.start - kernel + 1, segment.start)"),
 ], ids=["a child begins anew", "padding of a parent is seen", "segments see each other"])  # fmt: skip
 def test_each_mistake_in_the_convolution_is_seen(wrong):
     with mistake(*wrong), pytest.raises(AssertionError):
-        test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent()
+        test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent(KERNEL)
 
 
 @pytest.mark.parametrize("wrong", [
