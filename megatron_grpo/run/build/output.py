@@ -280,9 +280,9 @@ def build_metrics_logger(
 def version_check(cfg: Config, shape: ModelShape | None = None) -> Callable[[Mapping[str, float]], str | None]:
     """Return the check of the difference between the log-probs of trainer and sampler.
 
-    With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled. No default bound applies
-    then, and the check warns only if `logprob_diff_warn` is set. With partial rollouts it looks at tokens that the current weights sampled
-    (`trainer.partial_rollouts.VersionCheck`), which have no such part.
+    With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled, and with `lora_dropout` the
+    noise of the training forward pass. No default bound applies then, and the check warns only if `logprob_diff_warn` is set. With partial
+    rollouts it looks at tokens that the current weights sampled (`trainer.partial_rollouts.VersionCheck`), scored without dropout.
 
     Args:
         cfg: Settings of the run.
@@ -292,7 +292,8 @@ def version_check(cfg: Config, shape: ModelShape | None = None) -> Callable[[Map
         A function from metrics to a warning, or to None if the difference is within bounds.
     """
     partial = cfg.rollout.partial_rollouts
-    if cfg.rollout.logprob_diff_warn is None and cfg.rollout.async_rollout_depth and not partial:
+    has_dropout = cfg.tuner.tuner_type == "lora" and cfg.tuner.lora_dropout > 0
+    if cfg.rollout.logprob_diff_warn is None and (cfg.rollout.async_rollout_depth or has_dropout) and not partial:
         return lambda metrics: None
     bound = 0.0 if cfg.rollout.bitwise_parity else cfg.rollout.logprob_diff_warn
     metric = "sampling/version_error/max" if partial else "sampling/sampling_logp_difference/max"
