@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo.base.errors import CancelledError, NoRolloutServerError, RowsError, RunError, RunInterruptedError
+from megatron_grpo.base.errors import CancelledError, NoRolloutServerError, RowsError, RunError, RunInterruptedError, WeightsNotFiniteError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
@@ -210,7 +210,7 @@ def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedS
 
 
 def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: SkippedStep | None) -> None:
-    """End the run after too many skipped optimizer steps in a row.
+    """End the run after too many skipped optimizer steps in a row, or if no further step can succeed.
 
     Args:
         run: The components of the run.
@@ -218,21 +218,32 @@ def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: Skipped
         skipped_step: Refusal of the step by the gradient check; None if the step was taken.
 
     Raises:
-        RunError: `max_skipped_steps` steps in a row were refused by the gradient check.
+        RunError: `max_skipped_steps` steps in a row were refused by the gradient check, or weights are not finite.
     """
+    if skipped_step is not None and skipped_step.weights:
+        [sentence] = skipped_step.lines({})
+        raise WeightsNotFiniteError(f"The run ends at optimizer step {progress.step}: {sentence}. {last_good_hint(run, progress.step)}")
     if skipped_step is None or skipped_step.skips.in_a_row < run.max_skipped_steps:
         return
-    last_good = run.checkpoints.last_good(progress.step)
     raise RunError(
         f"{skipped_step.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}); the run "
         f"stops. At the last one, step {progress.step}, {skipped_step.why}; the rows are listed above and in skipped.jsonl. "
-        + (
-            f"The last good checkpoint is {last_good}; continue with --resume {last_good}. "
-            if last_good
-            else "No checkpoint is known to be good yet. "
-        )
-        + "The same settings reproduce the same gradients: change them (--lr, --clip_grad) or the listed rows."
+        f"{last_good_hint(run, progress.step)} The same settings reproduce the same gradients: change them (--lr, --clip_grad) or the "
+        "listed rows."
     )
+
+
+def last_good_hint(run: Run, step: int) -> str:
+    """Return the sentence about the checkpoint from which a run may go on.
+
+    Args:
+        run: The components of the run.
+        step: Optimizer steps done.
+    """
+    last_good = run.checkpoints.last_good(step)
+    if not last_good:
+        return "No checkpoint is known to be good yet."
+    return f"The last good checkpoint is {last_good}; continue with --resume {last_good}."
 
 
 def sync_weights(run: Run, version: int) -> None:
@@ -246,7 +257,10 @@ def sync_weights(run: Run, version: int) -> None:
     """
     with run.logger.timers("weight_sync"):
         run.rollouts.interrupt()
-        run.weight_sync.sync_weights(version)
+        try:
+            run.weight_sync.sync_weights(version)
+        except WeightsNotFiniteError as error:
+            raise WeightsNotFiniteError(f"{error} {last_good_hint(run, version)}") from error
 
 
 def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:

@@ -83,6 +83,10 @@ class RunError(Exception):
     """Failure of a run for a reason outside the program, which the message states in full: a peer died, a disk is full."""
 
 
+class WeightsNotFiniteError(RunError):
+    """Weights of the trainer that are not finite: no further step can succeed. Raised on every rank, with the names of the tensors."""
+
+
 class RowsError(RunError):
     """Unreadable or invalid rows of a streamed data set.
 

@@ -178,8 +178,7 @@ class SkippedStep:
             row_info: Rollout, row, prompt number and data set row of each row.
         """
         if self.weights:
-            names = "; ".join(f"rank {rank}: {name}" for rank, name in self.weights[:SHOWN])
-            return [f"the weights are not finite ({names}), so no further step can succeed"]
+            return [describe_weights(self.weights)]
         lines = [_describe(bad, row_info) for bad in self.bad_micro_batches]
         if self.more:
             lines.append(f"and at least {self.more} more micro-batches")
@@ -208,6 +207,16 @@ class SkippedStep:
         skips = {"in_a_row": self.skips.in_a_row, "skipped_iterations": self.skips.total}
         return {"why": self.why, **skips, "ranks": list(self.ranks), "weights": [list(item) for item in self.weights],
                 "bad_micro_batches": bad_micro_batches, "more": self.more}  # fmt: skip
+
+
+def describe_weights(weights: Sequence[tuple[int, str]]) -> str:
+    """Return the sentence about weights that are not finite, without its full stop.
+
+    Args:
+        weights: Result of `weights_not_finite`.
+    """
+    names = "; ".join(f"rank {rank}: {name}" for rank, name in weights[:SHOWN])
+    return f"the weights are not finite ({names}), so no further step can succeed"
 
 
 def _describe(bad: BadMicroBatch, row_info: Places) -> str:

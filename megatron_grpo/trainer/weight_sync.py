@@ -17,7 +17,9 @@ import numpy as np
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.base.errors import WeightsNotFiniteError
 from megatron_grpo.parallel import collectives
+from megatron_grpo.policy.gradient_check import describe_weights, weights_not_finite
 from megatron_grpo.rollout.engine import ReceiverChangedError, WeightReceiver, WeightSyncError
 from megatron_grpo.types import Sequence
 from megatron_grpo.weights.buckets import NO_VERSION, TensorSlice, WeightUpdate, joined
@@ -103,6 +105,7 @@ class WeightSyncManager:
 
         Raises:
             WeightSyncError: The weights of some engine differ from the trainer's. Raised on every rank.
+            WeightsNotFiniteError: The trainer's weights are not finite.
             NoRolloutServerError: No rollout server is available.
         """
         if self._is_proven and self._has_policy and self.receiver.version == version:
@@ -178,6 +181,8 @@ def sync(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, version: in
     num_tensors = num_bytes = 0
     policy.free_memory(keep="weights")
     with policy.on_device("weights"):
+        if not verify:
+            check_finite(policy)
         for update in policy.updates(version, has_base=receiver.has_base):
             counted = _send_weights(receiver, update)
             num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
@@ -205,9 +210,13 @@ def check_weights(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, ve
 
     Raises:
         WeightSyncError: The log-probs differ too much, or an engine has another version. Raised on every rank, with the numbers.
+        WeightsNotFiniteError: The trainer's weights are not finite.
     """
     probes = receiver.probes()
     expected = _logprobs(policy, probes)
+    if not all(np.isfinite(policy_logprobs).all() for policy_logprobs in expected):
+        with policy.on_device("weights"):
+            check_finite(policy)
     policy.free_memory()  # scoring wakes the engine's KV cache, which sampling then uses
     reports_here = {}
     for name, scores in receiver.scores(probes).items():
@@ -230,6 +239,16 @@ def check_weights(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, ve
         logp_difference_mean=float(differences_of_all.mean()),
         image_difference_max=worst,
     )
+
+
+def check_finite(policy: Policy | FrozenPolicy) -> None:
+    """Raise WeightsNotFiniteError if some weight of the policy is not finite. Collective over all ranks.
+
+    Args:
+        policy: The policy, with its weights on the device.
+    """
+    if weights := weights_not_finite(policy.chunks):
+        raise WeightsNotFiniteError(f"The run ends: {describe_weights(weights)}.")
 
 
 def _gather_by_engine(local: Mapping[str, Value]) -> dict[str, Value]:
