@@ -286,8 +286,8 @@ class _Config:
     def _numbers(self, prefix: str, section: Mapping[str, Any]) -> None:
         for key in _ROPE_FLOATS:
             value = section.get(key)
-            is_finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            is_number = is_finite and (value > 0 if key in _POSITIVE else value >= 0)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+            is_number = is_number and not (key in _POSITIVE and value == 0)
             is_absent = key not in section or (value is None and key != "rope_theta")
             number = "a positive number" if key in _POSITIVE else "a number"
             self.require(is_absent or is_number, f"{prefix}{key} must be {number} or absent, got {value!r}.")
