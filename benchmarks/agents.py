@@ -90,16 +90,16 @@ def start_agents(turns: int):
 
 
 def measure(path: Path, args: argparse.Namespace) -> None:
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.environments.agent_programs import AgentEnvironment
-    from megatron_grpo.environments.agent_session import SessionLimits
-    from megatron_grpo.environments.agents import AgentPlayer, AgentRunnerFactory
-    from megatron_grpo.environments.tools import read_hermes
-    from megatron_grpo.environments.trajectory import ChatTemplate
-    from megatron_grpo.rollout.colocated import ColocatedEngine
-    from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.rollout.turns import EngineTurns
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.engine import SamplingSettings
+    from megatron_grpo.core.rollout.turns import EngineTurns
+    from megatron_grpo.core.settings import RolloutConfig
+    from megatron_grpo.core.types import Prompt
+    from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
+    from megatron_grpo.plugins.environments.agent_session import SessionLimits
+    from megatron_grpo.plugins.environments.agents import AgentPlayer, AgentRunnerFactory
+    from megatron_grpo.plugins.environments.tools import read_hermes
+    from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.chat_models import chat_tokenizer
 
     class Cut(EngineTurns):

@@ -13,8 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.batching.pack import pack
-from megatron_grpo.batching.prefix_groups import Alignment, RowColumns, pack_groups
+from megatron_grpo.core.batching.pack import pack
+from megatron_grpo.core.batching.prefix_groups import Alignment, RowColumns, pack_groups
 
 NUM_COMPLETIONS = 1_000_000
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.end_to_end import write_longer
-from megatron_grpo.planning import partial_rollouts
+from megatron_grpo.plugins.partial_rollouts import plan as partial_rollouts
 from tests.end_to_end.runs import records
 from tests.ranks import run_ranks
 
@@ -43,7 +43,7 @@ def train(rank: int, world_size: int, flags: list[str], counts: str) -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from megatron_grpo.cli import main
-    from megatron_grpo.trainer.rollouts import Rollouts
+    from megatron_grpo.core.trainer.rollouts import Rollouts
 
     step, schedule, sample = LLMEngine.step, Scheduler.schedule, Rollouts.sample
     scheduled, engine_steps = [0, 0], list[tuple[float, int, int]]()  # of the last step; (CPU seconds, requests, tokens) of each

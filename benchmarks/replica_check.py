@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks of the tests
 
-from megatron_grpo.config.config import RunConfig
+from megatron_grpo.core.settings import RunConfig
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.replica_check_cases import Looks
@@ -32,7 +32,7 @@ MODELS = {"dense": dict(family="qwen3", layers=4, vocab=8000, hidden=256, std=0.
 def measured(path, settings, samples, steps: int):
     def body(rank, world):
 
-        from megatron_grpo.analysis.replica_check import ReplicaCheck
+        from megatron_grpo.commands.analysis.replica_check import ReplicaCheck
 
         class Timed(ReplicaCheck):
             seconds = 0.0

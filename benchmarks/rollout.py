@@ -28,11 +28,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.rollout.colocated import ColocatedEngine
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.vllm_requests import sampling_params
-from megatron_grpo.types import Prompt
+from megatron_grpo.core.rollout.colocated import ColocatedEngine
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.vllm_requests import sampling_params
+from megatron_grpo.core.settings import RolloutConfig
+from megatron_grpo.core.types import Prompt
 from tests.tiny_models import write_tiny
 
 OURS, BARE, INSIDE, GENERATE = "ours", "bare vLLM", "bare, our options", "transformers"

@@ -29,8 +29,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.checkpoint.shards import PlacedShard, Shard, divide_tensors, metadata_of
-from megatron_grpo.policy.sharded_state import boxes
+from megatron_grpo.core.policy.sharded_state import boxes
+from megatron_grpo.run.checkpoint.shards import PlacedShard, Shard, divide_tensors, metadata_of
 
 TO_HOST = 50e9  # bytes a second from a GPU to pinned memory; `plan` assumes the same
 HEADER = 1100  # bytes that torch writes around a tensor
@@ -177,8 +177,8 @@ def grids() -> Table:
 
 def measure(rank: int, world: int, folder: Path, is_async: bool):
     """(seconds that `save` took, seconds until it was complete), medians of some saves."""
-    from megatron_grpo.parallel import collectives
-    from megatron_grpo.types import Progress
+    from megatron_grpo.core.parallel import collectives
+    from megatron_grpo.core.types import Progress
     from tests.distributed.test_checkpoint import Policy, Prompts, Waiting, checkpoints
 
     policy, keeper = Policy(world, hidden=512, bf16=True), checkpoints(folder, async_save=is_async, save_total_limit=1)

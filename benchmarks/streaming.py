@@ -59,8 +59,8 @@ def as_parquet(path: Path) -> Path:
 def measure(path: str, how: str) -> None:
     from pyarrow import parquet  # noqa: F401 - its own memory is no row's
 
-    from megatron_grpo.config.config import DataConfig
-    from megatron_grpo.data.streamed import open_prompts
+    from megatron_grpo.core.settings import DataConfig
+    from megatron_grpo.run.data.streamed import open_prompts
 
     cfg = DataConfig(dataset=path, streaming=how == "streaming", max_prompt_length=LONGEST, load_from_cache_file=False)
     before, began = psutil.Process().memory_info().rss, time.perf_counter()

@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.types import Sample
+from megatron_grpo.core.types import Sample
 from tests import parity_cases as cases
 from tests.tiny_models import EOS, write_tiny
 
@@ -198,7 +198,7 @@ def profile(policy, batch) -> Table:
 
 def head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
     """MiB that this process holds at most above what it held before, while the head goes forward and backward."""
-    from megatron_grpo.parallel.vocab import linear_logprobs
+    from megatron_grpo.core.parallel.vocab import linear_logprobs
 
     states, weight = torch.randn(tokens, hidden, requires_grad=True), torch.randn(words, hidden, requires_grad=True)
     targets, process, done = torch.randint(words, (tokens,)), psutil.Process(), threading.Event()

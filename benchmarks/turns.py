@@ -34,14 +34,14 @@ def main() -> None:
 
 
 def measure(path: Path, args: argparse.Namespace) -> None:
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
-    from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.trajectory import ChatTemplate
-    from megatron_grpo.rollout.colocated import ColocatedEngine
-    from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.rollout.turns import EngineTurns, request_seed
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.engine import SamplingSettings
+    from megatron_grpo.core.rollout.turns import EngineTurns, request_seed
+    from megatron_grpo.core.settings import RolloutConfig
+    from megatron_grpo.core.types import Prompt
+    from megatron_grpo.plugins.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
+    from megatron_grpo.plugins.environments.protocol import Environment
+    from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.chat_models import chat_tokenizer
 
     class Again(Environment):

@@ -22,13 +22,13 @@ from rich.table import Table
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_grpo.parallel.layout import Layout
-from megatron_grpo.parallel.state import start
-from megatron_grpo.policy.hf_export import MegatronToHF
-from megatron_grpo.weights.buckets import TensorSlice, num_collectives
-from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.names import hf_shapes
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.parallel.layout import Layout
+from megatron_grpo.core.parallel.state import start
+from megatron_grpo.core.policy.hf_export import MegatronToHF
+from megatron_grpo.core.weights.buckets import TensorSlice, num_collectives
+from megatron_grpo.core.weights.mapping import WeightMap
+from megatron_grpo.core.weights.names import hf_shapes
+from megatron_grpo.core.weights.shape import ModelShape
 from tests.distributed.test_rollout import engine_at
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -138,10 +138,10 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
 
 def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool):
     """(tensors, bytes, CPU seconds by way) of pushes into a real engine of this process. is_packed: by oneDNN, as a CPU's engine is."""
-    from megatron_grpo.rollout import vllm_patches
-    from megatron_grpo.rollout.vllm_weights import WeightLoader
-    from megatron_grpo.weights.buckets import WeightUpdate
-    from megatron_grpo.weights.hf_files import HfReader
+    from megatron_grpo.core.rollout import vllm_patches
+    from megatron_grpo.core.rollout.vllm_weights import WeightLoader
+    from megatron_grpo.core.weights.buckets import WeightUpdate
+    from megatron_grpo.core.weights.hf_files import HfReader
 
     p, shape, read = start(Layout(world_size=1)), ModelShape.from_pretrained(path), HfReader(path)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from megatron_grpo.api.trainer import GRPOTrainer as GRPOTrainer
     from megatron_grpo.api.trainer import RunResult as RunResult
     from megatron_grpo.api.trainer import plan as plan
-    from megatron_grpo.config.grpo_config import GRPOConfig as GRPOConfig
+    from megatron_grpo.run.config.grpo_config import GRPOConfig as GRPOConfig
 
 __version__ = "0.1.0"
 # Module of each public name, imported when it is first used.
-_API = {"GRPOConfig": "config.grpo_config", "GRPOTrainer": "api.trainer", "RunResult": "api.trainer", "plan": "api.trainer",
+_API = {"GRPOConfig": "run.config.grpo_config", "GRPOTrainer": "api.trainer", "RunResult": "api.trainer", "plan": "api.trainer",
         "score": "api.score"}  # fmt: skip
 __all__ = [*_API]
 

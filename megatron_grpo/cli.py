@@ -16,39 +16,39 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_grpo import __version__
-from megatron_grpo.base import launcher
-from megatron_grpo.base.cleanup import die_with_parent, without_gc
-from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
+from megatron_grpo.core.base import launcher
+from megatron_grpo.core.base.cleanup import die_with_parent, without_gc
+from megatron_grpo.core.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
 from megatron_grpo.run.terminal import replace_unencodable
 
 if TYPE_CHECKING:
-    from megatron_grpo.config import ParsedConfig
-    from megatron_grpo.config.config import Config
+    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.config import ParsedConfig
 
 Command = Callable[..., int]
 LEAST_FILES = 128  # files that a process must be allowed to open: a rank that trains a tiny model and samples opens about 160
 
 
 class Analysis:
-    """Implementation of `run.build.AnalysisHooks` that imports each analysis tool when it is used."""
+    """Implementation of `run.assemble.AnalysisHooks` that imports each analysis tool when it is used."""
 
     def replica_check(self, interval: int) -> Any:
-        from megatron_grpo.analysis.replica_check import ReplicaCheck
+        from megatron_grpo.commands.analysis.replica_check import ReplicaCheck
 
         return ReplicaCheck(interval)
 
     def step_dumps(self, **facts: Any) -> Any:
-        from megatron_grpo.analysis.step_dump import StepDumps
+        from megatron_grpo.commands.analysis.step_dump import StepDumps
 
         return StepDumps(**facts)
 
     def bitwise_parity(self) -> None:
-        from megatron_grpo.analysis.bitwise_parity import switch_on
+        from megatron_grpo.commands.analysis.bitwise_parity import switch_on
 
         switch_on()
 
     def vllm_bitwise_parity(self) -> None:
-        from megatron_grpo.analysis.vllm_bitwise_parity import prepare
+        from megatron_grpo.commands.analysis.vllm_bitwise_parity import prepare
 
         prepare()
 
@@ -69,7 +69,7 @@ def train(argv: list[str], **parts: Any) -> int:
             from megatron_grpo.run.validate import load_inputs
 
             plan, inputs = load_inputs(parsed, has_sampler="engine" in parts)
-            from megatron_grpo.run.build import RunParts
+            from megatron_grpo.run.assemble import RunParts
             from megatron_grpo.run.lifecycle import run_training
 
         return run_training(plan, inputs, RunParts(analysis=Analysis(), **parts))
@@ -86,7 +86,7 @@ def _parsed_to_train(argv: list[str]) -> ParsedConfig:
     if world_size is None and (requested := _model_parallel(parsed.config)):
         parsed = _parse(argv, requested[1])
     if parsed.print_config:
-        from megatron_grpo.planning.check import check_parsed
+        from megatron_grpo.run.check import check_parsed
 
         _print_config(check_parsed(parsed).config)
     if not launched.is_launched:
@@ -125,7 +125,7 @@ def plan(argv: list[str]) -> int:
 
     Needs no GPU and no launcher. Takes the settings of train.
     """
-    from megatron_grpo.planning.report import run_plan
+    from megatron_grpo.commands.planning.report import run_plan
     from megatron_grpo.run.validate import validate_run
 
     parsed, world_size = _parse(argv, None), _launched_world_size()
@@ -163,7 +163,7 @@ def serve(argv: list[str]) -> int:
     A training run claims the server, sends weights to it and samples from it.
     """
     parsed = _parsed(argv, is_launched=False)
-    from megatron_grpo.servers.serve_lifecycle import serve as serve_until_stopped
+    from megatron_grpo.plugins.servers.serve_lifecycle import serve as serve_until_stopped
 
     return serve_until_stopped(parsed)
 
@@ -173,7 +173,7 @@ def doctor(argv: list[str]) -> int:
 
     --json: print one JSON object.
     """
-    from megatron_grpo.run.doctor import run_doctor
+    from megatron_grpo.commands.start.doctor import run_doctor
 
     return run_doctor(argv)
 
@@ -183,7 +183,7 @@ def dry_run(argv: list[str]) -> int:
 
     Takes the settings of train, and --rows (default 8). Loads no weights.
     """
-    from megatron_grpo.run.dry_run import run_dry_run
+    from megatron_grpo.commands.start.dry_run import run_dry_run
 
     return run_dry_run(argv, _parsed)
 
@@ -195,7 +195,7 @@ def mismatch(argv: list[str]) -> int:
     process; with --tensor_model_parallel_size under torchrun it compares shard by shard. Exit codes: 0, no difference beyond rounding; 1, a
     difference was found; 2, the arguments are wrong and nothing was loaded.
     """
-    from megatron_grpo.analysis.mismatch import run_mismatch
+    from megatron_grpo.commands.analysis.mismatch import run_mismatch
 
     return run_mismatch(argv, _parsed)
 
@@ -207,7 +207,7 @@ def replay(argv: list[str]) -> int:
     """
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     parsed = _parsed(argv[len(words) :])
-    from megatron_grpo.analysis.replay import run_replay
+    from megatron_grpo.commands.analysis.replay import run_replay
 
     return run_replay(words, parsed)
 
@@ -217,7 +217,7 @@ def compare_losses(argv: list[str]) -> int:
 
     --variant "loss_type=dapo" ... names the variants. --step: the recorded step. --png: file of a figure.
     """
-    from megatron_grpo.analysis.compare_losses import run_compare_losses
+    from megatron_grpo.commands.analysis.compare_losses import run_compare_losses
 
     return run_compare_losses(argv, _parsed)
 
@@ -229,7 +229,7 @@ def referee(argv: list[str]) -> int:
     Hugging Face model with the weights of that step, to recompute log-probs. --png: file of a figure. Exit codes: 0, nothing differs beyond
     rounding; 3, something does; 2, the arguments or the dump are wrong.
     """
-    from megatron_grpo.analysis.referee.command import run_referee
+    from megatron_grpo.commands.analysis.referee.command import run_referee
 
     return run_referee(argv, _parsed)
 
@@ -239,7 +239,7 @@ def completion(argv: list[str]) -> int:
 
     `source <(megatron-grpo completion bash)` completes commands, settings and their values.
     """
-    from megatron_grpo.run.completion import run_completion
+    from megatron_grpo.commands.start.completion import run_completion
 
     return run_completion(argv, COMMANDS)
 
@@ -250,7 +250,7 @@ def report(argv: list[str]) -> int:
     The page shows curves, held-out answers, time by phase, warnings, settings and versions. It opens in any browser without a network.
     Default file: report.html in OUTPUT_DIR; of several runs, in this directory.
     """
-    from megatron_grpo.analysis.run_report import run_report
+    from megatron_grpo.commands.analysis.run_report import run_report
 
     return run_report(argv)
 
@@ -262,7 +262,7 @@ def init(argv: list[str]) -> int:
     DIRECTORY, or else into the current directory. Exit codes: 0, the run can start; 2, it cannot: the message says what to correct in
     config.yaml, or that nothing was written because the arguments are wrong or a file exists.
     """
-    from megatron_grpo.run.init import run_init
+    from megatron_grpo.commands.start.init import run_init
 
     return run_init(argv, plan)
 
@@ -272,7 +272,7 @@ def watch(argv: list[str]) -> int:
 
     It reads the files of OUTPUT_DIR every two seconds and changes nothing. Ctrl-C ends it. --once: print once and end.
     """
-    from megatron_grpo.analysis.watch import run_watch
+    from megatron_grpo.commands.analysis.watch import run_watch
 
     return run_watch(argv)
 
@@ -310,15 +310,15 @@ def _launched_world_size() -> int | None:
 
 
 def _parse(argv: Sequence[str], world_size: int | None) -> ParsedConfig:
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse
+    from megatron_grpo.commands.compat import DIALECTS
+    from megatron_grpo.run.config import parse
 
     return parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
 
 
 def _print_config(config: Config) -> NoReturn:
     if launcher.read().rank == 0:
-        from megatron_grpo.config.show import print_config
+        from megatron_grpo.commands.start.show import print_config
 
         print_config(config)
     raise _ConfigShown
@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
     Args:
         argv: Command-line arguments, the command first. None reads `sys.argv`.
-        parts: Custom components for `train`, such as a sampler, a reference or a gradient check. See `run.build.RunParts`.
+        parts: Custom components for `train`, such as a sampler, a reference or a gradient check. See `run.assemble.RunParts`.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 configuration error, 3 interrupted and saved, 130 after a keyboard interrupt.
@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
         return supervised(lambda: main(sys.argv[1:], **parts))
     replace_unencodable()
     if not argv or argv[0] in _HELP and len(argv) == 1:
-        from megatron_grpo.config.show import print_overview
+        from megatron_grpo.commands.start.show import print_overview
 
         print_overview(COMMANDS)
         return EXIT_DONE if argv else EXIT_CONFIG
@@ -397,7 +397,7 @@ def exit_code(error: BaseException) -> int:
 
     code = report(error)
     if isinstance(error, ConfigError) and launcher.read().has_other_machines:
-        from megatron_grpo.parallel.state import report_failure
+        from megatron_grpo.core.parallel.state import report_failure
 
         report_failure(error)
     return code
@@ -415,18 +415,18 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
         ConfigError: If the command or its settings are wrong. Whatever else ends a command is raised too; see `exit_code`.
     """
     if command not in COMMANDS:
-        from megatron_grpo.config.table import close_to
+        from megatron_grpo.run.config.table import close_to
 
         close = close_to(command, list(COMMANDS), limit=1)
         hint = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(COMMANDS)}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
     if any(word in _HELP[:2] for word in words):
-        from megatron_grpo.config.show import print_help
+        from megatron_grpo.commands.start.show import print_help
 
         print_help(command, COMMANDS[command], words[1:] if words[0] in _HELP[:2] else ())
         return EXIT_DONE
     if words and words[0] in _HELP_SEARCH:
-        from megatron_grpo.config.show import print_matching
+        from megatron_grpo.commands.start.show import print_matching
 
         print_matching(words[1:])
         return EXIT_DONE

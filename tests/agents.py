@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.environments.agent_programs import AgentEnvironment
-from megatron_grpo.environments.agent_session import SessionLimits
-from megatron_grpo.environments.agents import AgentPlayer, AgentRunnerFactory
-from megatron_grpo.environments.tools import read_hermes
-from megatron_grpo.environments.trajectory import ChatTemplate
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.types import Completion, Prompt, SampledTurn
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.types import Completion, Prompt, SampledTurn
+from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
+from megatron_grpo.plugins.environments.agent_session import SessionLimits
+from megatron_grpo.plugins.environments.agents import AgentPlayer, AgentRunnerFactory
+from megatron_grpo.plugins.environments.tools import read_hermes
+from megatron_grpo.plugins.environments.trajectory import ChatTemplate
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 # ChatML with Hermes' tools; as Qwen3's it drops the thoughts of a turn once a user has spoken again.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.table import Setting, table
+from megatron_grpo.run.config.table import Setting, table
 from tests.tiny_models import write_tiny
 
 ACCEPTED = 99  # what `run` gives where `train` found nothing wrong
@@ -802,7 +802,7 @@ def of_models() -> Iterator[Case]:
 
 def of_adapters() -> Iterator[Case]:
     """A good one, of rank 2 and alpha 16 on q_proj and down_proj, broken in one way each."""
-    from megatron_grpo.weights.lora import LoraSettings
+    from megatron_grpo.core.weights.lora import LoraSettings
     from tests.lora_cases import random_adapter
 
     def changed(change: Callable[[Path], Any], **flags: str) -> Callable[[Path, Mapping[str, str]], Mapping[str, str]]:

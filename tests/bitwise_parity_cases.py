@@ -100,7 +100,7 @@ class Count:
 
 
 def prompts(count: int = 8, *, longest: int = 60, vocab: int = VOCAB, seed: int = 0) -> list:
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.types import Prompt
 
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, longest, count)
@@ -120,8 +120,8 @@ class Pair:
     @classmethod
     def build(cls, rank: int, world: int, path, *, max_model_len: int = 128, parallel=None, **chosen: Any) -> Pair:
         """parallel: from `join`, where several pairs share a process."""
-        from megatron_grpo.analysis import vllm_bitwise_parity
-        from megatron_grpo.rollout.colocated import ColocatedEngine
+        from megatron_grpo.commands.analysis import vllm_bitwise_parity
+        from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
         base = dict(temperature=0.8, micro_batch_size=2, lr=3e-3, adam_eps=1e-8, bitwise_parity=True, vllm_kv_cache_memory_mb=16)
         cfg = settings(**base | dict(vllm_tensor_parallel_size=chosen.get(TP, 1)) | chosen)
@@ -132,8 +132,8 @@ class Pair:
 
     def sample(self, asked, length: int = 24, seed: int = 0) -> list:
         """Completions, one a prompt, in the order of the prompts; on every rank."""
-        from megatron_grpo.parallel import collectives
-        from megatron_grpo.rollout.engine import SamplingSettings
+        from megatron_grpo.core.parallel import collectives
+        from megatron_grpo.core.rollout.engine import SamplingSettings
 
         sampling = SamplingSettings(n=1, max_completion_length=length, temperature=self.temperature)
         mine = {group.prompt.number: group.completions[0] for group in self.engine.generate(asked, sampling, seed=seed)}
@@ -166,7 +166,7 @@ def drawn(completion) -> np.ndarray:
 
 
 def _row(place: int, step: int, completion):
-    from megatron_grpo.types import Sample
+    from megatron_grpo.core.types import Sample
 
     mask = completion.sequence.mask
     advantage = float(np.mean(completion.sequence.token_ids[mask] % 2) - 0.4)
@@ -189,7 +189,7 @@ def compare(
     prompts   the trainer's scores of all tokens at temperature 1, against the sampler's scores
     training  the forward pass of the optimizer step, against what was sampled; on ranks of the last stage
     """
-    from megatron_grpo.types import make_sequence
+    from megatron_grpo.core.types import make_sequence
 
     pair = Pair.build(rank, world, path, max_model_len=longest + length, **chosen)
     asked, found = prompts(count, longest=longest, vocab=vocab), dict.fromkeys(COMPARED, Count())

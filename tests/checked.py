@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse
-from megatron_grpo.planning.check import CheckedConfig, check_parsed
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.run.check import CheckedConfig, check_parsed
+from megatron_grpo.run.config import parse
 
 
 def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> CheckedConfig:

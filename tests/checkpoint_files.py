@@ -10,7 +10,7 @@ from typing import Any
 
 def write_sharded(state: dict[str, Any], directory: Path) -> None:
     """One sharded state dict, by the writer of checkpoints, with nothing beside it. Collective."""
-    from megatron_grpo.checkpoint.distributed import ShardedWriter, errors_on_all_ranks
+    from megatron_grpo.run.checkpoint.distributed import ShardedWriter, errors_on_all_ranks
 
     writer = ShardedWriter()
     write = writer.capture(state, {})

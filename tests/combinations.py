@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_grpo.analysis.referee import reference
-from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.grpo import validation
-from megatron_grpo.types import Sample
+from megatron_grpo.commands.analysis.referee import reference
+from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.core.types import Sample
+from megatron_grpo.run.config.rules import grpo as validation
 from tests import parity_cases as cases
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real")
@@ -227,9 +227,9 @@ class Errors:
 
 def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, right: Expected, tamper=None) -> Errors:
     """This rank's errors of every legal run. For `run_ranks`. tamper(policy): breaks something first, to see it noticed."""
-    from megatron_grpo.grpo.advantages import advantages
-    from megatron_grpo.grpo.loss import GrpoLoss
-    from megatron_grpo.weights.hf_files import HfReader
+    from megatron_grpo.core.grpo.advantages import advantages
+    from megatron_grpo.core.grpo.loss import GrpoLoss
+    from megatron_grpo.core.weights.hf_files import HfReader
 
     policy = cases.build(made.model, cases.settings(beta=0.3, **layout), world)
     policy.exchange.load(policy.reference.scorer.model, HfReader(made.reference))
@@ -261,8 +261,8 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
 
 def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.ndarray:
     """What `--kl_in_reward` subtracts, of each row, as a run computes it. Collective."""
-    from megatron_grpo.trainer.rollouts import KlPenalty
-    from megatron_grpo.trainer.sample_buffer import SampleBuffer
+    from megatron_grpo.core.trainer.rollouts import KlPenalty
+    from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
     found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(pending.placed())

@@ -50,9 +50,9 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def every_metric_of_a_run_is_registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fail if a run of any test logged a metric that `megatron_grpo/metrics/registry.yaml` does not have."""
+    """Fail if a run of any test logged a metric that `megatron_grpo/run/metrics/registry.yaml` does not have."""
     yield
-    from megatron_grpo.metrics import registry
+    from megatron_grpo.run.metrics import registry
 
     found = {}
     for folder, _, names in os.walk(tmp_path_factory.getbasetemp()):
@@ -61,4 +61,4 @@ def every_metric_of_a_run_is_registered(tmp_path_factory: pytest.TempPathFactory
             records = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
             if unknown := {name for record in records for name in record if registry.find(name) is None}:
                 found[str(path)] = sorted(unknown)
-    assert not found, "add a row to megatron_grpo/metrics/registry.yaml"
+    assert not found, "add a row to megatron_grpo/run/metrics/registry.yaml"

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from megatron_grpo.metrics.evaluations import EvaluationResult
+from megatron_grpo.run.metrics.evaluations import EvaluationResult
 
 
 def evaluated(*scores: float | None, name: str = "eval", question: str = "", **others: float) -> EvaluationResult:

@@ -50,7 +50,7 @@ class Bench:
 
     @property
     def theirs(self) -> Any:
-        from megatron_grpo.analysis.vllm_traced import model_runner
+        from megatron_grpo.commands.analysis.vllm_traced import model_runner
 
         return model_runner(self.engine).get_model()
 
@@ -122,7 +122,7 @@ def _sees_neighbours(bench: Bench) -> None:
     """The trainer's layers take all rows of a micro-batch for one."""
     import dataclasses
 
-    from megatron_grpo.policy.packed_batch import UniformRuns
+    from megatron_grpo.core.policy.packed_batch import UniformRuns
 
     def hook(module: Any, inputs: Any, named: Any) -> Any:
         packed = named["packed_seq_params"]
@@ -296,8 +296,8 @@ CLEAN = tuple(
 
 def bench_of(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: str = "float32", parallel: Any = None) -> Bench:
     """paths: of the model that the sampler begins with, and of the trainer's. parallel: from `parity_cases.join`. Collective."""
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.settings import RolloutConfig
     from tests.parity_cases import build, settings
 
     world, sizes = LAYOUTS[layout]
@@ -314,11 +314,18 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 
     import numpy as np
 
-    from megatron_grpo.analysis.operations import LIMITS, ComparedRow, ModelPair, compare_operations, one_per_micro_batch, sequence_of
-    from megatron_grpo.parallel import collectives
-    from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.trainer.weight_sync import WeightSyncManager
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.commands.analysis.operations import (
+        LIMITS,
+        ComparedRow,
+        ModelPair,
+        compare_operations,
+        one_per_micro_batch,
+        sequence_of,
+    )
+    from megatron_grpo.core.parallel import collectives
+    from megatron_grpo.core.rollout.engine import SamplingSettings
+    from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
+    from megatron_grpo.core.types import Prompt
 
     engine, policy, draw = bench.engine, bench.policy, random.Random(seed)
     asked = [
@@ -361,7 +368,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 
 def found_of(rank: int, world: int, paths: Sequence[str | Path], places: Sequence[int], dtype: str = "float32") -> list[dict[str, Any]]:
     """What is found of each of these of FAULTS + CLEAN, which share model and layout. For `run_ranks`."""
-    from megatron_grpo.analysis.operations import first_difference
+    from megatron_grpo.commands.analysis.operations import first_difference
     from tests.parity_cases import join, settings
 
     found, parallel = [], None

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.core.base.errors import ConfigError
 from tests import parity_cases as cases
 from tests.checked import check
 from tests.odd_draws import LONGEST, SPARSE, draw, forget, older_spelling
@@ -131,8 +131,8 @@ def measure(rank: int, world: int, models: Sequence[Odd], settings: Mapping[str,
 
 
 def _measure_one(rank: int, world: int, odd: Odd, cfg, parallel, tamper) -> Outcome:
-    from megatron_grpo.weights.hf_files import HfReader
-    from megatron_grpo.weights.safetensors_files import stored_names
+    from megatron_grpo.core.weights.hf_files import HfReader
+    from megatron_grpo.core.weights.safetensors_files import stored_names
 
     seen: dict[str, Any] = {}
 

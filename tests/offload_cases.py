@@ -112,7 +112,7 @@ ALL = ("weights", "reference", "gradients", "optimizer")
 
 
 def _policy(path, cfg, parallel, offload):
-    from megatron_grpo.run.build.policy import build_policy
+    from megatron_grpo.run.assemble.policy import build_policy
 
     return build_policy(cfg, parallel, model_path=path, num_steps=100, offload=offload)
 
@@ -197,7 +197,7 @@ def _held(policy) -> dict[int, int]:
 
 
 def _save(policy, folder: Path) -> None:
-    from megatron_grpo.parallel import collectives
+    from megatron_grpo.core.parallel import collectives
     from tests.checkpoint_files import write_sharded
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def _save(policy, folder: Path) -> None:
 
 
 def _load(policy, folder: Path) -> None:
-    from megatron_grpo.checkpoint.distributed import read_sharded
+    from megatron_grpo.run.checkpoint.distributed import read_sharded
 
     with policy.on_device("all"):
         policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), folder))

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.config.config import Config, OptimizerConfig
-from megatron_grpo.types import Sample
-from megatron_grpo.weights.trainable_parameters import parameter_trains, trains
-from megatron_grpo.weights.vision_towers import part_of
+from megatron_grpo.core.settings import Config, OptimizerConfig
+from megatron_grpo.core.types import Sample
+from megatron_grpo.core.weights.trainable_parameters import parameter_trains, trains
+from megatron_grpo.core.weights.vision_towers import part_of
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
 # lengths that no layout divides. The completions of a group share the context of their first token, so its entropy too.
@@ -277,7 +277,7 @@ def with_zero_std(steps: Sequence[Sequence[Sample]], *prompts: int) -> list[list
 
 def with_prefix(group: Sequence[Sample]) -> list[Sample]:
     """A group whose rows know what they all begin with, as those of a rollout do."""
-    from megatron_grpo.batching.prefix_groups import common_prefix, contexts_of
+    from megatron_grpo.core.batching.prefix_groups import common_prefix, contexts_of
 
     prefix = common_prefix(group, contexts_of(group))
     return [dataclasses.replace(sample, prefix=prefix) for sample in group]
@@ -314,8 +314,8 @@ def _sample(rng, model, place: tuple[int, int, int], prompt, completion, tempera
 
 def join(cfg: Config, world: int):
     """This rank's place in the job that `cfg` lays out. Once a process."""
-    from megatron_grpo.parallel.layout import Layout
-    from megatron_grpo.parallel.state import start
+    from megatron_grpo.core.parallel.layout import Layout
+    from megatron_grpo.core.parallel.state import start
 
     p = cfg.parallel
     sizes = {name: getattr(p, flag) for name, flag in dict(tp=TP, pp=PP, vpp=VPP, cp=CP, ep=EP, etp=ETP).items()}
@@ -324,12 +324,12 @@ def join(cfg: Config, world: int):
 
 def build(path: str | Path, cfg: Config, world: int, parallel=None):
     """The policy under `cfg`'s layout. parallel: from `join`, where several policies share a process."""
-    from megatron_grpo.policy import gated_delta_net
-    from megatron_grpo.run.build.policy import build_policy
+    from megatron_grpo.core.policy import gated_delta_net
+    from megatron_grpo.run.assemble.policy import build_policy
 
     gated_delta_net.CHUNK = CHUNK
     if cfg.rollout.bitwise_parity:
-        from megatron_grpo.analysis.bitwise_parity import switch_on
+        from megatron_grpo.commands.analysis.bitwise_parity import switch_on
 
         switch_on()
     return build_policy(cfg, parallel or join(cfg, world), model_path=path, num_steps=100)
@@ -368,7 +368,7 @@ def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequenc
 
 def batch_of(policy, samples: Sequence[Sample], index: int):
     """This rank's share of one global batch of these samples, as the loop cuts it."""
-    from megatron_grpo.trainer.sample_buffer import SampleBuffer
+    from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient)
     pending = pending.restored(samples if policy.parallel.is_rank_zero else [])
@@ -378,7 +378,7 @@ def batch_of(policy, samples: Sequence[Sample], index: int):
 
 def score_tokens(policy, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Teacher-forced log-probs at temperature 1 of every token but the first."""
-    from megatron_grpo.types import make_sequence
+    from megatron_grpo.core.types import make_sequence
 
     return [scored[1:] for scored in policy.scorer.score([make_sequence(tokens) for tokens in sequences], temperature=1.0)]
 
@@ -596,7 +596,7 @@ def with_kept(path: str | Path, samples: Sequence[Sample], *, vocab: int, temper
 
 
 def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index: int) -> torch.Tensor:
-    from megatron_grpo.analysis.referee.reference import ReferenceCompletion, grpo_loss, token_logprobs
+    from megatron_grpo.commands.analysis.referee.reference import ReferenceCompletion, grpo_loss, token_logprobs
 
     completions = []
     for s in samples:
@@ -654,8 +654,8 @@ def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict
 
 
 def _family(path):
-    from megatron_grpo.weights.families import family_of
-    from megatron_grpo.weights.shape import read_config
+    from megatron_grpo.core.weights.families import family_of
+    from megatron_grpo.core.weights.shape import read_config
 
     return family_of(read_config(path))
 

@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_grpo.analysis.replica_check import ReplicaCheck, tensors_of
+from megatron_grpo.commands.analysis.replica_check import ReplicaCheck, tensors_of
 from tests import parity_cases as cases
 from tests.step_dump_cases import flip, fresh
 
@@ -105,7 +105,7 @@ def unsummed(name: str):
 def log_probs_off(by: float, *, ranks: tuple[int, ...] = (1,)):
     @contextlib.contextmanager
     def wrap(policy, rank):
-        from megatron_grpo.policy.passes import StepLoss
+        from megatron_grpo.core.policy.passes import StepLoss
 
         loss = StepLoss.__call__
 
@@ -254,7 +254,7 @@ NOT_POSSIBLE = {
 
 
 def _count(policy: Any) -> None:
-    from megatron_grpo.policy.router import routers
+    from megatron_grpo.core.policy.router import routers
 
     for router in routers(policy.chunks):
         router.num_routed_tokens -= 1
@@ -269,7 +269,7 @@ def _reference(policy: Any) -> None:
 
 def found_by(fault: Fault, path, samples, parallel, world: int) -> tuple[str | None, str | None, str | None]:
     """On this rank: what the check of the first, sound step says, and that of the second; and what the watch over log-probs says of it."""
-    from megatron_grpo.run.build.output import version_check
+    from megatron_grpo.run.assemble.output import version_check
 
     cfg = cases.settings(**cases.MODEL_SETTINGS.get(fault.model, {}) | dict(logprob_diff_warn=0.6) | fault.settings)
     policy, rank = cases.build(path, cfg, world, parallel), parallel.rank

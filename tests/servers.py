@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.servers import wire
-from megatron_grpo.servers.weight_transfer import Rendezvous, WeightSender
+from megatron_grpo.plugins.servers import wire
+from megatron_grpo.plugins.servers.weight_transfer import Rendezvous, WeightSender
 from tests.ranks import ENVIRONMENT
 
 TOKEN = "the-token-of-these-tests"

@@ -68,7 +68,7 @@ class World:
 
     @contextlib.contextmanager
     def stands_in(self) -> Iterator[World]:
-        from megatron_grpo.parallel import collectives
+        from megatron_grpo.core.parallel import collectives
 
         mine: dict[str, Any] = {"all_gather_object": self.all_gather_object, "exchange": self.exchange}
         if not self.is_real:
@@ -110,7 +110,7 @@ class Prompts:
 
 
 def prompt(number: int):
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.types import Prompt
 
     return Prompt(number=number, row=number, raw="a question", token_ids=tuple(range(16)), columns={})
 
@@ -127,8 +127,8 @@ class OneRank:
     """
 
     def __init__(self, world: World, folder: Any, *, length: int, groups: int, group_size: int = 2):
-        from megatron_grpo.batching.split import BatchPartitioner
-        from megatron_grpo.parallel.layout import Layout
+        from megatron_grpo.core.batching.split import BatchPartitioner
+        from megatron_grpo.core.parallel.layout import Layout
 
         self.world, self.folder, self.length, self.groups, self.group_size = world, folder, length, groups, group_size
         self.num_rows, self.me = groups * group_size, world.rank
@@ -141,7 +141,7 @@ class OneRank:
         self.on_pre_optimizer_step: list[Any] = []
 
     def answer(self, prompt: Any, place: int, version: int):
-        from megatron_grpo.types import make_completion
+        from megatron_grpo.core.types import make_completion
 
         text = self.text_of(prompt.number, place)
         return make_completion(prompt.token_ids, self.drawn, self.logprobs, text=text, finish_reason="stop", version=version)
@@ -174,7 +174,7 @@ class OneRank:
         per_node = self.world.per_node
         if self.me % per_node:
             return {}
-        from megatron_grpo.metrics.rollout import TOKENS
+        from megatron_grpo.run.metrics.rollout import TOKENS
 
         one = self.on_pre_optimizer_step[-1]
         columns = self.completions._columns(0, next(iter(one.held.values())), one)
@@ -201,11 +201,11 @@ class OneRank:
         return scatter
 
     def logger(self):
-        from megatron_grpo.base.activity import Timers
-        from megatron_grpo.metrics import Metrics
-        from megatron_grpo.metrics.metrics_logger import MetricsLogger
-        from megatron_grpo.metrics.rollout import Completions
-        from megatron_grpo.parallel import collectives
+        from megatron_grpo.core.base.activity import Timers
+        from megatron_grpo.core.parallel import collectives
+        from megatron_grpo.run.metrics import Metrics
+        from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
+        from megatron_grpo.run.metrics.rollout import Completions
 
         rank = self
 
@@ -229,19 +229,19 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
 
     sizes: as `OneRank` takes them.
     """
-    from megatron_grpo.base.activity import Timers
-    from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.batching.schedule import TrainingSchedule
-    from megatron_grpo.config.config import GrpoConfig
-    from megatron_grpo.rewards.protocol import RewardFunction
-    from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.trainer import sample_buffer as rows_that_wait
-    from megatron_grpo.trainer.generation import RolloutGenerator
-    from megatron_grpo.trainer.reward_manager import RewardManager
-    from megatron_grpo.trainer.rollouts import Rollouts
-    from megatron_grpo.trainer.sample_buffer import SampleBuffer
-    from megatron_grpo.types import Progress
+    from megatron_grpo.core.base.activity import Timers
+    from megatron_grpo.core.batching.batch_sizes import BatchSizes
+    from megatron_grpo.core.batching.schedule import TrainingSchedule
+    from megatron_grpo.core.rollout.engine import SamplingSettings
+    from megatron_grpo.core.settings import GrpoConfig
+    from megatron_grpo.core.trainer import sample_buffer as rows_that_wait
+    from megatron_grpo.core.trainer.generation import RolloutGenerator
+    from megatron_grpo.core.trainer.rollouts import Rollouts
+    from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
+    from megatron_grpo.core.types import Progress
+    from megatron_grpo.run.rewards.protocol import RewardFunction
+    from megatron_grpo.run.rewards.reward_manager import RewardManager
+    from tests.scripted_engine import ScriptedEngine
 
     one = OneRank(world, folder, **sizes)
     rows, cut, parallel, held = one.num_rows, one.cut, one.parallel, {}

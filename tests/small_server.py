@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from megatron_grpo.config.servers import Address
-from megatron_grpo.servers import wire
+from megatron_grpo.plugins.servers import wire
+from megatron_grpo.run.config.rules.servers import Address
 
 TOKEN = "the token of these tests"
 STATE = wire.ServerState(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_grpo.batching.schedule import MicroStep, ScheduledStep
+from megatron_grpo.core.batching.schedule import MicroStep, ScheduledStep
 from tests import parity_cases as cases
 
 
@@ -37,10 +37,10 @@ def step_of(samples, index: int, rows_per_slice: int) -> ScheduledStep:
 
 
 def witness_of(policy, cfg, path, folder: Path, *, check: int = 0, ends_run: bool = True, said: list | None = None):
-    from megatron_grpo.analysis.replica_check import ReplicaCheck
-    from megatron_grpo.analysis.step_dump import StepDumps
-    from megatron_grpo.run.build.output import version_check
-    from megatron_grpo.trainer.step_monitor import StepMonitor
+    from megatron_grpo.commands.analysis.replica_check import ReplicaCheck
+    from megatron_grpo.commands.analysis.step_dump import StepDumps
+    from megatron_grpo.core.trainer.step_monitor import StepMonitor
+    from megatron_grpo.run.assemble.output import version_check
 
     print_line = (said if said is not None else []).append
     step_dumps = StepDumps(folder=folder, cfg=cfg, model_path=Path(path), print_line=print_line)
@@ -56,7 +56,7 @@ def witness_of(policy, cfg, path, folder: Path, *, check: int = 0, ends_run: boo
 
 def take(policy, step_callback, samples, index: int):
     """One step, as the loop takes it."""
-    from megatron_grpo.trainer.sample_buffer import SampleBuffer
+    from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
     step = step_of(samples, index, policy.cut.rows_per_slice)

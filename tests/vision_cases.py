@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.types import Sample
+from megatron_grpo.core.types import Sample
 from tests import parity_cases as cases
 from tests.tiny_models import BOS, EOS, PAD, _write_tokenizer, draw, load_tiny, of_hybrids
 
@@ -257,8 +257,8 @@ def score_and_train(rank, world, path, cfg, batches, parallel=None, tamper=None)
     """(log-probs of the first batch before any step, what training comes to). What is exported then is the checkpoint, bit for bit."""
     import torch
 
-    from megatron_grpo.weights.hf_files import HfReader
-    from megatron_grpo.weights.safetensors_files import stored_names
+    from megatron_grpo.core.weights.hf_files import HfReader
+    from megatron_grpo.core.weights.safetensors_files import stored_names
 
     found = []
 

@@ -3,7 +3,7 @@
     python tools/arguments.py trl
 
 The lists of arguments are `tools/theirs/*.tsv` (made by `tools/their_arguments.py`); what each is here is read from the tables of
-`megatron_grpo/compat/`, which `plan` and `train` read too, so a page and a message cannot disagree.
+`megatron_grpo/commands/compat/`, which `plan` and `train` read too, so a page and a message cannot disagree.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.compat.foreign_args import Dialect
-from megatron_grpo.config.read import format_value
-from megatron_grpo.config.table import names, table
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.commands.compat.foreign_args import Dialect
+from megatron_grpo.run.config.read import format_value
+from megatron_grpo.run.config.table import names, table
 
 ROOT = Path(__file__).parent.parent
 # dialect -> (file of their list, title)

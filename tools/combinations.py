@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from megatron_grpo.config.config import GrpoConfig
+from megatron_grpo.core.settings import GrpoConfig
 from tests import combinations as every
 from tests import parity_cases as cases
 from tests.ranks import run_ranks

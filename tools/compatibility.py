@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse
-from megatron_grpo.planning.check import check_parsed
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.check import check_parsed
+from megatron_grpo.run.config import parse
 
 TEXT, VISION = "Qwen3ForCausalLM", "Qwen2_5_VLForConditionalGeneration"
 SIZES = "--world_size 8 --micro_batch_size 2 --global_batch_size 64 --num_generations 4"

@@ -1,4 +1,4 @@
-"""Write megatron_grpo/weights/config_fields.json: the fields that a config.json of each family can have. `python tools/config_fields.py`.
+"""Write core/weights/config_fields.json: the fields that a config.json of each family can have. `python tools/config_fields.py`.
 
 They are those of the installed transformers' configuration classes: which JSON each takes, and what it is where config.json is silent. What
 is done with a field is said by hand, in the same file: `idle` ones change nothing that is computed here, `refused` ones must have the value
@@ -13,7 +13,7 @@ import re
 import textwrap
 from typing import Any
 
-from megatron_grpo.weights.families import FAMILIES, FILE
+from megatron_grpo.core.weights.families import FAMILIES, FILE
 
 # Words of config.json that transformers reads and that no class has as a field: what they take, and what they are where nothing is said.
 PART = "int|float|NoneType"

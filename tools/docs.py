@@ -27,14 +27,14 @@ PAGES, SITE = ROOT / "build" / "docs" / "pages", ROOT / "build" / "docs" / "site
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
 API = {
     "Trainer and scores": ["api.trainer", "api.score"],
-    "Training loop": ["train"],
-    "Data types": ["types"],
-    "Loss and advantages": ["grpo.loss", "grpo.objectives", "grpo.advantages"],
-    "Policy": ["policy.policy", "policy.reference", "policy.gradient_check"],
-    "Rollout engine": ["rollout.engine"],
-    "Environments": ["environments.protocol"],
-    "Rewards": ["rewards.protocol"],
-    "Tracking services": ["metrics.reporters"],
+    "Training loop": ["core.train"],
+    "Data types": ["core.types"],
+    "Loss and advantages": ["core.grpo.loss", "core.grpo.objectives", "core.grpo.advantages"],
+    "Policy": ["core.policy.policy", "core.policy.reference", "core.policy.gradient_check"],
+    "Rollout engine": ["core.rollout.engine"],
+    "Environments": ["plugins.environments.protocol"],
+    "Rewards": ["run.rewards.protocol"],
+    "Tracking services": ["run.metrics.reporters"],
 }
 
 
@@ -80,8 +80,8 @@ def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> st
 
 def settings_page() -> str:
     """Every setting with type, default, unit, range and aliases, from the table that the parser uses."""
-    from megatron_grpo.config.config import Config
-    from megatron_grpo.config.table import table
+    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.config.table import table
 
     def plain(value: object) -> str:
         return str(value).replace("|", "\\|").replace("<", "&lt;")
@@ -112,7 +112,7 @@ def settings_page() -> str:
 def commands_page() -> str:
     """What `--help` of each command says before its settings."""
     from megatron_grpo.cli import COMMANDS
-    from megatron_grpo.config.show import print_help, print_overview
+    from megatron_grpo.commands.start.show import print_help, print_overview
 
     os.environ["COLUMNS"] = "84"
     lines = ["# Command line", ""]
@@ -130,7 +130,7 @@ def commands_page() -> str:
 
 def metrics_tables() -> str:
     """Return the tables of docs/metrics.md, from the registry that tests hold runs against."""
-    from megatron_grpo.metrics import registry
+    from megatron_grpo.run.metrics import registry
 
     def meaning(metric: registry.Metric) -> str:
         unit = f" Unit: {metric.unit}." if metric.unit not in metric.meaning else ""

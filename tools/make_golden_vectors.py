@@ -18,8 +18,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
-from megatron_grpo.analysis.referee import reference  # noqa: E402
-from megatron_grpo.config.config import GrpoConfig  # noqa: E402
+from megatron_grpo.commands.analysis.referee import reference  # noqa: E402
+from megatron_grpo.core.settings import GrpoConfig  # noqa: E402
 
 TARGET = ROOT / "tests" / "golden" / "grpo.json"
 MAX_COMPLETION_LENGTH = 6

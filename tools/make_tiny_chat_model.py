@@ -52,8 +52,8 @@ def load_example(folder: Path) -> Any:
 
 def schemas_of(flags: tuple[str, ...]) -> list[dict] | None:
     """What the template shows of tools, made as a run makes it: a model that knows another schema calls nothing."""
-    from megatron_grpo.config.parse import resolve
-    from megatron_grpo.environments.loading import load_environment
+    from megatron_grpo.plugins.environments.loading import load_environment
+    from megatron_grpo.run.config.parse import resolve
 
     environment = load_environment(resolve([*flags]))
     return [dict(tool) for tool in environment.tools] or None if environment else None

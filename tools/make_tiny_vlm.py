@@ -145,8 +145,8 @@ def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_no
 
 def encoded_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) -> dict[str, Any]:
     """A row's prompt as tokens, its patches, and the tokens of its right answer and of the mistaken ones."""
-    from megatron_grpo.data.chat import PromptEncoder
-    from megatron_grpo.data.image_processing import decode_image
+    from megatron_grpo.core.images import decode_image
+    from megatron_grpo.run.data.chat import PromptEncoder
 
     [picture] = row["images"]
     image = decode_image((data / picture).read_bytes())
@@ -238,7 +238,7 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[
     model.save_pretrained(folder)
     num_parameters, score = sum(p.numel() for p in model.parameters()), 0.0
     if warm_up_steps:
-        from megatron_grpo.data.image_processing import ImageProcessorSpec
+        from megatron_grpo.core.images import ImageProcessorSpec
 
         image_spec = ImageProcessorSpec.of(folder)
         train, test = (read_rows(data, name, words, image_spec) for name in ("train", "test"))

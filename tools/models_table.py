@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.core.weights.families import FAMILIES
 
 MODELS = {  # what their authors call the models
     "LlamaForCausalLM": "Llama 2, 3",

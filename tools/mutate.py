@@ -31,47 +31,47 @@ EPISODES = "tests/unit/environments"
 # Tests -> the modules that they mirror.
 ROOMS = {
     "quick": {
-        "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "base/activity metrics/__init__ metrics/summary "
-        "metrics/metrics_logger metrics/records metrics/rollout",  # without what takes seconds
-        "tests/unit/trainer/test_rollouts.py": "trainer/rollouts",
-        "tests/unit/trainer/test_partial_rollouts.py": "trainer/partial_rollouts rollout/partial_rollouts",
-        "tests/unit/policy/test_gradient_check.py": "policy/gradient_check",
-        "tests/unit/grpo/test_metrics.py": "grpo/metrics",
-        "tests/unit/grpo/test_zero_gradient.py": "grpo/zero_gradient",
-        "tests/unit/config tests/unit/compat": "config/parse compat/*",
+        "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "core/base/activity run/metrics/__init__ "
+        "run/metrics/summary run/metrics/metrics_logger run/metrics/records run/metrics/rollout",  # without what takes seconds
+        "tests/unit/trainer/test_rollouts.py": "core/trainer/rollouts",
+        "tests/unit/trainer/test_partial_rollouts.py": "plugins/partial_rollouts/trainer plugins/partial_rollouts/engine",
+        "tests/unit/policy/test_gradient_check.py": "core/policy/gradient_check",
+        "tests/unit/grpo/test_metrics.py": "core/grpo/metrics",
+        "tests/unit/grpo/test_zero_gradient.py": "core/grpo/zero_gradient",
+        "tests/unit/config tests/unit/compat": "run/config/parse commands/compat/*",
     },
     "agents": {  # the account of tokens of an agent's episode: half a minute a mutant
         f"{EPISODES}/test_trajectory.py {EPISODES}/test_agents.py -k 'not mistake and not address and not slowly'": (
-            "environments/agent_session environments/trajectory"
+            "plugins/environments/agent_session plugins/environments/trajectory"
         ),
     },
     "ranks": {
-        STEP: "policy/optimizer",
-        f"{STEP} tests/distributed/test_step_parity.py": "policy/policy",
-        "tests/distributed/test_reference_model.py": "policy/reference",
-        f"{RUNS} tests/distributed/test_sample_buffer.py -k 'straddle and float64 or test_sample_buffer'": "trainer/sample_buffer",
-        f"{RUNS} -k 'between_two_rollouts or was_that_long'": "train",
+        STEP: "core/policy/optimizer",
+        f"{STEP} tests/distributed/test_step_parity.py": "core/policy/policy",
+        "tests/distributed/test_reference_model.py": "core/policy/reference",
+        f"{RUNS} tests/distributed/test_sample_buffer.py -k 'straddle and float64 or test_sample_buffer'": "core/trainer/sample_buffer",
+        f"{RUNS} -k 'between_two_rollouts or was_that_long'": "core/train",
     },
 }
 PARTS, ENGINE = "tests/unit/trainer/test_partial_rollouts.py", "tests/distributed/test_partial_rollouts.py -k 'each_token_is and whole'"
 # Mistakes that somebody might make: (module, what is wrong, right source, wrong source, tests).
 NAMED = {
     "partial_rollouts": [
-        ("rollout/partial_rollouts", "all parts have one seed", "if num_sampled == 0:", "if True:", PARTS),
-        ("rollout/partial_rollouts", "all tokens have the version of the end", "versions=(*partial.versions, part.version)",
+        ("plugins/partial_rollouts/engine", "all parts have one seed", "if num_sampled == 0:", "if True:", PARTS),
+        ("plugins/partial_rollouts/engine", "all tokens have the version of the end", "versions=(*partial.versions, part.version)",
          "versions=(*(part.version for _ in partial.versions), part.version)", PARTS),
-        ("rollout/partial_rollouts", "the length limit is not lowered", "max_tokens=limit - len(tokens)", "max_tokens=limit", PARTS),
-        ("rollout/partial_rollouts", "the last token of a part is dropped",
+        ("plugins/partial_rollouts/engine", "the length limit is not lowered", "max_tokens=limit - len(tokens)", "max_tokens=limit", PARTS),
+        ("plugins/partial_rollouts/engine", "the last token of a part is dropped",
          "np.array(part.token_ids, dtype=np.int64), np.array(part.logprobs, dtype=np.float32)",
          "np.array(part.token_ids[:-1], dtype=np.int64), np.array(part.logprobs[:-1], dtype=np.float32)", PARTS),
-        ("rollout/partial_rollouts", "parts are joined in another order", "np.concatenate([partial.token_ids, tokens])",
+        ("plugins/partial_rollouts/engine", "parts are joined in another order", "np.concatenate([partial.token_ids, tokens])",
          "np.concatenate([tokens, partial.token_ids])", PARTS),
-        ("rollout/partial_rollouts", "a clock interrupts", "if step % STEPS_BETWEEN_AGREEMENTS == 0:",
+        ("plugins/partial_rollouts/engine", "a clock interrupts", "if step % STEPS_BETWEEN_AGREEMENTS == 0:",
          "if __import__('time').monotonic_ns() % 3 == 0:", PARTS),
-        ("trainer/partial_rollouts", "nothing is too old", "if completion.versions[0] >= oldest",
+        ("plugins/partial_rollouts/trainer", "nothing is too old", "if completion.versions[0] >= oldest",
          "if completion.versions[0] >= -1 or oldest", PARTS),
-        ("rollout/colocated", "the prefix cache is not reset", "        self._forget_prefixes()\n", "", ENGINE),
-        ("rollout/turns", "requests and their cache are kept over a weight sync", "        self.abort()\n        return turns",
+        ("core/rollout/colocated", "the prefix cache is not reset", "        self._forget_prefixes()\n", "", ENGINE),
+        ("core/rollout/turns", "requests and their cache are kept over a weight sync", "        self.abort()\n        return turns",
          "        return turns", ENGINE),
     ],
 }  # fmt: skip

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the c
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
-from megatron_grpo.weights.shape import ModelShape  # noqa: E402
+from megatron_grpo.core.weights.shape import ModelShape  # noqa: E402
 from tests import parity_cases as cases  # noqa: E402
 from tests.ranks import RanksFailed  # noqa: E402
 

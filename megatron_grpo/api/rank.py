@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base import launcher
-from megatron_grpo.base.cleanup import die_with_parent
-from megatron_grpo.base.files import atomic_write
+from megatron_grpo.core.base import launcher
+from megatron_grpo.core.base.cleanup import die_with_parent
+from megatron_grpo.core.base.files import atomic_write
 
 LAUNCH, OBJECTS, METRICS = "launch.pkl", "objects.pkl", "metrics.jsonl"
 
@@ -28,7 +28,7 @@ def run_command(folder: Path) -> int:
         folder: Folder that `api.launch` has written.
     """
     from megatron_grpo import cli
-    from megatron_grpo.base import python_objects
+    from megatron_grpo.core.base import python_objects
     from megatron_grpo.run.terminal import replace_unencodable
 
     replace_unencodable()

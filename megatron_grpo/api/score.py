@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.api.settings import explicit_settings
-from megatron_grpo.base import python_objects
-from megatron_grpo.base.errors import ConfigError, config_error
-from megatron_grpo.base.html import grid
-from megatron_grpo.grpo.advantages import total_rewards
+from megatron_grpo.core.base import python_objects
+from megatron_grpo.core.base.errors import ConfigError, config_error
+from megatron_grpo.core.base.html import grid
+from megatron_grpo.core.grpo.advantages import total_rewards
 
 _SHOWN = 20  # rows of the table in a notebook
 _WIDTH = 80  # characters of a completion in it
@@ -57,9 +57,9 @@ def score(reward_funcs: Any, rows: Sequence[Mapping[str, Any]], args: Any = None
         RewardError: If a function fails, unless `reward_on_error` is none.
     """
     from megatron_grpo.api.trainer import GRPOTrainer
-    from megatron_grpo.rewards import scoring
-    from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
-    from megatron_grpo.rewards.protocol import RewardBatch
+    from megatron_grpo.run.rewards import scoring
+    from megatron_grpo.run.rewards.loading import check_columns, close_rewards, load_rewards
+    from megatron_grpo.run.rewards.protocol import RewardBatch
 
     trainer = GRPOTrainer(reward_funcs=reward_funcs, args=explicit_settings(args))
     parsed = trainer.parsed()

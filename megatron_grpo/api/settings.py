@@ -9,8 +9,8 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import config_error
-from megatron_grpo.config.grpo_config import GRPOConfig
+from megatron_grpo.core.base.errors import config_error
+from megatron_grpo.run.config.grpo_config import GRPOConfig
 
 SOURCE = "GRPOConfig"  # name of the file: messages say `micro_batch_size (GRPOConfig)`
 # Fields that TRL's and transformers' __post_init__ overwrite, so that their values do not show what was passed.

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.analysis.run_files import RunFiles
 from megatron_grpo.api import launch
 from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.api.settings import explicit_settings, write_settings
-from megatron_grpo.base import launcher, python_objects
-from megatron_grpo.base.errors import EXIT_DONE, ConfigError, RunInterruptedError, config_error, problem_with
-from megatron_grpo.base.html import table
-from megatron_grpo.metrics.records import Records
+from megatron_grpo.commands.analysis.run_files import RunFiles
+from megatron_grpo.core.base import launcher, python_objects
+from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, RunInterruptedError, config_error, problem_with
+from megatron_grpo.core.base.html import table
+from megatron_grpo.run.metrics.records import Records
 
 if TYPE_CHECKING:
-    from megatron_grpo.config.config import Config
-    from megatron_grpo.config.parse import ParsedConfig
-    from megatron_grpo.planning.command import Plan
+    from megatron_grpo.commands.planning.command import Plan
+    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.config.parse import ParsedConfig
 
 Function = str | Callable[..., Any]
 
@@ -60,7 +60,7 @@ class RunResult:
         return self.output_dir / "hf"
 
     def _repr_html_(self) -> str:
-        from megatron_grpo.analysis.run_report import summary
+        from megatron_grpo.commands.analysis.run_report import summary
 
         run = replace(RunFiles.read(self.output_dir), steps=self.history, evaluations=self.evaluations)
         rows = summary(run) if self.history else [("optimizer steps", "0")]
@@ -282,15 +282,15 @@ def _run_here(command: str, settings: Mapping[str, Any], parts: Mapping[str, Any
         try:
             return cli.run(command, words, parts)
         except RunInterruptedError as error:
-            from megatron_grpo.parallel import state
+            from megatron_grpo.core.parallel import state
 
             state.stop()  # so that a later call can join a job again
             return cli.exit_code(error)
 
 
 def _parse(settings: Mapping[str, Any], world_size: int | None) -> ParsedConfig:
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse
+    from megatron_grpo.commands.compat import DIALECTS
+    from megatron_grpo.run.config import parse
 
     with _command_line(settings) as words:
         return parse(words, launcher_world_size=world_size, dialects=DIALECTS)
@@ -298,7 +298,7 @@ def _parse(settings: Mapping[str, Any], world_size: int | None) -> ParsedConfig:
 
 def _require_readable(parsed: ParsedConfig) -> None:
     """Raise ConfigError for problems of explicit settings alone. The others come from the checkpoint, which only the ranks read."""
-    from megatron_grpo.config.validation import validate
+    from megatron_grpo.run.config.rules.settings import validate
 
     cfg = parsed.config.with_values({"eval_steps": 0})
     problems = [problem for problem in validate(cfg, parsed.unreadable) if {*problem.flags} <= {*cfg.typed.values()}]
@@ -315,7 +315,7 @@ def _require_parts(cfg: Config) -> None:
 
 
 def _newest_checkpoint(output_dir: Path) -> Path | None:
-    from megatron_grpo.checkpoint.manifest import Folder
+    from megatron_grpo.run.checkpoint.manifest import Folder
 
     folder = Folder(output_dir / "checkpoints")
     return next((folder.directory(manifest.step) for manifest in folder.candidates() if not isinstance(manifest, str)), None)

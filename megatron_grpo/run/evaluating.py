@@ -7,33 +7,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.activity import Timers
-from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
-from megatron_grpo.base.files import write_mark
-from megatron_grpo.checkpoint.manifest import read_manifest
-from megatron_grpo.checkpoint.output_files import overwrite_obstacle
-from megatron_grpo.config import ParsedConfig
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import sets_of
-from megatron_grpo.config.validation import validate
-from megatron_grpo.metrics.display import Display
-from megatron_grpo.metrics.evaluations import EvaluationResult, Evaluations, describe
-from megatron_grpo.parallel import state
-from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.planning.check import tuner_problems, with_adapter
-from megatron_grpo.policy.reference import FrozenPolicy
-from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.build.engines import ENGINES, sampler_of_run
-from megatron_grpo.run.build.output import start_parallel
-from megatron_grpo.run.build.policy import build_loaded
-from megatron_grpo.run.build.run import build_evaluator, generator_of
+from megatron_grpo.core.base.activity import Timers
+from megatron_grpo.core.base.cleanup import CleanUp
+from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, problem_with
+from megatron_grpo.core.base.files import write_mark
+from megatron_grpo.core.parallel import state
+from megatron_grpo.core.parallel.state import ParallelState
+from megatron_grpo.core.policy.reference import FrozenPolicy
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
+from megatron_grpo.run.assemble.engines import ENGINES, sampler_of_run
+from megatron_grpo.run.assemble.output import start_parallel
+from megatron_grpo.run.assemble.policy import build_loaded
+from megatron_grpo.run.assemble.run import build_evaluator, generator_of
+from megatron_grpo.run.check import tuner_problems, with_adapter
+from megatron_grpo.run.checkpoint.manifest import read_manifest
+from megatron_grpo.run.checkpoint.output_files import overwrite_obstacle
+from megatron_grpo.run.config import ParsedConfig
+from megatron_grpo.run.config.evaluation import sets_of
+from megatron_grpo.run.config.rules.layout import engine_problems
+from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.inputs import OF_A_RUN, ValidatedInputs, read_inputs, settings_of_sampler
 from megatron_grpo.run.lifecycle import take_output_dir
+from megatron_grpo.run.metrics.display import Display
+from megatron_grpo.run.metrics.evaluations import EvaluationResult, Evaluations, describe
 from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
-from megatron_grpo.trainer.reward_manager import RewardManager
-from megatron_grpo.trainer.weight_sync import WeightSyncManager
-from megatron_grpo.weights.layout_validation import engine_problems
+from megatron_grpo.run.rewards.loading import close_rewards
+from megatron_grpo.run.rewards.reward_manager import RewardManager
 
 _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 

@@ -17,38 +17,29 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.base import activity
-from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import (
-    EXIT_DONE,
-    ConfigError,
-    RunError,
-    config_error,
-    first_line,
-    keep_secret,
-    one_line,
-    problem_with,
-)
-from megatron_grpo.base.files import MARK, export_obstacle, read_mark, write_mark
-from megatron_grpo.checkpoint.fingerprints import base_problems, model_fingerprint
-from megatron_grpo.checkpoint.manifest import read_manifest
-from megatron_grpo.config import ParsedConfig
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.table import bytes_of, table
-from megatron_grpo.data.hub import find_model
-from megatron_grpo.metrics.model_card import CARD, CURVES, ModelCard, write_card
-from megatron_grpo.metrics.records import BestEffort
-from megatron_grpo.parallel import collectives, state
-from megatron_grpo.policy.policy import Policy
-from megatron_grpo.policy.reference import FrozenPolicy
-from megatron_grpo.run.build.output import start_parallel
-from megatron_grpo.run.build.policy import build_loaded
+from megatron_grpo.core.base import activity
+from megatron_grpo.core.base.cleanup import CleanUp
+from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, RunError, config_error, first_line, keep_secret, one_line, problem_with
+from megatron_grpo.core.base.files import MARK, export_obstacle, read_mark, write_mark
+from megatron_grpo.core.parallel import collectives, state
+from megatron_grpo.core.policy.policy import Policy
+from megatron_grpo.core.policy.reference import FrozenPolicy
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.weights.adapters import from_file, merged, write_adapter
+from megatron_grpo.core.weights.hf_files import HfReader, HfWriter
+from megatron_grpo.core.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name
+from megatron_grpo.core.weights.mapping import WeightMap
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.assemble.output import start_parallel
+from megatron_grpo.run.assemble.policy import build_loaded
+from megatron_grpo.run.checkpoint.fingerprints import base_problems, model_fingerprint
+from megatron_grpo.run.checkpoint.manifest import read_manifest
+from megatron_grpo.run.config import ParsedConfig
+from megatron_grpo.run.config.table import bytes_of, table
+from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.metrics.model_card import CARD, CURVES, ModelCard, write_card
+from megatron_grpo.run.metrics.records import BestEffort
 from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
-from megatron_grpo.weights.adapters import from_file, merged, write_adapter
-from megatron_grpo.weights.hf_files import HfReader, HfWriter
-from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name
-from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 _OF_THE_HUB = ("push_to_hub", "hub_model_id")

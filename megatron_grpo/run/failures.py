@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import (
+from megatron_grpo.core.base import launcher
+from megatron_grpo.core.base.errors import (
     EXIT_CONFIG,
     EXIT_CRASH,
     EXIT_INTERRUPTED,
@@ -170,7 +170,7 @@ _NO_ROOM_ON_GPU = re.compile(r"CUDA ([Ee]rror: )?out of memory|CUBLAS_STATUS_ALL
 _ON_GPU = (
     ("rollout/vllm_weights|rollout/vllm_weight_layout|policy/hf_export|trainer/weight_sync.py",
      "syncing weights", "a lower weight_sync_bucket_mb, offload_model true and offload_optimizer true, or sleep_level 2"),
-    ("rollout/|analysis/vllm_|servers/vllm_worker",
+    ("rollout/|partial_rollouts/engine|analysis/vllm_|servers/vllm_worker",
      "sampling or starting vLLM", "a lower vllm_gpu_memory_utilization, vllm_max_num_seqs or vllm_max_model_len, "
      "offload_optimizer true and offload_model true"),
     ("parallel/vocab", "computing log-probs", "a lower logprob_chunk_size"),

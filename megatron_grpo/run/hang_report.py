@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base import activity
+from megatron_grpo.core.base import activity
 
 FOLDER = "watchdog"  # in output_dir
 NAMED = 8  # culprits that are named individually
@@ -109,7 +109,9 @@ def stacks_hint(output_dir: Path) -> str:
     Args:
         output_dir: Directory of the run.
     """
-    from megatron_grpo.checkpoint.manifest import Folder  # imported late, because the supervisor imports this module and must stay small
+    from megatron_grpo.run.checkpoint.manifest import (
+        Folder,  # imported late, because the supervisor imports this module and must stay small
+    )
 
     steps = Folder(output_dir / "checkpoints").steps()
     saved = f"The newest checkpoint is that of optimizer step {steps[-1]}; the same command resumes from it." if steps else (

@@ -13,13 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import ConfigError, Problem, config_error
-from megatron_grpo.config import remote_code
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import data_of, flag_of, longest_completion, sets_of
-from megatron_grpo.config.sampling_mask import structured_outputs_problems
-from megatron_grpo.data.chat import (
+from megatron_grpo.core.base import launcher
+from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.weights.safetensors_files import stored_names
+from megatron_grpo.core.weights.shape import ModelShape, read_config
+from megatron_grpo.run.assemble import plug_ins
+from megatron_grpo.run.config import remote_code
+from megatron_grpo.run.config.evaluation import data_of, flag_of, longest_completion, sets_of
+from megatron_grpo.run.config.rules.layout import length_problems
+from megatron_grpo.run.config.sampling_mask import structured_outputs_problems
+from megatron_grpo.run.data.chat import (  # fmt: skip
     SpecialTokens,
     find_clock,
     load_tokenizer,
@@ -27,20 +31,16 @@ from megatron_grpo.data.chat import (
     unread_names,
     unread_options,
     vocabulary_of,
-)  # fmt: skip
-from megatron_grpo.data.hub import find_model
-from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
-from megatron_grpo.rewards.protocol import RewardFunction
-from megatron_grpo.run.build import plug_ins
-from megatron_grpo.weights.layout_validation import length_problems
-from megatron_grpo.weights.safetensors_files import stored_names
-from megatron_grpo.weights.shape import ModelShape, read_config
+)
+from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.rewards.loading import check_columns, close_rewards, load_rewards
+from megatron_grpo.run.rewards.protocol import RewardFunction
 
 if TYPE_CHECKING:
-    from megatron_grpo.checkpoint.resume import Resume
-    from megatron_grpo.data.image_processing import ImageProcessorSpec
-    from megatron_grpo.data.prompts import PromptRows, PromptStream
-    from megatron_grpo.run.build.plug_ins import Environment
+    from megatron_grpo.core.images import ImageProcessorSpec
+    from megatron_grpo.run.assemble.plug_ins import Environment
+    from megatron_grpo.run.checkpoint.resume import Resume
+    from megatron_grpo.run.data.prompts import PromptRows, PromptStream
 
 Read = TypeVar("Read")
 ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory in PEFT's format
@@ -167,7 +167,7 @@ def initial_weights(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    from megatron_grpo.checkpoint.resume import initial_weights_problems
+    from megatron_grpo.run.checkpoint.resume import initial_weights_problems
 
     return initial_weights_problems(cfg, inputs.model_path)
 
@@ -199,7 +199,7 @@ def adapter_bases(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    from megatron_grpo.checkpoint.fingerprints import base_problems
+    from megatron_grpo.run.checkpoint.fingerprints import base_problems
 
     for flag in ADAPTERS if cfg.tuner.tuner_type == "lora" else ():
         if directory := getattr(cfg.tuner, flag):
@@ -215,8 +215,8 @@ def tokenizer(cfg: Config, inputs: ValidatedInputs) -> None:
     """
     inputs.tokenizer = load_tokenizer(str(inputs.model_path), trust_remote_code=cfg.model.trust_remote_code)
     if clock := find_clock(inputs.tokenizer):
-        from megatron_grpo.checkpoint.fingerprints import DAY
-        from megatron_grpo.checkpoint.resume import find_recorded
+        from megatron_grpo.run.checkpoint.fingerprints import DAY
+        from megatron_grpo.run.checkpoint.resume import find_recorded
 
         clock.day = find_recorded(DAY, cfg) or clock.day
 
@@ -287,7 +287,7 @@ def image_spec(cfg: Config, inputs: ValidatedInputs) -> None:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    from megatron_grpo.data.image_processing import image_spec_of, is_multimodal
+    from megatron_grpo.core.images import image_spec_of, is_multimodal
 
     inputs.is_blind = not is_multimodal(read_config(inputs.model_path))
     is_config_alone = "weights" in inputs.left_out and not (inputs.model_path / "preprocessor_config.json").exists()
@@ -311,7 +311,7 @@ def reference(cfg: Config, inputs: ValidatedInputs) -> None:
     Raises:
         ConfigError: If it cannot be found, or if shape or vocabulary differ.
     """
-    from megatron_grpo.checkpoint.fingerprints import vocabulary_fingerprint
+    from megatron_grpo.run.checkpoint.fingerprints import vocabulary_fingerprint
 
     name, shape, flags = cfg.grpo.ref_model or "", inputs.shape, ("ref_model", "model")
     _refuse_word(name, flags)
@@ -338,7 +338,7 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
     Raises:
         ConfigError: If it cannot be found or read, or if the vocabularies differ.
     """
-    from megatron_grpo.planning.models import as_teacher_problem
+    from megatron_grpo.run.models import as_teacher_problem
 
     name, flag, trusts = cfg.grpo.teacher_model or "", "teacher_model", cfg.model.trust_remote_code
     _refuse_word(name, (flag,))
@@ -396,7 +396,7 @@ def training_set(cfg: Config, inputs: ValidatedInputs) -> None:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    from megatron_grpo.data.streamed import open_prompts, rows_to_check
+    from megatron_grpo.run.data.streamed import open_prompts, rows_to_check
 
     if inputs.tokenizer:
         tools = inputs.environment.tools if inputs.environment is not None else None
@@ -425,7 +425,7 @@ def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
 
 
 def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) -> None:
-    from megatron_grpo.data.prompts import load_rows, open_stream
+    from megatron_grpo.run.data.prompts import load_rows, open_stream
 
     flag = flag_of(name, cfg)
     cfg_data = data_of(cfg, flag)
@@ -451,8 +451,8 @@ def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) ->
 
 def _check_rows_alone(inputs: ValidatedInputs, rows: PromptRows, flag: str) -> None:
     """Check rows that are not tokenized."""
-    from megatron_grpo.data.checks import check_for_episodes, check_images
-    from megatron_grpo.data.tokens import FEW
+    from megatron_grpo.run.data.checks import check_for_episodes, check_images
+    from megatron_grpo.run.data.tokens import FEW
 
     check_images(rows, at_most=FEW)
     if inputs.environment is not None:
@@ -503,7 +503,7 @@ def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems
     inputs.notes = [*inputs.notes, *find_row_notes(cfg, inputs)]
     for flag, rows in inputs.sets:
         for reason in _blind(cfg) if rows.image_store is not None else ():
-            from megatron_grpo.data.checks import check_without_images
+            from megatron_grpo.run.data.checks import check_without_images
 
             problems.attempt(partial(check_without_images, rows, flag, reason))
         if inputs.rewards:
@@ -522,8 +522,8 @@ def find_row_notes(cfg: Config, inputs: ValidatedInputs) -> Iterator[str]:
     """
     if not inputs.sets or not launcher.read().is_logging_rank:
         return
-    from megatron_grpo.data.checks import find_notes, find_shared
-    from megatron_grpo.data.image_processing import ImageError
+    from megatron_grpo.core.images import ImageError
+    from megatron_grpo.run.data.checks import find_notes, find_shared
 
     for flag, rows in inputs.sets:
         yield from find_notes(rows, cfg.data if rows is inputs.rows else data_of(cfg, flag), flag)
@@ -624,7 +624,7 @@ def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """
     if set(cfg.run.report_to) <= {"none"}:
         return ()
-    from megatron_grpo.metrics import report_to_problems
+    from megatron_grpo.run.metrics import report_to_problems
 
     return report_to_problems(cfg.run.report_to)
 

@@ -9,29 +9,29 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from megatron_grpo import train
-from megatron_grpo.base import activity, launcher
-from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunError, RunInterruptedError, one_line
-from megatron_grpo.base.files import MARK
-from megatron_grpo.checkpoint.output_files import check_output_dir
-from megatron_grpo.config.config import Config
-from megatron_grpo.metrics.model_card import ModelCard
-from megatron_grpo.metrics.records import EVENTS, Events
-from megatron_grpo.parallel import collectives, state
-from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.planning.command import Plan
-from megatron_grpo.planning.report import print_report
-from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.build import RunParts
-from megatron_grpo.run.build.output import OutputLock, start_parallel
-from megatron_grpo.run.build.run import build_run
+from megatron_grpo.commands.planning.command import Plan
+from megatron_grpo.commands.planning.report import print_report
+from megatron_grpo.core import train
+from megatron_grpo.core.base import activity, launcher
+from megatron_grpo.core.base.cleanup import CleanUp
+from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunError, RunInterruptedError, one_line
+from megatron_grpo.core.base.files import MARK
+from megatron_grpo.core.parallel import collectives, state
+from megatron_grpo.core.parallel.state import ParallelState
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.assemble import RunParts
+from megatron_grpo.run.assemble.output import OutputLock, start_parallel
+from megatron_grpo.run.assemble.run import build_run
+from megatron_grpo.run.checkpoint.output_files import check_output_dir
 from megatron_grpo.run.export import export_model, merged_directory, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
+from megatron_grpo.run.metrics.model_card import ModelCard
+from megatron_grpo.run.metrics.records import EVENTS, Events
 from megatron_grpo.run.open_checkpoint import load_weights
 from megatron_grpo.run.peers import Peers, Process
+from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.signals import StopSignal
 from megatron_grpo.run.supervisor import launcher_pid
 from megatron_grpo.run.watchdog import Watchdog

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_grpo.base import launcher
-from megatron_grpo.base.cleanup import die_with_launcher, die_with_parent
-from megatron_grpo.base.errors import EXIT_CRASH
+from megatron_grpo.core.base import launcher
+from megatron_grpo.core.base.cleanup import die_with_launcher, die_with_parent
+from megatron_grpo.core.base.errors import EXIT_CRASH
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, launcher.STOP_BY_CALLBACK)
 _HEARD = {*_PASSED_ON, signal.SIGCHLD, signal.SIGALRM}

@@ -11,23 +11,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base import python_objects
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config import ParsedConfig, remote_code
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import flag_of, sets_of
-from megatron_grpo.config.optimizer import length_problems
-from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.config.write import absolute_paths
-from megatron_grpo.data.chat import find_clock
-from megatron_grpo.data.files import plain_name
-from megatron_grpo.data.hub import is_path
-from megatron_grpo.planning.check import CheckedConfig, check_parsed
-from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.images import ImageStats, tower_without_images
-from megatron_grpo.policy.validation import sampler_problems
-from megatron_grpo.rewards.loading import close_rewards, may_exist
+from megatron_grpo.commands.planning.command import Plan, make_plan
+from megatron_grpo.commands.planning.images import ImageStats, tower_without_images
+from megatron_grpo.core.base import python_objects
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.policy.lr_schedule import length_problems
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.check import CheckedConfig, check_parsed
+from megatron_grpo.run.config import ParsedConfig, remote_code
+from megatron_grpo.run.config.evaluation import flag_of, sets_of
+from megatron_grpo.run.config.read import COMMAND_LINE
+from megatron_grpo.run.config.rules.policy import sampler_problems
+from megatron_grpo.run.config.write import absolute_paths
+from megatron_grpo.run.data.chat import find_clock
+from megatron_grpo.run.data.files import plain_name
+from megatron_grpo.run.data.hub import is_path
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
+from megatron_grpo.run.rewards.loading import close_rewards, may_exist
 
 Absent = Iterator[tuple[str, str]]  # (name of one of `inputs.PARTS`, or a reward; text). Of two about one part the later one holds.
 
@@ -196,7 +196,7 @@ def _validate(
     problems, paths = Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
     if not _begins_anew(parsed.config):
-        from megatron_grpo.checkpoint.resume import find_checkpoints
+        from megatron_grpo.run.checkpoint.resume import find_checkpoints
 
         run = parsed.config.run
         problems.attempt(partial(find_checkpoints, run.output_dir, run.resume, overwrites=run.overwrite_output_dir))
@@ -253,8 +253,8 @@ def _plan_of(
         plan = replace(plan, warnings=[*plan.warnings, *(f"Note: {note}" for note in inputs.notes)])
     if not is_asked_to_train and _begins_anew(cfg):
         return plan
-    from megatron_grpo.checkpoint.fingerprints import DAY, content_of
-    from megatron_grpo.checkpoint.resume import plan_resume
+    from megatron_grpo.run.checkpoint.fingerprints import DAY, content_of
+    from megatron_grpo.run.checkpoint.resume import plan_resume
 
     if inputs.prompts is not None and cfg.data.dataset_drop_last:
         inputs.prompts.epoch_multiple = plan.checked.sizes.num_rollout_prompts
@@ -281,7 +281,7 @@ def _absolute_paths(cfg: Config) -> dict[str, Any]:
     paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
     paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
     if cfg.run.mcore_model:
-        from megatron_grpo.checkpoint.resume import checkpoint_path
+        from megatron_grpo.run.checkpoint.resume import checkpoint_path
 
         paths["mcore_model"] = checkpoint_path(cfg.run.mcore_model)
     return existing | {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base import activity, launcher
-from megatron_grpo.base.errors import EXIT_CRASH
+from megatron_grpo.core.base import activity, launcher
+from megatron_grpo.core.base.errors import EXIT_CRASH
 from megatron_grpo.run import hang_report
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.hang_report import RankReport, keep

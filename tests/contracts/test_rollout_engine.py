@@ -18,25 +18,25 @@ def model(tmp_path_factory):
 def build(name, model, rank, world_size, tensor_parallel_size=1):
     """Imported late: the test process itself never loads vLLM."""
     if name == "scripted":
-        from megatron_grpo.rollout.scripted import ScriptedEngine
         from tests.end_to_end.scripted import answers
+        from tests.scripted_engine import ScriptedEngine
 
         return ScriptedEngine(answers(model, 1.0))
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.settings import RolloutConfig
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tensor_parallel_size)
     return ColocatedEngine.build(cfg, model_path=model, dtype="float32", max_model_len=128, seed=0, rank=rank, world_size=world_size)
 
 
 def prompts(*numbers):
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.types import Prompt
 
     return [Prompt(number=i, row=i, raw="", token_ids=tuple(range(4 + i, 9 + 2 * i)), columns={}) for i in numbers]
 
 
 def sampling(n=3):
-    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.core.rollout.engine import SamplingSettings
 
     return SamplingSettings(n=n, max_completion_length=8)
 
@@ -95,11 +95,11 @@ def test_what_was_begun_is_what_would_have_been_answered_then(model):
 @pytest.mark.parametrize(("name", "tensor_parallel_size"), [("scripted", 1), ("colocated", 1), ("colocated", 2)])
 def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_next_one_is_answered(model, name, tensor_parallel_size):
     def body(rank, world_size):
-        from megatron_grpo.base.errors import CancelledError
+        from megatron_grpo.core.base.errors import CancelledError
 
         engine, asked, steps = build(name, model, rank, world_size, tensor_parallel_size), [], []
         if name == "colocated":
-            from megatron_grpo.rollout import colocated
+            from megatron_grpo.core.rollout import colocated
 
             colocated.STEPS_BETWEEN_AGREEMENTS = 4
             inner = engine._llm.llm_engine
@@ -131,8 +131,8 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
     def body(rank, world_size):
         from safetensors.torch import load_file
 
-        from megatron_grpo.rollout.engine import WeightSyncError
-        from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
+        from megatron_grpo.core.rollout.engine import WeightSyncError
+        from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 
         engine, weights = build(name, model, rank, world_size), load_file(model / "model.safetensors")
         probes = engine.probes()

@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_grpo.config.config import Config, ModelConfig, RolloutConfig, TunerConfig
-from megatron_grpo.rollout.adapters import LoraSync, lora_sync
-from megatron_grpo.run.build.policy import build_policy
-from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
-from megatron_grpo.types import make_sequence
-from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
-from megatron_grpo.weights.lora import lora_of
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.rollout.adapters import LoraSync, lora_sync
+from megatron_grpo.core.settings import Config, ModelConfig, RolloutConfig, TunerConfig
+from megatron_grpo.core.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
+from megatron_grpo.core.types import make_sequence
+from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
+from megatron_grpo.core.weights.lora import lora_of
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.assemble.policy import build_policy
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, tokens_of
 from tests.parity_cases import batch_of, join, settings, stored_rollout
 from tests.ranks import run_ranks
@@ -119,7 +119,7 @@ def push_of(path, tuner, dtype="float32") -> LoraSync:
 
 def engine_for(policy, rank, world_size, *, tp=1):
     """Imported late: the test process itself never loads vLLM."""
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tp)
     return ColocatedEngine.build(cfg, model_path=policy.path, dtype=policy.dtype, max_model_len=128, seed=0, rank=rank,

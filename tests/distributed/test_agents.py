@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SamplingSettings
 from tests.agents import branching, stage, turns_of
 from tests.chat_models import DROPS, chat_tokenizer, write_chat
 from tests.distributed.test_episodes import engine_at, prompts
@@ -33,8 +33,8 @@ def worst_gap(groups, model) -> float:
 
 def test_one_rank_two_engines_and_one_engine_of_two_ranks_answer_agents_alike(model_path):
     def body(rank, world_size, tp):
-        from megatron_grpo.environments.agents import AgentSampler
-        from megatron_grpo.environments.trajectory import ChatTemplate
+        from megatron_grpo.plugins.environments.agents import AgentSampler
+        from megatron_grpo.plugins.environments.trajectory import ChatTemplate
 
         template = ChatTemplate(chat_tokenizer(DROPS), end_ids=[2, 0])
         rules = dict(template=template, max_model_len=800, concurrency=32, needs_reward=True)

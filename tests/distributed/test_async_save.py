@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.types import Progress
+from megatron_grpo.core.types import Progress
 from tests.distributed.test_checkpoint import Policy, Prompts, Waiting, checkpoints, pending_samples, run_of, save_after, tensors_of
 from tests.ranks import run_ranks
 
@@ -22,7 +22,7 @@ LAYOUTS = {
 
 def held_until(event):
     """Writing a rank's pieces waits for the event."""
-    from megatron_grpo.checkpoint import distributed
+    from megatron_grpo.run.checkpoint import distributed
 
     write = distributed.write_pieces
 
@@ -39,7 +39,7 @@ def save_and_go_on(rank, world_size, folder, layout):
 
     import torch
 
-    from megatron_grpo.parallel import collectives
+    from megatron_grpo.core.parallel import collectives
 
     policy, keeper, go_on = Policy(world_size, **layout), checkpoints(folder, async_save=True), threading.Event()
     held_until(go_on)
@@ -111,7 +111,7 @@ def test_writing_that_fails_beside_the_steps_ends_all_ranks_and_leaves_the_older
         import signal
         import time
 
-        from megatron_grpo.checkpoint.saving import CheckpointError
+        from megatron_grpo.run.checkpoint.saving import CheckpointError
 
         policy, keeper = Policy(world_size), checkpoints(tmp_path, async_save=True)
         policy.step()
@@ -150,7 +150,7 @@ def test_generators_of_all_ranks_are_in_one_file_and_those_that_are_alike_stand_
 
         import torch
 
-        from megatron_grpo.checkpoint import rng_state
+        from megatron_grpo.run.checkpoint import rng_state
 
         policy = Policy(world_size, tp=2)
         random.seed(5)

@@ -70,7 +70,7 @@ def test_the_smallest_differences_are_seen_and_without_the_setting_there_are_man
     path = cases.write(tmp_path, "qwen3")
 
     def body(rank, world):
-        from megatron_grpo.analysis.bitwise_parity import switch_off
+        from megatron_grpo.commands.analysis.bitwise_parity import switch_off
 
         parallel = parity.join(parity.settings(), world)
         pair = cases.Pair.build(rank, world, path, parallel=parallel)

@@ -14,21 +14,21 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.parallel import collectives
-from megatron_grpo.planning import sampler as push
-from megatron_grpo.planning.parameters import TrainableSpec
-from megatron_grpo.policy import hf_export
-from megatron_grpo.policy.hf_export import MegatronToHF
-from megatron_grpo.trainer import weight_sync
-from megatron_grpo.weights import adapters as weights_adapters
-from megatron_grpo.weights import mapping
-from megatron_grpo.weights.adapters import trimmed
-from megatron_grpo.weights.buckets import TensorSlice, fill, joined, num_collectives, peak_bytes
-from megatron_grpo.weights.hf_files import HfReader
-from megatron_grpo.weights.lora import A
-from megatron_grpo.weights.names import ShardCut
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.commands.planning import sampler as push
+from megatron_grpo.commands.planning.parameters import TrainableSpec
+from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.parallel import collectives
+from megatron_grpo.core.policy import hf_export
+from megatron_grpo.core.policy.hf_export import MegatronToHF
+from megatron_grpo.core.trainer import weight_sync
+from megatron_grpo.core.weights import adapters as weights_adapters
+from megatron_grpo.core.weights import mapping
+from megatron_grpo.core.weights.adapters import trimmed
+from megatron_grpo.core.weights.buckets import TensorSlice, fill, joined, num_collectives, peak_bytes
+from megatron_grpo.core.weights.hf_files import HfReader
+from megatron_grpo.core.weights.lora import A
+from megatron_grpo.core.weights.names import ShardCut
+from megatron_grpo.core.weights.shape import ModelShape
 from tests import parity_cases as cases
 from tests.ranks import RanksFailed, run_ranks
 from tests.tiny_models import write_tiny

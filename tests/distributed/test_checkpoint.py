@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.types import Progress, Sample, SampleWithOldLogprobs
+from megatron_grpo.core.types import Progress, Sample, SampleWithOldLogprobs
 from tests import fused_adam
 from tests.ranks import run_ranks
 
@@ -73,9 +73,9 @@ class Policy:
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from megatron_grpo.parallel.layout import Layout
-        from megatron_grpo.parallel.state import start
-        from megatron_grpo.policy.kernels import Norm
+        from megatron_grpo.core.parallel.layout import Layout
+        from megatron_grpo.core.parallel.state import start
+        from megatron_grpo.core.policy.kernels import Norm
 
         start(Layout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep), seed=seed)
         from megatron.core import parallel_state as ps
@@ -173,12 +173,12 @@ class Policy:
         self.scheduler.step(1)
 
     def sharded_state_dict(self, *, is_loading, with_optimizer=True):
-        from megatron_grpo.policy.sharded_state import sharded_state
+        from megatron_grpo.core.policy.sharded_state import sharded_state
 
         return sharded_state(self.chunks, self.optimizer, self.scheduler, is_loading=is_loading)
 
     def load_sharded_state_dict(self, state, *, with_optimizer=True):
-        from megatron_grpo.policy.sharded_state import load_state
+        from megatron_grpo.core.policy.sharded_state import load_state
 
         load_state(self.chunks, self.optimizer, self.scheduler, state)
 
@@ -193,9 +193,9 @@ class Policy:
 
 
 def checkpoints(folder, resume="auto", **settings):
-    from megatron_grpo.checkpoint.resume import find_checkpoints
-    from megatron_grpo.checkpoint.saving import Checkpoints
-    from megatron_grpo.config.config import RunConfig
+    from megatron_grpo.core.settings import RunConfig
+    from megatron_grpo.run.checkpoint.resume import find_checkpoints
+    from megatron_grpo.run.checkpoint.saving import Checkpoints
 
     print_line = settings.pop("print_line", None)
     return Checkpoints(
@@ -268,7 +268,7 @@ def tensors_of(directories):
         import torch
         from megatron.core import dist_checkpointing
 
-        from megatron_grpo.parallel import cpu
+        from megatron_grpo.core.parallel import cpu
 
         cpu.enable()
         # numpy, or it would travel as storages shared by file descriptor
@@ -433,7 +433,7 @@ def assert_same_samples(got, wanted):
 
 def restore_only(rank, world_size, folder, resume="auto"):
     """The step it resumed from, and the lines it said; or the sentence of the ConfigError."""
-    from megatron_grpo.base.errors import ConfigError
+    from megatron_grpo.core.base.errors import ConfigError
 
     heard = []
     policy = Policy(world_size, seed=1)
@@ -446,7 +446,7 @@ def restore_only(rank, world_size, folder, resume="auto"):
 
 def restore_watched(rank, world_size, folder):
     """What the display of a rank shows at each progress while it restores."""
-    from megatron_grpo.base import activity
+    from megatron_grpo.core.base import activity
 
     shown, advance = [], activity.advance
 
@@ -511,7 +511,7 @@ def test_the_output_dir_of_another_run_can_be_resumed_from(saved):
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_directory(saved):
     def resume_wider(rank, world_size):
-        from megatron_grpo.base.errors import ConfigError
+        from megatron_grpo.core.base.errors import ConfigError
 
         with pytest.raises(ConfigError, match="iter_0000004 is not damaged but does not match"):
             restored(checkpoints(saved), Policy(world_size, hidden=128), Prompts())
@@ -524,7 +524,7 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_the_older_checkpoin
         import resource
         import signal
 
-        from megatron_grpo.checkpoint.saving import CheckpointError
+        from megatron_grpo.run.checkpoint.saving import CheckpointError
 
         policy, keeper = Policy(world_size), checkpoints(tmp_path)
         policy.step()
@@ -546,7 +546,7 @@ def test_a_first_rank_that_cannot_write_its_small_files_stops_all_ranks_too(tmp_
         import resource
         import signal
 
-        from megatron_grpo.checkpoint.saving import CheckpointError
+        from megatron_grpo.run.checkpoint.saving import CheckpointError
 
         policy = Policy(world_size)
         policy.step()
@@ -612,7 +612,7 @@ def test_checkpoints_are_marked_once_what_their_weights_sampled_was_trained_and_
 
 
 def test_a_checkpoint_is_due_when_so_many_seconds_have_passed_since_the_last(tmp_path, monkeypatch):
-    from megatron_grpo.checkpoint import saving
+    from megatron_grpo.run.checkpoint import saving
 
     now = [100.0]
     monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
@@ -660,7 +660,7 @@ def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
 
 def test_a_checkpoint_whose_description_runs_code_is_refused_and_runs_none(copy, tmp_path):
     """Whoever can write a checkpoint can write its checksums too."""
-    from megatron_grpo.checkpoint.manifest import with_digest
+    from megatron_grpo.run.checkpoint.manifest import with_digest
     from tests.checkpoint_files import fingerprints
 
     class Runs:

@@ -9,7 +9,7 @@ def test_an_exchange_reaches_those_it_names_in_the_order_of_the_senders():
     def body(rank, world_size):
         import numpy as np
 
-        from megatron_grpo.parallel import collectives
+        from megatron_grpo.core.parallel import collectives
 
         shared = [("from", rank), np.full(1000 * rank, rank)]
         found = collectives.exchange({1: shared, 2: shared} if rank != 1 else {0: ["alone"]})
@@ -27,7 +27,7 @@ def test_gathered_objects_are_each_as_long_as_they_are():
     """Of one rank 300 kB, of the others a few bytes: nothing is padded to the largest."""
 
     def body(rank, world_size):
-        from megatron_grpo.parallel import collectives
+        from megatron_grpo.core.parallel import collectives
         from tests.wire import wire
 
         mine = ["long", bytes(range(256)) * 1200] if rank == 1 else [rank, None]
@@ -48,7 +48,7 @@ def test_a_sum_in_place_refuses_what_only_a_copy_of_would_get_it():
         import pytest
         import torch
 
-        from megatron_grpo.parallel import collectives
+        from megatron_grpo.core.parallel import collectives
 
         grad = torch.arange(6.0).reshape(2, 3) * (rank + 1)
         with pytest.raises(ValueError, match=r"expected a contiguous tensor, got shape \(3, 2\) with strides \(1, 3\)"):
@@ -59,7 +59,7 @@ def test_a_sum_in_place_refuses_what_only_a_copy_of_would_get_it():
 
 
 def test_a_process_without_a_job_is_a_job_of_one():
-    from megatron_grpo.parallel import collectives
+    from megatron_grpo.core.parallel import collectives
 
     assert (collectives.rank(), collectives.num_ranks(), collectives.has_job()) == (0, 1, False)
     assert collectives.all_gather_object("x") == ["x"] and collectives.broadcast_object("x") == "x"

@@ -77,7 +77,7 @@ def test_any_two_choices_of_different_kinds_meet_and_the_cuts_take_turns():
 
 
 def take_each_ranks_own_entropy_threshold(policy):
-    from megatron_grpo.policy import passes as module
+    from megatron_grpo.core.policy import passes as module
 
     threshold = module.entropy_threshold  # a rank that hears only itself of its group
     module.entropy_threshold = lambda *of, over_ranks: threshold(*of, over_ranks=lambda counts: counts)
@@ -85,7 +85,7 @@ def take_each_ranks_own_entropy_threshold(policy):
 
 def compare_completions_on_one_rank_alone(policy):
     """What `real` asks of a group, of which the other rank has a part."""
-    from megatron_grpo.policy import passes as module
+    from megatron_grpo.core.policy import passes as module
 
     module.collectives = SimpleNamespace(**vars(module.collectives) | {"all_gather_object": lambda mine: [mine]})
 
@@ -123,7 +123,7 @@ def test_a_teachers_word_reaches_its_token_where_a_prompt_is_computed_once(with_
 
 def change_what_the_teacher_says(change):
     def tamper(policy):
-        from megatron_grpo.grpo import objectives as module
+        from megatron_grpo.core.grpo import objectives as module
 
         right = module.teacher_log_ratio
         module.teacher_log_ratio = lambda teacher, old: change(right, teacher, old)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_grpo.types import Sample
+from megatron_grpo.core.types import Sample
 from tests import parity_cases as cases
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 

@@ -12,10 +12,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.environments.protocol import Environment
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.types import FAULTS, Prompt
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.settings import RolloutConfig
+from megatron_grpo.core.types import FAULTS, Prompt
+from megatron_grpo.plugins.environments.protocol import Environment
 from tests.chat_models import DROPS, TEMPLATE, TRIMS, chat_tokenizer, write_chat
 from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny
@@ -141,15 +141,15 @@ def model_path(tmp_path_factory):
 
 @contextlib.contextmanager
 def engine_at(path, rank, world_size, *, tp=1):
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=32, vllm_max_num_seqs=64, vllm_tensor_parallel_size=tp)
     yield ColocatedEngine.build(cfg, model_path=path, dtype="float32", max_model_len=800, seed=0, rank=rank, world_size=world_size)
 
 
 def stage(environment, *, template=TEMPLATE, history="template", max_turns=3, timeout=1.0):
-    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory
-    from megatron_grpo.environments.trajectory import ChatTemplate
+    from megatron_grpo.plugins.environments.episode_runner import EpisodeRunnerFactory
+    from megatron_grpo.plugins.environments.trajectory import ChatTemplate
 
     tokenizer = chat_tokenizer(template)
     limits = dict(
@@ -209,7 +209,7 @@ def _as_rendered(tokenizer, tokens, mask, record) -> int:
 
 def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(model_path):
     def body(rank, world_size):
-        from megatron_grpo.environments.episode_runner import EpisodeSampler
+        from megatron_grpo.plugins.environments.episode_runner import EpisodeSampler
 
         model = load_tiny(model_path)
         with engine_at(model_path, rank, world_size) as engine:
@@ -251,7 +251,7 @@ def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(
 
 def test_a_loop_that_a_coroutine_holds_and_one_row_that_begins_in_two_ways(model_path):
     def body(rank, world_size):
-        from megatron_grpo.environments.episode_runner import EpisodeSampler
+        from megatron_grpo.plugins.environments.episode_runner import EpisodeSampler
 
         with engine_at(model_path, rank, world_size) as engine:
             [held] = EpisodeSampler(engine, stage(HoldsTheLoop)).generate(prompts(1), SAMPLING, seed=1)
@@ -284,7 +284,7 @@ class Delayed(Environment):
 
 def test_one_rank_two_engines_and_one_engine_of_two_ranks_play_the_same_episodes(model_path):
     def body(rank, world_size, tp):
-        from megatron_grpo.environments.episode_runner import EpisodeSampler
+        from megatron_grpo.plugins.environments.episode_runner import EpisodeSampler
 
         with engine_at(model_path, rank, world_size, tp=tp) as engine:
             return drawn(EpisodeSampler(engine, stage(Delayed, template=DROPS)).generate(prompts(5, DROPS), SAMPLING, seed=3))
@@ -297,7 +297,7 @@ def test_one_rank_two_engines_and_one_engine_of_two_ranks_play_the_same_episodes
 
 
 def test_a_rank_of_an_engine_that_draws_other_tokens_is_caught():
-    from megatron_grpo.rollout.turns import follow_engine
+    from megatron_grpo.core.rollout.turns import follow_engine
 
     class Turns:
         def submit(self, *args, **kwargs):

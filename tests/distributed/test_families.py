@@ -132,8 +132,8 @@ def wanted(path, sequences, dtype: str = "float32") -> list[np.ndarray]:
 
 def logprobs_as_loaded(policy, path, sequences):
     """What a policy says that has not been trained; what it exports is the checkpoint, bit for bit."""
-    from megatron_grpo.weights.hf_files import HfReader
-    from megatron_grpo.weights.safetensors_files import stored_names
+    from megatron_grpo.core.weights.hf_files import HfReader
+    from megatron_grpo.core.weights.safetensors_files import stored_names
 
     read, exported = HfReader(path), dict(policy.named_weights())
     is_stored_otherwise = cases._family(path).fused_experts  # than the table has it: all experts in one tensor
@@ -165,7 +165,7 @@ def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, name
 
 
 def load(path, name: str) -> np.ndarray:
-    from megatron_grpo.weights.hf_files import HfReader
+    from megatron_grpo.core.weights.hf_files import HfReader
 
     return HfReader(path)(name).numpy()
 
@@ -241,7 +241,7 @@ def test_a_bias_that_no_layer_holds_is_an_error(tmp_path):
     path = write_tiny(tmp_path, "llama", attention_bias=True)
 
     def lose(rank, world):
-        from megatron_grpo.policy import model_config
+        from megatron_grpo.core.policy import model_config
 
         model_config.with_bias = lambda linear, bias: linear
         with pytest.raises(ValueError, match=r"no Megatron module has: .*linear_proj\.bias"):

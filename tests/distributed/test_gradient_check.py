@@ -154,7 +154,7 @@ def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_thei
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
     def body(rank, world):
-        from megatron_grpo.policy.gradient_check import GradNormSpikeCheck
+        from megatron_grpo.core.policy.gradient_check import GradNormSpikeCheck
 
         found = []
         policy = cases.build(models["qwen3"], cases.settings(micro_batch_size=2, **layout.settings), world)
@@ -210,8 +210,8 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
     def body(rank, world):
         from types import SimpleNamespace
 
-        from megatron_grpo.trainer.sample_buffer import SampleBuffer
-        from megatron_grpo.types import TrainingRows
+        from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
+        from megatron_grpo.core.types import TrainingRows
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
         rows = TrainingRows.of(first, dp_rank=policy.cut.dp_rank_of(np.array([sample.row for sample in first])))
@@ -245,7 +245,7 @@ def test_a_policy_that_is_offloaded_for_the_sampler_is_the_same_after_a_refused_
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
     def body(rank, world):
-        from megatron_grpo.run.build.policy import build_policy
+        from megatron_grpo.run.assemble.policy import build_policy
 
         cfg = cases.settings(torch_dtype="bfloat16", **layout.settings, **settings)
         other = cases.build(models["qwen3"], cfg, world)

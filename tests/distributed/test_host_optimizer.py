@@ -12,8 +12,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron_grpo.checkpoint.distributed import read_sharded
-from megatron_grpo.policy.sharded_state import load_state, sharded_state, without_extra_state
+from megatron_grpo.core.policy.sharded_state import load_state, sharded_state, without_extra_state
+from megatron_grpo.run.checkpoint.distributed import read_sharded
 from tests import fused_adam
 from tests import parity_cases as cases
 from tests.checkpoint_files import write_sharded
@@ -71,7 +71,7 @@ def test_a_host_optimizer_trains_as_another_and_goes_on_from_its_checkpoint_as_i
         parallel = cases.join(cfg, world)
         plain = steps(cases.build(path, cfg, world, parallel), batches, 0)
         with a_gpu():
-            from megatron_grpo.run.build import policy as build
+            from megatron_grpo.run.assemble import policy as build
 
             build.machine_problems = lambda *args, **more: []  # there is no GPU
             host = cfg.with_values({"optimizer_cpu_offload": True, "optimizer_offload_fraction": on_host})
@@ -115,7 +115,7 @@ def test_a_build_leaves_no_tensor_to_the_garbage_collector(tmp_path, settings):
     def run(rank, world):
         parallel = cases.join(cfg, world)
         with a_gpu():
-            from megatron_grpo.run.build import policy as build
+            from megatron_grpo.run.assemble import policy as build
 
             build.machine_problems = lambda *args, **more: []  # there is no GPU
             cases.build(path, cfg, world, parallel)  # imports, and caches that are filled once
@@ -141,7 +141,7 @@ class Layer(torch.nn.Linear):
 
 
 def test_what_layers_keep_beside_their_weights_is_neither_saved_nor_missed():
-    from megatron_grpo.policy.sharded_state import _load_weights
+    from megatron_grpo.core.policy.sharded_state import _load_weights
 
     layer = Layer(2, 2)
     described = without_extra_state({**layer.state_dict(), "experts._extra_state3": 1})

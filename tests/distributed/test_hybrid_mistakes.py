@@ -16,8 +16,8 @@ from tests.mistakes import mistake
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
-LAYER, STREAM, CONFIG = (f"megatron_grpo.policy.{name}" for name in ("gated_delta_net", "packed_batch", "model_config"))
-MAPPING, SHAPE = (f"megatron_grpo.weights.{name}" for name in ("mapping", "shape"))
+LAYER, STREAM, CONFIG = (f"megatron_grpo.core.policy.{name}" for name in ("gated_delta_net", "packed_batch", "model_config"))
+MAPPING, SHAPE = (f"megatron_grpo.core.weights.{name}" for name in ("mapping", "shape"))
 ATTENTION, SHARED_EXPERTS = (f"megatron.core.transformer.{name}" for name in ("attention", "moe.shared_experts"))
 NORM = "F.rms_norm(out, weight.shape, weight, self.config.layernorm_epsilon)"
 WEIGHT = "weight = copy_to_ranks(self.out_norm.weight, self.tp_group).float()"

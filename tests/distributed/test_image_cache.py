@@ -18,9 +18,9 @@ def test_rows_that_wait_show_their_pictures_again(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def body(rank, world_size):
-        from megatron_grpo.config.config import DataConfig
-        from megatron_grpo.data.prompts import open_stream
-        from megatron_grpo.types import Progress
+        from megatron_grpo.core.settings import DataConfig
+        from megatron_grpo.core.types import Progress
+        from megatron_grpo.run.data.prompts import open_stream
 
         def stream():
             return open_stream(DataConfig(dataset=str(tmp_path / "d.jsonl")), SmallTokenizer(), seed=3, image_spec=EYES)

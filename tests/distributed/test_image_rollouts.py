@@ -34,10 +34,10 @@ def written(at, kind):
 
 
 def opened(folder, **settings):
-    from megatron_grpo.config.config import DataConfig
-    from megatron_grpo.data.chat import load_tokenizer
-    from megatron_grpo.data.image_processing import image_spec_of
-    from megatron_grpo.data.prompts import open_stream
+    from megatron_grpo.core.images import image_spec_of
+    from megatron_grpo.core.settings import DataConfig
+    from megatron_grpo.run.data.chat import load_tokenizer
+    from megatron_grpo.run.data.prompts import open_stream
 
     cfg = DataConfig(dataset=str(folder / "rows.jsonl"), dataset_shuffle=False, **settings)
     image_spec = image_spec_of(cfg, folder / "model")
@@ -45,8 +45,8 @@ def opened(folder, **settings):
 
 
 def started(folder, image_spec):
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.settings import RolloutConfig
 
     cfg = RolloutConfig(vllm_max_num_seqs=16, vllm_kv_cache_memory_mb=32)
     return ColocatedEngine.build(cfg, model_path=folder / "model", dtype="float32", max_model_len=192, seed=0, rank=0, world_size=1,
@@ -85,7 +85,7 @@ def shaken(named):
 
 def worst(model, engine, prompts, *, seed=0):
     """Largest |vLLM - transformers| over the drawn tokens, and over all tokens of the probes that show a picture."""
-    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.core.rollout.engine import SamplingSettings
 
     groups = engine.generate(prompts, SamplingSettings(n=3, max_completion_length=8, temperature=0.9), seed=seed)
     drawn = [one for group in groups for one in group.completions]
@@ -103,8 +103,8 @@ def told(folder):
     def body(rank, world_size):
         from safetensors.torch import load_file
 
-        from megatron_grpo.rollout.engine import SamplingSettings
-        from megatron_grpo.weights.buckets import WeightUpdate
+        from megatron_grpo.core.rollout.engine import SamplingSettings
+        from megatron_grpo.core.weights.buckets import WeightUpdate
 
         stream, image_spec = opened(folder)
         prompts = stream.take(4)
@@ -142,9 +142,9 @@ def told(folder):
 
 def traps(engine, model, folder, prompts, sampling):
     """What each wrong way of asking comes to; a sentence, or a difference in nats."""
-    from megatron_grpo.base.errors import RunError
-    from megatron_grpo.data.image_processing import ImageProcessorSpec
-    from megatron_grpo.rollout import vllm_requests
+    from megatron_grpo.core.base.errors import RunError
+    from megatron_grpo.core.images import ImageProcessorSpec
+    from megatron_grpo.core.rollout import vllm_requests
 
     found = {}
     asked = vllm_requests.prompt_of
@@ -190,7 +190,7 @@ def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_pu
     def body(rank, world_size):
         from safetensors.torch import load_file, save_file
 
-        from megatron_grpo.weights.buckets import WeightUpdate
+        from megatron_grpo.core.weights.buckets import WeightUpdate
 
         stream, image_spec = opened(tmp_path)
         prompts = stream.take(4)

@@ -30,17 +30,17 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     import torch
     from safetensors.torch import load_file
 
-    from megatron_grpo.base.errors import RunError
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.parallel.layout import Layout
-    from megatron_grpo.parallel.state import start
-    from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.servers import requests, wire
-    from megatron_grpo.servers.http import start_coroutine
-    from megatron_grpo.servers.server_group import ServerRequirements
-    from megatron_grpo.servers.servers import ServerEngine
-    from megatron_grpo.weights.buckets import WeightUpdate
-    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.core.base.errors import RunError
+    from megatron_grpo.core.parallel.layout import Layout
+    from megatron_grpo.core.parallel.state import start
+    from megatron_grpo.core.rollout.engine import SamplingSettings
+    from megatron_grpo.core.settings import RolloutConfig
+    from megatron_grpo.core.weights.buckets import WeightUpdate
+    from megatron_grpo.core.weights.shape import ModelShape
+    from megatron_grpo.plugins.servers import requests, wire
+    from megatron_grpo.plugins.servers.http import start_coroutine
+    from megatron_grpo.plugins.servers.server_group import ServerRequirements
+    from megatron_grpo.plugins.servers.servers import ServerEngine
 
     folder = Path(folder)
     start(Layout(world_size=1), seed=0)

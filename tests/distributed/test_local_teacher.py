@@ -73,13 +73,13 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
     """{(teacher, which of `more`): {row: what it says}} of the rows whose home this rank is. For `run_ranks`."""
     from dataclasses import replace
 
-    from megatron_grpo.base.activity import Timers
-    from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.planning.memory import teacher_stages
-    from megatron_grpo.planning.models import rules_of
-    from megatron_grpo.run.build.engines import build_held_teacher
-    from megatron_grpo.trainer.sample_buffer import SampleBuffer
-    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.commands.planning.memory import teacher_stages
+    from megatron_grpo.core.base.activity import Timers
+    from megatron_grpo.core.batching.batch_sizes import BatchSizes
+    from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
+    from megatron_grpo.core.weights.shape import ModelShape
+    from megatron_grpo.run.assemble.engines import build_held_teacher
+    from megatron_grpo.run.models import rules_of
 
     parallel, found = cases.join(cases.settings(**settings), world), {}
     for name in teachers:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron_grpo.policy import lora
-from megatron_grpo.weights.lora import LoraSettings
+from megatron_grpo.core.policy import lora
+from megatron_grpo.core.weights.lora import LoraSettings
 from tests import lora_cases
 from tests import parity_cases as cases
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.core.base.errors import ConfigError
 from tests import lora_cases
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
@@ -65,8 +65,8 @@ def worst(one, other) -> float:
 
 def use(rank, world, model, cfg, adapters, out):
     """For each adapter: log-probs of its model; it is exported, and so is the merged model."""
-    from megatron_grpo.metrics.model_card import ModelCard
     from megatron_grpo.run.export import export_model
+    from megatron_grpo.run.metrics.model_card import ModelCard
 
     parallel, found = cases.join(cfg, world), {}
     for kind, adapter in adapters.items():
@@ -163,8 +163,8 @@ def export_and_listen(rank, world, model, adapters, out):
     cfg, heard = cases.settings(), {}
     parallel = cases.join(cfg, world)
     for kind, adapter in adapters.items():
-        from megatron_grpo.metrics.model_card import ModelCard
         from megatron_grpo.run.export import export_model
+        from megatron_grpo.run.metrics.model_card import ModelCard
 
         own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter)})
         policy = cases.build(model, own, world, parallel)
@@ -245,7 +245,7 @@ def names_of(rank, world, directory):
 
 def third_step(rank, world, model, cfg, batches, directory):
     """The adapter is drawn anew: all of it must come from the files."""
-    from megatron_grpo.checkpoint.distributed import read_sharded
+    from megatron_grpo.run.checkpoint.distributed import read_sharded
 
     policy = cases.build(model, cfg.with_values({"adapters": None, "seed": 7}), world)
     policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))

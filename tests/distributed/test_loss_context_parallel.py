@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss
-from megatron_grpo.grpo.metrics import finish
-from megatron_grpo.grpo.objectives import RATIOS, ClassificationTerms
+from megatron_grpo.core.grpo.loss import OBJECTIVES, GrpoLoss
+from megatron_grpo.core.grpo.metrics import finish
+from megatron_grpo.core.grpo.objectives import RATIOS, ClassificationTerms
+from megatron_grpo.core.settings import GrpoConfig
 from tests.ranks import run_ranks
 from tests.reference.packing import MAX_COMPLETION_LENGTH, labels_of, pack, random_batch, token_weight_fn
 
@@ -59,7 +59,7 @@ def test_loss_gradients_and_metrics_do_not_depend_on_how_context_parallelism_cut
     def on_a_rank(rank, world_size):
         import torch.distributed as dist
 
-        from megatron_grpo.parallel.autograd import sum_over_ranks
+        from megatron_grpo.core.parallel.autograd import sum_over_ranks
 
         def mine(num_positions):
             place = torch.arange(num_positions)

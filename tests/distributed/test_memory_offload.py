@@ -48,7 +48,7 @@ def storages_are_counted_twice(policy, trip):
 
 def without(policy, leaves):
     """The policy's tensors but for those that `leaves(role, tensor)` says."""
-    from megatron_grpo.policy.memory_offload import tensors_of
+    from megatron_grpo.core.policy.memory_offload import tensors_of
 
     policy.offloader._held = lambda: ((role, tensor) for role, tensor in tensors_of(policy) if not leaves(role, tensor))
 
@@ -60,7 +60,7 @@ def the_reference_is_left_behind(policy, trip):
 
 def only_the_first_chunk_leaves(policy, trip):
     """As `model[0].offload_grad_buffers()` does."""
-    from megatron_grpo.policy.memory_offload import tensors_of
+    from megatron_grpo.core.policy.memory_offload import tensors_of
 
     first = SimpleNamespace(chunks=policy.chunks[:1], wrapped=policy.wrapped[:1], reference=None, optimizer=policy.optimizer)
     policy.offloader._held = lambda: tensors_of(first)

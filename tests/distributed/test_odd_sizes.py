@@ -7,8 +7,8 @@ import json
 import pytest
 from transformers.utils import logging
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.shape import ModelShape
 from tests import odd_sizes as odd
 from tests import parity_cases as cases
 from tests.odd_draws import KINDS

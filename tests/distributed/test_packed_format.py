@@ -20,8 +20,8 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
         import megatron.core.extensions.transformer_engine as extensions
         import torch
 
-        from megatron_grpo.policy import layers, model, model_config, packed_batch
-        from megatron_grpo.types import Segment
+        from megatron_grpo.core.policy import layers, model, model_config, packed_batch
+        from megatron_grpo.core.types import Segment
 
         local, calls = layers.PackedAttention, []
 

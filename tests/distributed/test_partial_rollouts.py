@@ -38,8 +38,8 @@ def versions_of(path):
 
 
 def build(path, rank, world_size, tensor_parallel_size=1):
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.settings import RolloutConfig
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=7, vllm_tensor_parallel_size=tensor_parallel_size)
     return ColocatedEngine.build(cfg, model_path=path, dtype="float32", max_model_len=96, seed=0, rank=rank, world_size=world_size)
@@ -47,20 +47,20 @@ def build(path, rank, world_size, tensor_parallel_size=1):
 
 @cache
 def prompt(number):
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.types import Prompt
 
     token_ids = np.random.default_rng(number).integers(4, 120, 5 + number)
     return Prompt(number=number, row=number, raw="", token_ids=tuple(token_ids.tolist()), columns={})
 
 
 def settings(**more):
-    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.core.rollout.engine import SamplingSettings
 
     return SamplingSettings(n=GROUP, max_completion_length=LIMIT, **more)
 
 
 def push(engine, states, version):
-    from megatron_grpo.weights.buckets import WeightUpdate
+    from megatron_grpo.core.weights.buckets import WeightUpdate
 
     engine.load_weights(WeightUpdate(kind="weights", version=version, tensors=iter(states[version].items())))
 
@@ -123,8 +123,8 @@ def whole_run(path, sampling, rank=0, world_size=1, tensor_parallel_size=1):
 @pytest.mark.parametrize("cut", [{}, {"top_k": 6, "top_p": 0.9, "returns_sampling_mask": True}], ids=["whole vocabulary", "top-k"])
 def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_file_bit_for_bit(model, tmp_path, cut):
     def body(rank, world_size):
-        from megatron_grpo.checkpoint.samples import file_of, read_samples
-        from megatron_grpo.types import PartialCompletion
+        from megatron_grpo.core.types import PartialCompletion
+        from megatron_grpo.run.checkpoint.samples import file_of, read_samples
 
         sampling = settings(temperature=0.8, **cut)
         engine, states, groups, after = whole_run(model, sampling)
@@ -165,7 +165,11 @@ def test_two_ranks_interrupt_at_the_same_step_of_their_engines_and_twice_at_the_
     assert {number for number, _ in one} == ({0, 2, 4})
 
 
-TURNS, PARTS, COLOCATED = "megatron_grpo.rollout.turns", "megatron_grpo.rollout.partial_rollouts", "megatron_grpo.rollout.colocated"
+TURNS, PARTS, COLOCATED = (
+    "megatron_grpo.core.rollout.turns",
+    "megatron_grpo.plugins.partial_rollouts.engine",
+    "megatron_grpo.core.rollout.colocated",
+)
 MISTAKES = {
     "the cache of the old weights is kept": (COLOCATED, "        self._forget_prefixes()\n", ""),
     "a token of a part is dropped": (
@@ -181,7 +185,7 @@ MISTAKES = {
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_mistake_shows_in_the_log_probs(model, what):
     def body(rank, world_size):
-        import megatron_grpo.rollout.colocated  # noqa: F401 - what is changed must have been imported
+        import megatron_grpo.core.rollout.colocated  # noqa: F401 - what is changed must have been imported
 
         with mistake(*MISTAKES[what]):
             _, states, groups, _ = whole_run(model, settings())
@@ -195,7 +199,7 @@ def test_a_part_has_a_seed_of_its_own(model, is_right):
     """With the seed of the first part, a part would be sampled from the random numbers of the one before it."""
 
     def body(rank, world_size):
-        from megatron_grpo.rollout import partial_rollouts
+        from megatron_grpo.plugins.partial_rollouts import engine as partial_rollouts
 
         partial_rollouts.STEPS_BETWEEN_AGREEMENTS = 4
         wrong = (PARTS, "if num_sampled == 0:", "if True:")
@@ -245,7 +249,7 @@ def test_a_stop_string_ends_a_completion_also_where_it_lies_over_an_interruption
 
 def test_a_generation_that_is_cancelled_leaves_the_engine_free(model):
     def body(rank, world_size):
-        from megatron_grpo.base.errors import CancelledError
+        from megatron_grpo.core.base.errors import CancelledError
 
         engine = build(model, rank, world_size)
         engine.should_cancel = lambda: rank == 1

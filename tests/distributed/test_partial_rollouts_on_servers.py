@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from megatron_grpo.servers import wire
+from megatron_grpo.plugins.servers import wire
 from tests.distributed.test_rollout_servers import named_in, prompts, trainer
 from tests.ranks import run_ranks
 from tests.servers import ASKS, BackgroundCall, Server
@@ -44,13 +44,13 @@ def servers(models, tmp_path_factory):
 
 
 def settings(**more):
-    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.core.rollout.engine import SamplingSettings
 
     return replace(SamplingSettings(n=GROUP, max_completion_length=LIMIT, temperature=0.8, stop_token_ids=(4,)), **more)
 
 
 def push(policy, weight_sync, paths, version):
-    from megatron_grpo.weights.hf_files import HfReader
+    from megatron_grpo.core.weights.hf_files import HfReader
 
     policy.exchange.load(policy.chunks, HfReader(paths[version]))
     assert weight_sync.sync_weights(version).logp_difference_max < 1e-4
@@ -179,7 +179,7 @@ def test_abort_answers_with_what_was_sampled_and_the_server_goes_on(models, serv
 
 def hold(rank, world, paths, named, out, file):
     """Requests of several completions and of one, some of which have ended when POST /abort comes."""
-    from megatron_grpo.servers.http import start_coroutine
+    from megatron_grpo.plugins.servers.http import start_coroutine
 
     with trainer(rank, world, paths[0], named, out) as (policy, engine, weight_sync):
         push(policy, weight_sync, paths, 0)
@@ -249,8 +249,8 @@ def test_all_servers_lost_and_one_that_returns_goes_on_from_what_was_kept(models
 
 def lose_all(rank, world, paths, named, out, pid):
     """The only server is stopped for longer than a stream may be silent, then continued: all weights are lost, and synced again."""
-    from megatron_grpo.rollout.engine import WeightsLostError
-    from megatron_grpo.servers import http
+    from megatron_grpo.core.rollout.engine import WeightsLostError
+    from megatron_grpo.plugins.servers import http
 
     http.SILENCE = 2.0
     asked = prompts(4)

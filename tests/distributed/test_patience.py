@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from megatron_grpo.parallel import collectives
-from megatron_grpo.parallel.layout import Layout
-from megatron_grpo.parallel.state import start
+from megatron_grpo.core.parallel import collectives
+from megatron_grpo.core.parallel.layout import Layout
+from megatron_grpo.core.parallel.state import start
 from tests.ranks import run_ranks
 
 

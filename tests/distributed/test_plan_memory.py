@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.optimizer import BYTES
-from megatron_grpo.planning.cost import checkpoint_bytes
-from megatron_grpo.planning.memory import OffloadPlan
-from megatron_grpo.planning.parameters import TrainableSpec, state_bytes, static_memory
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.commands.planning.cost import checkpoint_bytes
+from megatron_grpo.commands.planning.memory import OffloadPlan
+from megatron_grpo.commands.planning.parameters import TrainableSpec, state_bytes, static_memory
+from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.policy.lr_schedule import BYTES
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.weights.shape import ModelShape
 from tests.lora_cases import ODD, random_adapter
 from tests.offload_cases import LOW
 from tests.parity_cases import join
@@ -27,8 +27,8 @@ def measured(rank, world, path, cfg):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
-    from megatron_grpo.policy.memory_offload import ROLES
-    from megatron_grpo.run.build.policy import build_policy
+    from megatron_grpo.core.policy.memory_offload import ROLES
+    from megatron_grpo.run.assemble.policy import build_policy
 
     policy = build_policy(cfg, join(cfg, world), model_path=path, num_steps=100, offload=ROLES)
     policy.optimizer.zero_grad()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.planning.activations import layer_bytes, stored_by_linears
-from megatron_grpo.planning.cost import work_of
-from megatron_grpo.planning.parameters import TrainableSpec
-from megatron_grpo.planning.token_counts import StepTokens
-from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.sizes import CHUNK
+from megatron_grpo.commands.planning.activations import layer_bytes, stored_by_linears
+from megatron_grpo.commands.planning.cost import work_of
+from megatron_grpo.commands.planning.parameters import TrainableSpec
+from megatron_grpo.commands.planning.token_counts import StepTokens
+from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.core.weights.sizes import CHUNK
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -37,7 +37,7 @@ def measured(rank, world, path, runs):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron_grpo.policy.packed_batch import to_local
+    from megatron_grpo.core.policy.packed_batch import to_local
 
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -130,9 +130,9 @@ def counted_rule(rank, world, path):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron_grpo.policy import gated_delta_net
-    from megatron_grpo.policy.packed_batch import to_local
-    from megatron_grpo.weights.sizes import CHUNK
+    from megatron_grpo.core.policy import gated_delta_net
+    from megatron_grpo.core.policy.packed_batch import to_local
+    from megatron_grpo.core.weights.sizes import CHUNK
 
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

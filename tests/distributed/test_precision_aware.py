@@ -41,7 +41,7 @@ def batches(models):
 
 def kept(policy) -> dict[str, torch.Tensor]:
     """What the optimizer has on this rank, in float32, by (place of the weight, name)."""
-    from megatron_grpo.policy.sharded_state import runs_of
+    from megatron_grpo.core.policy.sharded_state import runs_of
 
     runs = enumerate(runs_of(policy.optimizer))
     return {f"{place} {name}": value.detach().float().clone() for place, (*_, states) in runs for name, value in states.items()
@@ -125,7 +125,7 @@ def test_bfloat16_gradients_are_float32s_within_their_rounding_and_their_norm_is
 
 
 def test_a_checkpoint_goes_on_in_another_layout_and_with_other_dtypes_and_without_its_optimizer(models, batches, tmp_path):
-    from megatron_grpo.checkpoint.distributed import read_sharded
+    from megatron_grpo.run.checkpoint.distributed import read_sharded
     from tests.checkpoint_files import write_sharded
 
     few = dict(main_params_dtype="fp16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
@@ -185,7 +185,7 @@ def test_a_checkpoint_goes_on_in_another_layout_and_with_other_dtypes_and_withou
 
 
 def test_float32_weights_that_go_on_as_fp16_are_on_all_ranks_what_these_round_to(models, batches, tmp_path):
-    from megatron_grpo.checkpoint.distributed import read_sharded
+    from megatron_grpo.run.checkpoint.distributed import read_sharded
     from tests.checkpoint_files import write_sharded
 
     def body(rank, world):
@@ -208,8 +208,8 @@ def test_a_replica_check_finds_a_weight_that_is_not_what_is_kept_of_it(models):
     """Sound runs are checked in tests/end_to_end/test_precision_aware.py."""
 
     def body(rank, world):
-        from megatron_grpo.analysis.replica_check import _rounded
-        from megatron_grpo.policy.sharded_state import runs_of
+        from megatron_grpo.commands.analysis.replica_check import _rounded
+        from megatron_grpo.core.policy.sharded_state import runs_of
 
         policy = cases.build(models["dense"], cases.settings(**OWN, main_params_dtype="fp16"), world)
         before, (weight, start, *_) = len(_rounded(policy)), next(runs_of(policy.optimizer))

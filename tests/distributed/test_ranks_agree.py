@@ -17,9 +17,9 @@ CASES = {
 
 
 def told(rank, world_size, cases):
-    from megatron_grpo.base.errors import ConfigError
-    from megatron_grpo.parallel import state
-    from megatron_grpo.parallel.layout import Layout
+    from megatron_grpo.core.base.errors import ConfigError
+    from megatron_grpo.core.parallel import state
+    from megatron_grpo.core.parallel.layout import Layout
 
     found = {}
     for name, facts in cases.items():

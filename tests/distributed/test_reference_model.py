@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(("settings", "models"), [({}, 1), ({"beta": 0.1}, 2), ({"beta": 0.1, "kl_in_reward": True}, 2)])
 def test_a_reference_is_loaded_for_a_kl_and_for_nothing_else(model, settings, models):
     def body(rank, world_size):
-        from megatron_grpo.run.build import policy as build
+        from megatron_grpo.run.assemble import policy as build
 
         made, read, real, reader = [], [], build.build_chunks, build.HfReader
 
@@ -87,7 +87,7 @@ def test_a_reference_of_its_own_is_the_model_it_is_and_the_policy_the_model_it_w
     def body(rank, world_size):
         import torch
 
-        from megatron_grpo.run.build.policy import build_policy
+        from megatron_grpo.run.assemble.policy import build_policy
         from tests.combinations import kl_to_reference
 
         parallel = cases.join(cases.settings(), world_size)

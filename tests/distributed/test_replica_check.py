@@ -54,7 +54,7 @@ def test_a_fault_is_named_and_what_was_before_it_is_not(found, name):
 
 
 def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
-    from megatron_grpo.analysis.replica_check import ReplicaCheckResult, ReplicaMismatch
+    from megatron_grpo.commands.analysis.replica_check import ReplicaCheckResult, ReplicaMismatch
 
     one = ReplicaMismatch(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
     assert str(one) == "values of the gradient of w differ between the data and context parallel ranks 2 and 0, 1, 3"
@@ -68,8 +68,8 @@ def test_a_weight_that_is_no_number_in_both_precisions_is_for_the_guard(models):
     """As an optimizer leaves it: the bfloat16 weight and its float32 copy are the same, though no NaN equals itself."""
 
     def body(rank, world):
-        from megatron_grpo.analysis.replica_check import _rounded
-        from megatron_grpo.policy.sharded_state import runs_of
+        from megatron_grpo.commands.analysis.replica_check import _rounded
+        from megatron_grpo.core.policy.sharded_state import runs_of
 
         policy = cases.build(models["dense"], cases.settings(torch_dtype="bfloat16"), world)
         before = len(_rounded(policy))

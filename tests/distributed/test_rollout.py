@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.base.errors import ConfigError, RunError
-from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.types import Prompt
-from megatron_grpo.weights.buckets import WeightUpdate
+from megatron_grpo.core.base.errors import ConfigError, RunError
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.settings import RolloutConfig
+from megatron_grpo.core.types import Prompt
+from megatron_grpo.core.weights.buckets import WeightUpdate
 from tests.ranks import RanksFailed, run_ranks
 from tests.tiny_models import EOS, SPECIAL, hf_logprobs, load_tiny, write_tiny
 
@@ -34,7 +34,7 @@ def model_path(tmp_path_factory):
 @contextlib.contextmanager
 def engine_at(path, rank, world_size, *, tp=1, dtype="float32", max_model_len=128, **settings):
     """Imported late: the test process itself never loads vLLM."""
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     cfg = RolloutConfig(**{"vllm_kv_cache_memory_mb": 8, "vllm_max_num_seqs": 32, "vllm_tensor_parallel_size": tp} | settings)
     yield ColocatedEngine.build(cfg, model_path=path, dtype=dtype, max_model_len=max_model_len, seed=0, rank=rank, world_size=world_size)
@@ -77,8 +77,8 @@ def test_sampled_logprobs_equal_transformers_and_a_run_repeats(model_path):
 
 def test_the_display_names_the_parts_of_the_start_and_counts_the_weights_that_are_read(model_path):
     def body(rank, world_size):
-        from megatron_grpo.base import activity
-        from megatron_grpo.rollout import vllm_patches
+        from megatron_grpo.core.base import activity
+        from megatron_grpo.core.rollout import vllm_patches
 
         shown, advance, vllm_patches.MIB = [], activity.advance, 1024  # the model has less than a MiB
 
@@ -158,7 +158,7 @@ def test_a_prompt_is_computed_once_for_its_completions_and_every_bit_stays(model
     sampling = SamplingSettings(n=6, max_completion_length=40)
 
     def body(rank, world_size, megabytes):
-        from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params
+        from megatron_grpo.core.rollout.vllm_requests import sampled_logprobs, sampling_params
 
         with engine_at(model_path, rank, world_size, max_model_len=140, vllm_max_num_seqs=64, vllm_kv_cache_memory_mb=megabytes) as engine:
             scheduler, computed = engine._llm.llm_engine.engine_core.engine_core.scheduler, []
@@ -277,7 +277,7 @@ def test_killed_job_leaves_no_shared_memory_and_left_over_segments_do_not_block_
     before = set(glob.glob("/dev/shm/*"))
 
     def killed(rank, world_size):
-        from megatron_grpo.rollout import vllm_patches
+        from megatron_grpo.core.rollout import vllm_patches
 
         make_name = vllm_patches._shared_memory_name
         name = {}

@@ -55,14 +55,14 @@ def named_in(folder: Path, *servers: Server) -> str:
 
 
 def prompts(count):
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.types import Prompt
 
     return [Prompt(number=i, row=100 + i, raw="", token_ids=tuple(4 + (5 * i + j) % 120 for j in range(5 + i % 7)), columns={})
             for i in range(count)]  # fmt: skip
 
 
 def sampling(n=3, length=16):
-    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.core.rollout.engine import SamplingSettings
 
     return SamplingSettings(n=n, max_completion_length=length, temperature=0.8)
 
@@ -89,11 +89,11 @@ def told_of(groups):
 @contextlib.contextmanager
 def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
     """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
-    from megatron_grpo.rollout.adapters import lora_sync
-    from megatron_grpo.run.build.run import build_weight_sync
-    from megatron_grpo.servers.server_group import needs_of
-    from megatron_grpo.servers.servers import ServerEngine
-    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.core.rollout.adapters import lora_sync
+    from megatron_grpo.core.weights.shape import ModelShape
+    from megatron_grpo.plugins.servers.server_group import needs_of
+    from megatron_grpo.plugins.servers.servers import ServerEngine
+    from megatron_grpo.run.assemble.run import build_weight_sync
     from tests.parity_cases import build, settings
 
     out.mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ def by_number(parts):
 
 def sample_versions(rank, world, paths, named, out, layout):
     """Three pushes of other weights, and what is sampled after each."""
-    from megatron_grpo.weights.hf_files import HfReader
+    from megatron_grpo.core.weights.hf_files import HfReader
 
     found = []
     with trainer(rank, world, paths[0], named, out, **layout) as (policy, engine, weight_sync):
@@ -212,9 +212,9 @@ ENDS = tuple(range(4, 128, 3))
 
 def play_on(engine):
     """A sampler of episodes over this engine; its environment says the number of the turn."""
-    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory, EpisodeSampler
-    from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.trajectory import ChatTemplate
+    from megatron_grpo.plugins.environments.episode_runner import EpisodeRunnerFactory, EpisodeSampler
+    from megatron_grpo.plugins.environments.protocol import Environment
+    from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.tiny_models import word_tokenizer
 
     class Counts(Environment):
@@ -231,8 +231,8 @@ def play_on(engine):
 
 def agents_on(engine):
     """A sampler of agents over this engine: of several contexts, with two requests at once."""
-    from megatron_grpo.environments.agents import AgentSampler
-    from megatron_grpo.environments.trajectory import ChatTemplate
+    from megatron_grpo.plugins.environments.agents import AgentSampler
+    from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.agents import branching, stage
     from tests.tiny_models import word_tokenizer
 
@@ -242,7 +242,7 @@ def agents_on(engine):
 
 
 def questions(count):
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.types import Prompt
 
     raws = [[{"role": "user", "content": f"{20 + i} {30 + i}"}] for i in range(count)]
     return [Prompt(number=i, row=i, raw=raw, token_ids=(1, 20 + i, 30 + i, 2, 1), columns={}) for i, raw in enumerate(raws)]
@@ -272,7 +272,7 @@ def play_inside(rank, world, path, player, told):
 
 def play_and_lose(rank, world, path, named, out, player, told):
     """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
-    from megatron_grpo.servers.http import ServerGoneError
+    from megatron_grpo.plugins.servers.http import ServerGoneError
     from tests.unit.trainer.test_rollouts import generator_of
 
     found = []
@@ -366,7 +366,7 @@ def run_of(rank, world, flags):
     import sys
 
     from megatron_grpo.cli import main
-    from megatron_grpo.servers import http, weight_broadcast
+    from megatron_grpo.plugins.servers import http, weight_broadcast
 
     if "server" in flags:
         sys.modules["vllm"] = None
@@ -420,7 +420,7 @@ def push_wrong_tensors(rank, world, path, named, out):
     """A tensor that does not come, and one that comes wrong: the run hears which, and of which server; the next push is right."""
     from dataclasses import replace
 
-    from megatron_grpo.trainer.weight_sync import WeightSyncError
+    from megatron_grpo.core.trainer.weight_sync import WeightSyncError
 
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
         weight_sync.sync_weights(0)
@@ -448,7 +448,7 @@ def test_what_is_wrong_with_a_push_is_said_with_the_servers_names(models, server
 
 def take_over(rank, world, path, named, out):
     """A second run is refused by name; a later process of the same run takes over, and the earlier one ends."""
-    from megatron_grpo.base.errors import ConfigError, RunError
+    from megatron_grpo.core.base.errors import ConfigError, RunError
 
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
         weight_sync.sync_weights(0)
@@ -468,7 +468,7 @@ def test_one_run_has_a_server_and_its_latest_process_is_that_run(models, servers
 
 def when_answered(rank, count, act):
     """On rank 0: acts once so many prompts were answered from now on; returns their lines."""
-    from megatron_grpo.servers import requests
+    from megatron_grpo.plugins.servers import requests
 
     heard, decode = [], requests.wire.decode_line
 
@@ -487,7 +487,7 @@ def when_answered(rank, count, act):
 
 def freeze(rank, world, path, named, out, pid):
     """A server stands still in the middle of a question, and thaws: it is used again after the next push."""
-    from megatron_grpo.servers import http, server_group
+    from megatron_grpo.plugins.servers import http, server_group
 
     http.SILENCE, server_group.SECONDS_BETWEEN_SIGNS = 4.0, 0.5
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
@@ -618,8 +618,8 @@ def ask_rounds(rank, world, paths, named, out, folder):
     import json
     from collections import Counter
 
-    from megatron_grpo.parallel import collectives
-    from megatron_grpo.weights.hf_files import HfReader
+    from megatron_grpo.core.parallel import collectives
+    from megatron_grpo.core.weights.hf_files import HfReader
     from tests.unit.trainer.test_rollouts import generator_of
 
     (folder / f"pid_{rank}").write_text(str(os.getpid()))

@@ -71,7 +71,7 @@ def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made,
     layout = cases.LAYOUTS[layout]
 
     def body(rank, world):
-        from megatron_grpo.trainer.sample_buffer import SampleBuffer
+        from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
         cfg = cases.settings(**layout.settings, micro_batch_size=2, router_replay_mode="R2")
         policy = cases.build(path, cfg, world)
@@ -129,12 +129,12 @@ def test_log_probs_of_policy_and_anchors_replay_and_those_of_the_reference_do_no
 
 def sampled(rank, world, path, *, dtype, tp=1):
     """What vLLM answered to three prompts, one of them beyond a block of its prefix cache, asked twice."""
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.rollout.colocated import ColocatedEngine
-    from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.rollout.experts import ExpertLayers
-    from megatron_grpo.types import Prompt
-    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.engine import SamplingSettings
+    from megatron_grpo.core.rollout.experts import ExpertLayers
+    from megatron_grpo.core.settings import RolloutConfig
+    from megatron_grpo.core.types import Prompt
+    from megatron_grpo.core.weights.shape import ModelShape
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tp)
     layers = ExpertLayers.of(ModelShape.from_pretrained(path))
@@ -193,7 +193,7 @@ def test_replay_brings_the_trainer_nearer_to_the_sampler_in_bfloat16(tmp_path):
 @contextlib.contextmanager
 def experts_otherwise(change):
     """Micro-batches whose experts are `change(experts, batch)`."""
-    from megatron_grpo.trainer import sample_buffer as pending
+    from megatron_grpo.core.trainer import sample_buffer as pending
 
     right = pending.collate_samples
 
@@ -213,7 +213,7 @@ def without_alignment(experts, batch):
 
 @contextlib.contextmanager
 def router(**methods):
-    from megatron_grpo.policy.router import PolicyRouter
+    from megatron_grpo.core.policy.router import PolicyRouter
 
     with contextlib.ExitStack() as stack:
         for name, method in methods.items():
@@ -224,7 +224,7 @@ def router(**methods):
 @contextlib.contextmanager
 def chosen(wrong):
     """wrong: (scores, own, forced) -> (scores, experts)."""
-    from megatron_grpo.policy.router import RouterPass
+    from megatron_grpo.core.policy.router import RouterPass
 
     def choose(self, scores, own, router, number):
         forced = self.batches[number].experts.get(router.place) if self.replays else None
@@ -253,7 +253,7 @@ def without_gradient(scores, own, forced):
 @contextlib.contextmanager
 def latest_micro_batch_recomputed():
     """A router that remembers what it saw last: under 1F1B that is the next micro-batch when this one is recomputed."""
-    from megatron_grpo.policy.router import RouterPass
+    from megatron_grpo.core.policy.router import RouterPass
 
     latest = 0
 
@@ -273,7 +273,7 @@ def latest_micro_batch_recomputed():
 
 @contextlib.contextmanager
 def everyone_replays():
-    from megatron_grpo.policy.router import RouterPass
+    from megatron_grpo.core.policy.router import RouterPass
 
     right = RouterPass.__init__
     with mock.patch.object(RouterPass, "__init__", lambda self, **how: right(self, replays=True)):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_grpo.servers import wire
+from megatron_grpo.plugins.servers import wire
 from tests.ranks import run_ranks
 from tests.small_server import TOKEN, SmallServer
 from tests.tiny_models import write_tiny
@@ -60,15 +60,15 @@ def deliver_answers(rank, world, path, groups, length):
     """(bytes on the way to the judges, bytes on the way to the trainers, rows that end here with the tokens that they should have)"""
     from transformers import AutoTokenizer
 
-    from megatron_grpo.parallel.layout import Layout
-    from megatron_grpo.parallel.state import start
-    from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.servers.http import Server
-    from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
-    from megatron_grpo.servers.servers import ServerEngine
-    from megatron_grpo.servers.weight_broadcast import WeightBroadcaster
-    from megatron_grpo.trainer.sample_buffer import deliver
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.parallel.layout import Layout
+    from megatron_grpo.core.parallel.state import start
+    from megatron_grpo.core.rollout.engine import SamplingSettings
+    from megatron_grpo.core.trainer.sample_buffer import deliver
+    from megatron_grpo.core.types import Prompt
+    from megatron_grpo.plugins.servers.http import Server
+    from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
+    from megatron_grpo.plugins.servers.servers import ServerEngine
+    from megatron_grpo.plugins.servers.weight_broadcast import WeightBroadcaster
 
     parallel = start(Layout(world_size=world, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1))
     server = SmallServer(partial(long_answers, length), max_num_seqs=64, max_model_len=length + 8) if rank == 0 else None

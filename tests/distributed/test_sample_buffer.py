@@ -15,7 +15,7 @@ ROWS = 16
 
 def samples(num_rows: int = ROWS):
     """Rows of 3 to 10 tokens; row i begins with token 100 + i, and its log-probs are -i / 100."""
-    from megatron_grpo.types import Sample
+    from megatron_grpo.core.types import Sample
 
     made = []
     for row in range(num_rows):
@@ -60,10 +60,10 @@ def step(index: int, slices, cut, *, old_logprob_slices=(), keeps=(), last_use=(
 
 
 def start(rank, world, *, tp: int = 1, pp: int = 1, micro_batch_size: int = 2, max_tokens: int | None = None):
-    from megatron_grpo.batching.split import BatchPartitioner
-    from megatron_grpo.parallel.layout import Layout
-    from megatron_grpo.parallel.state import start
-    from megatron_grpo.trainer.sample_buffer import SampleBuffer
+    from megatron_grpo.core.batching.split import BatchPartitioner
+    from megatron_grpo.core.parallel.layout import Layout
+    from megatron_grpo.core.parallel.state import start
+    from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
     parallel = start(Layout(world_size=world, tp=tp, pp=pp))
     cut = BatchPartitioner(dp_size=parallel.dp_size, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
@@ -95,7 +95,7 @@ def test_every_row_is_with_all_ranks_of_one_share_and_with_no_other(world, layou
 @pytest.mark.parametrize("max_tokens", [None, 14])
 def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_tokens):
     def body(rank, world_size):
-        from megatron_grpo.parallel import collectives
+        from megatron_grpo.core.parallel import collectives
 
         pending, cut = start(rank, world_size, max_tokens=max_tokens)
         whole = {sample.row: sample for sample in samples()}
@@ -148,7 +148,7 @@ def test_a_row_that_two_passes_of_a_step_train_is_on_every_rank_that_trains_it_a
 
 def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whole_share():
     def body(rank, world_size):
-        from megatron_grpo.types import SampleWithOldLogprobs
+        from megatron_grpo.core.types import SampleWithOldLogprobs
 
         pending, cut = start(rank, world_size, pp=2, micro_batch_size=4, max_tokens=20)
         scorer = Scorer()

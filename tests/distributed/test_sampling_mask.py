@@ -72,11 +72,11 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
     path = write_tiny(tmp_path / "model", vocab=700, layers=2, std=0.1)
 
     def body(rank, world):
-        from megatron_grpo.config.config import RolloutConfig
-        from megatron_grpo.rollout.colocated import ColocatedEngine
-        from megatron_grpo.rollout.engine import SamplingSettings
-        from megatron_grpo.trainer.generation import check_sampling_mask
-        from megatron_grpo.types import Prompt
+        from megatron_grpo.core.rollout.colocated import ColocatedEngine
+        from megatron_grpo.core.rollout.engine import SamplingSettings
+        from megatron_grpo.core.settings import RolloutConfig
+        from megatron_grpo.core.trainer.generation import check_sampling_mask
+        from megatron_grpo.core.types import Prompt
 
         policy = cases.build(path, cases.settings(temperature=0.7), world)
         limits = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32)

@@ -104,7 +104,7 @@ def test_adapters_train_alike_where_prompts_are_computed_once(made, tmp_path):
 @contextlib.contextmanager
 def collated_otherwise(change):
     """Micro-batches as `change(batch)` makes them. TrainingMicroBatches alone: the reference scores the same ones."""
-    from megatron_grpo.trainer import sample_buffer
+    from megatron_grpo.core.trainer import sample_buffer
 
     right = sample_buffer.collate_samples
     with mock.patch.object(sample_buffer, "collate_samples", lambda *args, **how: change(right(*args, **how))):
@@ -178,7 +178,7 @@ def padding_of_a_parent_seen(batch):
 @contextlib.contextmanager
 def kernel(**methods):
     """The CPU's kernel with other methods. Each is given the right one."""
-    from megatron_grpo.policy import attention
+    from megatron_grpo.core.policy import attention
 
     right = attention.FLASH_ON_CPU
     wrong = type("Wrong", (), {name: staticmethod(getattr(right, name)) for name in ("forward", "backward")})
@@ -195,14 +195,14 @@ def without_gradient_of_inherited_keys(right, *args):
 
 
 def with_its_own_log_sum_exp(right, grad, q, k, v, out, lse, part, scale):
-    from megatron_grpo.policy import attention
+    from megatron_grpo.core.policy import attention
 
     return right(grad, q, k, v, out, attention.FLASH_RIGHT.forward(q, k, v, part, scale)[1], part, scale)
 
 
 @contextlib.contextmanager
 def own_log_sum_exp():
-    from megatron_grpo.policy import attention
+    from megatron_grpo.core.policy import attention
 
     with mock.patch.object(attention, "FLASH_RIGHT", attention.FLASH_ON_CPU, create=True), kernel(backward=with_its_own_log_sum_exp):
         yield
@@ -221,7 +221,7 @@ def merged_outside_of_the_function():
     """Autograd differentiates the merge: kernels have no gradient for the log-sum-exp that they give."""
     import torch
 
-    from megatron_grpo.policy import attention
+    from megatron_grpo.core.policy import attention
 
     class Alone(torch.autograd.Function):
         @staticmethod
@@ -254,7 +254,7 @@ def merged_outside_of_the_function():
 
 @contextlib.contextmanager
 def told_by_the_group_alone():
-    from megatron_grpo.batching import collate
+    from megatron_grpo.core.batching import collate
 
     right = collate.common_prefix
 
@@ -267,7 +267,7 @@ def told_by_the_group_alone():
 
 @contextlib.contextmanager
 def z_loss_counts_once():
-    from megatron_grpo.policy.router import PolicyRouter
+    from megatron_grpo.core.policy.router import PolicyRouter
 
     right = PolicyRouter.apply_z_loss
 
@@ -281,7 +281,7 @@ def z_loss_counts_once():
 
 @contextlib.contextmanager
 def z_loss_over_computed_tokens():
-    from megatron_grpo.types import GlobalBatch
+    from megatron_grpo.core.types import GlobalBatch
 
     computed = property(lambda self: sum(micro.num_tokens - micro.num_padding_tokens for micro in self.micro_batches))
     with mock.patch.object(GlobalBatch, "num_computed_tokens", computed), z_loss_counts_once():

@@ -36,7 +36,7 @@ def run(path, batches, folder, settings, *, poison=None, spoil=None, check=0, fl
     cfg = cases.settings(**dict(logprob_diff_warn=100.0) | settings)  # what is stored is not what a sampler would say
 
     def body(rank, world):
-        from megatron_grpo.base.errors import RunError
+        from megatron_grpo.core.base.errors import RunError
 
         policy, said = cases.build(path, cfg, world), []
         step_callback = kept.witness_of(policy, cfg, path, folder, check=check, said=said)

@@ -49,7 +49,7 @@ def lose_a_micro_batch(policy):
 
 
 def lose_the_softmax_of_tokens_that_another_shard_owns(policy):
-    from megatron_grpo.parallel import vocab
+    from megatron_grpo.core.parallel import vocab
 
     real = vocab._LinearLogprobs.backward
 
@@ -61,7 +61,7 @@ def lose_the_softmax_of_tokens_that_another_shard_owns(policy):
 
 
 def divide_by_the_number_of_micro_batches(policy):
-    from megatron_grpo.policy.passes import StepLoss
+    from megatron_grpo.core.policy.passes import StepLoss
 
     real = StepLoss.__call__
 
@@ -73,7 +73,7 @@ def divide_by_the_number_of_micro_batches(policy):
 
 
 def average_over_context_parallel_ranks(policy):
-    from megatron_grpo.policy.passes import StepLoss
+    from megatron_grpo.core.policy.passes import StepLoss
 
     real = StepLoss.__call__
 
@@ -85,7 +85,7 @@ def average_over_context_parallel_ranks(policy):
 
 
 def forget_context_parallel_ranks_in_a_sequence_ratio(policy):
-    from megatron_grpo.parallel import autograd
+    from megatron_grpo.core.parallel import autograd
 
     autograd._CopyToRanks.backward = staticmethod(lambda ctx, grad: (grad, None))
 

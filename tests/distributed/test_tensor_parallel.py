@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.parallel.autograd import copy_to_ranks
+from megatron_grpo.core.parallel.autograd import copy_to_ranks
 from tests.ranks import run_ranks
 
 

@@ -63,7 +63,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_weights_and_moments
     layout = cases.LAYOUTS[name]
 
     def body(rank, world):
-        from megatron_grpo.policy.passes import StepLoss
+        from megatron_grpo.core.policy.passes import StepLoss
 
         policy = cases.build(dense, cases.settings(**layout.settings), world)
         policy.train_step(cases.batch_of(policy, batches[0], 0))
@@ -88,7 +88,7 @@ def test_the_head_computes_logits_once_where_the_loss_of_a_token_is_its_own(dens
     losses = {"grpo": dict(beta=0.05, log_entropy=True), "adapters": dict(tuner_type="lora"), "GSPO": cases.LOSSES["GSPO"]}
 
     def body(rank, world):
-        from megatron_grpo.parallel import vocab
+        from megatron_grpo.core.parallel import vocab
 
         parallel, found = cases.join(cases.settings(**layout.settings), world), {}
         for loss, settings in losses.items():
@@ -152,7 +152,7 @@ def test_the_optimizer_acts_with_the_rate_that_is_logged_and_both_are_the_closed
     cfg, num_steps, refused = cases.settings(**shape), 10, 4
 
     def body(rank, world):
-        from megatron_grpo.policy.optimizer import build_scheduler
+        from megatron_grpo.core.policy.optimizer import build_scheduler
 
         policy = cases.build(dense, cfg, world)
         policy.scheduler = build_scheduler(policy.optimizer, cfg.optimizer, num_steps=num_steps)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.checkpoint.distributed import read_sharded
-from megatron_grpo.weights.trainable_parameters import trains
+from megatron_grpo.core.weights.trainable_parameters import trains
+from megatron_grpo.run.checkpoint.distributed import read_sharded
 from tests import parity_cases as cases
 from tests.checkpoint_files import write_sharded
 from tests.ranks import run_ranks

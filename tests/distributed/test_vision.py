@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.checkpoint.distributed import read_sharded
-from megatron_grpo.weights.vision_towers import part_of
+from megatron_grpo.core.weights.vision_towers import part_of
+from megatron_grpo.run.checkpoint.distributed import read_sharded
 from tests import parity_cases as cases
 from tests import vision_cases as vision
 from tests.checkpoint_files import write_sharded
@@ -124,14 +124,14 @@ def deepstack_backwards(policy):
 
 
 def plain_positions(_):
-    from megatron_grpo.batching import collate
+    from megatron_grpo.core.batching import collate
 
     collate.positions = lambda length, images: np.tile(np.arange(length), (3, 1))
 
 
 def places_from_ids(_):
     """As many as there are pictures' tokens, so that no length gives it away: the first of them, behind which a drawn one may stand."""
-    from megatron_grpo.batching import collate
+    from megatron_grpo.core.batching import collate
 
     right = collate.image_tokens
 
@@ -150,7 +150,7 @@ def places_from_ids(_):
 
 def once_for_each_child(_):
     """A trunk's pictures enter as often as it has contexts."""
-    from megatron_grpo.batching import collate
+    from megatron_grpo.core.batching import collate
 
     right = collate.image_tokens
     collate.image_tokens = lambda *args: (lambda found: found._replace(at=np.tile(found.at, 2), token=np.tile(found.token, 2)))(
@@ -170,7 +170,7 @@ MUTATIONS = {
 
 
 def mutated(rank, world, path, layout, batches):
-    from megatron_grpo.batching import collate
+    from megatron_grpo.core.batching import collate
 
     parallel = cases.join(vision.settings(path, {}, layout), world)
     positions, seen, found = collate.positions, collate.image_tokens, {}
@@ -282,8 +282,8 @@ def test_outputs_of_a_frozen_tower_are_kept_by_key_and_given_away_with_the_memor
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
 def test_no_backward_leads_through_a_frozen_tower_to_its_aligner(prepared, family):
-    from megatron_grpo.policy.vision import build_tower
-    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.core.policy.vision import build_tower
+    from megatron_grpo.core.weights.shape import ModelShape
 
     path, batches, _ = prepared(family)
     tower = build_tower(ModelShape.from_pretrained(path), path, dtype=torch.float32, device="cpu").train()
@@ -298,8 +298,8 @@ def test_no_backward_leads_through_a_frozen_tower_to_its_aligner(prepared, famil
 
 
 def test_frequencies_of_the_tower_stay_exact_where_weights_are_rounded(prepared):
-    from megatron_grpo.policy.vision import build_tower
-    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.core.policy.vision import build_tower
+    from megatron_grpo.core.weights.shape import ModelShape
 
     path, _, _ = prepared("qwen2_5_vl")
     shape = ModelShape.from_pretrained(path)

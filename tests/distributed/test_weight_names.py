@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from megatron_grpo.weights.hf_files import HfReader
-from megatron_grpo.weights.mapping import WeightMap, with_global_numbers
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.weights.hf_files import HfReader
+from megatron_grpo.core.weights.mapping import WeightMap, with_global_numbers
+from megatron_grpo.core.weights.shape import ModelShape
 from tests.ranks import run_ranks
 from tests.unit.weights.tiny import CHECKPOINTS, write_checkpoint
 
@@ -28,7 +28,7 @@ class NoCore(torch.nn.Module):
 
 def build(shape: ModelShape, *, tp: int, ep: int, etp: int):
     """Megatron's own GPTModel with its own local spec, as its users build it."""
-    from megatron_grpo.parallel import cpu
+    from megatron_grpo.core.parallel import cpu
 
     cpu.enable()
     from megatron.core import parallel_state, tensor_parallel

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_grpo.rollout import vllm_patches
-from megatron_grpo.rollout.vllm_weights import WeightLoader
-from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
-from megatron_grpo.weights.buckets import WeightUpdate
-from megatron_grpo.weights.hf_files import HfReader
+from megatron_grpo.core.rollout import vllm_patches
+from megatron_grpo.core.rollout.vllm_weights import WeightLoader
+from megatron_grpo.core.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
+from megatron_grpo.core.weights.buckets import WeightUpdate
+from megatron_grpo.core.weights.hf_files import HfReader
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at, tokens_of
 from tests.parity_cases import build, settings
 from tests.ranks import run_ranks
@@ -294,7 +294,7 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
     paths = checkpoints("qwen3_moe")
 
     def body(rank, world_size):
-        from megatron_grpo.rollout import vllm_weight_layout, vllm_weights
+        from megatron_grpo.core.rollout import vllm_weight_layout, vllm_weights
 
         with engine_at(paths[0], rank, world_size) as engine:
             policies, said = [HfPolicy(path) for path in paths], []
@@ -424,7 +424,7 @@ def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path)
     def body(rank, world_size):
         from vllm.model_executor.model_loader.reload import layerwise
 
-        from megatron_grpo.rollout.vllm_weight_layout import ModuleWeights, WeightLayoutRecorder
+        from megatron_grpo.core.rollout.vllm_weight_layout import ModuleWeights, WeightLayoutRecorder
 
         policy, lessons, filling = build(path, settings(expert_model_parallel_size=2), world_size), [], {}
         listen, targets, finish = WeightLayoutRecorder.__init__, ModuleWeights.targets, ModuleWeights.finish

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.servers.weight_transfer import LinkError, Rendezvous, TransferCancelledError, WeightReceiverWorker, WeightSender
-from megatron_grpo.weights.buckets import TensorSlice, joined
+from megatron_grpo.core.weights.buckets import TensorSlice, joined
+from megatron_grpo.plugins.servers.weight_transfer import LinkError, Rendezvous, TransferCancelledError, WeightReceiverWorker, WeightSender
 from tests.ranks import run_ranks
 
 

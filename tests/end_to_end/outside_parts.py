@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import numpy as np
 
 from megatron_grpo import cli
-from megatron_grpo.parallel import collectives
-from megatron_grpo.types import Group, make_completion
+from megatron_grpo.core.parallel import collectives
+from megatron_grpo.core.types import Group, make_completion
 
 LOGPROB = -4.0  # of every token, by the reference
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.types import Completion, Prompt, Sample, make_completion
+from megatron_grpo.core.types import Completion, Prompt, Sample, make_completion
 
 LONGEST = 8  # tokens of a completion
 
@@ -47,8 +47,8 @@ def answers_of(cfg: Any, model_path: str | Path) -> Callable[[Prompt, int, int],
 def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) -> int:
     """`megatron-grpo train` with a scripted engine. For `run_ranks`. draws: also plots."""
     from megatron_grpo.cli import main
-    from megatron_grpo.rollout.scripted import ScriptedEngine
     from tests.end_to_end.runs import without_plots
+    from tests.scripted_engine import ScriptedEngine
 
     if not draws:
         without_plots()
@@ -64,11 +64,11 @@ def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) 
 
 def expected(flags: list[str], world_size: int, score: Callable[[Completion, Prompt], float]) -> Any:
     """`tests.parity_cases.Trained` of the run that these flags describe, with one reward function: `score`."""
-    from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.batching.schedule import TrainingSchedule
-    from megatron_grpo.config.parse import resolve
-    from megatron_grpo.data.chat import load_tokenizer
-    from megatron_grpo.data.prompts import open_stream
+    from megatron_grpo.core.batching.batch_sizes import BatchSizes
+    from megatron_grpo.core.batching.schedule import TrainingSchedule
+    from megatron_grpo.run.config.parse import resolve
+    from megatron_grpo.run.data.chat import load_tokenizer
+    from megatron_grpo.run.data.prompts import open_stream
     from tests import parity_cases as cases
 
     cfg = resolve(flags, launcher_world_size=world_size)
@@ -97,7 +97,7 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
 
 def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> list[Sample]:
     """Every sample with old log-probs, which are those of the model when the rollout comes in, whatever the timetable does to get them."""
-    from megatron_grpo.analysis.referee import reference as grpo_reference
+    from megatron_grpo.commands.analysis.referee import reference as grpo_reference
 
     samples = []
     for prompt, completions in groups:
@@ -123,7 +123,7 @@ def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> 
 
 def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
     """float64 [T], 0 where nothing trains."""
-    from megatron_grpo.analysis.referee.reference import token_logprobs
+    from megatron_grpo.commands.analysis.referee.reference import token_logprobs
     from tests.parity_cases import float32_means_float64
 
     with torch.no_grad(), float32_means_float64():

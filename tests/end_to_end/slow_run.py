@@ -15,8 +15,8 @@ from megatron_grpo import cli
 
 
 def engine(cfg, inputs, parallel):
-    from megatron_grpo.rollout.scripted import ScriptedEngine
     from tests.end_to_end.scripted import answers_of
+    from tests.scripted_engine import ScriptedEngine
 
     answer, pace = answers_of(cfg, inputs.model_path), Path(os.environ.get("PACE", "/nonexistent"))
 

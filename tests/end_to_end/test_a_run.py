@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_grpo.base.files import MARK
+from megatron_grpo.core.base.files import MARK
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.ranks import run_ranks
 from tests.small_hub import SmallHub, use
@@ -104,10 +104,10 @@ def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.rollout.colocated import ColocatedEngine
-    from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.engine import SamplingSettings
+    from megatron_grpo.core.settings import RolloutConfig
+    from megatron_grpo.core.types import Prompt
 
     def even(ids):
         return sum(token % 2 == 0 for token in ids) / len(ids)
@@ -136,7 +136,7 @@ def test_the_export_scores_what_the_run_said(run):
 
 
 def test_the_resolved_configuration_can_be_used_again(run):
-    from megatron_grpo.config.parse import resolve
+    from megatron_grpo.run.config.parse import resolve
 
     again = resolve(["--config", str(run[0] / "config.yaml")], launcher_world_size=2)
     first = resolve([*run[1], *PUSHES], launcher_world_size=2)
@@ -144,7 +144,7 @@ def test_the_resolved_configuration_can_be_used_again(run):
 
 
 def train_with_the_advantage_turned(rank, world_size, flags):
-    from megatron_grpo.grpo.advantages import ESTIMATORS
+    from megatron_grpo.core.grpo.advantages import ESTIMATORS
 
     real = ESTIMATORS["grpo"]
     ESTIMATORS["grpo"] = lambda rewards, scale: -real(rewards, scale)
@@ -159,7 +159,7 @@ def test_a_turned_advantage_is_noticed(run, tmp_path):
 
 
 def train_without_pushing(rank, world_size, flags):
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     def only_says_so(self, update):
         list(update.tensors)

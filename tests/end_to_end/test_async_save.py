@@ -27,7 +27,7 @@ def killed_in(rank, world_size, flags, who, where, count):
     import os
     import signal
 
-    from megatron_grpo.checkpoint import distributed, manifest
+    from megatron_grpo.run.checkpoint import distributed, manifest
 
     places = {"a tensor": (distributed.HashedFile, "write"), "telling": (distributed.ShardedWriter, "gather_files"),
               "the description": (distributed, "write_file"), "the manifest": (manifest.Folder, "commit"),
@@ -79,7 +79,7 @@ def test_a_disk_that_is_full_ends_the_run_with_a_sentence_and_the_last_complete_
         import contextlib
         import io
 
-        from megatron_grpo.checkpoint import distributed
+        from megatron_grpo.run.checkpoint import distributed
 
         write, saves = distributed.write_pieces, []
 

@@ -49,8 +49,8 @@ def train(rank, world_size, flags, killed_after=None):
     from transformers import AutoModelForImageTextToText
 
     from megatron_grpo.cli import main
-    from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.types import SamplingMask, Sequence, make_completion
+    from megatron_grpo.core.types import SamplingMask, Sequence, make_completion
+    from tests.scripted_engine import ScriptedEngine
     from tests.vision_cases import logits_of
 
     model = AutoModelForImageTextToText.from_pretrained(flags[flags.index("--model") + 1], dtype="float32").eval()

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_grpo.config.parse import resolve
-from megatron_grpo.metrics.plots import PARTS_OF_A_STEP
-from megatron_grpo.weights.lora import PREFIX
+from megatron_grpo.core.weights.lora import PREFIX
+from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.metrics.plots import PARTS_OF_A_STEP
 from tests import parity_cases
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
@@ -92,8 +92,8 @@ def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
 
 def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags: list[str]) -> int:
     from megatron_grpo.cli import main
-    from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.types import make_completion
+    from megatron_grpo.core.types import make_completion
+    from tests.scripted_engine import ScriptedEngine
 
     def answer(prompt, place, version):
         ids = [4 + place] * (version + 1)

@@ -17,10 +17,10 @@ def train_and_watch(rank, world_size, flags):
     checkpoint of step 2. With `async_save` its tensors are not written before the engine has answered once more."""
     import time
 
-    from megatron_grpo.checkpoint import distributed
-    from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.run.build import run as build
+    from megatron_grpo.run.assemble import run as build
+    from megatron_grpo.run.checkpoint import distributed
     from tests.end_to_end import scripted
+    from tests.scripted_engine import ScriptedEngine
 
     real_policy, real_answer, real_write, policies, held = build.build_policy, ScriptedEngine.generate, distributed.write_pieces, [], []
     files = {}

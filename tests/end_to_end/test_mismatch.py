@@ -24,7 +24,7 @@ def command(rank, world_size, words, loses=None):
     import io
 
     from megatron_grpo.cli import main
-    from megatron_grpo.rollout.vllm_weights import WeightLoader
+    from megatron_grpo.core.rollout.vllm_weights import WeightLoader
 
     load = WeightLoader.load
 

@@ -28,7 +28,7 @@ OTHERS = {
 
 def refusals(rank, world_size, flags, others):
     """Of `megatron-grpo train`, one after the other: (exit code, what was said)."""
-    from megatron_grpo.parallel import state
+    from megatron_grpo.core.parallel import state
     from tests.end_to_end import scripted
 
     def no_groups(*args, **kwargs):

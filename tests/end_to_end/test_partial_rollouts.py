@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from megatron_grpo.base.errors import CancelledError
-from megatron_grpo.checkpoint.samples import read_samples
-from megatron_grpo.types import PartialCompletion
+from megatron_grpo.core.base.errors import CancelledError
+from megatron_grpo.core.types import PartialCompletion
+from megatron_grpo.run.checkpoint.samples import read_samples
 from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
 from tests.end_to_end.test_many_steps import weights_of
 from tests.mistakes import mistake
@@ -102,11 +102,11 @@ def test_tokens_are_at_most_one_sampling_step_old_and_the_metrics_count_them(who
 
 # (module, class, method, call from which on the process is killed)
 MOMENTS = {
-    "while completions are sampled": ("rollout.turns", "EngineTurns", "poll", 80),
-    "when they are interrupted": ("rollout.partial_rollouts", "PartialGeneration", "interrupt", 3),
-    "when they are verified": ("trainer.partial_rollouts", "VersionCheck", "__call__", 2),
-    "while a step is trained": ("policy.policy", "Policy", "train_step", 3),
-    "while a checkpoint is written": ("checkpoint.distributed", "ShardedWriter", "gather_files", 3),
+    "while completions are sampled": ("core.rollout.turns", "EngineTurns", "poll", 80),
+    "when they are interrupted": ("plugins.partial_rollouts.engine", "PartialGeneration", "interrupt", 3),
+    "when they are verified": ("plugins.partial_rollouts.trainer", "VersionCheck", "__call__", 2),
+    "while a step is trained": ("core.policy.policy", "Policy", "train_step", 3),
+    "while a checkpoint is written": ("run.checkpoint.distributed", "ShardedWriter", "gather_files", 3),
 }
 
 
@@ -186,9 +186,9 @@ def test_a_smaller_depth_drops_what_would_be_older_than_it(tmp_path):
 
 
 def with_a_mistake(rank: int, world_size: int, flags: list[str], output: str, right: str, wrong: str) -> int:
-    import megatron_grpo.rollout.partial_rollouts  # noqa: F401 - what is changed must have been imported
+    import megatron_grpo.plugins.partial_rollouts.engine  # noqa: F401 - what is changed must have been imported
 
-    with mistake("megatron_grpo.rollout.partial_rollouts", right, wrong):
+    with mistake("megatron_grpo.plugins.partial_rollouts.engine", right, wrong):
         return said(rank, world_size, flags, output)
 
 
@@ -250,12 +250,12 @@ def on_servers(rank: int, world_size: int, flags: list[str], moment: str = "") -
 
 
 SERVED = {
-    "before the interruption": ("trainer.partial_rollouts", "PartialRollouts", "interrupt", 4),
-    "while servers are interrupted": ("servers.server_parts", "ServerParts", "_interrupted", 3),
-    "between interruption and push": ("servers.servers", "ServerEngine", "load_weights", 3),
-    "when it begins to wait for completions": ("servers.server_parts", "ServerGeneration", "groups", 3),
-    "while it trains and servers sample": ("policy.policy", "Policy", "train_step", 3),
-    "while a checkpoint is written and servers sample": ("checkpoint.distributed", "ShardedWriter", "gather_files", 3),
+    "before the interruption": ("plugins.partial_rollouts.trainer", "PartialRollouts", "interrupt", 4),
+    "while servers are interrupted": ("plugins.servers.server_parts", "ServerParts", "_interrupted", 3),
+    "between interruption and push": ("plugins.servers.servers", "ServerEngine", "load_weights", 3),
+    "when it begins to wait for completions": ("plugins.servers.server_parts", "ServerGeneration", "groups", 3),
+    "while it trains and servers sample": ("core.policy.policy", "Policy", "train_step", 3),
+    "while a checkpoint is written and servers sample": ("run.checkpoint.distributed", "ShardedWriter", "gather_files", 3),
 }
 
 
@@ -294,7 +294,7 @@ def test_a_run_on_servers_that_is_killed_goes_on_from_what_was_saved(served, who
 
 def on_servers_stopped(rank: int, world_size: int, flags: list[str]) -> int:
     """A run that gets the signal, and cancels its wait for completions, a second after the sync of version 1."""
-    from megatron_grpo.servers.server_parts import ServerGeneration
+    from megatron_grpo.plugins.servers.server_parts import ServerGeneration
 
     groups = ServerGeneration.groups
 

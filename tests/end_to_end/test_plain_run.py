@@ -10,7 +10,7 @@ from pathlib import Path
 from tests import size_ledger
 from tests.end_to_end import runs
 
-PLUG_INS = ("analysis", "environments", "servers", "rewards.builtin")
+PLUG_INS = ("commands.analysis", "plugins.environments", "plugins.servers", "plugins.rewards", "plugins.teacher")
 
 # A step: from the first completion of the second rollout to the first of the third, 16 completions later.
 RUN = """
@@ -46,8 +46,8 @@ def test_a_plain_run_imports_no_plug_in_room(tmp_path):
     root = Path(__file__).parents[2]
     said = subprocess.run([sys.executable, "-c", RUN, *flags], capture_output=True, text=True, cwd=root, check=True).stdout
     code, completions, files, of_a_step = json.loads(said.splitlines()[-1])
-    assert code == 0 and "megatron_grpo.policy.policy" in files
+    assert code == 0 and "megatron_grpo.core.policy.policy" in files
     assert [name for name in files if name.removeprefix("megatron_grpo.").startswith(PLUG_INS)] == []
-    assert completions == 3 * 16 and "megatron_grpo.trainer.sample_buffer" in of_a_step
+    assert completions == 3 * 16 and "megatron_grpo.core.trainer.sample_buffer" in of_a_step
     limits, most = size_ledger.read(), f"{len(files)} files are imported, and a step enters {len(of_a_step)}"
     assert len(files) <= limits["plain_run_files"] and len(of_a_step) <= limits["step_files"], most

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config import parse
-from megatron_grpo.config.validation import validate
+from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.open_checkpoint import settings_of_checkpoint
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs

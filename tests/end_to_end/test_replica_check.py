@@ -21,8 +21,8 @@ SIZES += ["--logprob_diff_warn", "100"]  # the scripted sampler is not the polic
 
 def train(rank: int, world_size: int, flags: list[str]):
     """Before the second step a bit of one weight of rank 1 flips. Returns the exit code and all that was said."""
-    from megatron_grpo.analysis.replica_check import tensors_of
-    from megatron_grpo.policy.policy import Policy
+    from megatron_grpo.commands.analysis.replica_check import tensors_of
+    from megatron_grpo.core.policy.policy import Policy
 
     take = Policy.train_step
 

@@ -29,7 +29,7 @@ def heard(rank, world_size, flags):
 
 
 def refused(rank, world_size, flags):
-    from megatron_grpo.run.build import run as build
+    from megatron_grpo.run.assemble import run as build
 
     def no_model(*args, **kwargs):
         raise AssertionError("a model was built")

@@ -20,8 +20,8 @@ def train(rank, world_size, flags, mode):
     import dataclasses
 
     from megatron_grpo.cli import main
-    from megatron_grpo.rollout.scripted import ScriptedEngine
     from tests.end_to_end import scripted
+    from tests.scripted_engine import ScriptedEngine
 
     def engine(cfg, inputs, parallel):
         answer = scripted.answers(inputs.model_path, cfg.rollout.temperature)

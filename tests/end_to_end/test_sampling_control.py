@@ -73,9 +73,9 @@ def used(out: Path, step: int) -> int:
 
 def alive_by_number(flags: list[str], count: int) -> list[bool]:
     """Whether the prompts of the run's stream can teach something."""
-    from megatron_grpo.config.parse import resolve
-    from megatron_grpo.data.chat import load_tokenizer
-    from megatron_grpo.data.prompts import open_stream
+    from megatron_grpo.run.config.parse import resolve
+    from megatron_grpo.run.data.chat import load_tokenizer
+    from megatron_grpo.run.data.prompts import open_stream
 
     cfg = resolve(flags, launcher_world_size=2)
     stream = open_stream(cfg.data, load_tokenizer(cfg.model.model), seed=cfg.run.seed)

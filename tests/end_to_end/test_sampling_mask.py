@@ -17,7 +17,7 @@ CUT = [*("--temperature", "0.7"), *("--top_k", "5"), *("--top_p", "0.9")]
 SAME = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "sampling/sampling_logp_difference/mean")
 WHAT_IF = ("loss", "grad_norm", "kl")
 ENVIRONMENT = """
-from megatron_grpo.environments.protocol import Environment, StepOutput
+from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
 
 class Counts(Environment):
     def step(self, turn):

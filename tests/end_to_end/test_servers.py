@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_grpo.servers import wire
-from megatron_grpo.servers.weight_transfer import LinkError
+from megatron_grpo.plugins.servers import wire
+from megatron_grpo.plugins.servers.weight_transfer import LinkError
 from tests.servers import TOKEN, BackgroundCall, Server, ServerAnswerError, Trainer, push
 from tests.small_server import certificate_in
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny

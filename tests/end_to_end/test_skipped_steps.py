@@ -24,8 +24,8 @@ EXACT = ("loss", "reward", "grad_norm", "staleness/mean", "num_tokens", "learnin
 def train(rank: int, world_size: int, flags: list[str], spoils: tuple[int, ...], spike: int | None = None):
     """`megatron-grpo train` with a scripted engine. In steps `spoils` (from 0) rank 1's second micro-batch has no number as a gradient; in
     step `spike` one a thousand times too large. A median is there after three norms. Returns the exit code and all that was said."""
-    from megatron_grpo.policy import gradient_check as guard
-    from megatron_grpo.policy.policy import Policy
+    from megatron_grpo.core.policy import gradient_check as guard
+    from megatron_grpo.core.policy.policy import Policy
 
     take = Policy.train_step
 

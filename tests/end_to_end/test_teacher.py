@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.servers import wire
+from megatron_grpo.plugins.servers import wire
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.end_to_end.test_async_rollouts import AHEAD, CORRECTED

@@ -19,7 +19,7 @@ EXACT = ("loss", "reward", "grad_norm", "num_tokens", "episodes/turns", "episode
 MINE = """
 import time
 from pathlib import Path
-from megatron_grpo.environments.protocol import Environment, StepOutput
+from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
 HERE = Path(__file__).parent
 
 class Counts(Environment):

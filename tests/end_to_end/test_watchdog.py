@@ -16,7 +16,7 @@ from tests.ranks import RanksFailed, run_ranks
 def train_and_stop(rank: int, world_size: int, flags: list[str], stops: bool) -> int:
     """`megatron-grpo train`, in which rank 1 is stopped after the backward pass of its second optimizer step."""
     from megatron_grpo.cli import main
-    from megatron_grpo.rollout.scripted import ScriptedEngine
+    from tests.scripted_engine import ScriptedEngine
 
     class Stops:
         def allows(self, gradient) -> bool:

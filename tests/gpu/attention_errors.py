@@ -10,9 +10,9 @@ import json
 import numpy as np
 import torch
 
-from megatron_grpo.policy import attention
-from megatron_grpo.policy.packed_batch import packed_stream, tokens_of_cp_rank
-from megatron_grpo.types import Segment
+from megatron_grpo.core.policy import attention
+from megatron_grpo.core.policy.packed_batch import packed_stream, tokens_of_cp_rank
+from megatron_grpo.core.types import Segment
 
 SIZES = ((512, -1), (64, -1), (24, 0), (200, 0), (1000, 0), (8, 1), (8, 1), (2048, -1), (16, -1))  # tokens, parent
 

@@ -10,9 +10,9 @@ import json
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy import gated_delta_net as net
-from megatron_grpo.policy.packed_batch import packed_stream
-from megatron_grpo.types import Segment
+from megatron_grpo.core.policy import gated_delta_net as net
+from megatron_grpo.core.policy.packed_batch import packed_stream
+from megatron_grpo.core.types import Segment
 
 # Tokens, alignment padding behind them, parent: long prompts, one that ends a chunk, one shorter than a chunk, children of each.
 SIZES = ((512, 0, -1), (64, 0, -1), (2048, 8, -1), (3, 1, -1), (200, 0, 0), (1000, 0, 0), (8, 0, 1), (1, 0, 2), (130, 2, 3))

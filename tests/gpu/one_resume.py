@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def compare(path, settings, batches, folder: Path) -> dict:
-    from megatron_grpo.checkpoint.distributed import read_sharded
-    from megatron_grpo.policy.sharded_state import load_state, sharded_state, steps_counted, torch_optimizers
+    from megatron_grpo.core.policy.sharded_state import load_state, sharded_state, steps_counted, torch_optimizers
+    from megatron_grpo.run.checkpoint.distributed import read_sharded
     from tests import parity_cases as cases
     from tests.checkpoint_files import write_sharded
 
@@ -44,7 +44,7 @@ def compare(path, settings, batches, folder: Path) -> dict:
 def main(job_file: str, out: str) -> None:
     job = pickle.loads(Path(job_file).read_bytes())
     Path(out).write_bytes(pickle.dumps(compare(**job)))
-    from megatron_grpo.parallel.state import stop
+    from megatron_grpo.core.parallel.state import stop
 
     stop()
 

@@ -27,7 +27,7 @@ def main(job_file: str, out: str) -> None:
     }
     memory = torch.cuda.max_memory_allocated() / 2**20
     Path(out, f"rank{rank}.pkl").write_bytes(pickle.dumps({"found": found, "device": torch.cuda.get_device_name(), "peak_mib": memory}))
-    from megatron_grpo.parallel.state import stop
+    from megatron_grpo.core.parallel.state import stop
 
     stop()
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from megatron_grpo.cli import main
-from megatron_grpo.config import resolve
-from megatron_grpo.data import checks, streamed
 from megatron_grpo.run import inputs
+from megatron_grpo.run.config import resolve
+from megatron_grpo.run.data import checks, streamed
 from tools import compatibility
 
 REFUSALS = yaml.safe_load((Path(__file__).parents[1] / "refusals.yaml").read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ TOOL = '''def f(x: int) -> int:
 '''
 AGENT = "def solve(row, endpoint): pass\n\n\ndef verdict(row, folder, output, messages): pass\n"
 ENVIRONMENT = """
-from megatron_grpo.environments.protocol import Environment
+from megatron_grpo.plugins.environments.protocol import Environment
 class E(Environment):
     def step(self, turn):
         return [], 1.0, True
@@ -122,9 +122,9 @@ def test_kept_words_are_planned_with_their_bytes(ask):
 
 
 def test_what_is_refused_with_pictures_is_refused_with_its_message(tmp_path):
-    from megatron_grpo.base.errors import ConfigError
-    from megatron_grpo.config.config import DataConfig
-    from megatron_grpo.data.prompts import load_rows
+    from megatron_grpo.core.base.errors import ConfigError
+    from megatron_grpo.core.settings import DataConfig
+    from megatron_grpo.run.data.prompts import load_rows
     from tests.unit.data.test_images import EYES
 
     two = {"prompt": "<image><image>", "images": ["a.png", "b.png"]}

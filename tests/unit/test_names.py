@@ -110,7 +110,7 @@ RIDDLES = frozenset(
     "wanted what which who whole why".split()
 )
 # A user's code may pass this argument by name.
-PUBLIC_ARGUMENTS = {("environments/rollout_func.py", "asked")}
+PUBLIC_ARGUMENTS = {("plugins/environments/rollout_func.py", "asked")}
 
 
 def local_names(source: str) -> Iterator[str]:

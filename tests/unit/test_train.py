@@ -20,22 +20,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.base.activity import Timers
-from megatron_grpo.base.errors import NoRolloutServerError, RunError, RunInterruptedError
-from megatron_grpo.batching.schedule import TrainingSchedule
-from megatron_grpo.batching.split import BatchPartitioner
-from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo.advantages import advantages
-from megatron_grpo.grpo.loss import token_weights
-from megatron_grpo.policy.gradient_check import BadMicroBatch, SkipCounter, SkippedStep
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.train import Run, sync_stop_flags, train
-from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator
-from megatron_grpo.trainer.generation import RolloutGenerator
-from megatron_grpo.trainer.rollouts import Rollouts, dynamic_sampling
-from megatron_grpo.types import GroupMetadata, Progress, ScoredGroup, make_completion
-from megatron_grpo.weights.buckets import WeightUpdate
+from megatron_grpo.core.base.activity import Timers
+from megatron_grpo.core.base.errors import NoRolloutServerError, RunError, RunInterruptedError
+from megatron_grpo.core.batching.schedule import TrainingSchedule
+from megatron_grpo.core.batching.split import BatchPartitioner
+from megatron_grpo.core.grpo.advantages import advantages
+from megatron_grpo.core.grpo.loss import token_weights
+from megatron_grpo.core.policy.gradient_check import BadMicroBatch, SkipCounter, SkippedStep
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo.core.train import Run, sync_stop_flags, train
+from megatron_grpo.core.trainer.generation import RolloutGenerator
+from megatron_grpo.core.trainer.rollouts import Rollouts, dynamic_sampling
+from megatron_grpo.core.types import GroupMetadata, Progress, ScoredGroup, make_completion
+from megatron_grpo.core.weights.buckets import WeightUpdate
+from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator
+from tests.scripted_engine import ScriptedEngine
 from tests.unit.batching.test_schedule import Walk, table_of
 from tests.unit.trainer.test_rollouts import OneRank, Stream
 
@@ -530,7 +530,7 @@ def test_a_signal_to_any_rank_and_the_main_ranks_clock_are_agreed_on_in_one_numb
 ):
     """others: the largest number that another rank says."""
     said = []
-    monkeypatch.setattr("megatron_grpo.parallel.collectives.all_reduce_max", lambda mine: said.append(mine) or max(mine, others))
+    monkeypatch.setattr("megatron_grpo.core.parallel.collectives.all_reduce_max", lambda mine: said.append(mine) or max(mine, others))
     run = SimpleNamespace(
         parallel=SimpleNamespace(is_rank_zero=is_rank_zero),
         checkpoints=SimpleNamespace(is_time=lambda: is_time),

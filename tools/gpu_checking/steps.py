@@ -224,12 +224,12 @@ THREADS = """
 import os, sys
 os.environ.pop("OMP_NUM_THREADS", None)
 import json, torch
-from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.parallel.layout import Layout
-from megatron_grpo.parallel.state import start, stop
-from megatron_grpo.rollout.colocated import ColocatedEngine
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.types import Prompt
+from megatron_grpo.core.settings import RolloutConfig
+from megatron_grpo.core.parallel.layout import Layout
+from megatron_grpo.core.parallel.state import start, stop
+from megatron_grpo.core.rollout.colocated import ColocatedEngine
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.types import Prompt
 start(Layout(world_size=1))
 torch.set_float32_matmul_precision("high")
 before, drawn = torch.get_num_threads(), []

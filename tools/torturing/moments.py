@@ -11,36 +11,36 @@ from tools.torturing.damages import flip, one_of
 from tools.torturing.promises import RESUMES, SAVES, SENTENCE, UNMOVED
 from tools.torturing.victim import Broken, Fault, Victim
 
-TRAIN_STEP = "megatron_grpo.policy.policy:Policy.train_step"
+TRAIN_STEP = "megatron_grpo.core.policy.policy:Policy.train_step"
 
 # Moments of a run: where, and which call of it.
 MOMENTS = {
-    "reading the data set": ("megatron_grpo.data.prompts:open_stream", 1),
-    "joining the other ranks": ("megatron_grpo.parallel.state:start", 1),
+    "reading the data set": ("megatron_grpo.run.data.prompts:open_stream", 1),
+    "joining the other ranks": ("megatron_grpo.core.parallel.state:start", 1),
     "building the model": ("megatron_grpo.run.lifecycle:build_run", 1),
-    "first weight sync": ("megatron_grpo.trainer.weight_sync:sync", 1),
-    "weight sync between steps": ("megatron_grpo.trainer.weight_sync:sync", 3),
-    "first rollout": ("megatron_grpo.rollout.scripted:ScriptedEngine.generate", 1),
-    "sampling": ("megatron_grpo.rollout.scripted:ScriptedEngine.generate", 3),
-    "scoring rewards": ("megatron_grpo.trainer.reward_manager:RewardManager.__call__", 3),
-    "old log-probs": ("megatron_grpo.trainer.sample_buffer:SampleBuffer.with_old_logprobs", 4),
+    "first weight sync": ("megatron_grpo.core.trainer.weight_sync:sync", 1),
+    "weight sync between steps": ("megatron_grpo.core.trainer.weight_sync:sync", 3),
+    "first rollout": ("tests.scripted_engine:ScriptedEngine.generate", 1),
+    "sampling": ("tests.scripted_engine:ScriptedEngine.generate", 3),
+    "scoring rewards": ("megatron_grpo.run.rewards.reward_manager:RewardManager.__call__", 3),
+    "old log-probs": ("megatron_grpo.core.trainer.sample_buffer:SampleBuffer.with_old_logprobs", 4),
     "training, first step": (TRAIN_STEP, 1),
     "training": (TRAIN_STEP, 5),
-    "after the optimizer": ("megatron_grpo.trainer.sample_buffer:SampleBuffer.after", 5),
-    "writing metrics": ("megatron_grpo.metrics.metrics_logger:MetricsLogger.step", 5),
-    "evaluating": ("megatron_grpo.trainer.evaluate:Evaluator.run", 2),
-    "writing the first checkpoint": ("megatron_grpo.checkpoint.distributed:_write", 1),
-    "writing a checkpoint": ("megatron_grpo.checkpoint.distributed:_write", 2),
-    "describing a checkpoint": ("megatron_grpo.checkpoint.saving:Checkpoints._others", 2),
+    "after the optimizer": ("megatron_grpo.core.trainer.sample_buffer:SampleBuffer.after", 5),
+    "writing metrics": ("megatron_grpo.run.metrics.metrics_logger:MetricsLogger.step", 5),
+    "evaluating": ("megatron_grpo.run.evaluate:Evaluator.run", 2),
+    "writing the first checkpoint": ("megatron_grpo.run.checkpoint.distributed:_write", 1),
+    "writing a checkpoint": ("megatron_grpo.run.checkpoint.distributed:_write", 2),
+    "describing a checkpoint": ("megatron_grpo.run.checkpoint.saving:Checkpoints._others", 2),
     "exporting": ("megatron_grpo.run.lifecycle:export_model", 1),
 }  # fmt: skip
 
 
 MOMENTS_OF_RANK_0 = {
-    "beginning a checkpoint": ("megatron_grpo.checkpoint.manifest:Folder.begin", 2),
-    "publishing the first checkpoint": ("megatron_grpo.checkpoint.manifest:Folder.commit", 1),
-    "publishing a checkpoint": ("megatron_grpo.checkpoint.manifest:Folder.commit", 2),
-    "removing an old checkpoint": ("megatron_grpo.checkpoint.manifest:Folder.retain", 3),
+    "beginning a checkpoint": ("megatron_grpo.run.checkpoint.manifest:Folder.begin", 2),
+    "publishing the first checkpoint": ("megatron_grpo.run.checkpoint.manifest:Folder.commit", 1),
+    "publishing a checkpoint": ("megatron_grpo.run.checkpoint.manifest:Folder.commit", 2),
+    "removing an old checkpoint": ("megatron_grpo.run.checkpoint.manifest:Folder.retain", 3),
 }  # fmt: skip
 
 ASYNC = ("--async_save", "true")

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_grpo import cli
-from megatron_grpo.base import launcher
+from megatron_grpo.core.base import launcher
 
 # As they were: a fault may turn the clock, and a reward may empty the environment.
 NOW, LOG, ATTEMPT = time.time, Path(os.environ["TORTURE_LOG"]), os.environ["TORTURE_ATTEMPT"]
@@ -39,8 +39,8 @@ def tell(what: str, **more) -> None:
 def engine(cfg, inputs, parallel):
     import numpy as np
 
-    from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.types import make_completion
+    from megatron_grpo.core.types import make_completion
+    from tests.scripted_engine import ScriptedEngine
 
     def answer(prompt, place, version):
         rng = np.random.default_rng([prompt.number, place, version])
@@ -102,8 +102,8 @@ def around(where: str, before=lambda count, args: None, after=lambda count, args
 
 
 def arm() -> None:
-    around("megatron_grpo.rollout.scripted:ScriptedEngine.generate", before=lambda _, args: tell_sampled(*args[:3]))
-    around("megatron_grpo.policy.policy:Policy.train_step", after=lambda _, args: tell("trained", step=args[0].version))
+    around("tests.scripted_engine:ScriptedEngine.generate", before=lambda _, args: tell_sampled(*args[:3]))
+    around("megatron_grpo.core.policy.policy:Policy.train_step", after=lambda _, args: tell("trained", step=args[0].version))
     if FAULT and FAULT["rank"] in (RANK, None):
         around(FAULT["where"], before=lambda count, _: hurt(FAULT["do"]) if count == FAULT["call"] else None)
 

@@ -26,8 +26,8 @@ MODULES = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "tokenizers",
     "megatron.core.dist_checkpointing", "megatron.core.optimizer", "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron_grpo.cli", "megatron_grpo.run.validate", "megatron_grpo.run.lifecycle", "megatron_grpo.rollout.scripted",
-    "megatron_grpo.run.failures", "megatron_grpo.metrics.metrics_logger",
+    "megatron_grpo.cli", "megatron_grpo.run.validate", "megatron_grpo.run.lifecycle", "tests.scripted_engine",
+    "megatron_grpo.run.failures", "megatron_grpo.run.metrics.metrics_logger",
     "rich.console", "rich.table",
 )  # fmt: skip
 SURROUNDINGS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.analysis.args import read_mismatch_args
-from megatron_grpo.analysis.mismatch import evenly_spaced, read_sampled_rows
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse
-from megatron_grpo.config.write import write_config
-from megatron_grpo.metrics.rollout import token_columns
-from megatron_grpo.metrics.summary import LogpDifferenceMonitor
-from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.trainer.weight_sync import WeightSyncManager
-from megatron_grpo.types import Completion, Group, Prompt, Sequence, make_completion
+from megatron_grpo.commands.analysis.args import read_mismatch_args
+from megatron_grpo.commands.analysis.mismatch import evenly_spaced, read_sampled_rows
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.rollout.engine import WeightSyncError
+from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
+from megatron_grpo.core.types import Completion, Group, Prompt, Sequence, make_completion
+from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.write import write_config
+from megatron_grpo.run.metrics.rollout import token_columns
+from megatron_grpo.run.metrics.summary import LogpDifferenceMonitor
 
 read = partial(read_mismatch_args, parse=partial(parse, dialects=DIALECTS))
 

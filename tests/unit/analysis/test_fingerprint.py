@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.analysis.fingerprint import WORDS, fingerprint
+from megatron_grpo.commands.analysis.fingerprint import WORDS, fingerprint
 
 
 def by_hand(raw: bytes) -> int:
     """Word by word, in Python's integers."""
-    from megatron_grpo.analysis.fingerprint import _GOLDEN, _factors
+    from megatron_grpo.commands.analysis.fingerprint import _GOLDEN, _factors
 
     factors, total = _factors(torch.device("cpu")).tolist(), 0
     raw += bytes(-len(raw) % 8)

@@ -8,11 +8,11 @@ import shutil
 
 import pytest
 
-from megatron_grpo.analysis import run_report
-from megatron_grpo.analysis.run_files import RunFiles, runs_in, text_of
-from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
-from megatron_grpo.metrics.records import write_table
+from megatron_grpo.commands.analysis import run_report
+from megatron_grpo.commands.analysis.run_files import RunFiles, runs_in, text_of
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.metrics.records import write_table
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror="document.title=1">\u202e\x07 ]]>--><b>'

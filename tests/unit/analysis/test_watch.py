@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from megatron_grpo.analysis import watch
-from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
+from megatron_grpo.commands.analysis import watch
+from megatron_grpo.core.base.errors import ConfigError
 from tests.unit.analysis.test_run_report import write_run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.api.callbacks import CallbackHandler
-from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.core.base.errors import ConfigError
 
 STEP, SCORES = {"num_tokens": 8, "reward": 0.5}, {"eval/reward": 0.25}
 

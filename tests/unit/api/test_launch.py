@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from megatron_grpo.api import launch
-from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import ConfigError, RunError
+from megatron_grpo.core.base import launcher
+from megatron_grpo.core.base.errors import ConfigError, RunError
 from tests.terminal import Terminal
 
 

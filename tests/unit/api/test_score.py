@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo import score
-from megatron_grpo.base.errors import ConfigError, RewardError
+from megatron_grpo.core.base.errors import ConfigError, RewardError
 
 ROWS = [{"prompt": "2+2", "completion": "4", "answer": "4"}, {"prompt": "2+3", "completion": "<b>6</b>", "answer": "5"}]
 

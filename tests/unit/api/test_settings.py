@@ -9,9 +9,9 @@ import pytest
 
 from megatron_grpo import GRPOConfig
 from megatron_grpo.api.settings import explicit_settings, write_settings
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.config import parse
 
 
 def parsed(args, tmp_path):

@@ -13,7 +13,7 @@ import megatron_grpo
 from megatron_grpo import GRPOConfig, GRPOTrainer, plan
 from megatron_grpo.api import launch
 from megatron_grpo.api.trainer import RunResult
-from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.core.base.errors import ConfigError
 from tests.end_to_end.runs import write_inputs
 
 ROWS = [{"prompt": "4 5 6", "answer": "x"}] * 40

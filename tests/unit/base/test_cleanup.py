@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from megatron_grpo.base.cleanup import CleanUp, _adopts, without_gc
+from megatron_grpo.core.base.cleanup import CleanUp, _adopts, without_gc
 
 
 def fails(name):
@@ -36,7 +36,7 @@ def test_a_clean_up_that_fails_after_a_good_block_is_an_error():
 
 
 def test_an_engine_that_fails_and_then_cannot_sleep_names_the_failure(monkeypatch):
-    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.core.rollout.colocated import ColocatedEngine
 
     class Broken:
         def sleep(self, level):

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_grpo.base.errors import RewardError, first_line, keep_secret, one_line
-from megatron_grpo.config.servers import Address
-from megatron_grpo.rewards.builtin.endpoint import ApiKey, UnansweredError, post_json
-from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
-from megatron_grpo.rewards.scoring import score
-from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import Server, ServerGoneError, ServerRefusedError, start_coroutine
+from megatron_grpo.core.base.errors import RewardError, first_line, keep_secret, one_line
+from megatron_grpo.plugins.rewards.endpoint import ApiKey, UnansweredError, post_json
+from megatron_grpo.plugins.servers import wire
+from megatron_grpo.plugins.servers.http import Server, ServerGoneError, ServerRefusedError, start_coroutine
+from megatron_grpo.run.config.rules.servers import Address
+from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction
+from megatron_grpo.run.rewards.scoring import score
 
 TOKEN = "a-token-that-nobody-may-read"
 NASTY = "\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800\n\r\tend"

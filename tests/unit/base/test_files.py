@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import megatron_grpo
-from megatron_grpo.base.files import (
+from megatron_grpo.core.base.files import (
     MARK,
     MOST_LEVELS,
     atomic_directory,
@@ -106,10 +106,10 @@ def test_a_directory_that_is_a_link_is_written_where_it_leads(tmp_path):
 def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suffix):
     from matplotlib.figure import Figure
 
-    from megatron_grpo.config import parse
-    from megatron_grpo.planning.check import check_parsed
-    from megatron_grpo.planning.command import make_plan
-    from megatron_grpo.planning.figure import draw_png
+    from megatron_grpo.commands.planning.command import make_plan
+    from megatron_grpo.commands.planning.figure import draw_png
+    from megatron_grpo.run.check import check_parsed
+    from megatron_grpo.run.config import parse
 
     theirs, ours = tmp_path / f"theirs.{suffix}", tmp_path / f"ours.{suffix}"
     Figure().savefig(theirs)
@@ -120,9 +120,9 @@ def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suf
 
 
 def parse_problems(words) -> list[str]:
-    from megatron_grpo.base.errors import ConfigError
-    from megatron_grpo.config import parse
-    from megatron_grpo.planning.check import check_parsed
+    from megatron_grpo.core.base.errors import ConfigError
+    from megatron_grpo.run.check import check_parsed
+    from megatron_grpo.run.config import parse
 
     with pytest.raises(ConfigError) as error:
         check_parsed(parse(["--max_steps", "2", *words]))

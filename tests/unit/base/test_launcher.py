@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base import launcher
 from megatron_grpo.cli import main
+from megatron_grpo.core.base import launcher
 
 PACKAGE = Path(launcher.__file__).parents[1]
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "one", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
@@ -21,7 +21,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "o
 def test_nobody_else_reads_what_a_launcher_sets():
     names = re.compile(r"""["'](RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT|SLURM_\w+|TORCHELASTIC_\w+|OMPI_\w+|PMI_\w+)["']""")
     files = [path for path in PACKAGE.rglob("*.py") if names.search(path.read_text())]
-    assert files == [PACKAGE / "base/launcher.py"]
+    assert files == [PACKAGE / "core/base/launcher.py"]
 
 
 def test_torchrun():

@@ -6,13 +6,13 @@ import functools
 
 import pytest
 
-from megatron_grpo.base import python_objects
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.fingerprints import content_of
-from megatron_grpo.config import resolve
-from megatron_grpo.data.files import open_source, read_rows
-from megatron_grpo.data.hub import is_path
-from megatron_grpo.rewards.loading import load_rewards
+from megatron_grpo.core.base import python_objects
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.checkpoint.fingerprints import content_of
+from megatron_grpo.run.config import resolve
+from megatron_grpo.run.data.files import open_source, read_rows
+from megatron_grpo.run.data.hub import is_path
+from megatron_grpo.run.rewards.loading import load_rewards
 from megatron_grpo.run.validate import user_code
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.prefix_groups import Alignment, PrefixGroup
-from megatron_grpo.types import Segment, Sequence
+from megatron_grpo.core.batching.collate import collate
+from megatron_grpo.core.batching.prefix_groups import Alignment, PrefixGroup
+from megatron_grpo.core.types import Segment, Sequence
 
 
 def sequence(*token_ids: int, prompt: int = 1, starts: tuple[int, ...] = (0,)) -> Sequence:

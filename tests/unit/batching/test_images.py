@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.batching.collate import collate, grid_of, positions
-from megatron_grpo.batching.prefix_groups import Alignment, PrefixGroup
-from megatron_grpo.types import Sequence
+from megatron_grpo.core.batching.collate import collate, grid_of, positions
+from megatron_grpo.core.batching.prefix_groups import Alignment, PrefixGroup
+from megatron_grpo.core.types import Sequence
 from tests.vision_cases import IMAGE, picture
 
 WIDE = picture("wide", 4, 6)  # 2 x 3 tokens

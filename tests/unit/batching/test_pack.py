@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batching import pack as pack_module
-from megatron_grpo.batching.pack import pack
+from megatron_grpo.core.batching import pack as pack_module
+from megatron_grpo.core.batching.pack import pack
 
 LENGTHS = {
     "long tail, cut at the limit": lambda rng, n: (np.clip(rng.lognormal(6.5, 1.0, n), 1, 8192), 8192),

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.prefix_groups import Alignment, ContextSpan, PrefixGroup, common_prefix, contexts_of, prefix_of
-from megatron_grpo.batching.split import BatchPartitioner, MicroBatchSpec, partition, partition_for_scoring, partition_padded
-from megatron_grpo.types import MicroBatch, Segment, Sequence, SequenceLengths, make_completion
+from megatron_grpo.core.batching.collate import collate
+from megatron_grpo.core.batching.prefix_groups import Alignment, ContextSpan, PrefixGroup, common_prefix, contexts_of, prefix_of
+from megatron_grpo.core.batching.split import BatchPartitioner, MicroBatchSpec, partition, partition_for_scoring, partition_padded
+from megatron_grpo.core.types import MicroBatch, Segment, Sequence, SequenceLengths, make_completion
 
 ANY_SAVING = 0.0
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.schedule import TrainingSchedule
-from megatron_grpo.parallel.layout import Layout
-from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
+from megatron_grpo.commands.planning.summary import most_waiting_rows, old_logprobs_summary
+from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.batching.schedule import TrainingSchedule
+from megatron_grpo.core.parallel.layout import Layout
 
 
 def sizes_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchSizes:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron_grpo.batching.stages import expand_layout, layer_counts, problems
-from megatron_grpo.config.config import Config, ParallelConfig
+from megatron_grpo.core.settings import Config, ParallelConfig
+from megatron_grpo.run.config.rules.stages import expand_layout, layer_counts, problems
 from tests.ranks import run_ranks
 
 PP, VPP, LAYOUT = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"
@@ -40,9 +40,9 @@ def test_counts_are_those_of_megatron():
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-        from megatron_grpo.config.config import ModelConfig
-        from megatron_grpo.policy.model_config import transformer_config
-        from megatron_grpo.weights.shape import ModelShape
+        from megatron_grpo.core.policy.model_config import transformer_config
+        from megatron_grpo.core.settings import ModelConfig
+        from megatron_grpo.core.weights.shape import ModelShape
 
         hf = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
               "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64}  # fmt: skip
@@ -86,7 +86,7 @@ def test_a_layout_is_written_out_as_megatron_writes_it():
 
 
 def test_what_is_counted_needs_stages_and_the_sizes_that_are_offered_have_some(tmp_path):
-    from megatron_grpo.base.errors import ConfigError
+    from megatron_grpo.core.base.errors import ConfigError
     from tests.checked import check
 
     model = tmp_path / "config.json"

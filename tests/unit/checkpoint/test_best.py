@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, manifest_content
-from megatron_grpo.checkpoint.output_files import BestCheckpoint
-from megatron_grpo.types import Progress
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.checkpoint.manifest import Folder, RunOrigin, manifest_content
+from megatron_grpo.run.checkpoint.output_files import BestCheckpoint
 
 
 class Run:

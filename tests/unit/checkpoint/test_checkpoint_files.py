@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base import activity
-from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, find_damage, manifest_content, read_manifest
-from megatron_grpo.types import Progress
+from megatron_grpo.core.base import activity
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.checkpoint.manifest import Folder, RunOrigin, find_damage, manifest_content, read_manifest
 from tests.checkpoint_files import fingerprints
 
 
@@ -201,7 +201,7 @@ def test_every_flipped_bit_of_a_manifest_is_found_and_one_without_a_checksum_is_
 
 
 def test_holds_run_and_start_afresh_know_only_what_a_run_writes(tmp_path):
-    from megatron_grpo.checkpoint.output_files import holds_run, remove_run
+    from megatron_grpo.run.checkpoint.output_files import holds_run, remove_run
 
     (tmp_path / "notes.txt").write_text("mine")
     assert not holds_run(tmp_path)

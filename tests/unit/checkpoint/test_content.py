@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_grpo.checkpoint.fingerprints import values_equal_on_ranks
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.table import table
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.checkpoint.fingerprints import values_equal_on_ranks
+from megatron_grpo.run.config.table import table
 
 CONTENT = {"model": "qwen3 1", "data set": "2", "teacher": "3", "reward a.py:f": "4"}
 BY_CONTENT = {"model", "dataset", "teacher_model"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, manifest_content
-from megatron_grpo.checkpoint.resume import checkpoint_path, initial_weights_of, initial_weights_problems
-from megatron_grpo.config.parse import resolve
-from megatron_grpo.config.validation import validate
-from megatron_grpo.types import Progress
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.checkpoint.manifest import Folder, RunOrigin, manifest_content
+from megatron_grpo.run.checkpoint.resume import checkpoint_path, initial_weights_of, initial_weights_problems
+from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.config.rules.settings import validate
 
 
 def checkpoint(path, step=3, **settings):

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError, RunError
-from megatron_grpo.base.files import MARK, read_mark, write_mark
-from megatron_grpo.checkpoint.manifest import Folder
-from megatron_grpo.checkpoint.output_files import (
+from megatron_grpo.core.base.errors import ConfigError, RunError
+from megatron_grpo.core.base.files import MARK, read_mark, write_mark
+from megatron_grpo.run.checkpoint.manifest import Folder
+from megatron_grpo.run.checkpoint.output_files import (
     WRITTEN_BY_A_RUN,
     check_output_dir,
     claim,
@@ -19,7 +19,7 @@ from megatron_grpo.checkpoint.output_files import (
     remove_run,
     restart_obstacle,
 )
-from megatron_grpo.checkpoint.resume import find_checkpoints
+from megatron_grpo.run.checkpoint.resume import find_checkpoints
 
 FOREIGN = ("config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", "hf/config.json", "hf_merged/notes", "plots/kl.png",
            "completions/step_000001.parquet", "checkpoints/iter_0000100/mp_rank_00", "evaluations/a/prompts.jsonl")  # fmt: skip
@@ -153,6 +153,6 @@ def test_a_folder_that_was_removed_and_made_again_is_noticed(tmp_path):
 
 
 def test_the_pictures_of_a_run_are_in_its_list():
-    from megatron_grpo.metrics.plots import PLOTS
+    from megatron_grpo.run.metrics.plots import PLOTS
 
     assert {f"{plot.file}.png" for plot in PLOTS} <= set(WRITTEN_BY_A_RUN["plots"])

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.batch_sizes import with_derived_sizes as with_sizes
-from megatron_grpo.batching.schedule import TrainingSchedule
-from megatron_grpo.checkpoint.fingerprints import DAY, settings_of
-from megatron_grpo.checkpoint.manifest import POINTER, Folder, RunOrigin, manifest_content
-from megatron_grpo.checkpoint.resume import find_checkpoints, plan_resume
-from megatron_grpo.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
-from megatron_grpo.config.parse import resolve
-from megatron_grpo.config.table import table
-from megatron_grpo.types import Progress
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.batching.batch_sizes import with_derived_sizes as with_sizes
+from megatron_grpo.core.batching.schedule import TrainingSchedule
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.checkpoint.fingerprints import DAY, settings_of
+from megatron_grpo.run.checkpoint.manifest import POINTER, Folder, RunOrigin, manifest_content
+from megatron_grpo.run.checkpoint.resume import find_checkpoints, plan_resume
+from megatron_grpo.run.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
+from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.config.table import table
 from tests.checkpoint_files import fingerprints
 from tests.tiny_models import write_tiny
 
@@ -306,7 +306,7 @@ def test_a_checkpoint_records_the_job_that_wrote_it(tmp_path):
 
 
 def test_judging_needs_no_torch(tmp_path):
-    code = "import sys, megatron_grpo.checkpoint.resume, megatron_grpo.checkpoint.fingerprints; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_grpo.run.checkpoint.resume, megatron_grpo.run.checkpoint.fingerprints; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -316,8 +316,8 @@ def test_find_checkpoints_alone_says_where_a_run_would_go_on(tmp_path):
 
 
 def test_a_template_that_prints_the_date_prints_that_of_the_run_that_is_continued(tmp_path):
-    from megatron_grpo.data.chat import PromptEncoder
-    from megatron_grpo.environments.trajectory import ChatTemplate
+    from megatron_grpo.plugins.environments.trajectory import ChatTemplate
+    from megatron_grpo.run.data.chat import PromptEncoder
     from megatron_grpo.run.inputs import ValidatedInputs, tokenizer
 
     model = write_tiny(tmp_path / "model", layers=1)

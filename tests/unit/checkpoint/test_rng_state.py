@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.checkpoint import rng_state
+from megatron_grpo.run.checkpoint import rng_state
 
 
 @pytest.fixture(autouse=True)

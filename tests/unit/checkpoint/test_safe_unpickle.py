@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
-from megatron_grpo.checkpoint.safe_unpickle import UnsafePickleError, refuse_extra_state, without_code_execution
+from megatron_grpo.run.checkpoint.safe_unpickle import UnsafePickleError, refuse_extra_state, without_code_execution
 
 
 class Runs:

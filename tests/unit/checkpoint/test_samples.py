@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from megatron_grpo.checkpoint import samples as file_of_samples
-from megatron_grpo.checkpoint.samples import UnknownSamplesError, column_types, file_of, read_samples, unreadable_reason
-from megatron_grpo.types import Sample, SampleWithOldLogprobs
+from megatron_grpo.core.types import Sample, SampleWithOldLogprobs
+from megatron_grpo.run.checkpoint import samples as file_of_samples
+from megatron_grpo.run.checkpoint.samples import UnknownSamplesError, column_types, file_of, read_samples, unreadable_reason
 
 
 def sample(kind=Sample, **changes):

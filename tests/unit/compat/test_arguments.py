@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.compat.foreign_args import NOTHING
-from megatron_grpo.config import parse, table
-from megatron_grpo.config.table import InvalidValueError, names, read_value
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.commands.compat.foreign_args import NOTHING
+from megatron_grpo.run.config import parse, table
+from megatron_grpo.run.config.table import InvalidValueError, names, read_value
 from tools import arguments, their_arguments
 
 SYSTEMS = list(arguments.SYSTEMS)
@@ -120,7 +120,7 @@ WORKED_OUT = {
 @pytest.mark.parametrize(("module", "dialect"), [("skyrl", "skyrl"), ("verl", "verl"), ("slime", "slime"), ("trl", "trl")])
 def test_a_default_that_the_code_falls_back_to_is_that_of_their_class(module, dialect):
     """`args.number("name", 3.0)` and the like: names that are read together have their defaults in the code, not in a table."""
-    code, system = importlib.import_module(f"megatron_grpo.compat.{module}"), DIALECTS[dialect]
+    code, system = importlib.import_module(f"megatron_grpo.commands.compat.{module}"), DIALECTS[dialect]
     theirs = {system.row(name)[0]: default for name, default in arguments.theirs(arguments.SYSTEMS[dialect][0])[1].items()}
     theirs |= {system.size(name): default for name, default in theirs.items() if system.size(name)}
 

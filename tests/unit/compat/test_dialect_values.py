@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse, table
-from megatron_grpo.config.read import format_value
-from megatron_grpo.planning.check import check_parsed
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.check import check_parsed
+from megatron_grpo.run.config import parse, table
+from megatron_grpo.run.config.read import format_value
 from tests.checked import check
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

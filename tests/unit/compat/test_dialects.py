@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse, table
-from megatron_grpo.planning.check import check_parsed
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.check import check_parsed
+from megatron_grpo.run.config import parse, table
 from tests.checked import check
 from tests.unit.planning.test_estimates import TINY
 
@@ -302,15 +302,15 @@ def test_every_row_of_a_table_leads_to_a_setting_a_sentence_or_nothing(dialect):
 
 
 def test_the_rewards_that_are_built_in_are_known_to_the_dialects():
-    from megatron_grpo.compat.common import BUILT_IN_REWARDS
-    from megatron_grpo.rewards.loading import BUILT_IN
+    from megatron_grpo.commands.compat.common import BUILT_IN_REWARDS
+    from megatron_grpo.run.rewards.loading import BUILT_IN
 
     assert set(BUILT_IN_REWARDS) == set(BUILT_IN)
 
 
 def test_what_a_run_records_is_native(tmp_path):
     """The recorded file was read again in the dialect, where its translated words mean something else."""
-    from megatron_grpo.config.write import as_yaml
+    from megatron_grpo.run.config.write import as_yaml
 
     cfg = read("swift", "--reward_funcs", "accuracy", "--advantage_estimator", "reinforce_plus_plus")
     (tmp_path / "config.yaml").write_text(as_yaml(cfg))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.compat.python import read_python
-from megatron_grpo.config import parse
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.commands.compat.python import read_python
+from megatron_grpo.run.config import parse
 
 START = """import os
 from trl import GRPOConfig, GRPOTrainer

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.compat.script import read_script, read_shell
-from megatron_grpo.config import parse
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.commands.compat.script import read_script, read_shell
+from megatron_grpo.run.config import parse
 
 
 def flags(text: str) -> list[str]:

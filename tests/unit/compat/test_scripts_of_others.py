@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.core.base.errors import ConfigError
 from tests.checked import check
 
 # (ranks, data-parallel size, micro batch, global batch, rollout, group)
@@ -329,8 +329,8 @@ def test_a_script_has_the_sizes_of_its_own_program_or_is_refused_by_one_feature(
     ],
 )  # fmt: skip
 def test_what_a_name_means_there_happens_here(dialect, words, values):
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse, table
+    from megatron_grpo.commands.compat import DIALECTS
+    from megatron_grpo.run.config import parse, table
 
     parsed = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)
     assert not parsed.problems, parsed.problems

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.compat.suggestions import by_name
-from megatron_grpo.compat.tables import contents
-from megatron_grpo.config import names, parse, table
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.commands.compat.suggestions import by_name
+from megatron_grpo.commands.compat.tables import contents
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.config import names, parse, table
 from tests.checked import check
 
 

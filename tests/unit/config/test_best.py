@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.evaluation import is_greater_better, metric_of
-from megatron_grpo.config.parse import resolve
-from megatron_grpo.config.validation import validate
+from megatron_grpo.run.config.evaluation import is_greater_better, metric_of
+from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.config.rules.settings import validate
 
 EVAL = "--eval_dataset x --eval_steps 5 --save_steps 10"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.table import table
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.config.table import table
 from tests.checked import check
 
 
@@ -29,9 +29,9 @@ def test_neither_is_a_weight(weights):
 
 
 def test_a_size_of_files_is_said_as_people_say_it():
-    from megatron_grpo.config.config import Config
-    from megatron_grpo.config.table import bytes_of
-    from megatron_grpo.config.validation import validate
+    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.config.rules.settings import validate
+    from megatron_grpo.run.config.table import bytes_of
 
     said = {
         "5GB": 5 * 10**9,

@@ -6,11 +6,11 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse, table
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.validation import validate
-from megatron_grpo.planning.check import check_parsed
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.check import check_parsed
+from megatron_grpo.run.config import parse, table
+from megatron_grpo.run.config.rules.settings import validate
 from tests.checked import check
 
 

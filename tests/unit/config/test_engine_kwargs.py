@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import megatron_grpo
-from megatron_grpo.config import engine_kwargs, sampling_mask
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import eval_sampling, longest_completion
-from megatron_grpo.config.table import table
-from megatron_grpo.config.validation import validate
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.trainer.evaluate import sampling_of
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config import engine_kwargs, sampling_mask
+from megatron_grpo.run.config.evaluation import eval_sampling, longest_completion
+from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.table import table
+from megatron_grpo.run.evaluate import sampling_of
 from tests.checked import check
 from tests.ranks import run_ranks
 
@@ -67,7 +67,7 @@ def test_a_word_passes_or_is_refused_by_its_name(flag, given, sentence):
 
 
 def test_nothing_that_passes_on_to_megatron_is_set_here_too():
-    source = ast.parse((Path(megatron_grpo.__file__).parent / "policy/model_config.py").read_text())
+    source = ast.parse((Path(megatron_grpo.__file__).parent / "core/policy/model_config.py").read_text())
     functions = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name != "layer_specs"]
     ours = {keyword.arg for function in functions for call in ast.walk(function) if isinstance(call, ast.Call) for keyword in call.keywords}
     megatron = engine_kwargs.options("megatron_extra_kwargs")
@@ -139,7 +139,7 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
 
 
 def test_a_reference_of_its_own_needs_a_kl_and_is_named_once():
-    from megatron_grpo.grpo.validation import problems
+    from megatron_grpo.run.config.rules.grpo import problems
 
     assert "beta is 0" in problems(Config().with_values({"ref_model": "x"}))[0].message
     assert "Keep one of them" in problems(Config().with_values({"ref_model": "x", "beta": 0.1, "ref_adapters": "y"}))[0].message
@@ -148,9 +148,9 @@ def test_a_reference_of_its_own_needs_a_kl_and_is_named_once():
 
 def test_megatron_gets_what_is_passed_on_and_what_kernels_say():
     def body(rank, world_size):
-        from megatron_grpo.config.config import KernelConfig, ModelConfig, ParallelConfig
-        from megatron_grpo.policy.model_config import transformer_config
-        from megatron_grpo.weights.shape import ModelShape
+        from megatron_grpo.core.policy.model_config import transformer_config
+        from megatron_grpo.core.settings import KernelConfig, ModelConfig, ParallelConfig
+        from megatron_grpo.core.weights.shape import ModelShape
 
         hf = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8,
               "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 64, "num_experts": 4, "num_experts_per_tok": 2,

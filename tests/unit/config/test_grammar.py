@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.parse import parse
-from megatron_grpo.config.sampling_mask import parser_error, structured_outputs_problems, training_structured_outputs
-from megatron_grpo.grpo import validation
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.parse import parse
+from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo.run.config.sampling_mask import parser_error, structured_outputs_problems, training_structured_outputs
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo import config
 from megatron_grpo.cli import COMMANDS, main
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.table import MAPS, keys, table
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run import config
+from megatron_grpo.run.config.table import MAPS, keys, table
 
 PACKAGE = Path(config.__file__).parents[1]
 

@@ -10,11 +10,11 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse, resolve, table
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.write import as_yaml
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config import parse, resolve, table
+from megatron_grpo.run.config.write import as_yaml
 from tests.checked import check
 
 

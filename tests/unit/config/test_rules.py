@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import megatron_grpo
-from megatron_grpo.config.table import table
+from megatron_grpo.run.config.table import table
 
 PACKAGE = Path(megatron_grpo.__file__).parent
-FILES = sorted(file for file in PACKAGE.glob("*/*.py") if " Rule(" in file.read_text(encoding="utf-8"))
+FILES = sorted(file for file in PACKAGE.rglob("*.py") if " Rule(" in file.read_text(encoding="utf-8"))
 
 
 def unknown_names(source: str) -> set[str]:

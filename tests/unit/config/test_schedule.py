@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from megatron_grpo.config.config import Config, OptimizerConfig
-from megatron_grpo.config.optimizer import length_problems
-from megatron_grpo.config.validation import validate
+from megatron_grpo.core.policy.lr_schedule import length_problems
+from megatron_grpo.core.settings import Config, OptimizerConfig
+from megatron_grpo.run.config.rules.settings import validate
 from tests.ranks import run_ranks
 
 STEPS, LR, MIN = 20, 0.5, 0.1
@@ -52,7 +52,7 @@ def test_rates_and_weight_decay_follow_their_formulas_at_every_step():
     def body(rank, world_size):
         from types import SimpleNamespace
 
-        from megatron_grpo.policy.optimizer import build_scheduler
+        from megatron_grpo.core.policy.optimizer import build_scheduler
 
         def course(settings):
             groups = [{}, {"wd_mult": 0.0}, {"max_lr": 0.25, "min_lr": 0.05}]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import Config, RolloutConfig
-from megatron_grpo.config.servers import OF_THE_ENGINE, Address, addresses_of, read_token
-from megatron_grpo.config.table import table
-from megatron_grpo.config.validation import validate
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import Config, RolloutConfig
+from megatron_grpo.run.config.rules.servers import OF_THE_ENGINE, Address, addresses_of, read_token
+from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.table import table
 
 
 def servers(**settings):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse, resolve
-from megatron_grpo.config.show import print_config
-from megatron_grpo.config.validation import validate
-from megatron_grpo.config.write import as_yaml
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.commands.start.show import print_config
+from megatron_grpo.run.config import parse, resolve
+from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.write import as_yaml
 from tests.checked import check
 from tests.lora_cases import ODD, random_adapter
 from tests.tiny_models import write_tiny

@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data.chat import PromptEncoder, SpecialTokens, as_completion, encode_text, find_opened_tag, load_tokenizer
-from megatron_grpo.data.prompts import open_stream
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_completion, encode_text, find_opened_tag, load_tokenizer
+from megatron_grpo.run.data.prompts import open_stream
 from tests.tiny_models import write_tiny
 
 WORDS = ["<unk>", "<s>", "</s>", "[system]", "[user]", "[assistant]", "[think]", "be", "brief", "hello", "there", "well", "short"]
@@ -130,7 +130,7 @@ def test_system_is_put_before_messages_that_have_none(tokenizer):
 
 
 def test_what_the_template_never_names_is_refused(tokenizer):
-    from megatron_grpo.data.chat import unread_options
+    from megatron_grpo.run.data.chat import unread_options
 
     [problem] = unread_options(tokenizer, {"enable_thinking": True, "enable_thinkin": True})
     assert problem.message == "chat_template_kwargs: the model's chat template has no variable enable_thinkin."

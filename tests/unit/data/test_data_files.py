@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.data.files import read_rows
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.data.files import read_rows
 
 ROWS = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(7)]
 
@@ -125,9 +125,9 @@ def test_reading_rows_imports_neither_torch_nor_transformers(tmp_path):
     dataset = write_jsonl(tmp_path / "a.jsonl")
     program = (
         "import sys\n"
-        "from megatron_grpo.data.prompts import load_rows\n"
-        "from megatron_grpo.rewards.loading import load_rewards\n"
-        f"from megatron_grpo.config.config import DataConfig\nassert len(load_rows(DataConfig(dataset={dataset!r}))) == 7\n"
+        "from megatron_grpo.run.data.prompts import load_rows\n"
+        "from megatron_grpo.run.rewards.loading import load_rewards\n"
+        f"from megatron_grpo.core.settings import DataConfig\nassert len(load_rows(DataConfig(dataset={dataset!r}))) == 7\n"
         "heavy = [name for name in ('torch', 'transformers', 'datasets', 'pyarrow', 'sympy') if name in sys.modules]\n"
         "assert not heavy, heavy\n"
     )

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import Config, DataConfig
-from megatron_grpo.config.evaluation import SPLIT, data_of
-from megatron_grpo.data.checks import check_for_episodes, find_notes, find_shared
-from megatron_grpo.data.prompts import load_rows, open_stream
-from megatron_grpo.data.streamed import rows_to_check
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import Config, DataConfig
+from megatron_grpo.run.config.evaluation import SPLIT, data_of
+from megatron_grpo.run.data.checks import check_for_episodes, find_notes, find_shared
+from megatron_grpo.run.data.prompts import load_rows, open_stream
+from megatron_grpo.run.data.streamed import rows_to_check
 
 CHAT = [{"role": "user", "content": "5"}]
 ROWS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(3)]
@@ -207,7 +207,7 @@ def test_held_out_prompts_that_are_trained_are_counted(tmp_path):
 
 def test_the_hubs_data_sets_are_read_by_the_same_rule(tmp_path):
     pytest.importorskip("datasets")
-    from megatron_grpo.data.hub import from_hub
+    from megatron_grpo.run.data.hub import from_hub
 
     both = folder(tmp_path / "both", train_jsonl="a", test_jsonl="b")
     assert list(from_hub(both, "", "eval_dataset")) == [{"prompt": "b"}] and list(from_hub(both, "train", "dataset")) == [{"prompt": "a"}]

@@ -10,23 +10,9 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import DataConfig
-from megatron_grpo.config.parse import resolve
-from megatron_grpo.data import image_processing
-from megatron_grpo.data.checks import check_for_episodes, check_images
-from megatron_grpo.data.files import Rows
-from megatron_grpo.data.image_dataset import (
-    ImageStore,
-    collapse_image_tokens,
-    expand_image_tokens,
-    images_of_row,
-    num_places,
-    num_tokens,
-    places,
-    with_parts,
-)
-from megatron_grpo.data.image_processing import (
+from megatron_grpo.core import images as image_processing
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.images import (
     ImageError,
     ImageProcessorSpec,
     ImageSource,
@@ -38,7 +24,21 @@ from megatron_grpo.data.image_processing import (
     resized_size,
     source_of,
 )
-from megatron_grpo.data.prompts import load_rows, open_stream
+from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.data.checks import check_for_episodes, check_images
+from megatron_grpo.run.data.files import Rows
+from megatron_grpo.run.data.image_dataset import (
+    ImageStore,
+    collapse_image_tokens,
+    expand_image_tokens,
+    images_of_row,
+    num_places,
+    num_tokens,
+    places,
+    with_parts,
+)
+from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
 from tests.seeing import as_bytes, picture
 

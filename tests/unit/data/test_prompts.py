@@ -8,10 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data.checks import check_lengths
-from megatron_grpo.data.prompts import PromptStream, load_rows, permutation
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.data.checks import check_lengths
+from megatron_grpo.run.data.prompts import PromptStream, load_rows, permutation
 
 
 def rows_of(tmp_path, rows, name="data.jsonl", **settings):

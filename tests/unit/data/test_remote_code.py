@@ -16,12 +16,12 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
-from megatron_grpo.config.remote_code import files_named, files_that_run, problem_of, warning_of
-from megatron_grpo.data.chat import load_tokenizer
-from megatron_grpo.data.tokens import tokenizer_fingerprint
-from megatron_grpo.weights.hf_files import HfReader, HfWriter
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.hf_files import HfReader, HfWriter
+from megatron_grpo.run.config.remote_code import files_named, files_that_run, problem_of, warning_of
+from megatron_grpo.run.data.chat import load_tokenizer
+from megatron_grpo.run.data.tokens import tokenizer_fingerprint
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -197,7 +197,7 @@ def test_plan_refuses_names_the_files_and_runs_nothing(model, mark, capsys, monk
 
 
 def test_a_checkpoint_does_not_say_that_code_may_run(monkeypatch):
-    from megatron_grpo.config.config import Config
+    from megatron_grpo.core.settings import Config
     from megatron_grpo.run.open_checkpoint import settings_over
 
     assert settings_over(Config(), {"trust_remote_code": True, "seed": 5}).model.trust_remote_code is False
@@ -210,9 +210,9 @@ def test_ranks_load_it_together_and_vllm_samples_with_it(model):
     def body(rank, world_size):
         import transformers.dynamic_module_utils as theirs
 
-        from megatron_grpo.config.config import RolloutConfig
-        from megatron_grpo.data.chat import load_tokenizer
-        from megatron_grpo.rollout.colocated import ColocatedEngine
+        from megatron_grpo.core.rollout.colocated import ColocatedEngine
+        from megatron_grpo.core.settings import RolloutConfig
+        from megatron_grpo.run.data.chat import load_tokenizer
 
         theirs.HF_MODULES_CACHE = str(modules)
         ids = load_tokenizer(str(model), trust_remote_code=True)("8")["input_ids"]
@@ -246,8 +246,8 @@ def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(mod
 
 
 def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
-    from megatron_grpo.config.config import Config
-    from megatron_grpo.metrics.model_card import ModelCard, text_of
+    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.metrics.model_card import ModelCard, text_of
 
     for source, trusts in ((model, True), (plain, False)):
         text = text_of(ModelCard(kind="model", cfg=Config(), source=source), [], name="out", has_curves=False)
@@ -255,8 +255,8 @@ def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
 
 
 def test_other_code_is_another_content(model):
-    from megatron_grpo.checkpoint.fingerprints import content_of
-    from megatron_grpo.config.config import Config, ModelConfig
+    from megatron_grpo.core.settings import Config, ModelConfig
+    from megatron_grpo.run.checkpoint.fingerprints import content_of
 
     name, cfg = "the model's own code", Config(model=ModelConfig(trust_remote_code=True))
     before = content_of(cfg, model_path=model)
@@ -297,7 +297,7 @@ def test_code_is_fetched_from_the_hub_only_where_it_may_run(model, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     program = """
-from megatron_grpo.data.hub import find_model
+from megatron_grpo.run.data.hub import find_model
 for with_code in (False, True):
     print(*sorted(path.name for path in find_model('me/own', with_code=with_code).glob('*.py')))
 """

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data.chat import load_tokenizer
-from megatron_grpo.data.checks import tokenised
-from megatron_grpo.data.files import LONGEST_LINE, _table, read_rows
-from megatron_grpo.data.prompts import open_stream
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.data.chat import load_tokenizer
+from megatron_grpo.run.data.checks import tokenised
+from megatron_grpo.run.data.files import LONGEST_LINE, _table, read_rows
+from megatron_grpo.run.data.prompts import open_stream
 from tests.unit.data.test_chat import tokenizer as tokenizer  # the fixture
 from tests.unit.data.test_prompts import rows_of
 
@@ -58,8 +58,8 @@ def test_a_template_without_an_end_is_named_with_its_row(tmp_path):
 def test_a_process_ends_although_a_template_goes_on():
     program = """
 import numpy as np
-from megatron_grpo.data.files import Rows
-from megatron_grpo.data.checks import PromptRows, tokenised
+from megatron_grpo.run.data.files import Rows
+from megatron_grpo.run.data.checks import PromptRows, tokenised
 def encode(raw):
     while True: pass
 rows = Rows([([{"prompt": "a"}], lambda index: "a.jsonl line 1")])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError, RowsError, RunError
-from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data import streamed
-from megatron_grpo.data.prompts import open_sets, open_stream
-from megatron_grpo.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_check
+from megatron_grpo.core.base.errors import ConfigError, RowsError, RunError
+from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.data import streamed
+from megatron_grpo.run.data.prompts import open_sets, open_stream
+from megatron_grpo.run.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_check
 from tests.unit.data.test_images import EYES, SmallTokenizer
 
 ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(23)]
@@ -103,7 +103,7 @@ def test_rows_of_every_form_come_from_every_place_as_from_the_beginning(kinds, k
 def test_the_hub_is_read_from_every_place(kinds, monkeypatch):
     import datasets
 
-    from megatron_grpo.data import files
+    from megatron_grpo.run.data import files
 
     def from_hub(dataset, split, flag, *, streaming):
         assert (dataset, split, flag, streaming) == ("owner/name", "train", "dataset", True)

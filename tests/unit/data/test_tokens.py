@@ -12,11 +12,11 @@ import time
 import numpy as np
 import pytest
 
-from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data import prompts, tokens
-from megatron_grpo.data.chat import PromptEncoder, find_clock, load_tokenizer
-from megatron_grpo.data.prompts import open_stream
-from megatron_grpo.data.tokens import TokenTable, cache_directory, cached_table, key_of, read, write
+from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.data import prompts, tokens
+from megatron_grpo.run.data.chat import PromptEncoder, find_clock, load_tokenizer
+from megatron_grpo.run.data.prompts import open_stream
+from megatron_grpo.run.data.tokens import TokenTable, cache_directory, cached_table, key_of, read, write
 from tests.tiny_models import write_tiny
 
 

@@ -15,9 +15,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_grpo.environments.agent_programs import AgentProgram
-from megatron_grpo.environments.agents import AgentPlayer
-from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.plugins.environments.agent_programs import AgentProgram
+from megatron_grpo.plugins.environments.agents import AgentPlayer
 from tests.agents import Ledger, compare, played, prompt, stage
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

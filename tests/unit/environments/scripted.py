@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
-from megatron_grpo.environments.protocol import Environment
-from megatron_grpo.environments.trajectory import ChatTemplate
-from megatron_grpo.types import Completion, Prompt, SampledTurn
+from megatron_grpo.core.types import Completion, Prompt, SampledTurn
+from megatron_grpo.plugins.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
+from megatron_grpo.plugins.environments.protocol import Environment
+from megatron_grpo.plugins.environments.trajectory import ChatTemplate
 from tests.chat_models import TEMPLATE, chat_tokenizer
 
 END = 2

@@ -15,10 +15,10 @@ import openai
 import pytest
 from anthropic import Anthropic, AuthenticationError, BadRequestError
 
-from megatron_grpo.base.errors import RunError
-from megatron_grpo.environments import agent_app
-from megatron_grpo.environments.agents import AgentPlayer, AgentSampler
-from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.core.base.errors import RunError
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.plugins.environments import agent_app
+from megatron_grpo.plugins.environments.agents import AgentPlayer, AgentSampler
 from tests.agents import KINDS, TOOLS, Agent, Ledger, compare, parallel, plain, played, prompt, stage
 from tests.mistakes import mistake
 
@@ -112,7 +112,10 @@ MISTAKES = {  # what an agent does that shows it, module, the right line, the wr
 def test_a_mistake_in_the_account_of_tokens_is_seen(name):
     kind, module, right, wrong = MISTAKES[name]
     account_of(kind)
-    with mistake(f"megatron_grpo.environments.{module}", right, wrong), pytest.raises((AssertionError, StopIteration, RuntimeError)):
+    with (
+        mistake(f"megatron_grpo.plugins.environments.{module}", right, wrong),
+        pytest.raises((AssertionError, StopIteration, RuntimeError)),
+    ):
         account_of(kind)
 
 
@@ -297,7 +300,7 @@ class Held(Ledger):
 
 
 def test_a_client_that_sends_slowly_or_nothing_is_sent_away_and_others_are_answered_meanwhile(monkeypatch):
-    from megatron_grpo.base import listener
+    from megatron_grpo.core.base import listener
 
     monkeypatch.setattr(listener, "SECONDS", 0.6)
     monkeypatch.setattr(agent_app, "SECONDS_OF_BODY", 0.6)
@@ -428,7 +431,7 @@ def test_a_key_is_refused_after_its_episode_and_after_the_rollout():
 
 
 def test_the_endpoint_listens_where_it_is_told_with_tls_and_again_in_the_next_rollout(tmp_path):
-    from megatron_grpo.environments.agent_app import EndpointAddress
+    from megatron_grpo.plugins.environments.agent_app import EndpointAddress
     from tests.small_server import certificate_in
 
     certificate, key = map(str, certificate_in(tmp_path))
@@ -451,14 +454,14 @@ def test_the_endpoint_listens_where_it_is_told_with_tls_and_again_in_the_next_ro
 
 
 def test_an_address_that_is_in_use_ends_the_run_with_its_settings():
-    from megatron_grpo.environments.agent_app import EndpointAddress
+    from megatron_grpo.plugins.environments.agent_app import EndpointAddress
 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="cannot listen on 127.0.0.1 port .*agent_port"):
         played(lambda row, endpoint: 1.0, Ledger(), address=EndpointAddress(port=taken.getsockname()[1]))
 
 
 def test_the_url_of_a_wildcard_address_names_the_machine():
-    from megatron_grpo.environments.agent_app import EndpointAddress
+    from megatron_grpo.plugins.environments.agent_app import EndpointAddress
 
     listening, url = EndpointAddress(host="0.0.0.0").listen()
     with listening:

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from megatron_grpo.environments.episode_runner import EpisodeRunner
-from megatron_grpo.environments.protocol import Environment, InvalidReplyError, StepOutput, as_messages, as_step_output
-from megatron_grpo.environments.workers import WorkerPool
-from megatron_grpo.rollout.engine import prompt_seed
-from megatron_grpo.rollout.turns import request_seed
+from megatron_grpo.core.rollout.engine import prompt_seed
+from megatron_grpo.core.rollout.turns import request_seed
+from megatron_grpo.plugins.environments.episode_runner import EpisodeRunner
+from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, StepOutput, as_messages, as_step_output
+from megatron_grpo.plugins.environments.workers import WorkerPool
 from tests.chat_models import DROPS
 from tests.unit.environments.scripted import END, QUESTION, played
 
@@ -120,7 +120,7 @@ def test_each_turn_has_a_seed_of_its_own_and_the_first_is_that_of_a_single_answe
 
 def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
     """Servers that were lost cost their open turns, and no more."""
-    from megatron_grpo.types import Prompt
+    from megatron_grpo.core.types import Prompt
     from tests.unit.environments.scripted import Says, stage
 
     where = stage(More)
@@ -167,7 +167,7 @@ def test_a_process_whose_environment_hangs_ends_all_the_same(how):
     """Trap 14: a thread pool is joined at exit, and waits."""
     source = f"""
 import asyncio, time
-from megatron_grpo.environments.workers import CallTimeoutError, WorkerPool
+from megatron_grpo.plugins.environments.workers import CallTimeoutError, WorkerPool
 workers = WorkerPool(concurrency=2, timeout=0.2)
 workers.submit("one", lambda: {how})
 [found] = workers.take(5.0)

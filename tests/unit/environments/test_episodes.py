@@ -8,13 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import Config
-from megatron_grpo.metrics.rollout import Completions, episode_stats
-from megatron_grpo.rewards.builtin.rule_based import build_environment
-from megatron_grpo.rewards.protocol import RewardFunction
-from megatron_grpo.trainer.reward_manager import EnvironmentFailuresError, RewardManager, as_batch, check_failures
-from megatron_grpo.types import (
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.types import (  # fmt: skip
     FAULTS,
     Completion,
     EpisodeNumbers,
@@ -24,7 +20,11 @@ from megatron_grpo.types import (
     Prompt,
     ScoredGroup,
     Sequence,
-)  # fmt: skip
+)
+from megatron_grpo.plugins.rewards.rule_based import build_environment
+from megatron_grpo.run.metrics.rollout import Completions, episode_stats
+from megatron_grpo.run.rewards.protocol import RewardFunction
+from megatron_grpo.run.rewards.reward_manager import EnvironmentFailuresError, RewardManager, as_batch, check_failures
 from tests.unit.trainer.test_rollouts import rollout
 
 OPENING = ({"role": "user", "content": "q"},)
@@ -167,7 +167,7 @@ def test_completion_ids_are_what_follows_the_opening_in_the_last_context():
 
 
 MINE = """
-from megatron_grpo.environments.protocol import Environment
+from megatron_grpo.plugins.environments.protocol import Environment
 class Fine(Environment):
     def step(self, turn):
         return [], 0.0, True
@@ -192,7 +192,7 @@ def bare(x):
     ],
 )
 def test_what_is_no_environment_and_no_tool_is_said_before_anything_loads(tmp_path, monkeypatch, values, sentence):
-    from megatron_grpo.environments.loading import load_environment
+    from megatron_grpo.plugins.environments.loading import load_environment
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
@@ -205,10 +205,10 @@ def test_what_is_no_environment_and_no_tool_is_said_before_anything_loads(tmp_pa
 
 def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told():
     """Trap 17: the model would answer without ever having seen the result."""
-    from megatron_grpo.environments.loading import check_template
-    from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.tools import ToolEnvironment
-    from megatron_grpo.environments.trajectory import ChatTemplate
+    from megatron_grpo.plugins.environments.loading import check_template
+    from megatron_grpo.plugins.environments.protocol import Environment
+    from megatron_grpo.plugins.environments.tools import ToolEnvironment
+    from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.chat_models import DROPS, TEMPLATE, chat_tokenizer
 
     def look(source, kind, history="template", end_ids=(2,)):

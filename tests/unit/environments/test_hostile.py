@@ -9,11 +9,11 @@ import pickle
 import pyarrow
 import pytest
 
-from megatron_grpo.environments.foreign_environments import adapted
-from megatron_grpo.environments.protocol import Environment, InvalidReplyError, StepOutput, as_messages
-from megatron_grpo.environments.tools import InvalidToolError, read_hermes, tool_set
-from megatron_grpo.metrics.rollout import count_columns, text_columns
-from megatron_grpo.types import Group, Prompt
+from megatron_grpo.core.types import Group, Prompt
+from megatron_grpo.plugins.environments.foreign_environments import adapted
+from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, StepOutput, as_messages
+from megatron_grpo.plugins.environments.tools import InvalidToolError, read_hermes, tool_set
+from megatron_grpo.run.metrics.rollout import count_columns, text_columns
 from tests.chat_models import TEMPLATE
 from tests.unit.environments.scripted import played
 

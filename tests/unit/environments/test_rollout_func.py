@@ -9,15 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.base.errors import ConfigError, RunError
-from megatron_grpo.config.parse import resolve
-from megatron_grpo.environments.loading import load_rollout_func
-from megatron_grpo.environments.rollout_func import RolloutFunc, RolloutFuncSampler
-from megatron_grpo.environments.rollout_func_output import InvalidRolloutOutputError, TokenLimits, completion_requests, completions_of
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.turns import request_seed
-from megatron_grpo.trainer.reward_manager import as_batch
-from megatron_grpo.types import Group, Prompt, SampledTurn
+from megatron_grpo.core.base.errors import ConfigError, RunError
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.turns import request_seed
+from megatron_grpo.core.types import Group, Prompt, SampledTurn
+from megatron_grpo.plugins.environments.loading import load_rollout_func
+from megatron_grpo.plugins.environments.rollout_func import RolloutFunc, RolloutFuncSampler
+from megatron_grpo.plugins.environments.rollout_func_output import (
+    InvalidRolloutOutputError,
+    TokenLimits,
+    completion_requests,
+    completions_of,
+)
+from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.rewards.reward_manager import as_batch
 
 N = 2
 LIMITS = TokenLimits(vocab_size=100, max_completion_length=6, max_model_len=9, end_ids=frozenset({2}))

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from megatron_grpo.environments.foreign_environments import adapted
-from megatron_grpo.environments.protocol import Environment, StepOutput
-from megatron_grpo.environments.tools import InvalidToolError, read_hermes, schema_of, tool_set
+from megatron_grpo.plugins.environments.foreign_environments import adapted
+from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
+from megatron_grpo.plugins.environments.tools import InvalidToolError, read_hermes, schema_of, tool_set
 from tests.unit.environments.scripted import played
 
 
@@ -188,8 +188,8 @@ def test_vllms_parsers_read_calls_and_what_they_cannot_read_is_answered_with_an_
     from tests.ranks import run_ranks
 
     def body(rank, world_size, schemas):
-        from megatron_grpo.base.errors import ConfigError
-        from megatron_grpo.environments.tools import reader
+        from megatron_grpo.core.base.errors import ConfigError
+        from megatron_grpo.plugins.environments.tools import reader
         from tests.chat_models import chat_tokenizer
 
         tokenizer = chat_tokenizer()

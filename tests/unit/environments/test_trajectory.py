@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.environments.trajectory import ChatTemplate, SpecialTokenGuards, Trajectory
-from megatron_grpo.types import SampledTurn, SamplingMask
+from megatron_grpo.core.types import SampledTurn, SamplingMask
+from megatron_grpo.plugins.environments.trajectory import ChatTemplate, SpecialTokenGuards, Trajectory
 from tests.chat_models import DROPS, TEMPLATE, THINKS, TRIMS, chat_tokenizer
 
 QUESTION = [{"role": "user", "content": "q"}]

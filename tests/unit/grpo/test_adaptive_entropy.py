@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.config.parse import resolve
-from megatron_grpo.grpo.entropy import AdaptiveEntropy
-from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
-from megatron_grpo.grpo.validation import problems
+from megatron_grpo.core.grpo.entropy import AdaptiveEntropy
+from megatron_grpo.core.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.config.rules.grpo import problems
 
 
 def control(**settings):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.analysis.referee import reference
-from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.grpo import validation
-from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, name_of_estimator, reward_metrics, zero_std_groups
+from megatron_grpo.commands.analysis.referee import reference
+from megatron_grpo.core.grpo.advantages import ESTIMATORS, advantages, name_of_estimator, reward_metrics, zero_std_groups
+from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.run.config.rules import grpo as validation
 
 COMBINATIONS = [
     cfg
@@ -196,8 +196,8 @@ def test_gdpo_learns_from_a_group_in_which_one_function_of_two_tells_completions
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
 def test_the_largest_rewards_that_are_let_in_have_finite_advantages(estimator):
     """The protocol refuses more than LARGEST and the settings weights of more than LARGEST_WEIGHT: their squares still add up."""
-    from megatron_grpo.config.validation import LARGEST_WEIGHT
-    from megatron_grpo.rewards.protocol import LARGEST
+    from megatron_grpo.run.config.rules.settings import LARGEST_WEIGHT
+    from megatron_grpo.run.rewards.protocol import LARGEST
 
     rewards = np.array([[[LARGEST], [-LARGEST]], [[LARGEST], [1.0]]])
     weights = [LARGEST_WEIGHT]

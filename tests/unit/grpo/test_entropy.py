@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.grpo.entropy import TIE_NATS, TIE_RELATIVE, entropy_threshold
+from megatron_grpo.core.grpo.entropy import TIE_NATS, TIE_RELATIVE, entropy_threshold
 
 QUANTILES = st.sampled_from([0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9])
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.analysis.referee.reference import ReferenceCompletion
-from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.grpo import validation
-from megatron_grpo.grpo.advantages import advantages
+from megatron_grpo.commands.analysis.referee.reference import ReferenceCompletion
+from megatron_grpo.core.grpo.advantages import advantages
+from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.run.config.rules import grpo as validation
 from tests.reference.packing import package_loss
 
 ROOT = Path(__file__).resolve().parents[3]

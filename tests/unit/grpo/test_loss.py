@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.analysis.referee import reference
-from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
-from megatron_grpo.grpo.metrics import finish
-from megatron_grpo.grpo.objectives import (
+from megatron_grpo.commands.analysis.referee import reference
+from megatron_grpo.core.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
+from megatron_grpo.core.grpo.metrics import finish
+from megatron_grpo.core.grpo.objectives import (
     RATIOS,
     ClassificationTerms,
     Sequences,
@@ -23,6 +22,7 @@ from megatron_grpo.grpo.objectives import (
     off_policy_mask,
     rollout_correction,
 )
+from megatron_grpo.core.settings import GrpoConfig
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference.packing import (
     MAX_COMPLETION_LENGTH,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
-from megatron_grpo.grpo.metrics import combine, finish
+from megatron_grpo.core.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.core.grpo.metrics import combine, finish
+from megatron_grpo.core.settings import GrpoConfig
 from tests.reference.packing import package_loss, random_batch
 
 NAN = float("nan")

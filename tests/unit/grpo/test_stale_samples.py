@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.batching.collate import collate_samples as collate
-from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
-from megatron_grpo.types import Sample
+from megatron_grpo.core.batching.collate import collate_samples as collate
+from megatron_grpo.core.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo.core.types import Sample
 
 NAN = float("nan")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.grpo.loss import NORMALISATIONS, token_weights
+from megatron_grpo.core.grpo.loss import NORMALISATIONS, token_weights
 
 # Trained tokens of three completions.
 NUM_MASKED = [2, 1, 4]

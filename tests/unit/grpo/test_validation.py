@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from megatron_grpo.config.config import Config, GrpoConfig, RewardConfig, RolloutConfig
-from megatron_grpo.config.table import table
-from megatron_grpo.grpo import validation
-from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.settings import Config, GrpoConfig, RewardConfig, RolloutConfig
+from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo.run.config.table import table
 
 
 def config(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, reward_funcs=(), **grpo):
@@ -159,7 +159,7 @@ def test_gspo_as_its_paper_has_it_is_quiet():
 
 
 def test_checking_imports_no_torch():
-    code = "import sys; import megatron_grpo.grpo.validation; sys.exit('torch' in sys.modules)"
+    code = "import sys; import megatron_grpo.run.config.rules.grpo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

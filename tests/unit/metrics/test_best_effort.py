@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_grpo.metrics import Metrics, reporters
-from megatron_grpo.metrics.rollout import Completions
-from megatron_grpo.types import Progress
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.metrics import Metrics, reporters
+from megatron_grpo.run.metrics.rollout import Completions
 from tests.unit.metrics.test_metrics import rollout_of_two
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,8 +83,8 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
     script = f"""
 import sys
 from pathlib import Path
-from megatron_grpo.metrics import Metrics
-from megatron_grpo.types import Progress
+from megatron_grpo.run.metrics import Metrics
+from megatron_grpo.core.types import Progress
 from tests.unit.metrics.test_metrics import rollout_of_two
 metrics = Metrics({str(tmp_path)!r})
 metrics.start(Progress())

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_grpo.config.evaluation import ks
-from megatron_grpo.metrics import evaluations as estimates
+from megatron_grpo.run.config.evaluation import ks
+from megatron_grpo.run.metrics import evaluations as estimates
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.evaluations import Evaluations, compare_evaluations, describe
-from megatron_grpo.types import Progress
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.metrics import Metrics
+from megatron_grpo.run.metrics.evaluations import Evaluations, compare_evaluations, describe
 from tests.evaluated import evaluated
 
 

@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.summary import LearningSignal
-from megatron_grpo.types import Progress
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.metrics import Metrics
+from megatron_grpo.run.metrics.summary import LearningSignal
 
 ALIKE = {"grad_norm": 0.0, "frac_reward_zero_std": 1.0, "reward": 1.0, "rewards/one/mean": 1.0}
 NONE = {"grad_norm": 0.0, "frac_reward_zero_std": 1.0}

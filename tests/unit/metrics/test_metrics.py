@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_grpo.base import activity
-from megatron_grpo.base.activity import Timers
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.grpo.advantages import Advantages
-from megatron_grpo.metrics import Metrics, display, report_to_problems
-from megatron_grpo.metrics.display import describe_phase
-from megatron_grpo.metrics.rollout import Completions, ScoredRollout, rollout_stats
-from megatron_grpo.metrics.summary import TimeSummary
-from megatron_grpo.types import DynamicSamplingResult, Group, GroupMetadata, Progress, Prompt, ScoredGroup, make_completion
+from megatron_grpo.core.base import activity
+from megatron_grpo.core.base.activity import Timers
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.grpo.advantages import Advantages
+from megatron_grpo.core.types import DynamicSamplingResult, Group, GroupMetadata, Progress, Prompt, ScoredGroup, make_completion
+from megatron_grpo.run.metrics import Metrics, display, report_to_problems
+from megatron_grpo.run.metrics.display import describe_phase
+from megatron_grpo.run.metrics.rollout import Completions, ScoredRollout, rollout_stats
+from megatron_grpo.run.metrics.summary import TimeSummary
 from tests.evaluated import evaluated
 from tests.ranks import run_ranks
 
@@ -142,7 +142,7 @@ def test_an_evaluation_that_is_the_first_thing_told_forgets_later_ones(tmp_path)
 
 
 def test_the_score_is_in_the_line_and_in_the_plots_also_after_a_resume(tmp_path, monkeypatch):
-    from megatron_grpo.metrics import plots as plots
+    from megatron_grpo.run.metrics import plots as plots
 
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
@@ -180,7 +180,7 @@ def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_pa
 
 
 def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monkeypatch):
-    from megatron_grpo.metrics import reporters
+    from megatron_grpo.run.metrics import reporters
 
     begun = queue.Queue()
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", begun.put)
@@ -189,7 +189,7 @@ def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monk
 
 
 def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):
-    from megatron_grpo.metrics import plots as plots
+    from megatron_grpo.run.metrics import plots as plots
 
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
@@ -202,7 +202,7 @@ def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatc
 
 
 def test_records_make_their_folder(tmp_path):
-    from megatron_grpo.metrics.records import Records
+    from megatron_grpo.run.metrics.records import Records
 
     for step in (1, 2):
         Records(tmp_path / "a" / "b" / "metrics.jsonl").append({"step": step})
@@ -244,7 +244,7 @@ def test_plots_are_pictures_of_what_was_logged(tmp_path):
 def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypatch, caplog):
     import importlib.util
 
-    from megatron_grpo.metrics import plots as plots
+    from megatron_grpo.run.metrics import plots as plots
 
     monkeypatch.setattr(plots, "_warned", False)
     real = importlib.util.find_spec
@@ -405,8 +405,8 @@ def test_each_node_writes_its_own_file_and_nothing_else(tmp_path):
     """Two nodes of two ranks: text is handed to the first rank of the node alone."""
 
     def body(rank, world, folder):
-        from megatron_grpo.parallel import collectives
-        from megatron_grpo.types import Progress
+        from megatron_grpo.core.parallel import collectives
+        from megatron_grpo.core.types import Progress
 
         told, both = [], rollout_of_two()
         where = collectives.node(f"machine {rank // 2}")
@@ -426,7 +426,7 @@ def test_each_node_writes_its_own_file_and_nothing_else(tmp_path):
 
 
 def test_where_there_are_more_nodes_than_asked_they_take_turns(tmp_path):
-    from megatron_grpo.parallel.collectives import Node
+    from megatron_grpo.core.parallel.collectives import Node
 
     wrote = {}
     for number in range(5):
@@ -438,7 +438,7 @@ def test_where_there_are_more_nodes_than_asked_they_take_turns(tmp_path):
 
 
 def test_a_resumed_run_forgets_the_files_of_all_nodes_and_nobody_elses(tmp_path):
-    from megatron_grpo.parallel.collectives import Node
+    from megatron_grpo.core.parallel.collectives import Node
 
     for version in (1, 2, 3):
         Completions(tmp_path, reward_names=["right", "short"], node=Node(number=7, count=9)).write(rollout_of_two(version, version))
@@ -450,7 +450,7 @@ def test_a_resumed_run_forgets_the_files_of_all_nodes_and_nobody_elses(tmp_path)
 
 
 def test_records_are_cut_a_line_at_a_time_and_a_good_file_is_left_alone(tmp_path):
-    from megatron_grpo.metrics import records
+    from megatron_grpo.run.metrics import records
 
     file = records.Records(tmp_path / "schedule.jsonl")
     rows = list(range(records.LONG // 4))
@@ -475,7 +475,7 @@ def test_records_are_cut_a_line_at_a_time_and_a_good_file_is_left_alone(tmp_path
     ids=["whole", "cut", "a hole", "removed", "begun elsewhere", "begun elsewhere and resumed here"],
 )
 def test_a_file_that_lacks_steps_of_its_own_run_is_told(tmp_path, caplog, steps, has_checkpoint, lacking):
-    from megatron_grpo.metrics import records
+    from megatron_grpo.run.metrics import records
 
     if has_checkpoint:
         (tmp_path / "checkpoints" / "iter_0000005").mkdir(parents=True)
@@ -508,7 +508,7 @@ def wait_until(is_so) -> None:
 def hours(monkeypatch):
     """Turns the clock that phases and estimates go by."""
     now = [1000.0]
-    monkeypatch.setattr("megatron_grpo.base.activity.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megatron_grpo.core.base.activity.time.monotonic", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
@@ -669,7 +669,7 @@ def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
     "reads", [lambda file: file.all(), lambda file: file.cut(9) and file.all()], ids=["a reader", "a run that goes on"]
 )
 def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_being_written_is_not(tmp_path, caplog, reads):
-    from megatron_grpo.metrics.records import Records
+    from megatron_grpo.run.metrics.records import Records
 
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\x00\x00p": 2}\n{"step": 3}\n{"step"')
     assert reads(Records(tmp_path / "m.jsonl")) == [{"step": 1}, {"step": 3}]
@@ -677,7 +677,7 @@ def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_bein
 
 
 def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
-    from megatron_grpo.metrics.plots import PLOTS, _curves, plotted_metrics
+    from megatron_grpo.run.metrics.plots import PLOTS, _curves, plotted_metrics
 
     record = {"step": 1, "reward": 1.5, "rewards/format/mean": 1.0, "rewards/task/mean": 0.25, "rewards/task/std": 0.1, "loss": 0.0}
     history = {name: [(1, record[name])] for name in plotted_metrics(record)} | {"eval": [(0, 0.5)]}

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from megatron_grpo import __version__
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.table import table
-from megatron_grpo.metrics.model_card import ModelCard, base_name, licence_of, without_local_paths, write_card
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.table import table
 from megatron_grpo.run.export import describe
+from megatron_grpo.run.metrics.model_card import ModelCard, base_name, licence_of, without_local_paths, write_card
 
 KEY = "sk-" + "x" * 30
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron_grpo.config import parse
-from megatron_grpo.config.evaluation import _training
-from megatron_grpo.metrics import registry
-from megatron_grpo.metrics.plots import PLOTS
-from megatron_grpo.metrics.rollout import ENDS
+from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.evaluation import _training
+from megatron_grpo.run.metrics import registry
+from megatron_grpo.run.metrics.plots import PLOTS
+from megatron_grpo.run.metrics.rollout import ENDS
 
 PACKAGE = Path(registry.__file__).parents[1]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.metrics import Metrics, report_to_problems, reporters
-from megatron_grpo.metrics.reporters import ReporterInit, services
-from megatron_grpo.types import Progress
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.metrics import Metrics, report_to_problems, reporters
+from megatron_grpo.run.metrics.reporters import ReporterInit, services
 from tests.evaluated import evaluated
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -239,7 +239,7 @@ def test_wandb_offline(alone, monkeypatch, caplog):
 def test_wandb_without_a_network_holds_up_neither_a_run_nor_the_end_of_its_process(alone):
     program = f"""
 from pathlib import Path
-from megatron_grpo.metrics import reporters
+from megatron_grpo.run.metrics import reporters
 from tests.unit.metrics.test_reporters import two_steps
 reporters.SECONDS_TO_CLOSE = 5.0
 Path("run").mkdir()

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from megatron_grpo.parallel.layout import Layout
-from megatron_grpo.parallel.state import start
+from megatron_grpo.core.parallel.layout import Layout
+from megatron_grpo.core.parallel.state import start
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 

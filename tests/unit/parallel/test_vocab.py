@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_grpo.parallel import vocab
-from megatron_grpo.parallel.vocab import linear_logprobs
+from megatron_grpo.core.parallel import vocab
+from megatron_grpo.core.parallel.vocab import linear_logprobs
 from tests.ranks import run_ranks
 
 POSITIONS, HIDDEN, VOCAB, PADDED = 13, 8, 37, 48  # 11 rows of padding, so that with 4 shards one has 1 word and 11 rows of padding

@@ -9,12 +9,12 @@ from itertools import count
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.batching.schedule import TrainingSchedule
-from megatron_grpo.config.optimizer import course_of
-from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.figure import draw
-from megatron_grpo.planning.report import print_report
+from megatron_grpo.commands.planning.command import Plan, make_plan
+from megatron_grpo.commands.planning.figure import draw
+from megatron_grpo.commands.planning.report import print_report
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.batching.schedule import TrainingSchedule
+from megatron_grpo.core.policy.lr_schedule import course_of
 from tests.checked import check
 
 

@@ -8,13 +8,13 @@ from collections import Counter
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.metrics.records import write_table
-from megatron_grpo.planning.command import make_plan
-from megatron_grpo.planning.cost import work_of
-from megatron_grpo.planning.parameters import TrainableSpec, layers_of_stage
-from megatron_grpo.planning.token_counts import read_lengths
-from megatron_grpo.weights.lora import LoraSettings
+from megatron_grpo.commands.planning.command import make_plan
+from megatron_grpo.commands.planning.cost import work_of
+from megatron_grpo.commands.planning.parameters import TrainableSpec, layers_of_stage
+from megatron_grpo.commands.planning.token_counts import read_lengths
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.lora import LoraSettings
+from megatron_grpo.run.metrics.records import write_table
 from tests.checked import check
 
 TINY = dict(

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.cli import main
-from megatron_grpo.planning import warnings
+from megatron_grpo.commands.planning import warnings
 from tests.unit.weights.tiny import config_of
 
 

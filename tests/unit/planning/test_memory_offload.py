@@ -9,11 +9,11 @@ import json
 import pytest
 
 from megatron_grpo.cli import main
-from megatron_grpo.config.config import Config
-from megatron_grpo.planning.command import make_plan
-from megatron_grpo.planning.memory import UNCOUNTED, OffloadPlan, decide
-from megatron_grpo.planning.parameters import StaticMemory
-from megatron_grpo.planning.report import describe_offload
+from megatron_grpo.commands.planning.command import make_plan
+from megatron_grpo.commands.planning.memory import UNCOUNTED, OffloadPlan, decide
+from megatron_grpo.commands.planning.parameters import StaticMemory
+from megatron_grpo.commands.planning.report import describe_offload
+from megatron_grpo.core.settings import Config
 from tests.checked import check
 
 QWEN3_8B = dict(

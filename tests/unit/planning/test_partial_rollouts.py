@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.cli import main
-from megatron_grpo.planning import partial_rollouts
-from megatron_grpo.planning.partial_rollouts import FIRST, NUM_ROLLOUTS, RECOMPUTED, STEP, sampling_times
+from megatron_grpo.plugins.partial_rollouts import plan as partial_rollouts
+from megatron_grpo.plugins.partial_rollouts.plan import FIRST, NUM_ROLLOUTS, RECOMPUTED, STEP, sampling_times
 
 
 def slowly(rollouts, slots, depth):

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.cli import main
-from megatron_grpo.planning.models import read_shape
-from megatron_grpo.weights.families import NOT_YET, NOT_YET_BY_NAME
+from megatron_grpo.core.weights.families import NOT_YET, NOT_YET_BY_NAME
+from megatron_grpo.run.models import read_shape
 
 QWEN3_8B = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -144,10 +144,10 @@ def walk(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
     old=st.sampled_from(["auto", "rollout"]),
 )
 def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, old):
-    from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.batching.schedule import TrainingSchedule
-    from megatron_grpo.parallel.layout import Layout
-    from megatron_grpo.planning.summary import plan_object
+    from megatron_grpo.commands.planning.summary import plan_object
+    from megatron_grpo.core.batching.batch_sizes import BatchSizes
+    from megatron_grpo.core.batching.schedule import TrainingSchedule
+    from megatron_grpo.core.parallel.layout import Layout
 
     sizes = BatchSizes(
         layout=Layout(world_size=dp),
@@ -387,7 +387,7 @@ def test_repository_has_no_torch_on_the_way_to_a_plan_with_a_model(tmp_path):
 
 @pytest.mark.parametrize(("some", "told"), [(2000, "100 %"), (1999, "100 %"), (11, "0.55 %")])
 def test_the_share_that_trains_is_a_number_that_people_read(some, told):
-    from megatron_grpo.planning.report import trainable
+    from megatron_grpo.commands.planning.report import trainable
 
     assert told in trainable({"trainable_parameters": some, "parameters": 2000})
 

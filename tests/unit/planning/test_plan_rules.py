@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.batching.batch_sizes import BatchSizes, size_problems
-from megatron_grpo.batching.sizes import SizeModel
 from megatron_grpo.cli import main
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.batching.batch_sizes import BatchSizes, size_problems
+from megatron_grpo.core.batching.sizes import SizeModel
+from megatron_grpo.run.config import parse
 
 NAMES = {
     "ws": "world_size",

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from megatron_grpo.batching import pack, prefix_groups, split
-from megatron_grpo.config.config import Config
-from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.report import print_report
-from megatron_grpo.planning.sharing import LEAST_SAVING, decide, wanted_micro_batches
+from megatron_grpo.commands.planning.command import Plan, make_plan
+from megatron_grpo.commands.planning.report import print_report
+from megatron_grpo.core.batching import pack, prefix_groups, split
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.sharing import LEAST_SAVING, decide, wanted_micro_batches
 from tests.checked import check
 
 SMALL = ["--num_generations", "4", "--global_batch_size", "8"]

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
-from megatron_grpo.planning.command import make_plan
-from megatron_grpo.planning.models import config_of_teacher
+from megatron_grpo.commands.planning.command import make_plan
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.models import config_of_teacher
 from tests.checked import check
 from tests.unit.planning.test_estimates import MATRICES, TINY
 

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from megatron_grpo.config.config import OptimizerConfig
-from megatron_grpo.config.optimizer import BYTES, lost_update_warnings
-from megatron_grpo.policy import adamw
-from megatron_grpo.policy.adamw import DTYPES, AdamW
+from megatron_grpo.core.policy import adamw
+from megatron_grpo.core.policy.adamw import DTYPES, AdamW
+from megatron_grpo.core.policy.lr_schedule import BYTES, lost_update_warnings
+from megatron_grpo.core.settings import OptimizerConfig
 
 GROUP = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 FP32 = dict(main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")

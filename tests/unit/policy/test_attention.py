@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.policy import attention
-from megatron_grpo.policy import packed_batch as stream_module
-from megatron_grpo.policy.kernels import RotaryFactors
-from megatron_grpo.policy.packed_batch import packed_stream, tokens_of_cp_rank
-from megatron_grpo.types import Segment
+from megatron_grpo.core.policy import attention
+from megatron_grpo.core.policy import packed_batch as stream_module
+from megatron_grpo.core.policy.kernels import RotaryFactors
+from megatron_grpo.core.policy.packed_batch import packed_stream, tokens_of_cp_rank
+from megatron_grpo.core.types import Segment
 
 LONG = 264
 SIZES = ((8, -1), (4, -1), (4, 0), (12, 0), (LONG, 0), (4, 1), (4, 1), (8, -1), (20, -1))  # tokens, parent; cp 2 cuts each into four
@@ -188,7 +188,7 @@ class OfTransformerEngine(torch.nn.Module):
 def test_fused_attention_is_transformer_engines_where_it_can_be_and_the_same_function_everywhere(monkeypatch, parents, dtype, calls):
     import megatron.core.extensions.transformer_engine as extensions
 
-    from megatron_grpo.policy.layers import FusedAttention, PackedAttention
+    from megatron_grpo.core.policy.layers import FusedAttention, PackedAttention
 
     monkeypatch.setattr(extensions, "TEDotProductAttention", OfTransformerEngine, raising=False)
     OfTransformerEngine.calls = []

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy.gated_delta_net import convolve, fault_of_rule, gated_delta_rule, gpu_rule, l2norm, rule_by_kernel
-from megatron_grpo.policy.packed_batch import packed_stream, tokens_of_cp_rank
-from megatron_grpo.types import Segment
+from megatron_grpo.core.policy.gated_delta_net import convolve, fault_of_rule, gated_delta_rule, gpu_rule, l2norm, rule_by_kernel
+from megatron_grpo.core.policy.packed_batch import packed_stream, tokens_of_cp_rank
+from megatron_grpo.core.types import Segment
 from tests.mistakes import mistake
 
 HEADS, K, V, KERNEL = 3, 5, 7, 4
@@ -153,7 +153,7 @@ def test_the_plain_lines_are_used_where_the_kernel_does_not_serve():
         assert chosen.rule is gated_delta_rule and chosen.lacks == "flash-linear-attention is not installed (the extra `fla`)"
 
 
-LAYER, STREAM = (f"megatron_grpo.policy.{name}" for name in ("gated_delta_net", "packed_batch"))
+LAYER, STREAM = (f"megatron_grpo.core.policy.{name}" for name in ("gated_delta_net", "packed_batch"))
 
 
 @pytest.mark.parametrize("wrong", [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.policy.gradient_check import FEWEST, WINDOW, BadMicroBatch, Gradient, GradNormSpikeCheck, SkipCounter, SkippedStep
+from megatron_grpo.core.policy.gradient_check import FEWEST, WINDOW, BadMicroBatch, Gradient, GradNormSpikeCheck, SkipCounter, SkippedStep
 
 
 def allows(gradient_check: GradNormSpikeCheck, *norms: float) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy.kernels import RotaryFactors, rms_norm, rotate, swiglu
+from megatron_grpo.core.policy.kernels import RotaryFactors, rms_norm, rotate, swiglu
 
 
 def drawn(*shape, dtype=torch.float64, seed=0):

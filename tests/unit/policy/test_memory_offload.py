@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.base.activity import Timers
-from megatron_grpo.policy import memory_offload as room_module
-from megatron_grpo.policy.memory_offload import ROLES, PolicyOffloader
+from megatron_grpo.core.base.activity import Timers
+from megatron_grpo.core.policy import memory_offload as room_module
+from megatron_grpo.core.policy.memory_offload import ROLES, PolicyOffloader
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.policy.sharded_state import boxes
+from megatron_grpo.core.policy.sharded_state import boxes
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), data=st.data())

@@ -12,8 +12,8 @@ def test_a_router_needs_neither_transformer_engine_nor_the_patches_for_a_cpu():
         import torch
         from megatron.core.transformer.moe import moe_utils
 
-        import megatron_grpo.policy.model  # as every policy does  # noqa: F401
-        from megatron_grpo.parallel import cpu
+        import megatron_grpo.core.policy.model  # as every policy does  # noqa: F401
+        from megatron_grpo.core.parallel import cpu
 
         assert not cpu._enabled
         tokens, weight = torch.rand(5, 1, 8, requires_grad=True), torch.rand(4, 8, requires_grad=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from megatron_grpo.policy.adamw import AdamW
-from megatron_grpo.policy.sharded_state import _count_steps, steps_counted
+from megatron_grpo.core.policy.adamw import AdamW
+from megatron_grpo.core.policy.sharded_state import _count_steps, steps_counted
 from tests.fused_adam import FusedAdam
 
 

@@ -7,14 +7,14 @@ import json
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config import parse
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.optimizer import rank_multiple
-from megatron_grpo.parallel.layout import Layout, sequence_alignment
-from megatron_grpo.planning.sharing import LEAST_SAVING, decide
-from megatron_grpo.policy import bitwise_parity_validation
-from megatron_grpo.policy.validation import (
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.parallel.layout import Layout, sequence_alignment
+from megatron_grpo.core.policy.lr_schedule import rank_multiple
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
+from megatron_grpo.run.config.rules.policy import (
     attention_channels,
     flash_obstacle,
     machine_problems,
@@ -22,8 +22,8 @@ from megatron_grpo.policy.validation import (
     sampler_problems,
     sharing_problems,
 )
+from megatron_grpo.run.sharing import LEAST_SAVING, decide
 from megatron_grpo.run.validate import load_inputs
-from megatron_grpo.weights.shape import ModelShape
 from tests.checked import check
 from tests.tiny_models import write_tiny
 from tests.unit.weights.tiny import config_of

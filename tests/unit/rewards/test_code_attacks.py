@@ -14,10 +14,10 @@ import time
 
 import pytest
 
-from megatron_grpo.config.config import RewardConfig
-from megatron_grpo.rewards.builtin.code import CodeReward
-from megatron_grpo.rewards.builtin.sandbox import run_program
-from megatron_grpo.rewards.protocol import RowFailure
+from megatron_grpo.core.settings import RewardConfig
+from megatron_grpo.plugins.rewards.code import CodeReward
+from megatron_grpo.plugins.rewards.sandbox import run_program
+from megatron_grpo.run.rewards.protocol import RowFailure
 
 HERE = ("x86_64", "aarch64").index(platform.machine())
 REFUSED = {errno.EPERM, errno.ENOSYS, errno.EACCES}
@@ -485,11 +485,11 @@ def test_without_landlock_nothing_runs_unless_the_user_says_so():
     """In a process whose kernel answers as one without it: a seccomp filter of its own, under which the sandbox lays its filter."""
     program = """
 import ctypes, errno
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.rewards.builtin import jail
-from megatron_grpo.rewards.builtin.sandbox import run_program
-from megatron_grpo.rewards.loading import load_rewards
-from megatron_grpo.config.config import Config
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.plugins.rewards import jail
+from megatron_grpo.plugins.rewards.sandbox import run_program
+from megatron_grpo.run.rewards.loading import load_rewards
+from megatron_grpo.core.settings import Config
 import struct
 body = [jail._load(0), *jail._on_call(444, [jail._return(jail._ERRNO | errno.EOPNOTSUPP)]), jail._return(jail._ALLOW)]
 code = ctypes.create_string_buffer(b"".join(body))

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.builtin.code import program_of, read_tests
-from megatron_grpo.rewards.builtin.sandbox import run_program, why_unsafe
-from megatron_grpo.rewards.loading import load_rewards
-from megatron_grpo.rewards.protocol import RowFailure
+from megatron_grpo.core.settings import Config
+from megatron_grpo.plugins.rewards.code import program_of, read_tests
+from megatron_grpo.plugins.rewards.sandbox import run_program, why_unsafe
+from megatron_grpo.run.rewards.loading import load_rewards
+from megatron_grpo.run.rewards.protocol import RowFailure
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 
@@ -160,7 +160,7 @@ def test_rows_behind_the_timeout_of_the_batch_fail_by_name():
 
 LEAVES = """
 import os, signal, sys
-from megatron_grpo.rewards.builtin import sandbox
+from megatron_grpo.plugins.rewards import sandbox
 with sandbox._directory() as folder:
     os.mkdir(os.path.join(folder, "more"))
     os.chmod(folder, 0)

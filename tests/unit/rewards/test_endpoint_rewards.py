@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
-from megatron_grpo.base.errors import ConfigError, RewardError
-from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.builtin.llm_judge import read_score
-from megatron_grpo.rewards.loading import load_rewards
-from megatron_grpo.rewards.protocol import RewardBatch, RowFailure
-from megatron_grpo.rewards.scoring import score
+from megatron_grpo.core.base.errors import ConfigError, RewardError
+from megatron_grpo.core.settings import Config
+from megatron_grpo.plugins.rewards.llm_judge import read_score
+from megatron_grpo.run.rewards.loading import load_rewards
+from megatron_grpo.run.rewards.protocol import RewardBatch, RowFailure
+from megatron_grpo.run.rewards.scoring import score
 from tests.unit.rewards.servers import json_server
 
 CHAT = [{"role": "user", "content": "10 11"}]

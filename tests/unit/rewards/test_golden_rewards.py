@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.loading import close_rewards, load_rewards
-from megatron_grpo.rewards.protocol import RowFailure
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.rewards.loading import close_rewards, load_rewards
+from megatron_grpo.run.rewards.protocol import RowFailure
 
 BOTH = [  # completion, right answer, score of `accuracy` and of `math`
     ("The answer is 42.\nI hope this answer helps!", "42", 1),

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.loading import load_rewards
-from megatron_grpo.rewards.protocol import RewardBatch, RowFailure
-from megatron_grpo.rewards.scoring import score
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.rewards.loading import load_rewards
+from megatron_grpo.run.rewards.protocol import RewardBatch, RowFailure
+from megatron_grpo.run.rewards.scoring import score
 
 HANGS = "\\boxed{9^{9^{9^{9}}}}"  # sympy would evaluate it
 
@@ -98,7 +98,7 @@ def test_scoring_reaches_the_child_through_the_usual_way():
 def test_the_child_dies_with_a_parent_that_is_killed(text):
     program = (
         "import sys, threading, time\n"
-        "from megatron_grpo.rewards.builtin.math import MathReward\n"
+        "from megatron_grpo.plugins.rewards.math import MathReward\n"
         "reward = MathReward(needs=(('answer',),), row_seconds=600, batch_seconds=600)\n"
         "reward.child._ensure_started()\n"
         "print(reward.child._process.pid, flush=True)\n"

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse
-from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.loading import load_rewards, trains_at_import
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config import parse
+from megatron_grpo.run.rewards.loading import load_rewards, trains_at_import
 
 MAIN = "def main():\n    trainer = GRPOTrainer(model='m')\n    trainer.train()\ndef other(): main()\n"
 

@@ -11,12 +11,12 @@ import textwrap
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError, RewardError
-from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.loading import load_rewards
-from megatron_grpo.rewards.process_isolation import ExitRequestedError, isolated
-from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
-from megatron_grpo.rewards.scoring import score
+from megatron_grpo.core.base.errors import ConfigError, RewardError
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.rewards.loading import load_rewards
+from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, isolated
+from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction
+from megatron_grpo.run.rewards.scoring import score
 
 
 def batch(rows=2):

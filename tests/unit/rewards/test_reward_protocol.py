@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.loading import BUILT_IN, check_columns, load_rewards
-from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RewardStats, RowFailure, as_score, as_scores, text_of
-from megatron_grpo.rewards.scoring import score
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.rewards.loading import BUILT_IN, check_columns, load_rewards
+from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, RewardStats, RowFailure, as_score, as_scores, text_of
+from megatron_grpo.run.rewards.scoring import score
 
 
 def batch(completions=("a", "b"), **columns):

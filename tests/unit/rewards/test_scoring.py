@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from megatron_grpo.base.errors import RewardError, RunInterruptedError
-from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
-from megatron_grpo.rewards.scoring import score
+from megatron_grpo.core.base.errors import RewardError, RunInterruptedError
+from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction
+from megatron_grpo.run.rewards.scoring import score
 
 GOOD, BAD, ROWS = "1", "bad", 16
 # Seconds. What hangs hangs for ever, what does not takes microseconds: a machine that stalls for a third of a second finds the same row.
@@ -242,7 +242,7 @@ def test_an_empty_share_has_no_scores():
 
 def test_code_that_cannot_be_interrupted_ends_the_process_and_shows_where_it_is_stuck():
     program = textwrap.dedent("""
-        from megatron_grpo.rewards import process_isolation as contained
+        from megatron_grpo.run.rewards import process_isolation as contained
         contained.GRACE = 0.5
         def stuck_in_c(completions):
             return [9 ** 9 ** 9]

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.builtin.answers import final_answer, last_boxed, same_answer
-from megatron_grpo.rewards.loading import close_rewards, load_rewards
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import Config
+from megatron_grpo.plugins.rewards.answers import final_answer, last_boxed, same_answer
+from megatron_grpo.run.rewards.loading import close_rewards, load_rewards
 
 
 def built(name, **settings):

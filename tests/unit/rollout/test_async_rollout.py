@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from megatron_grpo.rollout import turns
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.rollout.turns import wait_together
-from megatron_grpo.types import Prompt, make_completion
+from megatron_grpo.core.rollout import turns
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.turns import wait_together
+from megatron_grpo.core.types import Prompt, make_completion
 from tests.ranks import run_ranks
+from tests.scripted_engine import ScriptedEngine
 
 PROMPTS = [Prompt(number=0, row=0, raw="", token_ids=(3,), columns={})]
 
@@ -41,7 +41,7 @@ def test_work_in_a_thread_is_waited_for_and_its_error_is_raised_where_the_result
 
 def test_ranks_wait_for_the_slowest_and_agree_when_to_stop():
     def body(rank, world_size):
-        from megatron_grpo.rollout import turns
+        from megatron_grpo.core.rollout import turns
 
         turns.SECONDS_BETWEEN_AGREEMENTS = 0.5
         asked = []

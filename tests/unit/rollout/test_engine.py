@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
+from megatron_grpo.core.rollout.engine import SamplingSettings, prompt_seed
+from megatron_grpo.core.settings import RolloutConfig
 
 
 @given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(1, 4_000_000 // 2))

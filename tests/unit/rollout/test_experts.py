@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_grpo.rollout.experts import ExpertLayers, InvalidRoutingError, completion_routes, of_group
-from megatron_grpo.types import Sequence
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.rollout.experts import ExpertLayers, InvalidRoutingError, completion_routes, of_group
+from megatron_grpo.core.types import Sequence
+from megatron_grpo.core.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
 
 LAYERS = ExpertLayers(layers=(1, 3), num_experts=300, topk=2)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_grpo.data.image_processing import ORIENTATION, decode_image
-from megatron_grpo.rollout.probes import probe_sequences
+from megatron_grpo.core.images import ORIENTATION, decode_image
+from megatron_grpo.core.rollout.probes import probe_sequences
 from tests.unit.data.test_images import EYES
 
 

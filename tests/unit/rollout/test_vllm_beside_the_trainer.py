@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.base import launcher
-from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.policy.validation import CPU_HEADS
-from megatron_grpo.rollout import vllm_patches
-from megatron_grpo.rollout.colocated import ColocatedEngine
-from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_requests import CPU_BLOCK_SIZE, problem_of
-from megatron_grpo.rollout.vllm_scheduling import patch_scheduling
-from megatron_grpo.rollout.vllm_weight_layout import CopyTable, ModuleWeights, WeightLayoutRecorder
-from megatron_grpo.rollout.vllm_weights import buffers_of, refuse_changed
+from megatron_grpo.core.base import launcher
+from megatron_grpo.core.rollout import vllm_patches
+from megatron_grpo.core.rollout.colocated import ColocatedEngine
+from megatron_grpo.core.rollout.engine import WeightSyncError
+from megatron_grpo.core.rollout.vllm_requests import CPU_BLOCK_SIZE, problem_of
+from megatron_grpo.core.rollout.vllm_scheduling import patch_scheduling
+from megatron_grpo.core.rollout.vllm_weight_layout import CopyTable, ModuleWeights, WeightLayoutRecorder
+from megatron_grpo.core.rollout.vllm_weights import buffers_of, refuse_changed
+from megatron_grpo.core.settings import RolloutConfig
+from megatron_grpo.run.config.rules.policy import CPU_HEADS
 
 
 def test_no_generator_of_the_trainer_moves_while_vllm_works():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_weight_layout import CopyTable, ModuleWeights, TensorCopy, TensorForm, TensorView, _CopiesOfWeight
-from megatron_grpo.weights.buckets import TensorSlice
+from megatron_grpo.core.rollout.engine import WeightSyncError
+from megatron_grpo.core.rollout.vllm_weight_layout import CopyTable, ModuleWeights, TensorCopy, TensorForm, TensorView, _CopiesOfWeight
+from megatron_grpo.core.weights.buckets import TensorSlice
 
 ROWS = (2, 3)
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import COMMANDS
-from megatron_grpo.config import parse
-from megatron_grpo.config.table import MAPS, read_value, table
-from megatron_grpo.run.completion import completion_script, run_completion
+from megatron_grpo.commands.start.completion import completion_script, run_completion
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.table import MAPS, read_value, table
 from tests.terminal import Terminal
 
 ANSWER = 'megatron-grpo() { echo "<$*>"; }\n'  # stands for the program, and shows the line that the shell has completed

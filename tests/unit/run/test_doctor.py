@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.run import doctor
-from megatron_grpo.run.doctor import run, run_doctor
+from megatron_grpo.commands.start import doctor
+from megatron_grpo.commands.start.doctor import run, run_doctor
+from megatron_grpo.core.base.errors import ConfigError
 
 SECONDS = 500
 
@@ -81,7 +81,7 @@ def test_shared_memory_that_is_not_there_or_small_is_told(tmp_path):
 def test_few_open_files_are_told_with_the_command_that_gives_more():
     lines = [
         "import resource",
-        "from megatron_grpo.run import doctor",
+        "from megatron_grpo.commands.start import doctor",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 5000))",
         "doctor._devices = lambda: None",
         "print([check.remedy for check in doctor.check_machine() if check and check.name == 'open files'])",

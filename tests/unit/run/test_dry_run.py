@@ -228,14 +228,14 @@ def test_of_a_data_set_that_is_read_as_the_run_goes_the_first_block_is_looked_at
 
 def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     """Turns are made up; what the environment does wrong is said, and its episodes are judged."""
-    from megatron_grpo.config import parse
-    from megatron_grpo.run.dry_run import dry_run
+    from megatron_grpo.commands.start.dry_run import dry_run
+    from megatron_grpo.run.config import parse
     from tests.chat_models import write_chat
 
     monkeypatch.chdir(tmp_path)
     write_chat(tmp_path / "model", layers=1)
     (tmp_path / "e.py").write_text(
-        "from megatron_grpo.environments.protocol import Environment\n"
+        "from megatron_grpo.plugins.environments.protocol import Environment\n"
         "class E(Environment):\n"
         "    def step(self, turn):\n"
         "        return [], float(turn.text == self.columns['answer']), 1 / len(turn.text) > 0\n"

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError, RewardError, RunError, RunInterruptedError
-from megatron_grpo.config.config import Config
+from megatron_grpo.core.base.errors import ConfigError, RewardError, RunError, RunInterruptedError
+from megatron_grpo.core.settings import Config
 from megatron_grpo.run import failures
 from megatron_grpo.run.failures import machine_sentence, report
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEAKER = """
 import sys, time
-from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run.failures import report
 sys.exit(report(ConfigError(sys.argv[1])))
 """
@@ -124,13 +124,13 @@ ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total c
 
 
 @pytest.mark.parametrize(("file", "error", "words"), [
-    ("policy/passes.py", OutOfMemoryError(ALLOCATOR), "while training (2.00 GiB requested, 1.25 GiB free)"),
-    ("policy/hf_export.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
-    ("rollout/vllm_weights.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
-    ("rollout/colocated.py", RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:139"), "vllm_gpu_memory_utilization"),
-    ("parallel/vocab.py", OutOfMemoryError(ALLOCATOR), "logprob_chunk_size"),
-    ("policy/policy.py", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "recompute_granularity"),
-    ("parallel/state.py", RuntimeError("NCCL error: unhandled cuda error ... Cuda failure 2 'out of memory'"), "building the model"),
+    ("core/policy/passes.py", OutOfMemoryError(ALLOCATOR), "while training (2.00 GiB requested, 1.25 GiB free)"),
+    ("core/policy/hf_export.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
+    ("core/rollout/vllm_weights.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
+    ("core/rollout/colocated.py", RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:139"), "vllm_gpu_memory_utilization"),
+    ("core/parallel/vocab.py", OutOfMemoryError(ALLOCATOR), "logprob_chunk_size"),
+    ("core/policy/policy.py", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "recompute_granularity"),
+    ("core/parallel/state.py", RuntimeError("NCCL error: unhandled cuda error ... Cuda failure 2 'out of memory'"), "building the model"),
 ])  # fmt: skip
 def test_a_gpu_without_room_is_a_sentence_with_the_settings_that_take_less(file, error, words):
     code = compile("def fail(error):\n    raise error\n", f"/site-packages/megatron_grpo/{file}", "exec")

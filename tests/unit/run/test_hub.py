@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
-from megatron_grpo.config import parse
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.validation import validate
+from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.rules.settings import validate
 from tests.ranks import run_ranks
 from tests.small_hub import TOKEN, SmallHub, use
 
@@ -34,9 +34,9 @@ def folders(tmp_path):
 
 def opened_and_pushed(out, folders, **settings):
     """{folder: repository}; or the kind of error and its sentence."""
-    from megatron_grpo.base.errors import ConfigError, RunError
-    from megatron_grpo.config.config import Config
-    from megatron_grpo.parallel import collectives
+    from megatron_grpo.core.base.errors import ConfigError, RunError
+    from megatron_grpo.core.parallel import collectives
+    from megatron_grpo.core.settings import Config
     from megatron_grpo.run import export
 
     cfg = Config().with_values({"output_dir": str(out), "push_to_hub": True, **settings})
@@ -118,7 +118,7 @@ def test_settings_that_do_nothing_are_refused(values, sentence):
 
 @pytest.mark.parametrize("dialect", [[], ["--dialect", "trl"], ["--dialect", "swift"]])
 def test_a_token_is_no_setting(dialect):
-    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.commands.compat import DIALECTS
 
     problems = parse(["--hub_token", TOKEN, *dialect], dialects=DIALECTS).problems
     assert any("HF_TOKEN" in problem.message for problem in problems) and not any(TOKEN in problem.message for problem in problems)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megatron_grpo.cli import main
-from megatron_grpo.run import init
-from megatron_grpo.run.init import InitAnswers
+from megatron_grpo.commands.start import init
+from megatron_grpo.commands.start.init import InitAnswers
 from tests.chat_models import write_chat
 from tests.terminal import Terminal
 

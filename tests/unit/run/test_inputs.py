@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.fingerprints import DAY, values_equal_on_ranks
-from megatron_grpo.checkpoint.resume_compatibility import changes_since
 from megatron_grpo.cli import main
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import parse
-from megatron_grpo.config.write import as_yaml
-from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.checkpoint.fingerprints import DAY, values_equal_on_ranks
+from megatron_grpo.run.checkpoint.resume_compatibility import changes_since
+from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.write import as_yaml
+from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.validate import load_inputs, validate_run
 from tests.tiny_models import write_tiny
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_grpo.config.parse import resolve
+from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.limits import age_of, limits_of, problems_with_limits, requeue
 
 

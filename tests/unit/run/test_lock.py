@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.run.build.output import NAME, OutputLock
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run.assemble.output import NAME, OutputLock
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLDER = r"""
 import os, sys, time
-from megatron_grpo.run.build.output import OutputLock
+from megatron_grpo.run.assemble.output import OutputLock
 lock = OutputLock.take(sys.argv[1])
 if "fork" in sys.argv and os.fork() == 0:
     os.write(1, b"%d\n" % os.getpid())  # in one piece, whoever else writes

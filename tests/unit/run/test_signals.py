@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base.launcher import STOP_BY_CALLBACK
+from megatron_grpo.core.base.launcher import STOP_BY_CALLBACK
 from megatron_grpo.run import signals
 from megatron_grpo.run.limits import StopReason, TimeLimit
 from megatron_grpo.run.signals import StopSignal
@@ -246,7 +246,7 @@ time.sleep(5)
 def test_a_worker_dies_with_a_launcher_that_was_killed():
     script = """
 import subprocess, sys, time
-worker = "from megatron_grpo.base.cleanup import die_with_parent; import time; die_with_parent(); print('up', flush=True); time.sleep(60)"
+worker = "from megatron_grpo.core.base.cleanup import die_with_parent as die; import time; die(); print('up', flush=True); time.sleep(60)"
 process = subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE)
 process.stdout.readline()
 print("ready", flush=True)
@@ -269,7 +269,7 @@ import torch.distributed as dist
 from functools import partial
 from megatron_grpo.run.lifecycle import leave_if_doomed
 from megatron_grpo.run.peers import Peers, Process
-from megatron_grpo.base.cleanup import die_with_parent
+from megatron_grpo.core.base.cleanup import die_with_parent
 from megatron_grpo.run.signals import StopSignal
 die_with_parent()
 dist.init_process_group("gloo")

@@ -121,7 +121,7 @@ def test_no_child_outlives_the_program():
 def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(tmp_path, how, state):
     """Alone it has no other rank that could notice."""
     lines = [
-        "from megatron_grpo.base import activity",
+        "from megatron_grpo.core.base import activity",
         "from megatron_grpo.run import hang_report",
         "hang_report.register()",
         "activity.report_step(7)",

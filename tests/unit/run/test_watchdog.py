@@ -203,8 +203,8 @@ def live(name: str, rank: int, folder: Path) -> None:
 
     import torch.distributed as dist
 
-    from megatron_grpo.base import activity
-    from megatron_grpo.parallel import collectives
+    from megatron_grpo.core.base import activity
+    from megatron_grpo.core.parallel import collectives
     from megatron_grpo.run.peers import Peers, Process
     from megatron_grpo.run.watchdog import Watchdog
 

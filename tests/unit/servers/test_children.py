@@ -13,7 +13,7 @@ import pytest
 
 PARENT = """
 import multiprocessing, sys, time
-from megatron_grpo.servers.serve_lifecycle import bind_children_to_parent
+from megatron_grpo.plugins.servers.serve_lifecycle import bind_children_to_parent
 from tests.unit.servers.test_children import child
 if __name__ == "__main__":
     bind_children_to_parent()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.servers.serve_state import Ownership, RequestRefusedError
-from megatron_grpo.servers.wire import LEASE_SECONDS, ClaimRequest
+from megatron_grpo.plugins.servers.serve_state import Ownership, RequestRefusedError
+from megatron_grpo.plugins.servers.wire import LEASE_SECONDS, ClaimRequest
 
 
 class ManualClock:

@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_grpo.base.errors import ConfigError, RunError
-from megatron_grpo.base.launcher import Launched
-from megatron_grpo.parallel.state import check_gpu_not_shared, gpu_of, rendezvous, report_failure
-from megatron_grpo.servers.weight_transfer import _share_a_gpu
+from megatron_grpo.core.base.errors import ConfigError, RunError
+from megatron_grpo.core.base.launcher import Launched
+from megatron_grpo.core.parallel.state import check_gpu_not_shared, gpu_of, rendezvous, report_failure
+from megatron_grpo.plugins.servers.weight_transfer import _share_a_gpu
 
 
 def launched(rank: int, port: int, world_size: int = 2) -> Launched:

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_grpo.config.servers import CALLS, chunk_size
-from megatron_grpo.servers.requests import MOST_DEATHS, RequestRouter
+from megatron_grpo.plugins.servers.requests import MOST_DEATHS, RequestRouter
+from megatron_grpo.run.config.rules.servers import CALLS, chunk_size
 
 
 class World:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config import parse
-from megatron_grpo.config.config import Config, RunConfig, ServeConfig
-from megatron_grpo.servers.serve_lifecycle import reachable_host, take_port
-from megatron_grpo.servers.serve_settings import check_serving, default_token_file, read_token
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.settings import Config, RunConfig, ServeConfig
+from megatron_grpo.plugins.servers.serve_lifecycle import reachable_host, take_port
+from megatron_grpo.plugins.servers.serve_settings import check_serving, default_token_file, read_token
+from megatron_grpo.run.config import parse
 from tests.tiny_models import write_tiny
 
 GOOD = "a-token-of-24-characters"
@@ -80,7 +80,7 @@ def test_each_mistake_is_a_sentence(model, argv, says):
 
 
 def test_code_in_the_models_folder_runs_in_an_engine_that_was_told_so(home, model):
-    from megatron_grpo.servers.serve_engine import _options
+    from megatron_grpo.plugins.servers.serve_engine import _options
 
     own = home / "own"
     shutil.copytree(model, own)
@@ -106,7 +106,7 @@ def test_one_file_describes_the_run_and_its_servers(model, home):
 
 
 def test_train_is_not_told_in_vain_where_to_listen():
-    from megatron_grpo.config.validation import validate
+    from megatron_grpo.run.config.rules.settings import validate
 
     said = [str(problem) for problem in validate(parse(["--port", "9"]).config)]
     assert any("port is used by `megatron-grpo serve` only" in line for line in said)
@@ -123,7 +123,7 @@ def test_a_token_is_made_once_for_its_owner_alone_and_found_again(home):
 
 
 def test_servers_that_start_together_agree_on_one_token(home):
-    code = ("from megatron_grpo.servers.serve_settings import read_token; from megatron_grpo.config.config import ServeConfig\n"
+    code = ("from megatron_grpo.plugins.servers.serve_settings import read_token; from megatron_grpo.core.settings import ServeConfig\n"
             f"print(read_token(ServeConfig(token_file={str(home / 'shared')!r}))[0])")  # fmt: skip
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
                for _ in range(3)]  # fmt: skip

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from megatron_grpo.base.errors import ConfigError, NoRolloutServerError, RunError
-from megatron_grpo.config.servers import Address
-from megatron_grpo.servers import http, requests, server_group, wire
-from megatron_grpo.servers.http import Server, ServerGoneError, ServerRefusedError, run_name, run_name_of, start_coroutine
-from megatron_grpo.servers.requests import GenerationRequest
-from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
+from megatron_grpo.core.base.errors import ConfigError, NoRolloutServerError, RunError
+from megatron_grpo.plugins.servers import http, requests, server_group, wire
+from megatron_grpo.plugins.servers.http import Server, ServerGoneError, ServerRefusedError, run_name, run_name_of, start_coroutine
+from megatron_grpo.plugins.servers.requests import GenerationRequest
+from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
+from megatron_grpo.run.config.rules.servers import Address
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer, certificate_in
 
 SAMPLING = wire.Sampling()
@@ -203,7 +203,7 @@ def test_a_file_that_holds_something_else_is_an_error_at_the_start_and_a_word_la
     ],
 )
 def test_a_server_of_this_machine_is_told_what_servers_of_others_can_reach(seen, told):
-    from megatron_grpo.servers.weight_broadcast import rendezvous_addresses
+    from megatron_grpo.plugins.servers.weight_broadcast import rendezvous_addresses
 
     assert rendezvous_addresses(seen) == told
 

@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_grpo.base.errors import RunError
-from megatron_grpo.servers import http, wire
-from megatron_grpo.servers.http import Server
-from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
-from megatron_grpo.servers.server_parts import ServerParts
-from megatron_grpo.servers.server_turns import NoServerError
+from megatron_grpo.core.base.errors import RunError
+from megatron_grpo.plugins.servers import http, wire
+from megatron_grpo.plugins.servers.http import Server
+from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
+from megatron_grpo.plugins.servers.server_parts import ServerParts
+from megatron_grpo.plugins.servers.server_turns import NoServerError
 from tests.small_server import TOKEN, Broken, SmallServer
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from megatron_grpo.rollout.engine import ReceiverChangedError, SamplingSettings
-from megatron_grpo.rollout.experts import InvalidRoutingError
-from megatron_grpo.servers import weight_broadcast, wire
-from megatron_grpo.servers.http import Server, ServerGoneError
-from megatron_grpo.servers.requests import GenerationRequest
-from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
-from megatron_grpo.servers.server_turns import NoServerError, ServerTurns
-from megatron_grpo.servers.servers import ServerEngine
-from megatron_grpo.types import Prompt
-from megatron_grpo.weights.buckets import WeightUpdate
+from megatron_grpo.core.rollout.engine import ReceiverChangedError, SamplingSettings
+from megatron_grpo.core.rollout.experts import InvalidRoutingError
+from megatron_grpo.core.types import Prompt
+from megatron_grpo.core.weights.buckets import WeightUpdate
+from megatron_grpo.plugins.servers import weight_broadcast, wire
+from megatron_grpo.plugins.servers.http import Server, ServerGoneError
+from megatron_grpo.plugins.servers.requests import GenerationRequest
+from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
+from megatron_grpo.plugins.servers.server_turns import NoServerError, ServerTurns
+from megatron_grpo.plugins.servers.servers import ServerEngine
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer
 from tests.unit.trainer.test_rollouts import generator_of
 

@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-from megatron_grpo.base import listener
-from megatron_grpo.servers import wire
+from megatron_grpo.core.base import listener
+from megatron_grpo.plugins.servers import wire
 from tests.small_server import certificate_in
 
 TOKEN = "the-token-of-these-tests"
@@ -26,11 +26,11 @@ OPEN_FILES = 400  # less than asyncio's queue of connections, as 1,024 are less 
 SERVER = """
 import asyncio, json, sys
 from types import SimpleNamespace
-from megatron_grpo.base import listener
-from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.servers import serve_lifecycle as life
-from megatron_grpo.config.config import Config
-from megatron_grpo.weights.shape import ModelShape, RopeShape
+from megatron_grpo.core.base import listener
+from megatron_grpo.core.base.cleanup import CleanUp
+from megatron_grpo.plugins.servers import serve_lifecycle as life
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.weights.shape import ModelShape, RopeShape
 
 class NoEngine:
     class Dead(Exception): pass

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.servers import wire
-from megatron_grpo.types import SamplingMask
+from megatron_grpo.core.types import SamplingMask
+from megatron_grpo.plugins.servers import wire
 
 _texts = st.text(max_size=20)
 _small = st.integers(-(2**40), 2**40)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_grpo.metrics import Metrics, registry
-from megatron_grpo.metrics.evaluations import EvaluationResult
-from megatron_grpo.types import Progress
+from megatron_grpo.core.types import Progress
+from megatron_grpo.run.metrics import Metrics, registry
+from megatron_grpo.run.metrics.evaluations import EvaluationResult
 
 jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed (pip install 'megatron-grpo[dev]')")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed (pip install 'megatron-grpo[dev]')")

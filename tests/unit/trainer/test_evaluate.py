@@ -7,16 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.config.evaluation import SUM, EvalSampling, describe_rules, eval_sampling, find_pass_reward, most_of, score_of, sets_of
-from megatron_grpo.config.parse import resolve
-from megatron_grpo.metrics.evaluations import describe
-from megatron_grpo.rewards.protocol import RewardFunction
-from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
-from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator, sampling_of
-from megatron_grpo.trainer.reward_manager import RewardManager
-from megatron_grpo.types import Prompt, make_completion
+from megatron_grpo.core.rollout.engine import SamplingSettings, prompt_seed
+from megatron_grpo.core.types import Prompt, make_completion
+from megatron_grpo.run.config.evaluation import (
+    SUM,
+    EvalSampling,
+    describe_rules,
+    eval_sampling,
+    find_pass_reward,
+    most_of,
+    score_of,
+    sets_of,
+)
+from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, sampling_of
+from megatron_grpo.run.metrics.evaluations import describe
+from megatron_grpo.run.rewards.protocol import RewardFunction
+from megatron_grpo.run.rewards.reward_manager import RewardManager
 from tests.ranks import run_ranks
+from tests.scripted_engine import ScriptedEngine
 
 TRAINING = SamplingSettings(n=16, max_completion_length=8, temperature=0.9, top_p=0.8, stop=("END",))
 

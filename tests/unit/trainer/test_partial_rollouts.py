@@ -12,16 +12,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.base.errors import CancelledError
-from megatron_grpo.batching.split import BatchPartitioner
-from megatron_grpo.checkpoint.samples import file_of, read_samples
-from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.rollout import partial_rollouts
-from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError
-from megatron_grpo.rollout.partial_rollouts import EngineShare, PartialGeneration, join_versions, part_seed
-from megatron_grpo.trainer.partial_rollouts import PartialRollouts, VersionCheck
-from megatron_grpo.trainer.rollouts import Rollouts
-from megatron_grpo.types import PartialCompletion, Progress, SampledTurn
+from megatron_grpo.core.base.errors import CancelledError
+from megatron_grpo.core.batching.split import BatchPartitioner
+from megatron_grpo.core.rollout.engine import SamplingSettings, WeightSyncError
+from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo.core.trainer.rollouts import Rollouts
+from megatron_grpo.core.types import PartialCompletion, Progress, SampledTurn
+from megatron_grpo.plugins.partial_rollouts import engine as partial_rollouts
+from megatron_grpo.plugins.partial_rollouts.engine import EngineShare, PartialGeneration, join_versions, part_seed
+from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts, VersionCheck
+from megatron_grpo.run.checkpoint.samples import file_of, read_samples
 from tests.unit.batching.test_schedule import table_of
 from tests.unit.trainer.test_rollouts import Heard, OneRank, Stream, generator_of, mixed
 
@@ -311,7 +311,7 @@ def test_the_prompts_are_dealt_evenly_and_each_group_is_on_one_rank_of_the_engin
 
 
 def test_the_first_part_has_the_seed_of_a_whole_completion_and_no_other_part_has():
-    from megatron_grpo.rollout.engine import prompt_seed
+    from megatron_grpo.core.rollout.engine import prompt_seed
 
     assert part_seed(1, 5, 2, 0, n=4) == prompt_seed(1, 5, 4) + 2
     seeds = {part_seed(1, number, place, drawn, n=4) for number in range(8) for place in range(4) for drawn in range(40)}

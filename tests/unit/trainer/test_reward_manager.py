@@ -7,10 +7,10 @@ import logging
 import time
 import tracemalloc
 
-from megatron_grpo.base.errors import CancelledError, RewardError
-from megatron_grpo.rewards.protocol import RewardFunction
-from megatron_grpo.trainer.reward_manager import RewardManager, as_batch
-from megatron_grpo.types import Group, Prompt, make_completion
+from megatron_grpo.core.base.errors import CancelledError, RewardError
+from megatron_grpo.core.types import Group, Prompt, make_completion
+from megatron_grpo.run.rewards.protocol import RewardFunction
+from megatron_grpo.run.rewards.reward_manager import RewardManager, as_batch
 from tests.ranks import run_ranks
 
 

@@ -12,23 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.base.activity import Timers
-from megatron_grpo.base.errors import NoRolloutServerError
-from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.schedule import TrainingSchedule
-from megatron_grpo.batching.split import BatchPartitioner
-from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo.advantages import zero_std_groups
-from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
-from megatron_grpo.parallel.layout import Layout
-from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.trainer.generation import InvalidLogprobsError, InvalidSamplingMaskError, RolloutGenerator
-from megatron_grpo.trainer.rollouts import Rollouts
-from megatron_grpo.trainer.rollouts import dynamic_sampling as collect
-from megatron_grpo.trainer.sample_buffer import without_training
-from megatron_grpo.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, make_completion
-from megatron_grpo.weights.buckets import WeightUpdate
+from megatron_grpo.core.base.activity import Timers
+from megatron_grpo.core.base.errors import NoRolloutServerError
+from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.batching.schedule import TrainingSchedule
+from megatron_grpo.core.batching.split import BatchPartitioner
+from megatron_grpo.core.grpo.advantages import zero_std_groups
+from megatron_grpo.core.parallel.layout import Layout
+from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo.core.trainer.generation import InvalidLogprobsError, InvalidSamplingMaskError, RolloutGenerator
+from megatron_grpo.core.trainer.rollouts import Rollouts
+from megatron_grpo.core.trainer.rollouts import dynamic_sampling as collect
+from megatron_grpo.core.trainer.sample_buffer import without_training
+from megatron_grpo.core.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, make_completion
+from megatron_grpo.core.weights.buckets import WeightUpdate
+from megatron_grpo.run.metrics.rollout import rollout_stats, selection_stats
+from tests.scripted_engine import ScriptedEngine
 
 LIVE, ZERO_STD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 

@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from megatron_grpo.base.errors import RunError
-from megatron_grpo.rollout.vllm_requests import TIES, logprobs_and_mask, num_asked
-from megatron_grpo.trainer.generation import InvalidSamplingMaskError, check_sampling_mask
-from megatron_grpo.types import SamplingMask, Sequence
+from megatron_grpo.core.base.errors import RunError
+from megatron_grpo.core.rollout.vllm_requests import TIES, logprobs_and_mask, num_asked
+from megatron_grpo.core.trainer.generation import InvalidSamplingMaskError, check_sampling_mask
+from megatron_grpo.core.types import SamplingMask, Sequence
 
 INF = -np.inf
 

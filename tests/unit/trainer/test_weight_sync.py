@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.trainer.weight_sync import _EngineDifferences, _followed_share, _problem, _trial_problem
-from megatron_grpo.weights.buckets import NO_VERSION
+from megatron_grpo.core.trainer.weight_sync import _EngineDifferences, _followed_share, _problem, _trial_problem
+from megatron_grpo.core.weights.buckets import NO_VERSION
 
 
 def report(uncached=0.0, cached=0.0, version=3):

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from megatron_grpo.weights import families
-from megatron_grpo.weights.hf_files import HfReader
-from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.names import num_parameters
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.weights import families
+from megatron_grpo.core.weights.hf_files import HfReader
+from megatron_grpo.core.weights.mapping import WeightMap
+from megatron_grpo.core.weights.names import num_parameters
+from megatron_grpo.core.weights.shape import ModelShape
 from tests.unit.weights.tiny import BASE
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding-a-model.md"

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.weights.families import FAMILIES, FILE, IDLE, REFUSED, fields_of
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.families import FAMILIES, FILE, IDLE, REFUSED, fields_of
+from megatron_grpo.core.weights.shape import ModelShape
 from tests import vision_cases
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
 from tools import config_fields

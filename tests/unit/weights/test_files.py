@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.base.files import MARK
-from megatron_grpo.weights.hf_files import HfReader, HfWriter, check_tied_head
-from megatron_grpo.weights.names import hf_shapes
-from megatron_grpo.weights.shape import ModelShape, read_config
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.base.files import MARK
+from megatron_grpo.core.weights.hf_files import HfReader, HfWriter, check_tied_head
+from megatron_grpo.core.weights.names import hf_shapes
+from megatron_grpo.core.weights.shape import ModelShape, read_config
 from tests.unit.weights.tiny import write_checkpoint
 from tests.vision_cases import as_on_the_hub, write_vlm
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.weights.layout_validation import layout_problems, length_problems
-from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.names import hf_shapes
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.mapping import WeightMap
+from megatron_grpo.core.weights.names import hf_shapes
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.config.rules.layout import layout_problems, length_problems
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
 
 

@@ -8,8 +8,8 @@ import pytest
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from megatron_grpo.weights.lora import LoraSettings, linear_modules
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.weights.lora import LoraSettings, linear_modules
+from megatron_grpo.core.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
 
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.weights.hf_files import HfReader
-from megatron_grpo.weights.mapping import WeightMap, with_global_numbers
-from megatron_grpo.weights.names import ShardCut, hf_shapes
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.hf_files import HfReader
+from megatron_grpo.core.weights.mapping import WeightMap, with_global_numbers
+from megatron_grpo.core.weights.names import ShardCut, hf_shapes
+from megatron_grpo.core.weights.shape import ModelShape
 from tests.unit.weights.tiny import CHECKPOINTS, config_of, write_checkpoint
 
 LAYOUTS = [(1, 1), (2, 1), (4, 2)]  # (TP, expert TP)

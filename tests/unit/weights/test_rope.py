@@ -12,9 +12,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.weights.rope import rope_inverse_frequencies
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.rope import rope_inverse_frequencies
+from megatron_grpo.core.weights.shape import ModelShape
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
 
 SCALINGS = {

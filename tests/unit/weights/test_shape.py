@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.weights.names import hf_shapes, num_parameters
-from megatron_grpo.weights.shape import ModelShape, flat_values
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.names import hf_shapes, num_parameters
+from megatron_grpo.core.weights.shape import ModelShape, flat_values
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
 
 LLAMA = {
@@ -26,7 +26,8 @@ LLAMA = {
 
 def test_the_shape_of_a_model_is_known_without_torch():
     code = (
-        "import sys, json; from megatron_grpo.weights.shape import ModelShape; from megatron_grpo.weights.names import num_parameters;"
+        "import sys, json; from megatron_grpo.core.weights.shape import ModelShape; "
+        "from megatron_grpo.core.weights.names import num_parameters;"
         "num_parameters(ModelShape.from_hf(json.loads(sys.argv[1]))); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, json.dumps(LLAMA)], check=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.config import TunerConfig
-from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.names import hf_shapes
-from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.trainable_parameters import parameter_trains, problems, trains
+from megatron_grpo.core.settings import TunerConfig
+from megatron_grpo.core.weights.mapping import WeightMap
+from megatron_grpo.core.weights.names import hf_shapes
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.core.weights.trainable_parameters import parameter_trains, problems, trains
 from tests.unit.weights.tiny import config_of
 
 QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.weights.adapters import from_file, write_adapter
-from megatron_grpo.weights.families import FAMILIES
-from megatron_grpo.weights.hf_files import HfReader
-from megatron_grpo.weights.lora import LoraSettings, module_of, own_sizes, peft_name
-from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.names import hf_shapes, num_parameters, tower_entries
-from megatron_grpo.weights.shape import ModelShape, read_config
-from megatron_grpo.weights.sizes import RopeShape
-from megatron_grpo.weights.vision_towers import part_of
+from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.core.weights.adapters import from_file, write_adapter
+from megatron_grpo.core.weights.families import FAMILIES
+from megatron_grpo.core.weights.hf_files import HfReader
+from megatron_grpo.core.weights.lora import LoraSettings, module_of, own_sizes, peft_name
+from megatron_grpo.core.weights.mapping import WeightMap
+from megatron_grpo.core.weights.names import hf_shapes, num_parameters, tower_entries
+from megatron_grpo.core.weights.shape import ModelShape, read_config
+from megatron_grpo.core.weights.sizes import RopeShape
+from megatron_grpo.core.weights.vision_towers import part_of
 from tests import vision_cases as vision
 from tests.tiny_models import load_tiny
 
@@ -52,7 +52,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def test_the_towers_tensors_are_those_of_transformers_in_their_order(checkpoint):
-    from megatron_grpo.policy.vision import build_tower
+    from megatron_grpo.core.policy.vision import build_tower
 
     shape = ModelShape.from_pretrained(checkpoint)
     tower = build_tower(shape, checkpoint, dtype=torch.float32, device="meta")

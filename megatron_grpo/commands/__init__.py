@@ -1,0 +1,1 @@
+"""Commands that advise people before and after a run. No rank imports them."""

@@ -1,0 +1,306 @@
+"""`megatron-grpo compare-losses RUN --variant "loss_type=vespo" --variant "epsilon_high=0.28"`: a step's loss under other settings.
+
+A run with `--record_rows true` stores, beside each checkpoint, the rows that its next step trained. This command loads the policy from such
+a checkpoint, in any layout, and computes the forward and backward of that step with the run's settings and then with each variant. It needs
+no sampler and updates no weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_grpo.commands.analysis.args import CompareLossesArgs, Variant, read_compare_losses_args
+from megatron_grpo.commands.analysis.printing import print_report, table_lines
+from megatron_grpo.commands.analysis.replay import open_policy
+from megatron_grpo.commands.analysis.report import draw_variants, metrics_records
+from megatron_grpo.core.base.errors import EXIT_DONE, config_error
+from megatron_grpo.core.base.files import parse_json, plot_obstacle
+from megatron_grpo.core.grpo.entropy import AdaptiveEntropy
+from megatron_grpo.core.grpo.loss import GrpoLoss
+from megatron_grpo.core.grpo.zero_gradient import RowKind, zero_gradient_kinds
+from megatron_grpo.core.parallel import collectives, state
+from megatron_grpo.core.policy.optimizer import gradient_norm
+from megatron_grpo.core.policy.policy import Policy
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.trainer.sample_buffer import SampleBuffer, score_rows
+from megatron_grpo.core.types import GlobalBatch, RowKey, Sample, SampleWithOldLogprobs
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.assemble import PolicyParts
+from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.checkpoint.resume import OURS
+from megatron_grpo.run.checkpoint.samples import read_samples
+from megatron_grpo.run.checkpoint.saving import RECORDED
+from megatron_grpo.run.config import ParsedConfig
+from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.open_checkpoint import load_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantResult:
+    """Result of one variant.
+
+    Args:
+        name: Text of the variant.
+        rows: Rows that trained.
+        loss: Loss.
+        grad_norm: Gradient norm.
+        cosine: Cosine of its gradient with that of the run's settings; None if either is 0.
+        kl_sampler: KL(sampler || current policy) by the k3 estimator, in nats per token.
+        ess: Effective sample size of the weights policy / sampler, as a fraction of the tokens.
+        clip_low: Fraction of tokens clipped at the lower bound.
+        clip_high: Fraction of tokens clipped at the upper bound.
+        kl: KL from the reference; None without a reference.
+    """
+
+    name: str
+    rows: int
+    loss: float
+    grad_norm: float
+    cosine: float | None
+    kl_sampler: float
+    ess: float
+    clip_low: float
+    clip_high: float
+    kl: float | None
+
+
+class AcceptAllCheck:
+    """Gradient check that accepts every gradient, because `compare-losses` shows gradients as they are."""
+
+    def allows(self, gradient: Any) -> bool:
+        """Return True."""
+        return True
+
+
+def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
+    """Run the `compare-losses` command and print its findings.
+
+    Args:
+        argv: Command line of the command.
+        parse: Parses settings.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: With all problems of the command line and the settings.
+    """
+    args = read_compare_losses_args(argv, parse)
+    if args.cfg.plan.png and (obstacle := plot_obstacle(Path(args.cfg.plan.png))):
+        raise config_error("png", f"png: {obstacle}")
+    outcomes = compare_losses(args)
+    if collectives.rank() == 0:
+        recorded = _recorded(args)
+        result = {"step": args.step, "recorded": recorded, "variants": [asdict(outcome) for outcome in outcomes]}
+        print_report(result, report_lines(args, outcomes, recorded), as_json=args.cfg.plan.json)
+        line = draw_variants(outcomes, Path(args.cfg.plan.png or args.run / "plots" / "compare_losses.png"), args.step)
+        print(line, file=sys.stderr if args.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout contains only the object
+    state.stop()
+    return EXIT_DONE
+
+
+def compare_losses(args: CompareLossesArgs) -> list[VariantResult]:
+    """Repeat the recorded step with the run's own settings, then with each variant. Collective.
+
+    Starts the parallel job.
+
+    Args:
+        args: Arguments of the command.
+
+    Returns:
+        An outcome per variant, in the order of `asked.variants`.
+
+    Raises:
+        ConfigError: If the model is a vision-language model, whose images are not recorded.
+    """
+    cfg, model = args.cfg, find_model(args.cfg.model.model)
+    if ModelShape.from_pretrained(model).vision is not None:
+        raise config_error("compare-losses", "compare-losses: rows are recorded without their images. Only text models are supported.")
+    beta = max(variant.cfg.grpo.beta for variant in args.variants)  # above 0 if any variant needs the reference
+    content = {"question": "; ".join(variant.name for variant in args.variants)}
+    policy = open_policy(cfg.with_values({"beta": beta}), model, args.checkpoint, content, num_steps=args.step + 2,
+                         parts=PolicyParts(gradient_check=AcceptAllCheck()))  # fmt: skip
+    policy.optimizer.step = lambda: None  # keeps the weights unchanged
+    samples = read_samples(args.checkpoint / RECORDED)
+    left_out = _left_out(cfg, samples, args.step)
+    adaptive, entropy = policy.entropy, _entropy_of(policy, args.checkpoint)
+    gradient, outcomes = None, list[VariantResult]()
+    stale = {variant.staleness for variant in args.variants} - {0}
+    with_old_logprobs = _with_old_logprobs(policy, samples) if stale else []
+    for staleness in sorted({0, *stale}):
+        if staleness:
+            load_weights(policy.chunks, args.later[staleness])
+        rows = with_old_logprobs if staleness else samples
+        for variant in args.variants:
+            if variant.staleness == staleness:
+                policy.entropy = (
+                    entropy if adaptive and variant.cfg.grpo.entropy_coef == adaptive.coef else None
+                )  # else the variant's coefficient
+                outcome, gradient = _take(policy, variant, rows, args.step + staleness, gradient, left_out)
+                outcomes.append(outcome)
+    order = [variant.name for variant in args.variants]
+    return sorted(outcomes, key=lambda outcome: order.index(outcome.name))
+
+
+def _left_out(cfg: Config, samples: Sequence[Sample], step: int) -> frozenset[RowKind]:
+    """Return the kinds of rows that no variant can train, because the run left them out in an earlier pass: they have no old log-probs.
+
+    Otherwise all rows are computed: a variant may look at rows that have no gradient under the settings of the run.
+    """
+    missing = sum(sample.on_policy_version < step and not isinstance(sample, SampleWithOldLogprobs) for sample in samples)
+    if not missing:
+        return frozenset()
+    if collectives.rank() == 0:
+        logger.warning(
+            "%d of %d rows have no old log-probs, because they had no gradient in the run. They are left out.", missing, len(samples)
+        )
+    return zero_gradient_kinds(settings_of(cfg))
+
+
+def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
+    """Return the adaptive entropy coefficient as the checkpoint stored it."""
+    guard = checkpoint / OURS / "guard.json"
+    if guard.exists():
+        policy.restore_entropy(parse_json(guard.read_text(encoding="utf-8")))
+    return policy.entropy
+
+
+def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
+    """Return all samples with old log-probs by the current weights, on rank 0; an empty list on other ranks. Collective."""
+    pending = _pending(policy, samples)
+    scored = score_rows(pending.placed(), score=policy.scorer.old_logprobs, cut=policy.cut, parallel=policy.parallel)
+    local: dict[RowKey, Sample] = {}
+    for key, sample in scored.rows.sequences.items():
+        routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
+        local[key] = sample if hasattr(sample, "old_logprobs") else routed.with_old_logprobs(scored.logprobs[key], "recompute")
+    merged = {
+        key: row for part in collectives.exchange({0: local if policy.parallel.is_model_parallel_src else {}}) for key, row in part.items()
+    }
+    return [merged[sample.key] for sample in samples] if merged else []
+
+
+def _pending(policy: Policy, samples: Sequence[Sample], left_out: frozenset[RowKind] = frozenset()) -> SampleBuffer:
+    empty = SampleBuffer(parallel=policy.parallel, cut=policy.cut, zero_gradient=left_out)
+    return empty.restored(samples if policy.parallel.is_rank_zero else [])
+
+
+def _batch(policy: Policy, samples: Sequence[Sample], index: int, left_out: frozenset[RowKind]) -> GlobalBatch:
+    """Return this rank's share of a step that trains these rows in their order."""
+    pending = _pending(policy, samples, left_out)
+    order = collectives.broadcast_object([sample.key for sample in samples])
+    versions = pending.rows.on_policy_version[pending.rows.places_of(*np.array(order).T)].tolist()
+    micro_steps = [
+        SimpleNamespace(rollout=r, rows=(row, row + 1), on_policy_version=version)
+        for (r, row), version in zip(order, versions, strict=True)
+    ]
+    step: Any = SimpleNamespace(index=index, micro_steps=micro_steps)
+    return pending.batch(step, token_weight_fn=policy.loss.token_weights)[1]
+
+
+def _take(
+    policy: Policy,
+    variant: Variant,
+    samples: Sequence[Sample],
+    index: int,
+    reference: list[torch.Tensor] | None,
+    left_out: frozenset[RowKind],
+) -> tuple[VariantResult, list[torch.Tensor]]:
+    """Compute forward and backward of one variant. Collective.
+
+    Returns:
+        (outcome, gradient buffers of the run's own settings, which are the first variant).
+    """
+    rollout = variant.cfg.rollout
+    policy.loss = GrpoLoss.from_config(
+        variant.cfg.grpo, max_completion_length=rollout.max_completion_length, temperature=rollout.temperature
+    )
+    variant_samples = samples[: variant.num_rows]
+    batch = _batch(policy, variant_samples, index, left_out)
+    trained = policy.train_step(batch)
+    norm, buffers = trained.metrics.get("grad_norm", 0.0), list(_buffers(policy))
+    if reference is None:
+        reference, cosine = [buffer.clone() for buffer in buffers], 1.0 if norm else None
+    else:
+        gradients = [buffer.clone() for buffer in buffers]
+        cosine = _cosine(policy, buffers, reference, gradients)
+    kl, ess = _off_policy(policy, batch, trained.logprobs)
+    get = trained.metrics.get
+    return VariantResult(
+        name=variant.name, rows=batch.num_sequences, loss=get("loss", 0.0), grad_norm=norm, cosine=cosine, kl_sampler=kl, ess=ess,
+        clip_low=get("clip_ratio/low_mean", 0.0), clip_high=get("clip_ratio/high_mean", 0.0), kl=get("kl"),
+    ), reference  # fmt: skip
+
+
+def _buffers(policy: Policy) -> Iterator[torch.Tensor]:
+    for chunk in policy.wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer.grad_data
+
+
+def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], b: list[torch.Tensor]) -> float | None:
+    """Return the cosine of two gradients from the norms of a, b and b - a; exactly 1 if the two are equal.
+
+    Megatron-Core computes these norms over all ranks and counts each element once.
+    """
+    norms = []
+    for values in (a, b, [y - x for x, y in zip(a, b, strict=True)]):
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+        norms.append(gradient_norm(policy.optimizer))
+    of_a, of_b, of_difference = norms
+    return (of_a**2 + of_b**2 - of_difference**2) / (2 * of_a * of_b) if of_a and of_b and all(map(math.isfinite, norms)) else None
+
+
+def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[float, float]:
+    """Return (KL(sampler || current policy), effective sample size) over trained tokens that have a sampler log-prob."""
+    sums = np.zeros(4)
+    for micro in batch.micro_batches if policy.parallel.reports_its_rows else ():
+        for index, row in enumerate(micro.rows):
+            index_of_tokens = (micro.sequence == index) & (micro.token_weights > 0)
+            log_rho = (
+                np.asarray(logprobs[row], dtype=np.float64)[index_of_tokens[micro.sequence == index]]
+                - micro.sampler_logprobs[index_of_tokens]
+            )
+            log_rho = log_rho[~np.isnan(log_rho)].clip(-20, 20)
+            rho = np.exp(log_rho)
+            sums += [len(rho), (rho - log_rho - 1).sum(), rho.sum(), (rho * rho).sum()]
+    count, kl, first, second = np.sum(collectives.all_gather_object(sums), axis=0)
+    return (float(kl / count), float(first**2 / (count * second))) if count else (0.0, 1.0)
+
+
+def _recorded(args: CompareLossesArgs) -> dict[str, float] | None:
+    """Return the run's own loss and gradient norm of the step, from metrics.jsonl; None if they were not logged."""
+    logged = next((record for record in reversed(metrics_records(args.run)) if record.get("step") == args.step + 1), None)
+    return {name: logged[name] for name in ("loss", "grad_norm") if name in logged} if logged else None
+
+
+def report_lines(args: CompareLossesArgs, outcomes: Sequence[VariantResult], recorded: dict[str, float] | None) -> list[str]:
+    """Format the outcomes as a table.
+
+    Args:
+        args: Arguments of the command.
+        outcomes: Outcomes of the variants.
+        recorded: Loss and gradient norm that the run logged; None if unknown.
+    """
+    lines = [f"Optimizer step {args.step + 1} of {args.run}, rows as recorded, weights of {args.checkpoint.name}."]
+    if recorded:
+        lines.append("The run logged: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")
+    rows = [("", "rows", "loss", "grad_norm", "cosine", "KL sampler", "ESS", "clip low", "clip high", "KL ref")]
+    for outcome in outcomes:
+        share = (f"{outcome.kl_sampler:.3g}", f"{outcome.ess:.4f}", f"{outcome.clip_low:.2%}", f"{outcome.clip_high:.2%}")
+        cosine = "-" if outcome.cosine is None else f"{outcome.cosine:.6f}"
+        of_reference = "-" if outcome.kl is None else f"{outcome.kl:.3g}"
+        rows.append((outcome.name, str(outcome.rows), f"{outcome.loss:.5g}", f"{outcome.grad_norm:.5g}", cosine, *share, of_reference))
+    return [*lines, "", *table_lines(rows)]

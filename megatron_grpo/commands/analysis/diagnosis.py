@@ -1,0 +1,228 @@
+"""Diagnosis of a replayed step: a verdict, a table and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.commands.analysis.step_dump import StepDump
+from megatron_grpo.core.types import RowKey
+from megatron_grpo.run.metrics.summary import USUAL
+
+SHOWN = 8  # maximum rows and tensors that are listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolatedRow:
+    """A row computed alone.
+
+    Args:
+        key: (rollout, row).
+        norm: Norm of the row's contribution to the gradient.
+        what: Values of the row that are not finite, in words; empty if all are finite.
+        num_tokens: Trained tokens.
+        forward: Maximum difference between the row's log-probs in the replay and in the run; None if the run recorded none.
+        gap: Maximum difference between trainer and sampler log-probs, in nats.
+        token: Index of the trained token with that difference.
+        prompt_number: Number of the prompt.
+    """
+
+    key: RowKey
+    norm: float
+    what: str
+    num_tokens: int
+    forward: float | None
+    gap: float
+    token: int
+    prompt_number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Findings of a replay.
+
+    Args:
+        why: Reason why the step was recorded.
+        verdict: Description of what is wrong, in sentences.
+        numbers: Loss and gradient norm of the replay.
+        was: Metrics of the run.
+        weights: Comparison of the weights with those of the run.
+        rows: Rows of the step, each computed alone.
+        copies: Loss and gradient norm with each differing copy of a weight.
+        ranks: Number of ranks and layout of the replay, in words.
+        lacks: Parts missing in the step dump.
+    """
+
+    why: str
+    verdict: list[str]
+    numbers: dict[str, float]
+    was: dict[str, float]
+    weights: dict[str, Any]
+    rows: list[IsolatedRow]
+    copies: list[dict[str, Any]]
+    ranks: str
+    lacks: list[str]
+
+    def lines(self) -> list[str]:
+        """Format the diagnosis as lines of text."""
+        weights = self.weights
+        weights_text = f"{weights['same']} of {weights['tensors']} tensors are those of the run, bit for bit" if weights["recorded"] else (
+            "not compared: none were recorded")  # fmt: skip
+        lines = [
+            f"kept because {self.why}",
+            f"replayed on {self.ranks}",
+            f"weights: {weights_text}",
+            *(f"not in the step dump: {missing}" for missing in self.lacks),
+            "",
+            f"{'':14}{'here':>14}{'in the run':>14}",
+        ]
+        for name in ("loss", "grad_norm"):
+            lines.append(f"{name:14}{self.numbers[name]:>14.6g}{self.was.get(name, math.nan):>14.6g}")
+        total = math.fsum(row.norm for row in self.rows if math.isfinite(row.norm))
+        lines += [
+            "",
+            f"{'rollout':>8}{'row':>6}{'prompt':>8}{'tokens':>8}{'norm alone':>13}{'share':>8}{'vs run':>10}{'vs sampler':>12}  not finite",
+        ]
+        worst = sorted(self.rows, key=lambda row: (not row.what, math.isfinite(row.norm), -row.norm if math.isfinite(row.norm) else 0.0))
+        for row in worst[:SHOWN]:
+            share = f"{row.norm / total:.0%}" if total and math.isfinite(row.norm) else "-"
+            run = "-" if row.forward is None else f"{row.forward:.2g}"
+            lines.append(f"{row.key[0]:>8}{row.key[1]:>6}{row.prompt_number:>8}{row.num_tokens:>8}{row.norm:>13.5g}{share:>8}{run:>10}"
+                         f"{row.gap:>12.3g}  {row.what}")  # fmt: skip
+        if len(worst) > SHOWN:
+            lines.append(f"    and {len(worst) - SHOWN} more rows (--json true lists all)")
+        for copy in self.copies:
+            lines.append(f"with rank {copy['rank']}'s copy of {copy['name']}: loss {copy['loss']:.6g}, grad_norm {copy['grad_norm']:.6g}")
+        return [*lines, "", *self.verdict]
+
+
+def diagnose(
+    step_dump: StepDump, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[IsolatedRow],
+    copies: list[dict[str, Any]],
+) -> Diagnosis:  # fmt: skip
+    """Diagnose a replayed step.
+
+    Args:
+        step_dump: Recorded step.
+        layout: Layout of the replay.
+        metrics: Metrics of the replayed step.
+        weights: Comparison of the weights with those of the run.
+        first: First module with an output that is not finite; None if there is none.
+        rows: Rows of the step, each computed alone.
+        copies: Loss and gradient norm with each differing copy of a weight.
+    """
+    recorded = {name: float(value) for name, value in step_dump.facts.get("metrics", {}).items()}
+    numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+    verdict = [*_weights(weights), *_differing_elements(step_dump)]
+    verdict += _rows_not_finite(rows, first, has_bad_weight=bool(weights["not_finite"]))
+    if not verdict:
+        verdict = _finite_in_replay(step_dump, numbers, recorded, weights, rows)
+    ranks = (
+        "1 rank"
+        if layout.world_size == 1
+        else f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
+    )
+    return Diagnosis(why=step_dump.facts["why"], verdict=verdict, numbers=numbers, was=recorded, weights=weights, rows=list(rows),
+    ranks=ranks,
+                copies=copies, lacks=step_dump.lacks())  # fmt: skip
+
+
+def _weights(weights: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"FAULT: the weight {name} is not finite ({description})." for name, description in list(weights["not_finite"].items())[:SHOWN]
+    ]
+    if num_more := len(weights["not_finite"]) - SHOWN:
+        lines += [f"and {num_more} more weights."] if num_more > 0 else []
+    return lines
+
+
+def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None, *, has_bad_weight: bool) -> list[str]:
+    if has_bad_weight:
+        return []
+    lines = []
+    of_rows = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
+    backward_only = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
+    for row in of_rows[:SHOWN]:
+        lines.append(f"FAULT: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
+                     + ("finite." if len(of_rows) == 1 and not backward_only else "examined row by row above."))  # fmt: skip
+    for row in backward_only[:SHOWN]:
+        location = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
+        lines.append(f"FAULT: {_name(row)}: its values are finite and its gradient is not{location}.")
+    return lines
+
+
+def _finite_in_replay(
+    step_dump: StepDump, numbers: Mapping[str, float], recorded: Mapping[str, float], weights: Mapping[str, Any], rows:
+    Sequence[IsolatedRow]
+) -> list[str]:  # fmt: skip
+    lines = []
+    if not math.isfinite(recorded.get("grad_norm", 0.0)):
+        lines.append("All values are finite here but were not in the run, with the same rows and weights: the cause is "
+                     "in the ranks of the run. Check the machine, its kernels and its dtype.")  # fmt: skip
+    max_difference = max((row.forward for row in rows if row.forward is not None), default=None)
+    usual = USUAL[step_dump.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller
+    if weights["recorded"] and weights["same"] < weights["tensors"]:
+        lines.append(f"{weights['tensors'] - weights['same']} tensors differ from those of the run, so its values may not be reproduced.")
+    elif max_difference is not None and max_difference > usual:
+        lines.append(f"The forward pass of the run is not reproduced with these weights: log-probs differ by up to {max_difference:.3g} "
+            "nats. "
+                     "Check the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
+    if step_dump.facts["kind"] == "logp_gap":
+        worst = max(rows, key=lambda row: row.gap)
+        reproduced_text = (
+            "the run's forward pass is reproduced, so"
+            if max_difference is not None and max_difference <= usual
+            else "if the forward pass is reproduced,"
+        )
+        lines.append(f"The largest difference from the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
+                     f"{reproduced_text} check the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
+    if step_dump.facts["kind"] == "spike" and rows:
+        worst = max(rows, key=lambda row: row.norm)
+        total = math.fsum(row.norm for row in rows)
+        lines.append(f"The largest gradient is that of {_name(worst)}: norm {worst.norm:.4g} alone, {worst.norm / total:.0%} of "
+                     f"the sum over {len(rows)} rows.")  # fmt: skip
+    if step_dump.facts["mismatches"] and not step_dump.replicas():
+        first = step_dump.facts["mismatches"][0]
+        lines.append(f"Replicas of {first['name']} ({first['kind']}) differed, and their values were not recorded.")
+    return lines or ["The step is reproduced, and nothing in it is wrong: the cause is outside the step."]
+
+
+def _differing_elements(step_dump: StepDump) -> list[str]:
+    """Describe the elements at which copies of a tensor on several ranks differ."""
+    copies = step_dump.replicas()
+    labels = list(dict.fromkeys(label for of_rank in copies.values() for label in of_rank))
+    lines = []
+    for label in labels[:SHOWN]:
+        name, dtype, shape = label.split("|")
+        of_label = [(rank, of_rank[label]) for rank, of_rank in sorted(copies.items()) if label in of_rank]
+        for (first, a), (second, b) in zip(of_label, of_label[1:]):
+            if a.nbytes != b.nbytes or (a == b).all():
+                continue
+            lines.append(f"FAULT: {name} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
+    return lines
+
+
+def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
+    import torch
+
+    kind = getattr(torch, dtype)
+    x, y = (torch.from_numpy(raw.copy()).view(kind) for raw in (a, b))
+    width = x.element_size()
+    differs = (a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1)
+    first_index = int(np.flatnonzero(differs)[0])
+    coordinates = [int(i) for i in np.unravel_index(first_index, [int(n) for n in shape.split(",")])] if shape else []
+    bits = int.from_bytes(a[first_index * width : (first_index + 1) * width].tobytes(), "little") ^ int.from_bytes(
+        b[first_index * width : (first_index + 1) * width].tobytes(), "little"
+    )
+    flipped = [bit for bit in range(8 * width) if bits >> bit & 1]
+    bits_text = f"bit {flipped[0]} of {8 * width}" if len(flipped) == 1 else f"{len(flipped)} of {8 * width} bits"
+    values = f"{x[first_index].item():g} and {y[first_index].item():g}, which differ in {bits_text}"
+    return f"{int(differs.sum())} of {len(differs)} values, the first at {coordinates}: {values}"
+
+
+def _name(row: IsolatedRow) -> str:
+    return f"row {row.key[1]} of rollout {row.key[0]} (prompt {row.prompt_number})"

@@ -1,0 +1,349 @@
+"""Report of `mismatch` as statistics, text, JSON and an image, and the image of `compare-losses`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.commands.analysis.args import MismatchArgs
+from megatron_grpo.commands.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
+from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.run.metrics.plots import apply_style, can_draw, new_figure, write_png
+
+BINS = 40
+DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl
+PANELS = (
+    ("cosine with the run's gradient", lambda outcome: outcome.cosine or 0.0),
+    ("gradient norm", lambda outcome: outcome.grad_norm),
+    ("clipped share of tokens", lambda outcome: outcome.clip_low + outcome.clip_high),
+    ("effective sample size", lambda outcome: outcome.ess),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MismatchReport:
+    """Findings of `mismatch`.
+
+    Args:
+        asked: Arguments of the command.
+        dtype: dtype of the trainer.
+        limit: Limit of the relative difference of an operation.
+        bound: Usual maximum difference of log-probs, in nats.
+        num_ranks: Tensor-parallel ranks.
+        source: Origin of the rows, in words.
+        rows: Compared rows.
+        tokens: Tokens with the largest differences, from `worst_tokens`.
+        row: Index of the row whose operations were compared.
+        operations: Compared operations; empty if the model is not supported.
+        drift: (step, mean, maximum) of |trainer - sampler| during the run, from `drift_of`.
+        notes: Notes for the user.
+        weight_sync_problem: Problem of the weight sync; empty without one.
+    """
+
+    asked: MismatchArgs
+    dtype: str
+    limit: float
+    bound: float
+    num_ranks: int
+    source: str
+    rows: Sequence[ComparedRow]
+    tokens: Sequence[dict[str, Any]]
+    row: int
+    operations: Sequence[Operation]
+    drift: Sequence[tuple[int, float, float]]
+    notes: Sequence[str]
+    weight_sync_problem: str
+
+    @property
+    def verdict(self) -> str:
+        """Describe what differs by more than rounding; empty if nothing does."""
+        sentences = []
+        if (first := first_difference([op for op in self.operations if op.name not in ASIDE])) is not None:
+            shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
+            sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
+        sentences += [ASIDE[op.name] for op in self.operations if op.name in ASIDE and op.is_over]
+        if not sentences and self.weight_sync_problem:
+            sentences.append("No operation differs by more than rounding, but the verification of the weight sync fails.")
+        if not sentences and not self.operations and self.numbers["beyond"]:
+            sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model cannot be compared.")
+        return " ".join(sentences)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Statistics of |trainer - sampler|, from `quantiles`."""
+        return quantiles(self.rows, self.bound)
+
+
+def metrics_records(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics.jsonl. A line that is only partly written is skipped.
+
+    Args:
+        run: Output directory of the run.
+    """
+    path, records = run / "metrics.jsonl", []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            records.append(parse_json(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:
+    """Format the findings as lines of text.
+
+    Args:
+        report: Findings.
+        figure: Image that was written; None without one.
+    """
+    numbers = report.numbers
+    ranks = "one rank" if report.num_ranks == 1 else f"{report.num_ranks} tensor-parallel ranks"
+    lines = [
+        f"{report.asked.name}, step {report.asked.step}, {report.dtype}, {ranks}",
+        f"{len(report.rows)} rows, {numbers['tokens']:,} tokens, {report.source}",
+        "",
+        "|trainer - sampler| in nats: "
+        + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
+        + f"; beyond {report.bound:g}: {numbers['beyond']:.1%}",
+        "",
+        f"{'row':>5} {'position':>8}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
+        *("{row:>5} {place:>8}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**token) for token in report.tokens),
+    ]
+    if report.drift:
+        (first, mean, _), (last, last_mean, _) = report.drift[0], report.drift[-1]
+        step, _, largest = max(report.drift, key=lambda entry: entry[2])
+        lines += [
+            "",
+            f"While the run trained: mean {mean:.2g} at step {first}, {last_mean:.2g} at step {last}; largest {largest:.2g} at step {step}",
+        ]
+    if report.operations:
+        row = report.rows[report.row]
+        lines += [
+            "",
+            f"Row {report.row} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
+            f"sampler's inputs; over: more than {report.limit:g}",
+            f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
+            *(_line(operation) for operation in _shortened(report.operations)),
+        ]
+    lines += ["", *report.notes, *([report.weight_sync_problem] if report.weight_sync_problem else [])]
+    lines.append(report.verdict or "Nothing differs by more than rounding.")
+    return [*lines, *([f"Figure: {figure}"] if figure else [])]
+
+
+def _line(op: Operation) -> str:
+    return f"{op.describe:<24} {op.difference:>11.1e} {op.largest:>10.1e} {op.equal:>11.1%}{'  <- over' if op.is_over else ''}"
+
+
+def _shortened(operations: Sequence[Operation]) -> list[Operation]:
+    """Return the operations above the limit, and of all others the layer with the largest difference of each kind."""
+    worst: dict[str, Operation] = {}
+    for op in operations:
+        kind = op.describe.partition(", ")[2] or op.name
+        if kind not in worst or op.difference > worst[kind].difference:
+            worst[kind] = op
+    names = {op.name for op in worst.values()} | {op.name for op in operations if op.is_over}
+    return [op for op in operations if op.name in names]
+
+
+def as_json(report: MismatchReport) -> dict[str, Any]:
+    """Return the findings as the object of `mismatch --json`.
+
+    Args:
+        report: Findings.
+    """
+    return {
+        "subject": report.asked.name,
+        "step": report.asked.step,
+        "dtype": report.dtype,
+        "ranks": report.num_ranks,
+        "source": report.source,
+        "rows": len(report.rows),
+        "difference": report.numbers,
+        "bound": report.bound,
+        "worst_tokens": list(report.tokens),
+        "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in report.drift],
+        "row": report.row,
+        "limit": report.limit,
+        "operations": [asdict(op) | {"over": op.is_over} for op in report.operations],
+        "notes": list(report.notes),
+        "push": report.weight_sync_problem,
+        "named": [op.name for op in report.operations if op.is_over],
+        "verdict": report.verdict,
+    }
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------------------------
+
+
+def quantiles(rows: Sequence[ComparedRow], bound: float) -> dict[str, float]:
+    """Return statistics of |trainer - sampler| in nats over all sampled tokens.
+
+    Args:
+        rows: Compared rows.
+        bound: Difference in nats; `beyond` is the fraction of tokens above it. NaN counts as above.
+    """
+    differences = np.abs(np.concatenate([row.differences for row in rows]))
+    return {
+        "tokens": len(differences),
+        "mean": float(differences.mean()),
+        "median": float(np.median(differences)),
+        "90 %": float(np.quantile(differences, 0.9)),
+        "99 %": float(np.quantile(differences, 0.99)),
+        "largest": float(differences.max()),
+        "beyond": float((~(differences <= bound)).mean()),
+    }
+
+
+def worst_row(rows: Sequence[ComparedRow]) -> int:
+    """Return the index of the row that contains the token with the largest difference. NaN counts as the largest.
+
+    Args:
+        rows: Compared rows.
+    """
+    return int(np.argmax([np.nan_to_num(np.abs(row.differences), nan=np.inf).max() for row in rows]))
+
+
+def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: int) -> list[dict[str, Any]]:
+    """List the sampled tokens with the largest differences; NaN counts as the largest.
+
+    Args:
+        rows: Compared rows.
+        tokenizer: Tokenizer that decodes the tokens.
+        max_tokens: Maximum number of tokens.
+
+    Returns:
+        {"row", "place", "text", "sampler", "trainer", "difference"} of each token. `place` counts the tokens of a row from the start of the
+        prompt; log-probs are in nats.
+    """
+    tokens: list[dict[str, Any]] = [
+        {"row": number, "place": int(index), "text": "", "sampler": float(row.sampler[index]), "trainer": float(row.trainer[index])}
+        for number, row in enumerate(rows)
+        for index in np.flatnonzero(row.is_sampled)
+    ]
+    for token in tokens:
+        token["difference"] = token["trainer"] - token["sampler"]
+    tokens.sort(key=lambda token: -np.nan_to_num(abs(token["difference"]), nan=np.inf))
+    for token in tokens[:max_tokens]:
+        token["text"] = tokenizer.decode([int(rows[token["row"]].tokens[token["place"]])])
+    return tokens[:max_tokens]
+
+
+def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
+    """Return (step, mean, maximum) of |trainer - sampler| in nats, as the run logged them. Steps that trained nothing have no entry.
+
+    Args:
+        run: Output directory of the run; None without one, which gives no entries.
+    """
+    return [
+        (record["step"], *(float(record[name]) for name in DRIFT))
+        for record in (metrics_records(run) if run is not None else [])
+        if all(isinstance(record.get(name), (int, float)) for name in ("step", *DRIFT))
+    ]
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------------------------
+
+
+def draw(path: Path, report: MismatchReport) -> bool:
+    """Write the findings of `mismatch` as a PNG.
+
+    Args:
+        path: File to write.
+        report: Findings.
+
+    Returns:
+        False if matplotlib is not installed, and no file was written.
+    """
+    if not can_draw():
+        return False
+    panels = [_histogram, _tokens, *([_operations] if report.operations else []), *([_drift] if report.drift else [])]
+    figure = new_figure(11, 4 * (len(panels) + 1) // 2, dpi=100)
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot((len(panels) + 1) // 2, 2, number + 1)
+        panel(axes, report)
+        apply_style(axes)
+    write_png(figure, path)
+    return True
+
+
+def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
+    """Write the findings of `compare-losses` as a PNG with bar charts.
+
+    Args:
+        outcomes: Outcomes of the variants.
+        path: File to write.
+        step: Optimizer steps before the recorded one.
+
+    Returns:
+        A line with the path of the image, or the reason why there is none.
+    """
+    if not can_draw():
+        return "No figure: matplotlib is not installed (pip install megatron-grpo[plot])."
+    figure = new_figure(13, 1.2 + 0.42 * len(outcomes))
+    axes = figure.subplots(1, len(PANELS), sharey=True)
+    for axis, (title, value) in zip(axes, PANELS, strict=True):
+        values = [value(outcome) for outcome in outcomes]
+        bars = axis.barh(range(len(outcomes)), values, color=["#5b6770", *["#2563a8"] * (len(outcomes) - 1)])
+        axis.bar_label(bars, labels=[f"{bar_value:.3g}" for bar_value in values], padding=3, fontsize=8)
+        axis.set_title(title, fontsize=10)
+        axis.margins(x=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(outcomes)), [outcome.name for outcome in outcomes])
+    axes[0].invert_yaxis()
+    figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
+    return f"Figure: {write_png(figure, path)}"
+
+
+BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"
+
+
+def _histogram(axes: Any, report: MismatchReport) -> None:
+    differences = np.abs(np.concatenate([row.differences for row in report.rows]))
+    positive = differences[np.isfinite(differences) & (differences > 0)]
+    if len(positive):
+        low, high = positive.min(), max(positive.max(), positive.min() * 1.01)
+        axes.hist(positive, bins=np.geomspace(low, high * 1.001, BINS), color=BLUE)
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter("")
+    num_equal = int((differences == 0).sum())
+    axes.set(title=f"{len(differences):,} tokens, {num_equal:,} of them equal", xlabel="|trainer - sampler|, nats", ylabel="tokens")
+
+
+def _tokens(axes: Any, report: MismatchReport) -> None:
+    sampler = np.concatenate([row.sampler[row.is_sampled] for row in report.rows])
+    trainer = np.concatenate([row.trainer[row.is_sampled] for row in report.rows])
+    low = float(min(np.nanmin(sampler), np.nanmin(trainer)))
+    axes.plot([low, 0], [low, 0], color=GREY, linewidth=1.0)
+    axes.plot(sampler, trainer, ".", color=BLUE, markersize=4, alpha=0.6)
+    axes.set(title="log-prob of each token", xlabel="sampler, nats", ylabel="trainer, nats")
+
+
+def _operations(axes: Any, report: MismatchReport) -> None:
+    operations = report.operations
+    values = [max(op.difference, 1e-9) for op in operations]
+    colours = [RED if op.is_over else BLUE for op in operations]
+    axes.scatter(range(len(values)), values, c=colours, s=14)
+    axes.axhline(report.limit, color=GREY, linewidth=1.0, linestyle="--")
+    axes.set_yscale("log")
+    first = next((index for index, op in enumerate(operations) if op.is_over), None)
+    if first is not None:
+        side = "right" if first > len(values) / 2 else "left"
+        axes.annotate(operations[first].describe, (first, values[first]), xytext=(-6 if side == "right" else 6, 6),
+                      textcoords="offset points", ha=side, color=RED)  # fmt: skip
+    axes.margins(y=0.12)
+    axes.set(title="each operation on the sampler's inputs", xlabel="operation, in order (equal bits: at the bottom)", ylabel="of its size")
+
+
+def _drift(axes: Any, report: MismatchReport) -> None:
+    steps, means, largest = zip(*report.drift, strict=True)
+    axes.plot(steps, means, "o-", color=BLUE, markersize=3, label="mean")
+    axes.plot(steps, largest, "o-", color=RED, markersize=3, label="largest")
+    if min(means) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize="small")
+    axes.set(title="while the run trained", xlabel="optimizer step", ylabel="|trainer - sampler|, nats")

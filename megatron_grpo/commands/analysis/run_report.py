@@ -1,0 +1,342 @@
+"""The `report` command: one HTML page of a run, or of several on the same axes. The page needs no server and loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo import __version__
+from megatron_grpo.commands.analysis.run_files import Points, Row, RunFiles, downsample, is_number, runs_in, text_of
+from megatron_grpo.commands.start.show import WORDS
+from megatron_grpo.core.base import activity
+from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError
+from megatron_grpo.core.base.files import atomic_write_text
+from megatron_grpo.run.config.read import split_flags
+from megatron_grpo.run.config.table import table
+from megatron_grpo.run.metrics.display import describe_duration
+
+PAGE = Path(__file__).parent / "page"
+GENERATOR = '<meta name="generator" content="megatron-grpo report">'  # marks a page that may be replaced
+USAGE = f"usage: megatron-grpo report {WORDS['report']}"
+MOST_POINTS = 1500  # of a curve; a longer one is drawn as means of neighbours
+MOST_ROWS = 25  # in the table of a figure, besides those of curves with fewer points than that
+MOST_TEXT = 1200  # characters of a prompt or completion
+MOST_EVENTS = 50
+MOST_ANSWERS, MOST_GROUPS, MOST_SCHEDULE = 8, 6, 8
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFigure:
+    """One figure of the page: its title, the unit of its values, metric -> label, and a sentence about it.
+
+    Args:
+        is_exact: Whether it has no noise, and so no moving mean.
+    """
+
+    title: str
+    unit: str
+    metrics: dict[str, str]
+    meaning: str = ""
+    is_log: bool = False
+    is_exact: bool = False
+
+
+HELD_OUT, EACH_REWARD = "evaluations.jsonl", "rewards/{name}/mean"  # stand for one curve per set, and per reward
+FIGURES = (
+    ReportFigure("Reward", "", {"reward": "training", EACH_REWARD: "", HELD_OUT: "held out"},
+                 "Mean over a rollout. Dots: held-out prompts."),
+    ReportFigure("Groups without a signal", "share", {"frac_reward_zero_std": "groups with equal rewards"},
+                 "Groups whose completions all have the same reward have an advantage of zero."),
+    ReportFigure("Length of completions", "tokens", {"completions/mean_length": "mean", "completions/max_length": "maximum"}),
+    ReportFigure("Truncated completions", "share", {"completions/clipped_ratio": "reached max_completion_length"}),
+    ReportFigure("Entropy of the policy", "nats per token", {"entropy": "entropy"}),
+    ReportFigure("KL divergence", "nats per token", {"kl": "from the reference", "teacher_kl": "from the teacher"}),
+    ReportFigure("Difference of trainer and sampler", "nats", {"sampling/sampling_logp_difference/max": "maximum",
+                 "sampling/sampling_logp_difference/mean": "mean"},
+                 "Log-probs of the same tokens. Growth means that weights or arithmetic differ.", is_log=True),
+    ReportFigure("Clipped tokens", "share", {"clip_ratio/low_mean": "lower bound", "clip_ratio/high_mean": "upper bound"}),
+    ReportFigure("Gradient norm", "", {"grad_norm": "before clipping"}),
+    ReportFigure("Learning rate", "", {"learning_rate": "learning rate"}, is_exact=True),
+    ReportFigure("Staleness", "optimizer steps", {"staleness/mean": "mean", "staleness/max": "maximum"},
+                 "Optimizer steps between the weights that sampled a row and the weights that it trained."),
+    ReportFigure("Time per optimizer step", "seconds", {"time/step": "total", "time/rollout": "sampling", "time/train": "training"}),
+    ReportFigure("Throughput", "tokens per second", {"tokens_per_second": "trained tokens"}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportCurve:
+    """A curve of a figure: its label, the number of its run, its place in the figure, its points, and whether they are drawn as dots."""
+
+    label: str
+    run: int
+    place: int
+    points: Points
+    is_dotted: bool
+
+    def describe(self) -> str:
+        """Describe the curve in words."""
+        (first, start), (last, end) = self.points[0], self.points[-1]
+        values = [value for _, value in self.points]
+        return f"{self.label}: {start:.3g} at step {first}, {end:.3g} at step {last}, minimum {min(values):.3g}, maximum {max(values):.3g}"
+
+
+def run_report(argv: list[str]) -> int:
+    """Write the page of one run, or of several.
+
+    Args:
+        argv: Arguments of the command.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The arguments are wrong, a folder holds no run, or the file must not be written.
+    """
+    folders, target = arguments(argv)
+    runs = runs_in(folders)
+    target = target or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
+    try:
+        if target.exists() and GENERATOR not in target.read_text(encoding="utf-8", errors="replace"):
+            raise ConfigError(f"{target} exists and was not written by this command. Name another file with -o.")
+        atomic_write_text(target, page_of(runs))
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}. Name another file with -o.") from error
+    print(f"Report: {target.resolve()} ({target.stat().st_size / 1000:,.0f} kB)")
+    return EXIT_DONE
+
+
+def arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
+    """Return the folders of the runs and the file to write, if one is named. Raises ConfigError for anything else.
+
+    Args:
+        argv: Arguments of `megatron-grpo report`.
+    """
+    values, folders = split_flags(argv, ("-o", "--output"))
+    if unknown := [word for word in folders if word.startswith("-")]:
+        raise ConfigError(f"Unknown argument {unknown[0]}. {USAGE}")
+    if without_file := [name for name, files in values.items() if "" in files]:
+        raise ConfigError(f"{without_file[0]} needs a file. {USAGE}")
+    if not folders:
+        raise ConfigError(f"No output_dir of a run is named. {USAGE}")
+    files = [*values["-o"], *values["--output"]]
+    return [*map(Path, folders)], Path(files[-1]) if files else None
+
+
+def page_of(runs: Sequence[RunFiles]) -> str:
+    """Return the page.
+
+    Args:
+        runs: The runs, in the order of their colours.
+    """
+    import jinja2
+
+    figures = [curve for figure in FIGURES if (curve := figure_data(figure, runs))]
+    blob = json.dumps([figure["data"] for figure in figures], separators=(",", ":")).replace("<", "\\u003c")
+    styles = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "page.css")]
+    scripts = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "page.js")]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["number"] = number
+    return environment.get_template("page.html.j2").render(
+        title=" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
+        generator=GENERATOR, version=__version__, licence=(PAGE / "uPlot.LICENSE").read_text(encoding="utf-8"),
+        policy=f"default-src 'none'; style-src {hashes(styles)}; script-src {hashes(scripts)}; base-uri 'none'; form-action 'none'",
+        styles=styles, scripts=scripts, blob=blob, figures=figures,
+        runs=[describe_run(run) for run in runs], settings=settings_rows(runs),
+        versions=compare_values([{str(k): v for k, v in run.plan.get("versions", {}).items()} for run in runs]),
+    )  # fmt: skip
+
+
+def hashes(texts: Sequence[str]) -> str:
+    """Return the sources of a Content-Security-Policy that allow these scripts or styles alone.
+
+    Args:
+        texts: Contents of the script or style elements.
+    """
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------------------------
+
+
+def figure_data(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
+    """Return what the template and the script need of a figure; None if no run has data that differs from 0.
+
+    Args:
+        figure: Figure to draw.
+        runs: Files of each run.
+    """
+    curves, names = [], dict[str, None]()
+    for number_of_run, run in enumerate(runs):
+        for number, (metric, label, points) in enumerate(curves_of(figure, run)):
+            if any(value for _, value in points):
+                names[metric] = None
+                label = label if len(runs) == 1 else f"{run.name}: {label}"
+                thin = downsample(points, MOST_POINTS)
+                curves.append(ReportCurve(label=label, run=number_of_run, place=number, points=thin, is_dotted=metric == HELD_OUT))
+    if not curves:
+        return None
+    values = [dict(curve.points) for curve in curves]
+    steps = sorted({step for col in values for step in col})
+    columns = [[format_significant(col.get(step)) for step in steps] for col in values]
+    is_log = figure.is_log and all(value > 0 for curve in curves for _, value in curve.points)
+    listed = {*steps[:: -(-len(steps) // MOST_ROWS)], steps[-1], *(s for col in values if len(col) <= MOST_ROWS for s in col)}
+    series = [{"label": c.label, "run": c.run, "place": c.place, "dots": c.is_dotted} for c in curves]
+    return {
+        "figure": figure,
+        "names": list(names),
+        "labels": [curve.label for curve in curves],
+        "words": "; ".join(curve.describe() for curve in curves),
+        "rows": [(step, [column[index] for column in columns]) for index, step in enumerate(steps) if step in listed],
+        "data": {"series": series, "log": is_log, "exact": figure.is_exact, "values": [steps, *columns]},
+    }
+
+
+def curves_of(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
+    """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty.
+
+    Args:
+        figure: Figure to draw.
+        run: Files of the run.
+    """
+    curves: list[tuple[str, str, Points]] = []
+    for metric, label in figure.metrics.items():
+        if metric == HELD_OUT:
+            held_out = run.held_out()
+            curves += [(metric, label if len(held_out) == 1 else f"{label} {name}", points) for name, points in held_out.items()]
+        elif metric == EACH_REWARD:
+            names = sorted({name for record in run.steps for name in record if re.fullmatch(r"rewards/.+/mean", name)})
+            curves += [(name, name[8:-5], run.series(name)) for name in names if len(names) > 1]
+        else:
+            curves.append((metric, label, run.series(metric)))
+    return curves
+
+
+def format_significant(value: float | None) -> float | None:
+    """Return a value with the digits that a figure can show.
+
+    Args:
+        value: Value of a curve; None stays None.
+    """
+    return None if value is None else float(f"{value:.5g}")
+
+
+# ---- the rest of the page --------------------------------------------------------------------------------------------------------------
+
+
+def describe_run(run: RunFiles) -> dict[str, Any]:
+    """Return the template's data of one run besides figures and settings.
+
+    Args:
+        run: Files of the run.
+    """
+    seconds = run.phases()
+    total = sum(seconds.values()) or 1.0
+    phases = [(activity.WORDS.get(name, name), value, value / total) for name, value in seconds.items() if value >= 0.005 * total]
+    changes = run.changes()
+    differences = [change["score_after"] - change["score_before"] for change in changes]
+    return {
+        "name": run.name,
+        "end": run.end or "The end of the run is not recorded: it is still running, or it was killed.",
+        "summary": summary(run),
+        "plan_warnings": run.plan.get("warnings", []),
+        "events": [event for event in run.events if event.get("kind") and event.get("text")][-MOST_EVENTS:],
+        "num_earlier": max(0, len(run.events) - MOST_EVENTS),
+        "phases": phases,
+        "answers": largest(changes),
+        "counts": (sum(d > 0 for d in differences), sum(d < 0 for d in differences), sum(d == 0 for d in differences)),
+        "groups": [group_row(rows) for rows in run.last_groups()[:MOST_GROUPS] if rows[0]["reward"] > rows[-1]["reward"]],
+        "schedule": run.plan.get("timetable", [])[:MOST_SCHEDULE],
+    }
+
+
+def summary(run: RunFiles) -> list[tuple[str, str]]:
+    """Return (name, value) pairs for the summary at the top of the page.
+
+    Args:
+        run: Files of the run.
+    """
+    rewards = [value for _, value in run.series("reward")]
+    window = max(1, min(10, len(rewards) // 2))
+    seconds = sum(value for _, value in run.series("time/step"))
+    worst = max((value for _, value in run.series("sampling/sampling_logp_difference/max")), default=None)
+    rows = [
+        ("optimizer steps", f"{run.step:,} of {run.total:,}" if run.total else f"{run.step:,}"),
+        ("trained tokens", f"{run.steps[-1].get('num_tokens') or 0:,}"),
+        ("time in steps", describe_duration(seconds)),
+    ]
+    if rewards:
+        means = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
+        rows.append((f"reward, first and last {window} rollout{'s' * (window > 1)}", f"{means[0]:.3f} → {means[1]:.3f}"))
+    for name, points in run.held_out().items():
+        change = f"{points[0][1]:.3f} → {points[-1][1]:.3f}" if len(points) > 1 else f"{points[0][1]:.3f}"
+        rows.append((f"held out ({name}), first and last", change))
+    if worst is not None:
+        rows.append(("largest difference of trainer and sampler", f"{worst:.2g} nats"))
+    return [*rows, ("skipped steps", f"{run.steps[-1].get('skipped_iterations') or 0:,}")]
+
+
+def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the answers whose score changed most, at most a quarter of them worse than before.
+
+    Args:
+        changes: Answers at the first and last evaluation, with both scores.
+    """
+    changed = sorted(changes, key=lambda row: -abs(row["score_after"] - row["score_before"]))
+    better = [row for row in changed if row["score_after"] > row["score_before"]]
+    worse = [row for row in changed if row["score_after"] < row["score_before"]]
+    chosen = [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse][:MOST_ANSWERS]
+    return [{**row, **{name: text_of(row[name], max_characters=MOST_TEXT) for name in ("prompt", "before", "after")}} for row in chosen]
+
+
+def group_row(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the template's data of a group, whose rows are sorted by falling reward.
+
+    Args:
+        rows: Completions of one group, as in the Parquet file, by falling reward.
+    """
+    best, worst = rows[0], rows[-1]
+    texts = {"prompt": best["prompt"], "best": best["completion"], "worst": worst["completion"]}
+    rewards = {"first": best["reward"], "last": worst["reward"], "count": len(rows), "version": best["version"]}
+    return rewards | {name: text_of(text, max_characters=MOST_TEXT) for name, text in texts.items()}
+
+
+def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]:
+    """Return (name, value of each run, whether they differ) of settings that differ from their default in some run.
+
+    Args:
+        runs: Files of each run.
+    """
+    known_settings = table()
+    changed_names = {
+        name for run in runs for name, value in run.settings.items() if name in known_settings and value != known_settings[name].default
+    }
+    return compare_values([{name: value for name, value in run.settings.items() if name in changed_names} for run in runs])
+
+
+def compare_values(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
+    """Return (name, values, whether they differ) for each name, in the order of the first column that has it.
+
+    Args:
+        columns: Values by name, one mapping for each run.
+    """
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, [str(column.get(name, "–")) for column in columns]) for name in names]
+    return [(name, values, len(set(values)) > 1) for name, values in rows]
+
+
+def number(value: Any) -> str:
+    """Format a number of a table.
+
+    Args:
+        value: Cell of a table.
+    """
+    return f"{value:.4g}" if is_number(value) else "–"

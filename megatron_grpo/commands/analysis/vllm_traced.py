@@ -1,0 +1,200 @@
+"""Record the output of every operation of vLLM's model on one sequence, while it samples given tokens. Written for vLLM 0.32.
+
+Operations are named as in `analysis.traced`: `embedding`, `L<i> <operation>`, `final norm`, `logits`, `log-prob`. Rows are tokens: those of
+the prompt come from one forward, every further one from a separate forward, as in a run. The last token is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_grpo.core.base.cleanup import CleanUp
+from megatron_grpo.core.rollout.colocated import ColocatedEngine
+from megatron_grpo.core.rollout.vllm_requests import sampled_logprobs
+
+Rows = dict[str, torch.Tensor]  # by operation: [tokens, channels of this rank]
+
+_ATTENTION = ("qkv_proj", "attn", "o_proj")
+_LAYER = ("input_layernorm", "post_attention_layernorm")
+_DENSE, _SPARSE = ("gate_up_proj", "act_fn", "down_proj"), ("gate", "experts")
+
+
+def model_runner(engine: ColocatedEngine) -> Any:
+    """Return vLLM's model runner of this rank.
+
+    Args:
+        engine: The sampler.
+    """
+    (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
+    return runner
+
+
+def not_traced(engine: ColocatedEngine) -> str | None:
+    """Return why the operations of this model cannot be recorded, as the end of a sentence about the model; None if they can.
+
+    Args:
+        engine: The sampler.
+    """
+    model = model_runner(engine).get_model()
+    name = type(model).__name__
+    inner = getattr(model, "model", None)
+    if inner is None or not all(hasattr(inner, part) for part in ("embed_tokens", "layers", "norm")):
+        return f"({name}) differs in vLLM from Llama and Qwen, which have: embed_tokens, layers, norm"
+    for number, layer in enumerate(inner.layers):
+        lacking = [part for part in _LAYER if not hasattr(layer, part)]
+        if not hasattr(layer, "linear_attn"):
+            lacking += [part for part in _ATTENTION if not hasattr(getattr(layer, "self_attn", None), part)]
+        block = block_of(layer)
+        if lacking := lacking or ([] if block is not None else [" or ".join(map(", ".join, (_DENSE, _SPARSE)))]):
+            return f"({name}) has other layers in vLLM than Llama and Qwen: layer {number} has no {lacking[0]}"
+    return None
+
+
+def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> list[float]:
+    """Return the log-probs of `tokens[opening:]` as if vLLM had sampled them. Collective over the ranks of the engine.
+
+    The prefix cache is used in its current state.
+
+    Args:
+        engine: The sampler.
+        tokens: Token IDs of prompt and completion.
+        opening: Length of the prompt in tokens.
+        temperature: Sampling temperature.
+
+    Raises:
+        RuntimeError: If vLLM does not return the given tokens.
+    """
+    from vllm import SamplingParams
+
+    forced_tokens = tokens[opening:]
+    params = SamplingParams(
+        temperature=temperature, seed=0, max_tokens=len(forced_tokens), ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True,
+    )  # fmt: skip
+    with _drawing(model_runner(engine).sampler, forced_tokens):
+        (answer,) = engine._run([(tuple(tokens[:opening]), (), params)])
+    output = answer.outputs[0]
+    if list(output.token_ids) != list(forced_tokens):
+        raise RuntimeError("vLLM did not sample the tokens that were requested")
+    return sampled_logprobs(output)
+
+
+def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> Rows:
+    """Record the output of every operation while `tokens[opening:]` are sampled, without the prefix cache. Collective, as `force`.
+
+    Args:
+        engine: The sampler.
+        tokens: Token IDs of prompt and completion.
+        opening: Length of the prompt in tokens.
+        temperature: Sampling temperature.
+
+    Returns:
+        The output by operation. With tensor parallelism, each rank has its shard of sharded outputs, and all logits.
+    """
+    recorded: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, rows: torch.Tensor) -> None:
+        recorded.setdefault(name, []).append(rows.detach().flatten(1).to("cpu", copy=True))
+
+    engine._llm.reset_prefix_cache()
+    with _watched(model_runner(engine).get_model(), keep):
+        logprobs = force(engine, tokens, opening, temperature=temperature)
+    rows = {name: torch.cat(parts) for name, parts in recorded.items()}
+    return rows | {"log-prob": torch.tensor(logprobs)[:, None]}
+
+
+@contextmanager
+def _drawing(sampler: Any, tokens: Sequence[int]) -> Iterator[None]:
+    """Make vLLM's sampler return the given tokens one after the other, with their log-probs, for a single request."""
+    sample, remaining = sampler.sample, iter(tokens)
+
+    def sample_forced(*args: Any, **kwargs: Any) -> Any:
+        chosen, logprobs = sample(*args, **kwargs)
+        return torch.full_like(chosen, next(remaining)), logprobs
+
+    sampler.sample = sample_forced
+    try:
+        yield
+    finally:
+        del sampler.sample  # the class has it
+
+
+@contextmanager
+def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Call keep(name, rows) with the output of every operation of every layer, inside the context."""
+    with CleanUp() as hooks:
+
+        def on(module: Any, hook: Callable[[Any], None]) -> None:
+            hooks.add(module.register_forward_hook(lambda _, inputs, output: hook(output)).remove)
+
+        def first(name: str) -> Callable[[Any], None]:
+            return lambda output: keep(name, output[0] if isinstance(output, tuple) else output)
+
+        def norm(name: str, residual: str | None) -> Callable[[Any], None]:
+            """Return a hook for a norm. A norm with a residual returns (normed, sum); the first one of the model has no residual."""
+
+            def hook(output: Any) -> None:
+                if isinstance(output, tuple):
+                    normed, total = output
+                    keep(str(residual), total)
+                    keep(name, normed)
+                else:
+                    keep(name, output)
+
+            return hook
+
+        def watch_attention(i: int, attention: Any) -> None:
+            on(attention.qkv_proj, first(f"L{i} qkv"))
+            for letter in "qk" if hasattr(attention, "q_norm") else "":
+                on(getattr(attention, f"{letter}_norm"), first(f"L{i} {letter} norm"))
+            hooks.add(attention.attn.register_forward_pre_hook(_rotated(f"L{i}", keep)).remove)
+            on(attention.attn, first(f"L{i} attention"))
+            on(attention.o_proj, first(f"L{i} o proj"))
+
+        on(model.model.embed_tokens, first("embedding"))
+        for i, layer in enumerate(model.model.layers):
+            attention, block = getattr(layer, "self_attn", None), block_of(layer)
+            on(layer.input_layernorm, norm(f"L{i} norm 1", f"L{i - 1} residual 2"))
+            if attention is None:
+                out_proj = layer.linear_attn.out_proj
+                hooks.add(out_proj.register_forward_pre_hook(lambda _, inputs, i=i: keep(f"L{i} delta rule", inputs[0])).remove)
+                on(out_proj, first(f"L{i} o proj"))
+            else:
+                watch_attention(i, attention)
+            on(layer.post_attention_layernorm, norm(f"L{i} norm 2", f"L{i} residual 1"))
+            if hasattr(block, "experts"):
+                on(block.gate, first(f"L{i} router"))
+                on(block, first(f"L{i} experts"))
+            else:
+                on(block.gate_up_proj, first(f"L{i} gate up"))
+                on(block.act_fn, first(f"L{i} act"))
+                on(block.down_proj, first(f"L{i} down"))
+        on(model.model.norm, norm("final norm", f"L{len(model.model.layers) - 1} residual 2"))
+        on(model.logits_processor, lambda output: None if output is None else keep("logits", output.float()))
+        yield
+
+
+def _rotated(layer: str, keep: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
+    """Return a hook that reads queries and keys at the input of attention, because all layers share one rotary module."""
+
+    def hook(module: Any, inputs: Any) -> None:
+        keep(f"{layer} rope q", inputs[0])
+        keep(f"{layer} rope k", inputs[1])
+
+    return hook
+
+
+def block_of(layer: Any) -> Any:
+    """Return the dense or MoE block after the second norm; None if its structure is unknown.
+
+    Args:
+        layer: Layer of vLLM's model.
+    """
+    for name in ("mlp", "block_sparse_moe"):
+        block = getattr(layer, name, None)
+        if any(all(hasattr(block, part) for part in parts) for parts in (_DENSE, _SPARSE)):
+            return block
+    return None

@@ -1,0 +1,463 @@
+"""Functions that several dialects share: readers of one name, and parts of their CONVERSIONS.
+
+A reader (`foreign_args.Reader`) takes the words after a name and all foreign names of the run. It returns native settings that are not
+yet parsed, and raises InvalidValueError for a value that cannot be translated. A part of CONVERSIONS takes the native values and the
+foreign names, and yields the changes that follow from several of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.commands.compat.foreign_args import NOTE, OFF, ForeignArgs, Reader, SettingChange
+from megatron_grpo.commands.compat.tables import sentence
+from megatron_grpo.core.base.files import parse_yaml
+from megatron_grpo.run.config.rules.servers import OF_THE_ENGINE
+from megatron_grpo.run.config.table import TRUE, InvalidValueError
+
+BUILT_IN_REWARDS = (
+    "environment",
+    *("math", "accuracy", "format", "length", "soft_overlong", "cosine", "repetition", "code", "reward_model", "llm_judge"),
+)
+
+
+# Settings of this package that name what plays an episode.
+OWN_EPISODES = ("environment", "tools", "agent_command", "rollout_func")
+
+
+def where_true(settings: str) -> Reader:
+    """Return a reader that gives native settings if the foreign value is true, else none.
+
+    Args:
+        settings: Native names and values, alternating.
+    """
+    words = settings.split()
+    return lambda value, args: dict(zip(words[::2], words[1::2])) if value[0].lower() in TRUE else {}
+
+
+def no_token(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Refuse a Hub token. The message does not repeat the secret.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    if " ".join(words).lower() in OFF:
+        return {}
+    raise InvalidValueError("is a secret, and settings are written to files. Use the environment variable HF_TOKEN")
+
+
+def listed(words: Sequence[str]) -> list[str]:
+    """Return the words of a Hydra list: "['a', 'b']" or [a,b].
+
+    Args:
+        words: Words of its value, as typed.
+    """
+    joined = " ".join(words).strip().removeprefix("[").removesuffix("]")
+    return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
+
+
+_LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
+
+
+def best(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read metric_for_best_model: transformers compares metrics of an evaluation, and adds eval_ to a name without it.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    name = " ".join(words)
+    metric = name.removeprefix("eval_")
+    by_function = re.fullmatch(r"rewards/(.+?)(/mean)?", metric)
+    if name.lower() in OFF:
+        return {}
+    if metric == "reward" or name == "eval" or name.startswith("eval/"):
+        return {"metric_for_best_model": "eval" if metric == "reward" else name}
+    if by_function:
+        return {"metric_for_best_model": f"eval/{re.split('[.:]', by_function[1])[-1]}"}
+    if metric in _LENGTHS:
+        return {"metric_for_best_model": f"eval/{metric.partition('/')[2]}"}
+    raise InvalidValueError(f"({name}) is not a metric of an evaluation here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}")
+
+
+def datasets(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read one or several training files; all their rows are used.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    names = [name for word in words for name in listed([word])]
+    return {"dataset": names[0], "further_datasets": names[1:]} if names else {}
+
+
+def held_out(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read evaluation files. Several files are several sets, each named after its folder and file.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    names = [name for word in words for name in listed([word])]
+    if len(names) < 2:
+        return {"eval_dataset": names[0]} if names else {}
+    return {"eval_datasets": {"_".join(name.rsplit(".", 1)[0].split("/")[-2:]): name for name in names}}
+
+
+def betas(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read Adam's two betas.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    values = [part for word in words for part in listed([word])]
+    if len(values) != 2:
+        raise InvalidValueError(f"requires two numbers, not {' '.join(words)!r}")
+    return {"adam_beta1": values[0], "adam_beta2": values[1]}
+
+
+def own_rewards(description: str) -> Reader:
+    """Return a reader of a foreign reward or environment, which cannot be used here: a note if one of this run is given, else refused.
+
+    Args:
+        description: Noun phrase for the message, such as "a reward manager of verl".
+    """
+
+    def reader(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+        is_environment = "environment" in description
+        own = next((name for name in (*(OWN_EPISODES if is_environment else ()), "reward_funcs") if args.get(name)), "")
+        ways = f" {sentence('OWN_EPISODES')}." if is_environment else ""
+        if not own:
+            raise InvalidValueError(
+                f"({' '.join(words)}) is {description}, which is not supported: rewards come from reward_funcs. Add --reward_funcs"
+                f"{'.' if ways else ''}{ways.removesuffix('.')}"
+            )
+        return {NOTE: f"({' '.join(words)}) is {description}, which is not run; {own} is used.{ways if own == 'reward_funcs' else ''}"}
+
+    return reader
+
+
+def train_tower_with_images(values: Mapping[str, Any], *, title: str, flag: str) -> Iterator[SettingChange]:
+    """Train the vision tower where a script says that the model takes images, as the other system does by default.
+
+    Without such a name the model's config.json decides, if it is available (`Dialect.trains_tower`).
+
+    Args:
+        values: Native settings so far.
+        title: Name of the other system.
+        flag: The foreign name that says that the model takes images.
+    """
+    if values.get("tuner_type") == "lora" or values.get("adapters"):
+        return
+    if thawed := {name: False for name in ("freeze_vit", "freeze_aligner") if name not in values}:
+        settings = " and ".join(f"{name} false" for name in thawed)
+        yield SettingChange(values=thawed, note=f"{flag}: {title} trains the vision tower by default: {settings}.")
+
+
+def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, *, style: str) -> Iterator[SettingChange]:
+    """Drop settings of learning-rate decay that the other system ignores with its decay style.
+
+    Args:
+        values: Native settings so far.
+        args: Foreign names of the run.
+        style: Default decay style of the other system.
+    """
+    style = values.get("lr_decay_style", style)
+    is_read_by_name = {"lr_decay_iters": style != "constant", "lr_wsd_decay_iters": style == "WSD", "lr_wsd_decay_style": style == "WSD"}
+    if idle_names := [name for name, is_read in is_read_by_name.items() if not is_read and values.get(name) is not None]:
+        note = (
+            f"{' and '.join(idle_names)} {'have' if len(idle_names) > 1 else 'has'} no effect with lr_decay_style {style}, in both systems."
+        )
+        yield SettingChange(values=dict.fromkeys(idle_names), note=note)
+
+
+# EngineArgs of vLLM that are settings here, with the same meaning.
+_SAME = ("max_model_len", "max_num_seqs", "enforce_eager", "gpu_memory_utilization", "enable_prefix_caching")
+_OF_THE_ENGINE = {name: f"vllm_{name}" for name in _SAME}
+
+
+_FLOW = re.compile(r"([{,]\s*['\"]?\w+['\"]?):(?=\S)")  # Hydra needs no space after the colon, YAML does
+
+
+def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a.b=1 to {"a": {"b": 1}}."""
+    result: dict[str, Any] = {}
+    for name, value in words.items():
+        *sections, last = name.split(".")
+        inner = result
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    return result
+
+
+def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except_names: Sequence[str] = ()) -> Iterator[SettingChange]:
+    """Translate vLLM EngineArgs, given as one mapping or as one name each behind `prefix`.
+
+    Args:
+        values: Native settings so far.
+        args: Foreign names of the run.
+        prefix: Foreign name of the mapping.
+        except_names: Names behind the prefix that have their own row in the table.
+
+    Raises:
+        InvalidValueError: The value is not a mapping, or contradicts a native setting.
+    """
+    flow = _FLOW.sub(r"\1: ", args.text(prefix, "{}"))
+    whole_of_it = {} if flow.lower() in OFF else _read(flow, prefix)
+    if not isinstance(whole_of_it, dict):
+        raise InvalidValueError(f"{prefix} ({args.text(prefix, '')}) requires a mapping, such as {{max_model_len: 4096}}")
+    names = [name for name in args if name.startswith(f"{prefix}.") and name not in except_names]
+    words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): _read(" ".join(args[name]), name) for name in names}}
+    settings = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
+    if clash := [name for name, value in settings.items() if values.get(name, value) != value]:
+        raise InvalidValueError(
+            f"{prefix} sets {clash[0]} to {settings[clash[0]]}, but it is {values[clash[0]]} elsewhere. Use one of them"
+        )
+    engine_kwargs = _nested({name: value for name, value in words.items() if name not in _OF_THE_ENGINE and value is not None})
+    if settings or engine_kwargs:
+        note = f"{prefix} is passed to vLLM's EngineArgs: {', '.join([*settings, *(['vllm_engine_kwargs'] if engine_kwargs else [])])}."
+        yield SettingChange(
+            values=settings | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **engine_kwargs}} if engine_kwargs else {}),
+            note=note,
+        )
+
+
+def _read(text: str, name: str = "") -> Any:
+    try:
+        return parse_yaml(text)[0]
+    except ValueError as error:
+        raise InvalidValueError(f"{name} ({text[:200]}) cannot be read: {error}".lstrip()) from error
+
+
+def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read chat_template_kwargs as JSON or as a Hydra mapping.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    text = " ".join(words)
+    kwargs = {} if text.lower() in OFF else _read(_FLOW.sub(r"\1: ", text))
+    if not isinstance(kwargs, dict):
+        raise InvalidValueError(f"requires a mapping, such as {{enable_thinking: false}}, not {text!r}")
+    return {"chat_template_kwargs": kwargs} if kwargs else {}
+
+
+def of_template(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str) -> Iterator[SettingChange]:
+    """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting.
+
+    Args:
+        values: Native settings read so far, by name.
+        args: All foreign names of the run, with their words.
+        prefix: Prefix that the foreign names share.
+    """
+    names = [name for name in args if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
+    if words := {name.removeprefix(f"{prefix}."): _read(" ".join(args[name]), name) for name in names}:
+        yield SettingChange(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
+                     note=f"{prefix} is passed to the chat template: chat_template_kwargs.")  # fmt: skip
+
+
+def adapted(args: ForeignArgs, section: str) -> dict[str, list[str]]:
+    """Return target_modules and exclude_modules from the foreign `section`, if it has any.
+
+    Args:
+        args: All foreign names of the run, with their words.
+        section: Section of the foreign names, with its dot.
+    """
+    result: dict[str, list[str]] = {}
+    for name in ("target_modules", "exclude_modules"):
+        words = [part for word in args.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
+        result |= {name: words} if words else {}
+    return result
+
+
+def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[SettingChange]:
+    """Translate DAPO's penalty for long completions to the reward soft_overlong (arXiv:2503.14476), added to reward_funcs.
+
+    Args:
+        values: Native settings so far.
+        longest: Tokens of the longest completion.
+        buffer: Tokens before `longest` at which the penalty starts.
+        name: The foreign name, for the note.
+    """
+    changes: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
+    if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
+        changes["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
+    yield SettingChange(values=changes, note=f"{name} is the reward soft_overlong, in addition to reward_funcs.")
+
+
+def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, str]) -> Iterator[SettingChange]:
+    """Convert settings that the other system counts in rollouts to optimizer steps.
+
+    Args:
+        values: Native settings so far.
+        per_rollout: Optimizer steps per rollout.
+        names: Native name -> foreign name.
+    """
+    in_rollouts = {name: values[name] for name in names if values.get(name)}
+    if in_rollouts and per_rollout > 1:
+        conversions = ", ".join(f"{names[name]} {count} is {name} {count * per_rollout}" for name, count in in_rollouts.items())
+        yield SettingChange(
+            values={name: count * per_rollout for name, count in in_rollouts.items()},
+            note=f"One step of that system is one rollout, which is {per_rollout} optimizer steps here: {conversions}.",
+        )
+
+
+def loggers(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+    """Read the list of experiment trackers. The console and files are always written, so they are dropped.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+    """
+    services = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
+    if unknown := [name for name in services if name not in SERVICES]:
+        raise InvalidValueError(f"({', '.join(unknown)}) is not supported. Supported: {', '.join(SERVICES)}")
+    return {"report_to": services} if services else {}
+
+
+SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
+
+
+def holds_out(values: Mapping[str, Any]) -> bool:
+    """Return whether any native setting names held-out prompts.
+
+    Args:
+        values: Native settings read so far, by name.
+    """
+    return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))
+
+
+def one_eval_completion(values: Mapping[str, Any], **defaults: float) -> Iterator[SettingChange]:
+    """Sample one completion per held-out prompt by default.
+
+    Args:
+        values: Native settings so far.
+        defaults: Default evaluation settings of the other system, by native name; includes eval_temperature.
+    """
+    if holds_out(values):
+        settings = {"num_generations_eval": 1, **defaults}
+        if not values.get("eval_temperature", defaults["eval_temperature"]):  # greedy
+            cuts = ("eval_top_p", "eval_top_k", "eval_min_p")
+            idle = [name for name in cuts if values.get(name)]
+            if idle:
+                yield SettingChange(
+                    values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect at temperature 0, in both systems."
+                )
+            if (values.get("num_generations_eval") or 1) > 1:
+                note = f"{values['num_generations_eval']} greedy completions of a prompt are identical: num_generations_eval 1."
+                yield SettingChange(values={"num_generations_eval": 1}, note=note)
+            settings = {name: value for name, value in settings.items() if name not in cuts}
+        yield SettingChange(values={name: value for name, value in settings.items() if name not in values})
+
+
+def as_in_training(values: Mapping[str, Any], temperature: float, group: int) -> Mapping[str, Any]:
+    """Return evaluation settings for a system that samples held-out prompts as in training.
+
+    Args:
+        values: Native settings so far.
+        temperature: Default temperature of the other system.
+        group: Completions per prompt.
+    """
+    if values.get("eval_temperature") == 0:  # set natively, to greedy
+        return {}
+    defaults = {"eval_temperature": values.get("temperature", temperature), "num_generations_eval": group}
+    return {name: value for name, value in defaults.items() if values.get(name) is None}
+
+
+def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[SettingChange]:
+    """Apply Megatron-Core's rules for tensor parallelism.
+
+    Args:
+        values: Native settings so far.
+        expert: Expert tensor-parallel size of the other system, as typed.
+        shards_norms_by_itself: Name of a system that switches on sequence_parallel by itself; empty for others.
+    """
+    tensor = values.get("tensor_model_parallel_size", 1)
+    if tensor > 1 and "sequence_parallel" not in values and shards_norms_by_itself:
+        note = f"{shards_norms_by_itself} shards norms over tensor-parallel ranks by itself: sequence_parallel true."
+        yield SettingChange(values={"sequence_parallel": True}, note=note)
+    if values.get("sequence_parallel") and tensor == 1:
+        yield SettingChange(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
+    if values.get("fp8_format") and "fp8_recipe" not in values:
+        yield SettingChange(note="fp8_recipe defaults to delayed in Megatron-Core, which is not supported: it is tensorwise here.")
+    if "expert_tensor_parallel_size" not in values:
+        yield SettingChange(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
+
+
+def idle(args: ForeignArgs, defaults: Mapping[str, str], *, required_setting: str) -> Iterator[SettingChange]:
+    """Note names that have no effect because `required_setting` is off, in the other system too.
+
+    Args:
+        args: Foreign names of the run.
+        defaults: Foreign default of each name. Complete configuration files contain defaults too, which are not noted.
+        required_setting: The foreign name that is off.
+    """
+    idle_names = [name for name, default in defaults.items() if args.text(name, default).lower() != default]
+    if idle_names:
+        yield SettingChange(
+            note=f"{' and '.join(idle_names)} {'have' if len(idle_names) > 1 else 'has'} no effect without {required_setting}, in both "
+            "systems."
+        )
+
+
+def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[SettingChange]:
+    """Adjust settings for vllm_mode server: settings of the engine belong to the server.
+
+    Args:
+        values: Native settings so far.
+        program: Program that starts servers in the other system.
+    """
+    if values.get("vllm_mode") != "server":
+        return
+    yield SettingChange(note=f"vllm_mode server: start servers with `megatron-grpo serve`; servers of `{program}` use another protocol.")
+    if names := [name for name in OF_THE_ENGINE if name in values]:
+        note = f"{', '.join(names)}: settings of the server's engine; pass {'them' if len(names) > 1 else 'it'} to `megatron-grpo serve`."
+        yield SettingChange(values=dict.fromkeys(names), note=note)
+
+
+def of_the_hub(values: Mapping[str, Any]) -> Iterator[SettingChange]:
+    """Drop Hub settings without push_to_hub; transformers ignores them too.
+
+    Args:
+        values: Native settings read so far, by name.
+    """
+    idle = [name for name in ("hub_model_id", "hub_private_repo") if name in values] if not values.get("push_to_hub") else []
+    if idle:
+        yield SettingChange(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without push_to_hub, in both systems.")
+
+
+def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[SettingChange]:
+    """Set dataset_drop_last, for a system whose epochs end with their last complete rollout.
+
+    Args:
+        values: Native settings read so far, by name.
+        title: Name of the other system, for messages.
+    """
+    if values.get("streaming"):
+        note = (
+            f"streaming: {title} drops prompts that do not fill a rollout at the end of an epoch; here a rollout continues into the "
+            "next epoch."
+        )
+        yield SettingChange(note=note)
+    elif "dataset_drop_last" not in values:
+        yield SettingChange(values={"dataset_drop_last": True}, untyped=("drop_last", "true"))
+
+
+def not_left(values: Mapping[str, Any], title: str) -> Iterator[SettingChange]:
+    """Delete long prompts in multi-turn runs, because the other system's default (cut on the left) does not work with turns.
+
+    Args:
+        values: Native settings read so far, by name.
+        title: Name of the other system, for messages.
+    """
+    if (values.get("environment") or values.get("tools")) and "truncation_strategy" not in values and "max_prompt_length" in values:
+        yield SettingChange(
+            values={"truncation_strategy": "delete"},
+            note=f"{title} cuts longer prompts on the left, not supported with environments and tools: truncation_strategy delete.",
+        )

@@ -1,0 +1,245 @@
+"""The training schedule as a figure in the terminal.
+
+Rows are micro-steps, columns are data-parallel ranks, cells are prompt numbers. What does not fit is abridged and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_grpo.core.base.errors import ConfigError, Problem
+from megatron_grpo.core.base.files import PAINTER
+from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.batching.schedule import MicroStep, TrainingSchedule
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99aa44", "#bb88dd")
+LABELS = {"on_policy": "own forward", "recompute": "forward-only", "cached": "kept", "rollout": "sampler's"}
+MOST_ROWS, MOST_RANKS = 48, 16
+COLUMNS = 160  # width of the terminal that an image shows
+POINTS, DPI, WIDTH = 9, 130, 10  # font size of DejaVu Sans Mono in points, dots per inch, and width of a letter in dots
+PAPER, INK, FAINT = "#14181d", "#e6e6e6", "#8a929b"
+HEAD, TAIL = 3, 1  # micro-steps shown at the ends of a long stretch of one optimizer step and one pass over a rollout
+
+
+def shown_rows(schedule: TrainingSchedule, num_rollouts: int, *, max_rows: int = MOST_ROWS) -> list[MicroStep | range]:
+    """Select the micro-steps to show.
+
+    Long stretches show only their ends, and the figure has about `max_rows` rows. Ranges in the result are micro-steps that are not shown.
+
+    Args:
+        schedule: Training schedule of the run.
+        num_rollouts: Rollouts to show, from the first.
+        max_rows: Approximate maximum number of rows.
+    """
+    sizes = schedule.sizes
+    total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
+    rows: list[MicroStep | range] = []
+    if total <= max_rows:
+        return [schedule.micro_step(s) for s in range(total)]
+    for stretch in _stretches(schedule, total):
+        if len(rows) >= max_rows:
+            rows.append(range(stretch.start, total))
+            break
+        if len(stretch) <= HEAD + TAIL + 1:
+            rows += [schedule.micro_step(s) for s in stretch]
+            continue
+        first, last = ([schedule.micro_step(s) for s in end] for end in (stretch[:HEAD], stretch[-TAIL:]))
+        rows += [*first, stretch[HEAD:-TAIL], *last]
+    return rows
+
+
+def _stretches(schedule: TrainingSchedule, total: int) -> Iterator[range]:
+    """Yield ranges of micro-steps that belong to one optimizer step and one pass over one rollout."""
+    w, begin = schedule.sizes.micro_steps_per_rollout, 0
+    while begin < total:
+        end = min(total, schedule.first_of(schedule.step_of(begin) + 1), (begin // w + 1) * w)
+        yield range(begin, end)
+        begin = end
+
+
+def shown_ranks(dp_size: int, max_ranks: int) -> list[int | None]:
+    """Return the DP ranks that have a column; None stands for the omitted ones.
+
+    Args:
+        dp_size: DP ranks.
+        max_ranks: Maximum number of columns.
+    """
+    if dp_size <= max_ranks:
+        return list(range(dp_size))
+    return [*range(max(1, max_ranks - 2)), None, dp_size - 1]
+
+
+def prompts_of(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
+    """Return the prompts that a DP rank trains in a micro-step, numbered over the whole run.
+
+    Args:
+        sizes: Batch sizes and layout.
+        row: Micro-step.
+        rank: DP rank.
+    """
+    first = row.rows[0] + rank * sizes.micro_batch_size
+    last, base = first + sizes.micro_batch_size - 1, row.rollout * sizes.num_rollout_prompts
+    return range(base + first // sizes.num_generations, base + last // sizes.num_generations + 1)
+
+
+def cell(prompts: range) -> str:
+    """Format prompt numbers as `7`, `7 8` or `7-12`.
+
+    Args:
+        prompts: Range of prompt numbers; not empty.
+    """
+    if len(prompts) <= 2:
+        return " ".join(map(str, prompts))
+    return f"{prompts[0]}-{prompts[-1]}"
+
+
+def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | range], ranks: Sequence[int | None]) -> int:
+    """Return the width in characters of the longest text in a column, its header included.
+
+    Args:
+        sizes: Batch sizes and layout.
+        rows: Shown micro-steps, from `shown_rows`.
+        ranks: Shown ranks, from `shown_ranks`.
+    """
+    cells = [cell(prompts_of(sizes, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
+    return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
+
+
+def draw(schedule: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> list[Text]:
+    """Draw the figure as styled lines, none wider than `width` columns.
+
+    Args:
+        schedule: Training schedule of the run.
+        num_rollouts: Rollouts to show, from the first.
+        width: Columns of the terminal.
+    """
+    from rich.text import Text
+
+    sizes, rows = schedule.sizes, shown_rows(schedule, num_rollouts)
+    steps = [row for row in rows if isinstance(row, MicroStep)]
+    widest = max(widest_cell(sizes, rows, shown_ranks(sizes.dp_size, MOST_RANKS)), 2) + 1
+    left_width = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3 + 7
+    note = ", end of epoch 00" * any(schedule.ends_epoch(row) is not None for row in steps)
+    right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2 + len(note)
+    ranks = shown_ranks(sizes.dp_size, max(1, (width - left_width - right) // widest))
+    heads = "".join(("…" if rank is None else str(rank)).rjust(widest) for rank in ranks)
+    lines = [
+        Text(
+            f"{'optimizer':<{left_width - 7}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left_width + len(heads)) + "  old",
+            style="bold",
+        ),
+        Text(f"{'step':<{left_width - 7}}{'step':>6} {heads}  stale log-probs     rollout", style="bold"),
+    ]
+    for index, row in enumerate(rows):
+        if isinstance(row, range):
+            more_text = f"  … {len(row):,} more, to {row[-1]}"[: len(heads) + 6 + 13 + 1]
+            lines.append(Text(f"{'│':<{left_width - 7}}{'⋮':>6} {more_text:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
+            continue
+        lines.append(_line(schedule, index, row, ranks, widest, left_width))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"
+    return lines
+
+
+def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left_width: int) -> Text:
+    from rich.text import Text
+
+    sizes, step = schedule.sizes, row.optimizer_step
+    length = sizes.micro_steps_per_rollout * sizes.num_iterations
+    stale, text = row.staleness > 0, Text()
+    begins, ends = row.micro_step == schedule.first_of(step), row.micro_step + 1 == schedule.first_of(step + 1)
+    label = f"step {step}" if begins or index == 0 else ""
+    text.append(f"{bracket_of(begins, ends)} {label}".ljust(left_width - 7), style="bold" if label else "")
+    text.append(f"{row.micro_step:>6} ")
+    for rank in ranks:
+        if rank is None:
+            text.append("…".rjust(widest), style="dim")
+            continue
+        prompts = prompts_of(sizes, row, rank)
+        text.append(cell(prompts).rjust(widest), style=PALETTE[prompts[0] % len(PALETTE)])
+    mark = f"+{row.staleness}" if stale else "·"
+    text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if stale else "dim")
+    position = row.micro_step % length
+    first, last = position == 0, position == length - 1
+    has_several_versions = sizes.partial_rollouts and row.on_policy_version > row.sampled_by_version
+    newest = f" to v{row.on_policy_version}" if has_several_versions else ""
+    notes = [f"rollout {row.rollout} by v{row.sampled_by_version}{newest}"] if first else []
+    if not first and row.slice_index == 0:
+        notes.append(f"pass {row.pass_index + 1}")
+    if (epoch := schedule.ends_epoch(row)) is not None:
+        notes.append(f"end of epoch {epoch}")
+    text.append(f"{bracket_of(first, last, right=True)} {', '.join(notes)}".rstrip(), style="bold" if first else "")
+    if stale:
+        text.stylize("on #3a2f00")
+    return text
+
+
+def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
+    """Return the piece of a bracket in one row.
+
+    Args:
+        first: Whether the bracket begins in this row.
+        last: Whether the bracket ends in this row.
+        right: Whether the bracket is on the right side of what it encloses.
+    """
+    return ("│┐┘]" if right else "│┌└[")[first + 2 * last]
+
+
+def legend(sizes: BatchSizes) -> list[str]:
+    """Explain the marks of the figure, in lines of text.
+
+    Args:
+        sizes: Batch sizes and layout.
+    """
+    per_cell = f"{sizes.micro_batch_size} completion{'s' * (sizes.micro_batch_size > 1)}"
+    return [
+        f"cells     prompts of the {per_cell} that a rank trains ({sizes.num_generations} make a group)",
+        "stale     optimizer steps between sampling and training; · is on-policy",
+        "old log-probs: own forward - from this step's forward pass; forward-only - an",
+        "  extra pass with the weights when the rollout arrives; kept - from the",
+        "  slice's first training forward; sampler's - vLLM's own (old_logprobs rollout)",
+    ]
+
+
+def draw_png(schedule: TrainingSchedule, num_rollouts: int, path: str) -> None:
+    """Write the figure as an image with the lines and colours of the terminal. The file's suffix determines the format.
+
+    Args:
+        schedule: Training schedule of the run.
+        num_rollouts: Rollouts to show, from the first.
+        path: File to write.
+
+    Raises:
+        ConfigError: If matplotlib is not installed, or does not know the suffix.
+    """
+    from megatron_grpo.run.metrics.plots import can_draw, new_figure
+
+    if not can_draw():
+        raise ConfigError([Problem(flags=("png",), message="png needs matplotlib: pip install 'megatron-grpo[plot]'.")])
+    from rich.console import Console
+    from rich.style import Style
+    from rich.text import Text
+
+    terminal = Console(width=COLUMNS)
+    lines = [*draw(schedule, num_rollouts, width=COLUMNS), Text(), *map(Text, legend(schedule.sizes))]
+    columns = max(line.cell_len for line in lines)
+    width, height = (columns + 2) * WIDTH / DPI, (len(lines) + 2) * POINTS * 1.5 / 72
+    figure = new_figure(width, height, dpi=DPI, layout=None, facecolor=PAPER)
+    for row, line in enumerate(lines, 1):
+        column = 1
+        for segment in line.render(terminal):
+            style = segment.style or Style()
+            ink = style.color.get_truecolor().hex if style.color else FAINT if style.dim else INK
+            text = segment.text.replace("⋮", ":")  # a character that the font lacks
+            xy = column / (columns + 2), 1 - (row + 0.5) / (len(lines) + 2)
+            weight = "bold" if style.bold else None
+            figure.text(*xy, text, family="monospace", size=POINTS, weight=weight, color=ink, va="center")
+            column += segment.cell_length
+    try:
+        figure.savefig(path, metadata={"Creator" if path.endswith((".svg", ".pdf", ".ps", ".eps")) else "Software": PAINTER})
+    except ValueError as error:
+        raise ConfigError([Problem(flags=("png",), message=f"png: {path} cannot be written: {error}.")]) from error

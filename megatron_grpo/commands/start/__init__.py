@@ -1,0 +1,1 @@
+"""Commands for a first run: doctor, init, completion, dry-run, and the printing of settings."""

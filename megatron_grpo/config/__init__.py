@@ -1,9 +1,0 @@
-"""Command lines and configuration files -> `Config`.
-
-Flags, YAML keys, types, units and defaults are all defined in `config.py`.
-"""
-
-from megatron_grpo.config.parse import ParsedConfig, parse, resolve
-from megatron_grpo.config.table import Setting, canonical, names, table
-
-__all__ = ["ParsedConfig", "Setting", "canonical", "names", "parse", "resolve", "table"]

@@ -1,0 +1,1 @@
+"""What one GRPO step executes. Imports nothing of the package outside itself."""

@@ -1,0 +1,108 @@
+"""Learning-rate and weight-decay schedule, dtypes of gradients and optimizer state, and FP8 requirements. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_grpo.core.base.errors import Problem
+from megatron_grpo.core.settings import Config, OptimizerConfig
+
+# Dtypes of gradients and optimizer state (`use_precision_aware_optimizer`).
+BLOCK = 1 << 22  # elements that share a scale
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # bits of the mantissa
+DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # two of weights and gradients, two of moments
+OF_THE_OPTIMIZER = ("use_precision_aware_optimizer", *DTYPES)  # unused by commands that take no optimizer step
+# Linear layers in FP8, by fp8_recipe: (minimum compute capability of the GPU, required multiple of both sides of a matrix). From
+# Transformer Engine 2.9 and 2.20: `quantization.check_fp8_*_support`, `utils.assert_dim_for_fp8_exec`, MXFP8's block of 32,
+# `Float8BlockQuantizer.is_quantizable`.
+FP8_NEEDS = {"tensorwise": ((8, 9), 16), "blockwise": ((9, 0), 128), "mxfp8": ((10, 0), 32)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRSchedule:
+    """Learning-rate and weight-decay schedule, in optimizer steps.
+
+    Args:
+        warmup: Steps of warm-up.
+        decay: Step at which the decay ends.
+        anneal: Last steps of the decay in which WSD lowers the rate; None for other styles.
+        start_wd: Initial weight decay.
+        end_wd: Final weight decay.
+    """
+
+    warmup: int
+    decay: int
+    anneal: int | None
+    start_wd: float
+    end_wd: float
+
+
+def course_of(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
+    """Return the schedule of a run.
+
+    Args:
+        cfg: Settings of the optimizer.
+        num_steps: Optimizer steps of the run.
+    """
+    warmup = cfg.lr_warmup_iters if cfg.lr_warmup_fraction is None else round(cfg.lr_warmup_fraction * num_steps)
+    start = cfg.weight_decay if cfg.start_weight_decay is None else cfg.start_weight_decay
+    end = cfg.weight_decay if cfg.end_weight_decay is None else cfg.end_weight_decay
+    # Megatron-Core requires a decay that is longer than the warm-up, even if the run ends before it.
+    decay = max(cfg.lr_decay_iters or num_steps, warmup + 1)
+    return LRSchedule(warmup=warmup, decay=decay, anneal=cfg.lr_wsd_decay_iters, start_wd=start, end_wd=end)
+
+
+def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem]:
+    """Return problems with a schedule that does not fit into the run.
+
+    Args:
+        cfg: Settings of the optimizer.
+        num_steps: Optimizer steps of the run; None if unknown.
+    """
+    if num_steps is None or cfg.lr_decay_style != "WSD" or cfg.lr_wsd_decay_iters is None:
+        return []
+    course = course_of(cfg, num_steps)
+    max_decay_steps = course.decay - course.warmup
+    if cfg.lr_wsd_decay_iters <= max_decay_steps:
+        return []
+    message = (
+        f"lr_wsd_decay_iters ({cfg.lr_wsd_decay_iters}) exceeds the steps that remain after the warm-up: {course.decay} - {course.warmup} "
+        f"= {max_decay_steps} optimizer steps. Use {max_decay_steps} or less."
+    )
+    return [Problem(flags=("lr_wsd_decay_iters",), message=message, nearest={"lr_wsd_decay_iters": [max_decay_steps]})]
+
+
+def lost_update_warnings(opt: OptimizerConfig) -> Iterator[str]:
+    """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes.
+
+    Args:
+        opt: Optimizer settings.
+    """
+    for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
+        dtype, moves = getattr(opt, f"{name}_dtype"), 1 - getattr(opt, beta)
+        half = 2.0 ** -(_BITS[dtype] + 1) if dtype in _BITS else 0.0
+        # The worst case is the smallest number above a power of two, 1 + 2 half.
+        if moves <= half / (1 + 2 * half):
+            yield (
+                f"{name}_dtype {dtype} with {beta} {getattr(opt, beta):g}: a step decreases the average by at most {moves:.3g} of its "
+                f"value, but {dtype} rounds by up to {half / (1 + 2 * half):.3g}, so a high average may never decrease. Use fp32, or "
+                f"{beta} below {1 - half / (1 + 2 * half):.3g}."
+            )
+    if opt.main_params_dtype == "fp16" and opt.lr > 0:
+        yield (
+            f"main_params_dtype fp16 with lr {opt.lr:g}: a step of Adam changes a weight by about lr, but fp16 rounds a weight w by up to "
+            f"w / 2,048, so weights above {opt.lr * 2048:.3g} mostly do not change. Use fp32."
+        )
+
+
+def rank_multiple(cfg: Config) -> int:
+    """Return the multiple to which the tokens of a micro-batch on one rank are padded.
+
+    Args:
+        cfg: Settings of the run.
+    """
+    rows = FP8_NEEDS[cfg.model.fp8_recipe][1] if cfg.model.fp8_format else 1
+    return math.lcm(cfg.batch.pad_to_multiple_of, rows)

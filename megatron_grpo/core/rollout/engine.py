@@ -1,0 +1,320 @@
+"""Interfaces of a rollout engine: `Sampler` generates completions, `WeightReceiver` holds the weights. Independent of vLLM.
+
+The module also holds the settings of one round of sampling and the seed of one prompt. Every engine must agree on both, so that a run is
+repeatable whatever the number of engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_grpo.core.settings import RolloutConfig
+from megatron_grpo.core.types import Group, PartialCompletion, Prompt
+from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.weights.buckets import WeightUpdate
+from megatron_grpo.run.config.sampling_mask import max_mask_tokens, samples_from_part, sampling_fields_of
+
+# Completion i of a prompt is sampled with the prompt's seed + i (vLLM's rule), so the seeds of prompts are this far apart.
+SEEDS_PER_PROMPT = 1024
+# The log-prob of a token with probability 1 may exceed 0 by the rounding of a float32 softmax; by no more than this, in nats.
+ROUNDING = 1e-5
+
+
+class WeightSyncError(RuntimeError):
+    """Error of an engine whose weights are not those of the trainer. Sampling on would train on another policy's data."""
+
+
+class ReceiverChangedError(Exception):
+    """Loss of the weight receiver, with no weights on the remaining servers. Raised on every rank.
+
+    Restart the weight update from its beginning.
+    """
+
+
+class WeightsLostError(Exception):
+    """Loss of the weights on every server during sampling. Raised on every rank.
+
+    After the next weight update, the interrupted request continues from where it was.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """Sampling parameters of one round of generation.
+
+    Log-probs are those of the distribution that tokens are sampled from: after temperature, min-p, top-k and top-p.
+
+    Args:
+        n: Completions per prompt.
+        max_completion_length: Maximum length of a completion in tokens.
+        temperature: Temperature; 0 is greedy.
+        top_k: Top-k; 0 is off.
+        min_p: Fraction of the most likely token's probability; 0 is off.
+        returns_sampling_mask: Whether to return each token's sampling mask: what top_k, top_p, min_p and a grammar left; needs top_k.
+        more: Further fields of vLLM's SamplingParams, as in JSON.
+        stop_token_ids: Token IDs that end a completion, in addition to the model's end-of-text IDs.
+    """
+
+    n: int
+    max_completion_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    returns_sampling_mask: bool = False
+    stop: tuple[str, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
+        """Build the settings from the rollout configuration.
+
+        Args:
+            cfg: Rollout configuration.
+            num_generations: Completions per prompt.
+        """
+        return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
+                   top_k=max_mask_tokens(cfg), min_p=cfg.min_p, returns_sampling_mask=samples_from_part(cfg),
+                   more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
+                   stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
+
+    def greedy(self) -> SamplingSettings:
+        """Return settings for one completion per prompt that takes the most likely token at each position."""
+        return SamplingSettings(n=1, max_completion_length=self.max_completion_length, temperature=0.0, more=self.more, stop=self.stop,
+                                stop_token_ids=self.stop_token_ids)  # fmt: skip
+
+
+def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
+    """Return the seed of a prompt's first completion, a function of the three arguments alone.
+
+    The seed is below 2**32, because torch's CPU generator ignores higher bits. No two of 4 million successive prompts share a seed (n <=
+    1024).
+
+    Args:
+        run_seed: Seed of the run.
+        prompt_number: Position of the prompt in the run's stream of prompts, from 0.
+        n: Completions per prompt.
+    """
+    offset = int.from_bytes(hashlib.blake2b(str(run_seed).encode(), digest_size=4).digest(), "big")
+    gap = SEEDS_PER_PROMPT * -(-n // SEEDS_PER_PROMPT)
+    return (offset + prompt_number * gap) % 2**32
+
+
+class Sampler(Protocol):
+    """Source of completions. Every rank of the trainer holds one instance and calls it at the same points of the program.
+
+    A sampler that can stop in the middle of a request, because the run was asked to stop and has no time left for it, has an attribute
+    `should_cancel: Callable[[], bool]`. It is set once, before the first request. Where it returns true on a rank that still waits for
+    completions, `generate`, `GenerationFuture.groups` and `GenerationFuture.wait` without a limit raise CancelledError within seconds, on
+    every rank.
+    """
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
+        """Generate `sampling.n` completions for each prompt. Collective over all ranks.
+
+        Each group is complete and on one rank. A rank's groups keep the order of the prompts. Each prompt derives its own seed
+        (`prompt_seed`), so a group depends neither on the number of engines that share the work nor on the rank that receives it.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+            sampling: Sampling parameters, the same on every rank.
+            seed: Seed of the run, the same on every rank.
+
+        Returns:
+            The groups whose rewards this rank computes.
+
+        Raises:
+            ConfigError: A prompt and its completion cannot fit.
+            WeightSyncError: The engine holds no weights.
+            WeightsLostError: The engine lost its weights during generation.
+            CancelledError: `should_cancel` returned true on a rank that waited.
+        """
+
+    def wake_up(self) -> AbstractContextManager[None]:
+        """Return a context manager for `generate`: the engine takes the memory that it samples with, and releases it at the end."""
+
+
+class GenerationFuture(Protocol):
+    """Prompts whose completions are generated while the trainer does something else. Every rank holds one instance."""
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until nothing is in progress. Collective.
+
+        Args:
+            seconds: Maximum time to wait, in seconds; None waits without a limit.
+
+        Returns:
+            Whether nothing is in progress any more, the same on every rank.
+
+        Raises:
+            CancelledError: Without a limit, `should_cancel` returned true on a rank that waited.
+        """
+
+    def groups(self) -> list[Group]:
+        """Wait for the completions and return what `Sampler.generate` would have returned. Collective.
+
+        Raises what `generate` raises, on every rank. After WeightsLostError it may be called again once there are weights, which may be
+        newer; the remaining completions are then sampled with those.
+        """
+
+    def drop(self) -> None:
+        """Abort what is in progress and discard the completions. Collective."""
+
+    @property
+    def seconds(self) -> float:
+        """Time from the start to the last completion in seconds, measured on rank 0. Known once there is nothing to wait for."""
+
+
+class BackgroundSampler(Sampler, Protocol):
+    """A sampler that needs nothing of the trainer's ranks while it generates, so it can sample while they train."""
+
+    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> GenerationFuture:
+        """Start `generate` with the weights that the sampler holds now, and return at once. Collective.
+
+        No weight update may arrive while completions are in progress (`WeightReceiver.load_weights`): a completion has one version.
+
+        Args:
+            prompts: As in `generate`.
+            sampling: As in `generate`.
+            seed: As in `generate`.
+        """
+
+
+class InterruptibleGeneration(Protocol):
+    """Completions of some prompts, in progress on the engines while its methods run. Every rank holds one instance.
+
+    Attributes:
+        version: Version of the weights that sample them.
+    """
+
+    version: int
+
+    def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """Generate until the groups of these prompts are complete, and return them as `Sampler.generate` does. Collective.
+
+        Prompts that were not requested before are requested now. All others continue meanwhile.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+
+        Raises:
+            CancelledError: `should_cancel` returned true on some rank.
+        """
+
+    def interrupt(self) -> list[PartialCompletion]:
+        """Abort all that is unfinished, and return everything that was sampled, groups that were returned included. Collective.
+
+        Each completion is on one rank. The number of engine steps until here is the same at every repetition of the run.
+        """
+
+    def sampled(self) -> list[PartialCompletion]:
+        """Return what is known without an interruption: on servers parts that have ended, and in the ranks also those still open."""
+
+    def abort(self) -> None:
+        """Abort all that is unfinished, and discard it."""
+
+
+class InterruptibleSampler(Sampler, Protocol):
+    """A sampler whose completions can be interrupted, and can continue with other weights.
+
+    The tokens so far become part of the prompt of the next request, and their keys and values are computed anew, so every token has one
+    version, and its log-prob is that of one set of weights.
+    """
+
+    def resume(
+        self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]
+    ) -> InterruptibleGeneration:
+        """Request the completions of the prompts, and return before any is generated. Collective.
+
+        Earlier prompts go first; later ones use the slots that these leave free.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+            sampling: As in `generate`.
+            seed: As in `generate`.
+            partial: Parts of their completions that were sampled. Each is on one rank, on whichever.
+        """
+
+
+class WeightReceiver(Protocol):
+    """Holder of one version of the weights. It loads updates, and scores sequences so that the trainer can verify the weights."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that it samples with; NO_VERSION if it has none.
+
+        It has none while it sleeps without weights, while a base waits for its adapter, during a trial update, and after a failed update.
+        """
+
+    @property
+    def has_base(self) -> bool:
+        """Whether it holds the base weights that an adapter of this run is added to. The same on every rank.
+
+        These are the weights of the checkpoint, which it read itself or took in an update of kind "weights".
+        """
+
+    @property
+    def dtype(self) -> str:
+        """Compute dtype: "float32" or "bfloat16"."""
+
+    def prepare(self) -> bool:
+        """Make sure that the receivers of the next update are reachable. Called before every update. Collective over all ranks.
+
+        Returns:
+            Whether some receivers are new. A new one has not yet been seen to take an adapter.
+
+        Raises:
+            NoRolloutServerError: No server is reachable.
+            CancelledError: As in `generate`.
+        """
+
+    def load_weights(self, update: WeightUpdate) -> None:
+        """Replace the weights by an update, and hold the update's version from then on.
+
+        An update of all weights also replaces an earlier adapter; an adapter replaces the previous adapter. Nearly all tensors of a layer
+        are held until the layer is complete, so memory stays bounded if tensors arrive layer by layer.
+
+        Its tensors are whole, unless the receiver has an attribute `takes_slices` that is true: then those that are larger than the rest
+        of a bucket are `TensorSlice` objects, and no more than two buckets are in memory.
+
+        Args:
+            update: Weights or adapter, with their version.
+
+        Raises:
+            WeightSyncError: The update did not arrive complete, or does not fit.
+            ReceiverChangedError: The receiver was lost on the way.
+        """
+
+    def probes(self) -> list[TokenSequence]:
+        """Return single-context sequences to score after an update, the same on every rank and at every call.
+
+        For a vision-language model, some of them contain an image.
+        """
+
+    def scores(self, sequences: Sequence[TokenSequence]) -> Mapping[str, list[list[float]]]:
+        """Score sequences with the weights that it holds, at temperature 1.
+
+        The last token of each sequence is computed as in sampling, reading the prefix cache; the others never come from a cache.
+
+        Args:
+            sequences: Single-context sequences.
+
+        Returns:
+            For each engine that this rank reports for, by its name: log p(token t | tokens before t) for t = 1, 2, ... of each sequence, in
+            nats.
+
+        Raises:
+            ReceiverChangedError: The receiver was lost on the way.
+        """
+
+
+class Engine(Sampler, WeightReceiver, Protocol):
+    """Sampler and weight receiver in one."""
+
+    def close(self) -> None:
+        """Free the engine. The trainer's process groups stay."""

@@ -1,0 +1,463 @@
+"""LoRA settings: the linear layers with an adapter, their ranks and scales, and the names of the two matrices. No tensors, no torch.
+
+LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): W x + scale * B A x, with A [r, in] and B [out, r]. Names and rules are those of
+PEFT's LoraConfig, whose files are read and written (`weights.adapters`).
+
+A Megatron linear may fuse several Hugging Face modules: P = 3 in linear_qkv, 2 in linear_fc1. Its adapter is two parameters:
+    lora_a [P * rank, in]   the A matrices of its modules, stacked
+    lora_b [out, rank]      the B matrices of its modules, packed and cut over ranks exactly like the weight
+An adapter's row in the table of weights is therefore the weight's row with other sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
+from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.core.weights.families import FAMILIES
+from megatron_grpo.core.weights.names import Packing, ShardCut, WeightEntry, entries_in_layers, layer_entries
+from megatron_grpo.core.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.settings import TunerConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of module names in PEFT's files
+BASE = "base_model.json"  # beside them: fingerprints of the adapter's base, which PEFT's own files only name
+ALL_LINEAR = "all-linear"
+AdapterUpdateRequest = Literal["adapter", "merged"]  # how adapters reach a sampler: alone, or merged into the weights
+# Unsupported options of PEFT's LoraConfig, with the reason.
+UNSUPPORTED_OPTIONS = {
+    "lora_bias": "Megatron's frozen linear layers compute no bias gradient, and vLLM ignores adapter biases",
+    "modules_to_save": "full layers would train beside the adapter, and vLLM cannot load them; use tuner_type full",
+    "use_dora": "its scale is the norm of the merged weight, which a shard does not have, and vLLM does not support it",
+    "target_parameters": "adapters are supported on linear layers only; use target_modules",
+    "layers_to_transform": "select layers with target_regex, such as .*layers\\.(0|1)\\..*",
+    "layers_pattern": "select layers with target_regex",
+    "layer_replication": "it changes the model",
+    "trainable_token_indices": "adapters are supported on linear layers only, not on embeddings",
+    "fan_in_fan_out": "it applies to transposed weights, which these models do not have",
+    "alora_invocation_tokens": "adapters apply to every token",
+    "use_qalora": "quantized weights are not supported",
+    "corda_config": "it changes the base weights",
+    "eva_config": "it changes the base weights",
+    "loftq_config": "it changes the base weights",
+}
+A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of a Hugging Face module
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Settings of LoRA, with the fields of PEFT's LoraConfig.
+
+    Patterns are regular expressions matched at the end of a module's name; the first match counts. Only the linear layers of decoder layers
+    are considered: routers, embeddings and the head never have an adapter.
+
+    Args:
+        rank: Default rank.
+        alpha: Default numerator of the scale.
+        dropout: Dropout probability on an adapter's input.
+        use_rslora: Divide alpha by the root of the rank instead of the rank.
+        target_modules: Names, or ends of names, of Hugging Face modules; or `all-linear`.
+        target_regex: Regular expression matched against the whole name. Takes precedence over target_modules.
+        exclude_modules: Names, or ends of names, of modules without an adapter.
+        exclude_regex: Regular expression matched against the whole name of modules without an adapter.
+        rank_pattern: Ranks of modules that match a pattern.
+        alpha_pattern: Alphas of modules that match a pattern.
+    """
+
+    rank: int = 8
+    alpha: float = 32.0
+    dropout: float = 0.0
+    use_rslora: bool = False
+    target_modules: Sequence[str] = (ALL_LINEAR,)
+    target_regex: str | None = None
+    exclude_modules: Sequence[str] = ()
+    exclude_regex: str | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, cfg: TunerConfig, shape: ModelShape) -> LoraSettings:
+        """Return the settings that a run's configuration asks for.
+
+        Megatron's names of linear layers stand for the modules that they fuse in this model.
+
+        Args:
+            cfg: Settings of the adapter and of frozen parts.
+            shape: Shape of the model.
+        """
+        return cls(
+            rank=cfg.lora_rank,
+            alpha=cfg.lora_alpha,
+            dropout=cfg.lora_dropout,
+            use_rslora=cfg.use_rslora,
+            target_modules=tuple(_in_hf_names(cfg.target_modules, shape)),
+            target_regex=cfg.target_regex,
+            exclude_modules=tuple(_in_hf_names(cfg.exclude_modules, shape)),
+            rank_pattern=dict(cfg.rank_pattern),
+            alpha_pattern=dict(cfg.alpha_pattern),
+        )
+
+    @classmethod
+    def from_peft(cls, directory: str | Path, *, flag: str = "adapters") -> LoraSettings:
+        """Return the settings in an adapter's adapter_config.json.
+
+        Args:
+            directory: Directory of the adapter.
+            flag: Setting that named the directory, for error messages.
+
+        Raises:
+            ConfigError: The file is missing or damaged, or asks for something that is not supported.
+        """
+        config = _read_config(Path(directory), flag)
+        if refusals := _refused(config):
+            raise _lora_error(flag, f"{directory}: {'; '.join(refusals)}.")
+        targets, excluded = config.get("target_modules") or (ALL_LINEAR,), config.get("exclude_modules") or ()
+        if targets == ALL_LINEAR:
+            targets = (ALL_LINEAR,)
+        return cls(
+            rank=config["r"],
+            alpha=config["lora_alpha"],
+            dropout=config.get("lora_dropout") or 0.0,
+            use_rslora=bool(config.get("use_rslora")),
+            target_modules=() if isinstance(targets, str) else tuple(targets),
+            target_regex=targets if isinstance(targets, str) else None,
+            exclude_modules=() if isinstance(excluded, str) else tuple(excluded),
+            exclude_regex=excluded if isinstance(excluded, str) else None,
+            rank_pattern=dict(config.get("rank_pattern") or {}),
+            alpha_pattern=dict(config.get("alpha_pattern") or {}),
+        )
+
+    def is_target(self, module: str) -> bool:
+        """Return whether a module has an adapter.
+
+        Args:
+            module: Full Hugging Face name, such as `model.layers.3.self_attn.q_proj`.
+        """
+        if _ends(module, self.exclude_modules) or (self.exclude_regex and re.fullmatch(self.exclude_regex, module)):
+            return False
+        if self.target_regex is not None:
+            return re.fullmatch(self.target_regex, module) is not None
+        return ALL_LINEAR in self.target_modules or _ends(module, self.target_modules)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's adapter; 0 if it has none.
+
+        Args:
+            module: Hugging Face name of the module.
+        """
+        if module not in self._ranks:
+            self._ranks[module] = int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
+        return self._ranks[module]
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of B A; 0 if the module has no adapter.
+
+        Rank-stabilized LoRA divides alpha by the root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
+
+        Args:
+            module: Hugging Face name of the module.
+        """
+        rank, alpha = self.rank_of(module), _first_match(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank) if rank else 0.0
+
+    def problems(self, shape: ModelShape) -> list[Problem]:
+        """Return a problem for each name or pattern that matches no linear layer. Such a name would silently train nothing.
+
+        Args:
+            shape: Shape of the model.
+        """
+        modules = [module.name for module in linear_modules(shape)]
+        available = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
+        also = "Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2 stand for the layers that they fuse"
+        unmatched = {}
+        for flag, names in (("target_modules", self.target_modules), ("exclude_modules", self.exclude_modules)):
+            unmatched[flag] = [name for name in names if name != ALL_LINEAR and not any(_ends(module, (name,)) for module in modules)]
+        for flag, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            unmatched[flag] = [key for key in pattern if not any(_matches(key, module) for module in modules)]
+        problems = [
+            problem_with(flag, f"{flag}: no linear layer of this model is called {', '.join(names)}. Available: {available}; {also}.")
+            for flag, names in unmatched.items()
+            if names
+        ]
+        if not problems and not any(self.rank_of(module) for module in modules):
+            flag = "target_modules" if self.target_regex is None else "target_regex"
+            subject = f"{flag} ({self.target_regex or ' '.join(self.target_modules)}) without exclude_modules"
+            example = f"Names look like {modules[0]} and end in {available}."
+            problems.append(problem_with(flag, f"{subject} selects no linear layer of this model. {example}"))
+        return problems
+
+    def to_peft(self, modules: Iterable[str], base_model: str, *, is_multimodal: bool = False) -> dict[str, Any]:
+        """Return the content of adapter_config.json.
+
+        Patterns are kept as they are. `all-linear` becomes the last parts of the names in `modules`, because PEFT would add routers to it.
+
+        Args:
+            modules: Full Hugging Face names of the modules that have an adapter.
+            base_model: Name or path of the base model.
+            is_multimodal: Whether the model has a vision tower. Layers of it have the same last names, so target_modules becomes a pattern
+                that excludes the tower.
+        """
+        targets: str | list[str] = sorted({module.rsplit(".", 1)[1] for module in modules})
+        if self.target_regex is not None:
+            targets = self.target_regex
+        elif ALL_LINEAR not in self.target_modules:
+            targets = list(self.target_modules)
+        if is_multimodal and not isinstance(targets, str):
+            targets = rf"(?!.*\bvisual\.).*\.({'|'.join(map(re.escape, targets))})"
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.use_rslora,
+            "target_modules": targets,
+            "exclude_modules": self.exclude_regex or list(self.exclude_modules) or None,
+            "rank_pattern": dict(self.rank_pattern),
+            "alpha_pattern": dict(self.alpha_pattern),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+        }
+
+
+def peft_name(name: str, shape: ModelShape) -> str:
+    """Return the name of a matrix in PEFT's files, without their prefix.
+
+    PEFT uses the module names of transformers, which may differ from those in the model's files.
+
+    Args:
+        name: Name of the matrix here.
+        shape: Shape of the model.
+    """
+    tower = FAMILIES[shape.architecture].tower
+    return tower.in_memory(name) if tower else name
+
+
+def own_name(name: str, shape: ModelShape) -> str:
+    """Return the name used here from a name in PEFT's files: the inverse of `peft_name`.
+
+    Args:
+        name: Name in PEFT's files, without their prefix.
+        shape: Shape of the model.
+    """
+    tower = FAMILIES[shape.architecture].tower
+    return tower.on_the_hub(name) if tower else name
+
+
+def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
+    """Return the adapter settings of a run; None if it trains weights.
+
+    A run that starts from an adapter trains that one: its file decides everything except dropout, which is not part of an adapter.
+
+    Args:
+        cfg: Settings of the adapter and of frozen parts.
+        shape: Shape of the model.
+
+    Raises:
+        ConfigError: The adapter to start from cannot be used.
+    """
+    if cfg.tuner_type != "lora":
+        return None
+    return replace(LoraSettings.from_peft(cfg.adapters), dropout=cfg.lora_dropout) if cfg.adapters else LoraSettings.of(cfg, shape)
+
+
+def _read_config(directory: Path, flag: str) -> dict[str, Any]:
+    path = directory / CONFIG
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
+            kind = config.get("peft_type") if isinstance(config, dict) else None
+            raise _lora_error(flag, f"{path} is not a LoRA adapter configuration (peft_type {kind}).")
+    except FileNotFoundError:
+        raise _lora_error(flag, f"{directory} is not an adapter: it has no {CONFIG}. PEFT's save_pretrained writes one.") from None
+    except (OSError, ValueError) as error:
+        raise _lora_error(flag, f"{path} cannot be read: {error}.") from error
+    return config
+
+
+def _refused(config: Mapping[str, Any]) -> list[str]:
+    """Return a reason for each unsupported option in an adapter's configuration."""
+    reasons = [f"{name} is not supported: {reason}" for name, reason in UNSUPPORTED_OPTIONS.items() if config.get(name)]
+    if config.get("bias", "none") != "none":
+        reasons.append(f"bias {config['bias']!r} is not supported: {UNSUPPORTED_OPTIONS['lora_bias']}")
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start != "gaussian":
+        reasons.append(
+            f"init_lora_weights {start!r} is not supported: it changes the base weights, which then differ from those of `model`"
+        )
+    return reasons
+
+
+def _lora_error(flag: str, message: str) -> ConfigError:
+    return config_error(flag, f"{flag}: {message}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearModule:
+    """A Hugging Face module that can have an adapter, and the Megatron linear that it is part of (both with global numbers).
+
+    Args:
+        out: Number of output channels.
+        inner: Number of input channels.
+        megatron: Megatron's name without `.weight`.
+        is_row: Whether tensor parallelism cuts the input channels instead of the output channels.
+    """
+
+    name: str
+    out: int
+    inner: int
+    megatron: str
+    is_expert: bool
+    is_row: bool
+
+
+@cache
+def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
+    """Return all linear modules of the whole model, layer by layer.
+
+    Cached: a model with many experts has tens of thousands, and the list is needed often.
+
+    Args:
+        shape: Shape of the model.
+    """
+    return tuple(
+        LinearModule(
+            name=name.removesuffix(".weight"),
+            out=out,
+            inner=inner,
+            megatron=entry.megatron.removesuffix(".weight"),
+            is_expert=entry.is_expert,
+            is_row=entry.cut is ShardCut.ROW,
+        )
+        for entry in filter(is_linear, entries_in_layers(shape))
+        for name, (out, inner) in entry.hf
+    )
+
+
+def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
+    """Return which of these adapters PEFT 0.21 loses when it loads their files, and a remedy; None if it loses none.
+
+    transformers 5 holds the experts of a layer in one tensor, so PEFT converts their matrices. In these models it does so for every module
+    with the same last name: adapters of dense layers and of shared experts are dropped without an error.
+
+    Args:
+        settings: Adapter settings.
+        shape: Shape of the model.
+    """
+    expert_words = {module.name.rsplit(".", 1)[1] for module in linear_modules(shape) if module.is_expert}
+    targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
+    unread = [module.name for module in targeted if not module.is_expert and module.name.rsplit(".", 1)[1] in expert_words]
+    if not unread:
+        return None
+    examples = f"{unread[0]}, ..." if len(unread) > 1 else unread[0]
+    return (
+        f"PEFT 0.21 loads this adapter without {len(unread)} of its {len(targeted)} modules ({examples}) and reports no error: it treats "
+        "these names as experts. Use the merged model (merge_lora true), or exclude these modules with exclude_modules."
+    )
+
+
+Sizes = Mapping[str, tuple[int, int]]  # of matrices, by the name of PEFT's files without its prefix
+
+
+def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
+    """Return the size of every adapter matrix of the whole model, each with its module's own rank. Modules without adapter are absent.
+
+    Args:
+        settings: Adapter settings.
+        shape: Shape of the model.
+    """
+    sizes = {}
+    for module in linear_modules(shape):
+        if rank := settings.rank_of(module.name):
+            sizes[module.name + A], sizes[module.name + B] = (rank, module.inner), (module.out, rank)
+    return sizes
+
+
+def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
+    """Return the largest rank of any module. All matrices of a run have this rank.
+
+    Entries beyond a module's own rank are zero and stay zero, because their gradients are zero too.
+
+    Args:
+        settings: Adapter settings.
+        shape: Shape of the model.
+    """
+    return max((settings.rank_of(module.name) for module in linear_modules(shape)), default=0)
+
+
+def is_linear(entry: WeightEntry) -> bool:
+    """Return whether a row of the table of weights can have an adapter. Routers have other names.
+
+    Args:
+        entry: Row of the table of weights.
+    """
+    return (".linear_" in f".{entry.megatron}" or "_proj." in entry.megatron) and ".weight" in entry.megatron and len(entry.hf[0][1]) == 2
+
+
+def adapter_entries(entry: WeightEntry, rank: int) -> tuple[WeightEntry, WeightEntry]:
+    """Return the rows of `lora_a` and `lora_b` for a weight's row.
+
+    Args:
+        entry: Row of a linear weight.
+        rank: Rank of the adapter.
+    """
+    is_row = entry.cut is ShardCut.ROW
+    inner = tuple((name.removesuffix(".weight") + A, (rank, size[1])) for name, size in entry.hf)
+    outer = tuple((name.removesuffix(".weight") + B, (size[0], rank)) for name, size in entry.hf)
+    shared = ShardCut.REPLICATED
+    return (
+        replace(
+            entry,
+            megatron=entry.megatron.replace(".weight", ".lora_a"),
+            hf=inner,
+            packing=Packing.STACK,
+            cut=entry.cut if is_row else shared,
+        ),
+        replace(entry, megatron=entry.megatron.replace(".weight", ".lora_b"), hf=outer, cut=shared if is_row else entry.cut),
+    )
+
+
+def module_of(name: str) -> str:
+    """Return the module name in the Hugging Face name of an adapter matrix.
+
+    Args:
+        name: Hugging Face name of the matrix.
+    """
+    return name.rsplit(".lora_", 1)[0]
+
+
+def _in_hf_names(names: Iterable[str], shape: ModelShape) -> Iterator[str]:
+    """Replace Megatron's names of linear layers by those of their modules (linear_fc1 is gate_proj and up_proj). Other names stay."""
+    hf_names: dict[str, dict[str, None]] = {}
+    for kind in sorted(set(map(shape.kind_of, range(shape.num_layers)))):
+        for entry in filter(is_linear, layer_entries(shape, kind)):
+            last = entry.megatron.removesuffix(".weight").rsplit(".", 1)[1]
+            hf_names.setdefault(last, {}).update({name.removesuffix(".weight").rsplit(".", 1)[1]: None for name, _ in entry.hf})
+    for name in names:
+        yield from hf_names.get(name, (name,))
+
+
+def _ends(module: str, names: Iterable[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _matches(key: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({key})$", module) is not None
+
+
+def _first_match(patterns: Mapping[str, float], module: str, default: float) -> float:
+    return next((value for key, value in patterns.items() if _matches(key, module)), default)

@@ -1,0 +1,1 @@
+"""Completions that continue over weight updates."""

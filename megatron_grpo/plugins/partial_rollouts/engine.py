@@ -1,0 +1,252 @@
+"""Completions that are interrupted at a weight sync and continue with the new weights; `PartialGeneration` on an engine in the ranks.
+
+A completion consists of parts, each sampled by one request. The next part has the tokens so far in its prompt, a seed of its own, and the
+rest of the length limit. In the ranks, interruptions fall on a number of engine steps, never on a time, so a run is repeatable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from megatron_grpo.core.base import activity
+from megatron_grpo.core.base.errors import CancelledError
+from megatron_grpo.core.parallel import collectives
+from megatron_grpo.core.rollout.engine import SamplingSettings, prompt_seed
+from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, WAITS, Key, hash_seed
+from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, SampledTurn, SamplingMask, make_completion
+
+# Engine steps between two agreements whether all engines have the groups that the trainer waits for: interruptions are multiples of it.
+STEPS_BETWEEN_AGREEMENTS = 16
+
+
+class SteppingEngine(Protocol):
+    """An engine that samples parts of completions step by step; `rollout.turns.EngineTurns` is one."""
+
+    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, num_sampled: int | None = None) -> None:
+        """Request a part.
+
+        Args:
+            key: (prompt number, index in its group).
+            token_ids: Prompt and tokens so far.
+            seed: Seed of the part.
+            max_tokens: Maximum number of tokens to sample.
+            num_sampled: Number of the last `token_ids` that belong to the completion.
+        """
+
+    def poll(self) -> Sequence[tuple[Key, SampledTurn]]:
+        """Run one step, and return the parts that ended in it."""
+
+    def interrupt(self) -> Sequence[tuple[Key, SampledTurn]]:
+        """Abort all parts, and return what each has sampled."""
+
+    def abort(self) -> None:
+        """Abort all parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShare:
+    """Prompts that the engine of a rank samples, and those whose groups this rank returns. They depend on the prompt's number alone."""
+
+    rank: int
+    num_engines: int
+    ranks_per_engine: int
+
+    def rank_of(self, number: int) -> int:
+        """Return the rank that returns the group of a prompt.
+
+        Args:
+            number: Prompt number.
+        """
+        turn, engine = divmod(number, self.num_engines)
+        return engine * self.ranks_per_engine + turn % self.ranks_per_engine
+
+    def is_sampled_here(self, number: int) -> bool:
+        """Return whether the engine of this rank samples a prompt.
+
+        Args:
+            number: Prompt number.
+        """
+        return self.rank_of(number) // self.ranks_per_engine == self.rank // self.ranks_per_engine
+
+    def delivered(self, partial: Iterable[PartialCompletion]) -> list[PartialCompletion]:
+        """Return the partial completions of all ranks that this rank's engine continues. Collective.
+
+        Args:
+            partial: Those that are on this rank.
+        """
+        parts: dict[int, list[PartialCompletion]] = {}
+        for completion in partial:
+            first = self.rank_of(completion.prompt_number) // self.ranks_per_engine * self.ranks_per_engine
+            for rank in range(first, first + self.ranks_per_engine):
+                parts.setdefault(rank, []).append(completion)
+        return [completion for part in collectives.exchange(parts) for completion in part]
+
+
+def part_seed(run_seed: int, prompt_number: int, generation: int, num_sampled: int, *, n: int) -> int:
+    """Return the seed of a part, a function of the arguments alone. The first part has the seed of a completion that is not interrupted.
+
+    With one seed for all parts, a part would repeat the random numbers of the one before it.
+
+    Args:
+        run_seed: Seed of the run.
+        prompt_number: Position of the prompt in the run's stream of prompts, from 0.
+        generation: Index of the completion in its group.
+        num_sampled: Tokens of the completion that earlier parts have sampled.
+        n: Completions per prompt.
+    """
+    if num_sampled == 0:
+        return prompt_seed(run_seed, prompt_number, n) + generation
+    return hash_seed(run_seed, prompt_number, generation, "part", num_sampled)
+
+
+def append_part(partial: PartialCompletion | None, key: Key, part: SampledTurn, limit: int) -> PartialCompletion:
+    """Return a completion with a further part.
+
+    Args:
+        partial: The completion so far; None if this is its first part.
+        key: (prompt number, index in its group).
+        part: The part, which ended or was interrupted.
+        limit: Maximum number of tokens of the completion.
+    """
+    begin = 0 if partial is None else len(partial.token_ids)
+    tokens, logprobs = np.array(part.token_ids, dtype=np.int64), np.array(part.logprobs, dtype=np.float32)
+    finish_reason = "stop" if not part.is_cut else "length" if begin + len(tokens) >= limit else ""
+    mask = part.sampling_mask
+    if partial is None:
+        number, generation = key
+        completion = PartialCompletion(
+            prompt_number=number, place=generation, token_ids=tokens, logprobs=logprobs, versions=(part.version,), starts=(0,),
+            finish_reason=finish_reason,
+        )  # fmt: skip
+    else:
+        completion = replace(
+            partial, token_ids=np.concatenate([partial.token_ids, tokens]), logprobs=np.concatenate([partial.logprobs, logprobs]),
+            versions=(*partial.versions, part.version), starts=(*partial.starts, begin), finish_reason=finish_reason,
+        )  # fmt: skip
+        if mask is not None and partial.sampling_mask is not None:
+            mask = SamplingMask.joined([partial.sampling_mask, mask])
+    completion = replace(completion, text=part.text) if finish_reason and part.text else completion
+    return completion if mask is None else replace(completion, mask_offsets=mask.at, mask_ids=mask.ids)
+
+
+def join_versions(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Join consecutive parts of one version.
+
+    Args:
+        parts: (weights version, begin, end) of each part.
+    """
+    result: list[tuple[int, int, int]] = []
+    for version, begin, end in parts:
+        if result and result[-1][0] == version:
+            result[-1] = (version, result[-1][1], end)
+        else:
+            result.append((version, begin, end))
+    return result
+
+
+class PartialGeneration:
+    """Completions in progress on one engine; `rollout.engine.InterruptibleGeneration` documents its methods."""
+
+    def __init__(
+        self, parts: SteppingEngine, sampling: SamplingSettings, *, seed: int, version: int, share: EngineShare,
+        text_of: Callable[[Prompt, PartialCompletion], str], should_cancel: Callable[[], bool],
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ):  # fmt: skip
+        """Set up the generation.
+
+        Args:
+            parts: The engine.
+            sampling: Sampling settings.
+            seed: Seed of the run.
+            version: Version of the weights that the engine holds.
+            share: This rank's share of the prompts.
+            text_of: Decodes a completion. Its parts are not decoded one by one, because a character may have bytes of two parts.
+            should_cancel: Whether the run cancels what it waits for.
+            context: Context of all use of the engine.
+        """
+        self._parts, self._sampling, self._seed, self.version, self._share = parts, sampling, seed, version, share
+        self._text_of, self._should_cancel, self._around = text_of, should_cancel, context
+        self._asked: set[int] = set()  # prompt numbers
+        self._found: dict[Key, PartialCompletion] = {}
+
+    def begin(self, prompts: Sequence[Prompt], partial: Iterable[PartialCompletion]) -> PartialGeneration:
+        """Request the completions of the prompts. Collective.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+            partial: Parts of their completions that were sampled, on whichever rank.
+
+        Returns:
+            This object.
+        """
+        self._found = {completion.key: completion for completion in self._share.delivered(partial)}
+        with self._around():
+            self._ask(prompts)
+        return self
+
+    def _ask(self, prompts: Sequence[Prompt]) -> None:
+        limit, n = self._sampling.max_completion_length, self._sampling.n
+        for prompt in prompts:
+            if prompt.number in self._asked or not self._share.is_sampled_here(prompt.number):
+                continue
+            self._asked.add(prompt.number)
+            for generation in range(n):
+                completion = self._found.get((prompt.number, generation))
+                if completion is not None and completion.finish_reason:
+                    continue
+                tokens = () if completion is None else completion.token_ids.tolist()
+                seed = part_seed(self._seed, prompt.number, generation, len(tokens), n=n)
+                self._parts.submit(
+                    (prompt.number, generation), (*prompt.token_ids, *tokens), seed=seed, max_tokens=limit - len(tokens),
+                    num_sampled=len(tokens),
+                )  # fmt: skip
+
+    def _take(self, parts: Iterable[tuple[Key, SampledTurn]]) -> None:
+        for key, part in parts:
+            self._found[key] = append_part(self._found.get(key), key, part, self._sampling.max_completion_length)
+
+    def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
+        n = self._sampling.n
+        open_ = {(prompt.number, generation) for prompt in prompts for generation in range(n) if self._share.is_sampled_here(prompt.number)}
+        with self._around(), activity.phase("sampling", total=len(open_), unit="completions"):
+            self._ask(prompts)
+            for step in count():
+                if step % STEPS_BETWEEN_AGREEMENTS == 0:
+                    open_ -= {key for key in open_ if key in self._found and self._found[key].finish_reason}
+                    state = GIVES_UP if self._should_cancel() else WAITS if open_ else DONE
+                    worst = collectives.all_reduce_max(state)
+                    if worst == GIVES_UP:
+                        raise CancelledError
+                    if worst == DONE:
+                        break
+                self._take(self._parts.poll())
+        local = [prompt for prompt in prompts if self._share.rank_of(prompt.number) == self._share.rank]
+        return [
+            Group(prompt=prompt, completions=tuple(self._completion(prompt, self._found[prompt.number, i]) for i in range(n)))
+            for prompt in local
+        ]
+
+    def _completion(self, prompt: Prompt, partial: PartialCompletion) -> Completion:
+        return make_completion(
+            prompt.token_ids, partial.token_ids.tolist(), partial.logprobs.tolist(), text=self._text_of(prompt, partial),
+            finish_reason=partial.finish_reason, version=partial.versions[0], spans=join_versions(partial.parts),
+            sampling_mask=partial.sampling_mask,
+        )  # fmt: skip
+
+    def interrupt(self) -> list[PartialCompletion]:
+        with self._around():
+            self._take(self._parts.interrupt())
+        return self.sampled()
+
+    def sampled(self) -> list[PartialCompletion]:
+        return [completion for key, completion in sorted(self._found.items()) if self._share.rank_of(key[0]) == self._share.rank]
+
+    def abort(self) -> None:
+        with self._around():
+            self._parts.abort()

@@ -1,0 +1,1 @@
+"""A teacher model that scores sampled tokens."""

@@ -1,0 +1,370 @@
+"""The sharded part of a checkpoint in Megatron-Core's `torch_dist` format, written in this process, with errors raised on every rank.
+
+Megatron-Core's own writer starts a manager process and forks writers; it gathers the description of every rank on every rank, and again
+on rank 0 at each save. The files here are identical. They are staged in host memory, hashed while they are written, and optionally
+written in a thread of this process. No process is started: a process unknown to the launcher survives a killed run, and forking a process
+that holds an engine and collective threads is unsafe. The thread does not communicate with other ranks; all agreement between ranks
+happens between steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, cast
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, ReadItem  # noqa: TID251 - the file format
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
+from torch.distributed.checkpoint.planner import LoadItemType  # noqa: TID251 - the file format
+
+from megatron_grpo.core.base import activity
+from megatron_grpo.core.base.errors import RunError
+from megatron_grpo.core.parallel import collectives
+from megatron_grpo.run.checkpoint.safe_unpickle import refuse_extra_state, without_code_execution
+from megatron_grpo.run.checkpoint.shards import Contents, PlacedShard, Shard, assigned_tensors, metadata_of, pieces_of
+
+CHUNK = 256 << 20  # bytes of host memory allocated at once; torch rounds pinned allocations up to a power of two
+Entry = Mapping[str, Any]  # a file in a manifest: {"bytes": size, "sha256": digest}
+# Exceptions of writing and reading. torch's CheckpointException is a BaseException; torch.save reports a full disk as RuntimeError.
+FAILURES = (OSError, RuntimeError, ValueError, KeyError, CheckpointException, CheckpointingException)
+
+
+class CheckpointError(RunError):
+    """Error raised if a checkpoint cannot be written or read: on every rank, with the errors of all ranks."""
+
+
+@contextmanager
+def errors_on_all_ranks(action: str) -> Iterator[None]:
+    """Raise CheckpointError on all ranks if the `with` block fails on any of them. Collective.
+
+    Without it, the other ranks would wait in a collective. Inside the block no rank may wait for another, unless the called function
+    propagates errors to all ranks.
+
+    Args:
+        action: Description of the operation, the beginning of the error message.
+    """
+    problem, cause = None, None
+    try:
+        yield
+    except FAILURES as error:
+        problem, cause = _describe(error), error
+    if collectives.all_reduce_max(problem is not None):
+        problems = collectives.all_gather_object(problem)
+        # An error that torch has already sent to all ranks names its rank and is the same everywhere: report it once.
+        texts = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        raise CheckpointError(f"{action}: {'; '.join(dict.fromkeys(texts))}") from cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFiles:
+    """Files that this rank has written.
+
+    Args:
+        files: Size and digest of each file, by name.
+        file: Name of the file with the sharded state; "" if this rank has none.
+        placed: Position of each piece in that file.
+    """
+
+    files: dict[str, Entry]
+    file: str
+    placed: list[PlacedShard]
+
+
+class ShardedWriter:
+    """Writer of a run's sharded state dicts. Each rank writes its share; unchanged descriptions are not sent again.
+
+    Args:
+        group: Process group of the ranks that may hold the same state as this rank, and share the writing of it; None for all ranks.
+        staged: Whether the state is copied first, so that writing can continue during training.
+    """
+
+    def __init__(self, group: Any = None, *, staged: bool = False):
+        self._group = group
+        self._staging = Staging() if staged else None
+        self._mine: frozenset[int] | None = None  # names of shared tensors that this rank writes; constant over the run
+        self._known: list[PlacedShard] | None = None  # the placement that rank 0 has received
+        self._metadata = b""
+
+    def capture(self, state: dict[str, Any], other_files: dict[str, bytes]) -> Callable[[Path], WrittenFiles]:
+        """Capture the current state, and return a function that writes it into a directory without communication. Collective.
+
+        With `staged` the model may change before the function runs.
+
+        Args:
+            state: Sharded state dict.
+            other_files: Contents of further files of this rank, by name.
+        """
+        with errors_on_all_ranks("describing the model and optimizer"):
+            sharded, common = save_preprocess(state, validate_access_integrity=False)  # `metadata_of` checks integrity, on one rank
+        if self._mine is None:
+            self._mine = assigned_tensors(sharded, self._group)
+        with errors_on_all_ranks("copying the model and optimizer"):
+            pieces = pieces_of(sharded, self._mine)
+            if self._staging is not None:
+                pieces = self._staging.copies(pieces)
+            if collectives.rank() == 0:
+                stream = io.BytesIO()
+                torch.save(common, stream)
+                config_json = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
+                other_files = {"common.pt": stream.getvalue(), "metadata.json": config_json, **other_files}
+        return partial(_write, pieces, other_files, rank=collectives.rank())
+
+    def gather_files(self, written: WrittenFiles) -> Callable[[Path], dict[str, Entry]] | None:
+        """Gather the files of all ranks on rank 0. Collective.
+
+        Args:
+            written: Files of this rank.
+
+        Returns:
+            On rank 0, a function that writes `.metadata` and returns the files of all ranks; None elsewhere.
+        """
+        is_new = bool(collectives.all_reduce_max(written.placed != self._known))
+        parts = collectives.gather_object((written.files, written.file, written.placed) if is_new else (written.files, "", ()))
+        self._known = written.placed
+        return None if parts is None else partial(self._write_metadata, parts, is_new=is_new)
+
+    def _write_metadata(
+        self, parts: Sequence[tuple[dict[str, Entry], str, Sequence[PlacedShard]]], directory: Path, *, is_new: bool
+    ) -> dict[str, Entry]:
+        if is_new:
+            self._metadata = metadata_of([(file, placed) for _, file, placed in parts])
+        return {name: entry for files, *_ in parts for name, entry in files.items()} | {
+            ".metadata": write_file(directory / ".metadata", self._metadata)
+        }
+
+
+def _write(pieces: Sequence[tuple[Shard, Contents]], other_files: dict[str, bytes], directory: Path, *, rank: int) -> WrittenFiles:
+    files, file, placed = {}, f"__{rank}_0.distcp" if pieces else "", list[PlacedShard]()
+    try:
+        if pieces:
+            files[file], placed = write_pieces(directory / file, pieces)
+        files |= {name: write_file(directory / name, contents) for name, contents in other_files.items()}
+    except RuntimeError as error:
+        raise _first_cause(error) from error
+    return WrittenFiles(files=files, file=file, placed=placed)
+
+
+def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False) -> dict[str, Any]:
+    """Load a checkpoint into the tensors of `state`, under any parallel layout. Collective.
+
+    Args:
+        state: Sharded state dict.
+        directory: Directory of the checkpoint.
+        partly: Whether the checkpoint may contain more than `state`, for example the optimizer.
+
+    Returns:
+        The loaded state dict.
+
+    Raises:
+        CheckpointError: On every rank, if entries are missing, or left over (unless `partly`), or reading fails on any rank.
+    """
+    with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
+        needed_here = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
+        stored = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})
+    if collectives.all_reduce_max(not needed_here <= set(stored)):
+        raise CheckpointError(f"it lacks {_shorten(set().union(*collectives.all_gather_object(needed_here - set(stored))))}")
+    # "_extra_state" is extra state of Transformer Engine's layers: empty unless they compute in FP8.
+    is_needed = [name in needed_here or name.endswith("_extra_state") for name in stored]
+    left_over = {name for name, is_wanted in zip(stored, collectives.all_reduce_any(is_needed), strict=True) if not is_wanted}
+    if left_over and not partly:
+        raise CheckpointError(f"it has unexpected entries: {_shorten(left_over)}")
+    with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
+        with _reads_counted():
+            loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED, validate_access_integrity=False)
+        refuse_extra_state(loaded)
+        return loaded
+
+
+@contextmanager
+def _reads_counted() -> Iterator[None]:
+    """Count the tensors that torch reads inside the block, which reports nothing until all are read."""
+    readers: Any = FileSystemReader
+    read_data = readers.read_data
+
+    def counted(reader: FileSystemReader, plan: LoadPlan, planner: Any) -> Any:
+        resolve = planner.resolve_tensor  # called once for each tensor, when it is read
+
+        def resolved(item: ReadItem) -> torch.Tensor:
+            activity.advance()
+            return resolve(item)
+
+        planner.resolve_tensor = resolved
+        with activity.phase("restoring", total=sum(item.type is LoadItemType.TENSOR for item in plan.items), unit="tensors"):
+            return read_data(reader, plan, planner)
+
+    readers.read_data = counted
+    try:
+        yield
+    finally:
+        readers.read_data = read_data
+
+
+def _shorten(names: set[str]) -> str:
+    listed = sorted(names)[:2]
+    return ", ".join(listed) + (f" and {len(names) - len(listed)} more" if len(names) > len(listed) else "")
+
+
+def _describe(error: BaseException) -> str:
+    """Return one line about an error. For torch's CheckpointException, whose text is `ranks:dict_keys([0])`, describe the errors inside."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_describe(inner)}" for rank, (inner, _) in error.failures.items())
+    error = _first_cause(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the OSError behind an error.
+
+    torch's zip writer, closed on a full disk, hides it behind RuntimeErrors about an unexpected position.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__ if isinstance(cause, RuntimeError) else None
+    return cause or error
+
+
+# -- writing files -------------------------------------------------------------------------------------------------------------------------
+
+
+class HashedFile:
+    """A new file that is hashed while it is written.
+
+    At the end of the `with` block the file is on disk, and `entry` has its size and SHA-256; nothing is read back.
+
+    Args:
+        path: Path of the file.
+    """
+
+    def __init__(self, path: Path):
+        self._stream, self._digest, self._size = path.open("wb"), hashlib.sha256(), 0
+        self.entry: Entry = {}
+
+    def write(self, data: Any) -> int:
+        """Append bytes. Return their number.
+
+        Args:
+            data: Bytes or a buffer of them.
+        """
+        self._digest.update(data)
+        self._stream.write(data)
+        self._size += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self._size
+
+    def flush(self) -> None:
+        """Flush Python's buffer."""
+        self._stream.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._stream:
+            if error is None:
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+        self.entry = {"bytes": self._size, "sha256": self._digest.hexdigest()}
+
+
+def write_file(path: Path, contents: bytes) -> Entry:
+    """Write a file, creating its directory if necessary.
+
+    Args:
+        path: Path of the file.
+        contents: Its contents.
+
+    Returns:
+        Size and digest of the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with HashedFile(path) as file:
+        file.write(contents)
+    return file.entry
+
+
+def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[Entry, list[PlacedShard]]:
+    """Write one rank's file of a sharded state dict: its pieces one after another, in the format of torch's writer.
+
+    Args:
+        path: Path of the file.
+        pieces: Pieces and their contents.
+
+    Returns:
+        Size and digest of the file, and the position of each piece.
+    """
+    placed, is_main_thread = [], threading.current_thread() is threading.main_thread()  # a save in the background is no phase of the run
+    phase = activity.phase("saving", total=len(pieces), unit="tensors") if is_main_thread else nullcontext()
+    with HashedFile(path) as file, phase:
+        for piece, contents in pieces:
+            start = file.tell()
+            if isinstance(contents, bytes):
+                file.write(contents)
+            else:
+                torch.save(_alone(contents), cast(IO[bytes], file))
+            placed.append(PlacedShard(piece, start, file.tell() - start))
+            if is_main_thread:
+                activity.advance()
+    return file.entry, placed
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host without the rest of its storage, because torch saves whole storages."""
+    tensor = tensor.cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+class Staging:
+    """Host memory for the state that this rank writes, allocated at the first save and reused."""
+
+    def __init__(self) -> None:
+        self._chunks: list[torch.Tensor] = []
+
+    def copies(self, pieces: Sequence[tuple[Shard, Contents]]) -> list[tuple[Shard, Contents]]:
+        """Copy pieces to host memory, bit for bit. The copies are complete on return and independent of the model.
+
+        They are valid until the next call.
+
+        Args:
+            pieces: Pieces and their contents.
+        """
+        sizes = [_aligned(contents.nbytes) if isinstance(contents, torch.Tensor) else 0 for _, contents in pieces]
+        remaining, chunk, offset, copied = sum(sizes), 0, 0, []
+        on_device = False
+        for (piece, contents), size in zip(pieces, sizes, strict=True):
+            if isinstance(contents, torch.Tensor):
+                on_device |= contents.is_cuda
+                while chunk < len(self._chunks) and offset + size > len(self._chunks[chunk]):
+                    chunk, offset = chunk + 1, 0
+                if chunk == len(self._chunks):
+                    self._chunks.append(torch.empty(max(size, min(remaining, CHUNK)), dtype=torch.uint8, pin_memory=contents.is_cuda))
+                view = self._chunks[chunk][offset : offset + contents.nbytes].view(contents.dtype).view(contents.shape)
+                contents, offset, remaining = view.copy_(contents, non_blocking=True), offset + size, remaining - size
+            copied.append((piece, contents))
+        if on_device:
+            torch.cuda.synchronize()
+        return copied
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

@@ -1,0 +1,176 @@
+"""Code in a model's folder: which files `trust_remote_code` allows to run, and what cannot be read without them. No torch.
+
+Files are read, not run. Which classes transformers and vLLM provide themselves is read from their installed sources, because importing them
+would take seconds. A model's own layers (`AutoModel...`) never run: families are built here by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.core.base.errors import Problem
+from megatron_grpo.core.base.files import read_object
+
+FLAG = "trust_remote_code"
+TOKENIZER, CONFIG = "tokenizer_config.json", "config.json"
+# Classes that transformers and vLLM load through these files for a model that is trained here.
+_RUN = {
+    TOKENIZER: ("AutoTokenizer", "AutoProcessor"),
+    CONFIG: ("AutoConfig",),
+    "preprocessor_config.json": ("AutoProcessor", "AutoImageProcessor"),
+    "processor_config.json": ("AutoProcessor", "AutoImageProcessor"),
+}
+_CLASS = re.compile(r"([\w-]+)\.\w+")  # in a file of the folder; anything else is in another repository, or invalid
+_RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w-]+)\s+import|import\s+\.([\w-]+)\s*$)", re.M)  # as transformers finds them
+
+
+def files_that_run(folder: Path) -> list[str]:
+    """Return the names of a model's files whose code runs with `trust_remote_code true`, including those that they import.
+
+    Args:
+        folder: Directory of the model.
+    """
+    return _with_imported(folder, [name for file in _RUN for name in _classes(folder, file).values()])
+
+
+def files_named(folder: Path) -> list[str]:
+    """Return the names of all code files that the model refers to, including those that never run here. Copies of the model need them.
+
+    Args:
+        folder: Directory of the model.
+    """
+    return _with_imported(folder, [name for file in _RUN for name in _auto_map(folder, file).values()])
+
+
+def problem_of(folder: Path, *, is_trusted: bool, flag: str = "model") -> Problem | None:
+    """Return the problem with a model's own code: it is needed but not trusted, or trusted but missing.
+
+    Args:
+        folder: The model's directory.
+        is_trusted: Value of `trust_remote_code`.
+        flag: Setting that names the model.
+    """
+    return _not_here(folder, flag) if is_trusted else _not_trusted(folder, flag)
+
+
+def warning_of(folder: Path) -> str | None:
+    """Return a warning that names the files that will run; None without any.
+
+    Args:
+        folder: Directory of the model.
+    """
+    files = files_that_run(folder)
+    if not files:
+        return None
+    return (
+        f"{FLAG}: {_listed(files)} of {folder} {'runs' if len(files) == 1 else 'run'} with your permissions. Read {_pronoun(files)} first."
+    )
+
+
+def _not_trusted(folder: Path, flag: str) -> Problem | None:
+    names_by_use = {"the tokenizer": _tokenizer_alone_here(folder), "the configuration": _configuration_alone_here(folder)}
+    names = {use: name for use, name in names_by_use.items() if name}
+    if not names:
+        return None
+    files = files_that_run(folder) or sorted(set(names.values()))
+    message = (
+        f"{flag}: {' and '.join(names)} of {folder} {'is' if len(names) == 1 else 'are'} custom code ({_listed(files)}), which is not run. "
+        f"Read {_pronoun(files)}; if you trust {_pronoun(files)}, use {FLAG} true."
+    )
+    return Problem(flags=(flag, FLAG), message=message)
+
+
+def _not_here(folder: Path, flag: str) -> Problem | None:
+    for file in _RUN:
+        for name in _classes(folder, file).values():
+            parts = _CLASS.fullmatch(name)
+            if parts is None:
+                problem_text = f"{flag}: {file} of {folder} refers to code in another place ({name}), which is not downloaded."
+                last = name.rpartition("--")[2].rpartition("/")[2]
+                return Problem(flags=(flag, FLAG), message=f"{problem_text} Copy its file into the folder, and write {last} there.")
+            if not (folder / f"{parts[1]}.py").is_file():
+                message = f"{flag}: {file} of {folder} refers to {parts[1]}.py, which is missing. Copy it from the source of the model."
+                return Problem(flags=(flag, FLAG), message=message)
+    return None
+
+
+def _tokenizer_alone_here(folder: Path) -> str | None:
+    """Return the class of a tokenizer that transformers does not provide; None if it does."""
+    name = _classes(folder, TOKENIZER).get("AutoTokenizer")
+    tokenizer_class = read_object(folder / TOKENIZER).get("tokenizer_class")
+    registries = (("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py"))
+    return None if isinstance(tokenizer_class, str) and any(_is_named(tokenizer_class, *entry) for entry in registries) else name
+
+
+def _configuration_alone_here(folder: Path) -> str | None:
+    """Return the class of a configuration that neither transformers nor vLLM provides, so that vLLM would not start; else None."""
+    name, kind = _classes(folder, CONFIG).get("AutoConfig"), read_object(folder / CONFIG).get("model_type")
+    registries = (("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py"))
+    return None if isinstance(kind, str) and any(_is_named(kind, *entry) for entry in registries) else name
+
+
+def _is_named(word: str, package: str, file: str) -> bool:
+    """Return whether a source file of an installed package contains this name; true if the package is not installed."""
+    source, name = _source(package, file), re.escape(word.removesuffix("Fast"))
+    return source is None or re.search(rf"""["']{name}(?:Fast)?["']|^ +{name}=""", source, re.M) is not None
+
+
+@cache
+def _source(package: str, file: str) -> str | None:
+    spec = find_spec(package)
+    paths = [Path(folder) / file for folder in (spec.submodule_search_locations or ())] if spec else []
+    return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), None)
+
+
+def _classes(folder: Path, file: str) -> dict[str, str]:
+    """Return the classes of a settings file that run here. Processors run only for vision-language models."""
+    class_names, is_multimodal = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
+    return {
+        auto_class: class_names[auto_class]
+        for auto_class in _RUN[file]
+        if auto_class in class_names and (is_multimodal or "Processor" not in auto_class)
+    }
+
+
+def _auto_map(folder: Path, file: str) -> dict[str, str]:
+    """Return the `auto_map` of a settings file, such as {"AutoTokenizer": "tokenization_x.X"}.
+
+    Of a slow and a fast tokenizer it contains the one that transformers loads.
+    """
+    entries: Any = read_object(folder / file).get("auto_map")
+    auto_map = {"AutoTokenizer": entries} if isinstance(entries, list) else entries if isinstance(entries, dict) else {}
+    chosen = {
+        auto_class: next((x for x in reversed(value) if x), None) if isinstance(value, list) else value
+        for auto_class, value in auto_map.items()
+    }
+    return {auto_class: value for auto_class, value in chosen.items() if isinstance(value, str)}
+
+
+def _with_imported(folder: Path, classes: list[str]) -> list[str]:
+    """Return the files of classes, and the files of the folder that they import, as far as they exist."""
+    waiting = [parts[1] for name in classes if (parts := _CLASS.fullmatch(name))]
+    files: dict[str, None] = {}
+    while waiting:
+        path = folder / f"{waiting.pop(0)}.py"
+        if path.name not in files and path.is_file():
+            files[path.name] = None
+            waiting += _imported(path)
+    return list(files)
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for names in _RELATIVE.findall(path.read_text(encoding="utf-8", errors="replace")):
+        yield from filter(None, names)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def _pronoun(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

@@ -1,0 +1,188 @@
+"""Shapes of the models that a run names: the policy's model and the teacher in the training ranks (`--teacher_model`).
+
+Shapes come from the config.json on this machine. It is read as plain JSON, because importing transformers takes about a second. The module
+also derives the teacher's configuration and its problems. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.core.base.errors import ConfigError, Problem, problem_with
+from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.core.batching.sizes import SizeModel
+from megatron_grpo.core.settings import Config
+from megatron_grpo.core.weights.families import FAMILIES, NOT_YET_BY_NAME
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
+from megatron_grpo.run.config.rules import policy as validation
+from megatron_grpo.run.config.rules import stages
+from megatron_grpo.run.config.rules.layout import layout_problems, length_problems
+
+FLAG = "teacher_model"
+_ANY_DEPTH = {name: None for name in stages.OF_ONE_DEPTH} | dict.fromkeys(stages.ACCOUNTS, False)
+_WITHOUT_EXPERTS = dict(expert_model_parallel_size=1, expert_tensor_parallel_size=1, moe_token_dispatcher_type="alltoall",
+                        moe_permute_fusion=False, moe_shared_expert_overlap=False, moe_enable_deepep=False)  # fmt: skip
+
+
+def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
+    """Read the shape of a model from a checkpoint directory, a config.json, or a Hub name that was downloaded before.
+
+    Downloads nothing.
+
+    Args:
+        model: Path or Hub name.
+
+    Returns:
+        (shape, problems). (None, []) if no model is given, or if a Hub name is not on this machine.
+    """
+    file = find_config(model)
+    if file is None:
+        configs = [
+            {"architectures": [architecture]}
+            for name, architecture in NOT_YET_BY_NAME.items()
+            if re.match(name, model) and not Path(model).exists()
+        ]
+        return _shape(configs[0]) if configs else (None, [])
+    try:
+        config = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return None, [problem_with("model", f"model: {file} is not valid JSON: {error}.")]
+    if not isinstance(config, dict):
+        return None, [problem_with("model", f"model: {file} is not a model configuration.")]
+    return _shape(_with_architecture(config))
+
+
+def _shape(config: dict[str, Any]) -> tuple[ModelShape | None, list[Problem]]:
+    try:
+        return ModelShape.from_hf(config), []
+    except ConfigError as error:
+        return None, list(error.problems)
+
+
+def find_config(model: str) -> Path | None:
+    """Return the path of the config.json of `model`, or None.
+
+    Args:
+        model: Path or Hub name.
+    """
+    if not model:
+        return None
+    path = Path(model)
+    if path.is_dir():
+        return path / "config.json" if (path / "config.json").is_file() else None
+    if path.is_file():
+        return path if path.suffix == ".json" else None  # loading the model rejects any other file
+    hf_home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or hf_home / "hub")
+    snapshots = sorted((cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return snapshots[-1] if snapshots else None
+
+
+def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the architecture to a config.json that only has a `model_type`, for example one written by hand for `plan`.
+
+    `qwen3_moe` becomes Qwen3MoeForCausalLM.
+    """
+    words = str(config.get("model_type", "")).removesuffix("_text").split("_")
+    architecture = f"{''.join(map(str.capitalize, words))}ForCausalLM"
+    return config if config.get("architectures") or architecture not in FAMILIES else {**config, "architectures": [architecture]}
+
+
+def rules_of(shape: ModelShape) -> SizeModel:
+    """Return what the layout rules need to know about a model.
+
+    Args:
+        shape: Shape of the model.
+    """
+
+    def misfits(tp: int, ep: int, etp: int) -> Sequence[tuple[str, str]]:
+        if shape.moe is None:  # expert parallelism applies to the other model, or to none
+            ep = etp = 1
+        # The suggested values in these sentences consider the model alone; the caller's consider the whole configuration.
+        return [
+            (problem.flags[0], problem.message.partition(" Use ")[0].rstrip("."))
+            for problem in layout_problems(shape, tp=tp, ep=ep, etp=etp)
+        ]
+
+    return SizeModel(num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0, misfits=misfits)
+
+
+# ---- a teacher ---------------------------------------------------------------------------------------------------------------------------
+
+
+def read_teacher(cfg: Config) -> tuple[ModelShape | None, list[Problem]]:
+    """Read the teacher's shape, as `read_shape` does.
+
+    Args:
+        cfg: Configuration of the run.
+    """
+    shape, problems = read_shape(cfg.grpo.teacher_model or "")
+    return shape, [as_teacher_problem(problem) for problem in problems]
+
+
+def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | None) -> Config:
+    """Return the configuration that the teacher is computed with.
+
+    It has the run's layout and dtype, but no settings for training, adapters or the shape of the policy. A manual split of layers over
+    pipeline stages holds for the policy's depth; a teacher of another depth is split evenly.
+
+    Args:
+        cfg: Configuration of the run.
+        teacher: Shape of the teacher.
+        student: Shape of the policy's model; None if unknown.
+    """
+    teacher_cfg = cfg.with_values(
+        dict(model=cfg.grpo.teacher_model, tuner_type="full", adapters=None, ref_adapters=None, beta=0.0, ref_model=None,
+             recompute_granularity=None, fp8_format=None, router_replay_mode="disabled")
+    )  # fmt: skip
+    if student is None or teacher.num_layers != student.num_layers:
+        teacher_cfg = teacher_cfg.with_values(_ANY_DEPTH)
+    if teacher.moe is None:
+        teacher_cfg = teacher_cfg.with_values(_WITHOUT_EXPERTS)
+    elif not teacher.moe.shared_ffn_hidden_size:
+        teacher_cfg = teacher_cfg.with_values({"moe_shared_expert_overlap": False})
+    if validation.sharing_problems(teacher_cfg, teacher):
+        teacher_cfg = teacher_cfg.with_values({"share_prefix": "auto"})
+    return teacher_cfg
+
+
+def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShape, longest: int) -> Iterator[Problem]:
+    """Yield the problems of this teacher in this run, except divisibility (`batching.rules`).
+
+    Args:
+        cfg: Configuration of the run.
+        student: Shape of the policy's model; None if unknown.
+        teacher: Shape of the teacher.
+        longest: Maximum sequence length in tokens.
+    """
+    name, teacher_cfg = cfg.grpo.teacher_model, config_of_teacher(cfg, teacher, student)
+    if student is not None and teacher.vocab_size < student.vocab_size:
+        message = (
+            f"teacher_model ({name}) has {teacher.vocab_size} token IDs, fewer than the policy ({student.vocab_size}). Use a teacher with "
+            "the policy's vocabulary."
+        )
+        yield problem_with((FLAG, "model"), message)
+    reported = {problem.message for problem in _against(cfg, student)} if student is not None else set()
+    for problem in [*length_problems(teacher, longest), *_against(teacher_cfg, teacher)]:
+        if problem.message not in reported:
+            yield as_teacher_problem(problem)
+
+
+def _against(cfg: Config, shape: ModelShape) -> list[Problem]:
+    return [*validation.problems(cfg, shape), *bitwise_parity_validation.problems(cfg, shape)]
+
+
+def as_teacher_problem(problem: Problem) -> Problem:
+    """Rewrite a problem of a model as a problem of the teacher.
+
+    Args:
+        problem: Problem that was found for a model.
+    """
+    flags = dict.fromkeys((FLAG, *(flag for flag in problem.flags if flag != "model")))
+    return replace(problem, flags=tuple(flags), message=f"teacher_model: {problem.message.removeprefix('model: ')}")
