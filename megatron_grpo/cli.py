@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -53,6 +54,35 @@ class Analysis:
         prepare()
 
 
+class Planning:
+    """Implementation of `run.assemble.Planner` that imports the planner when it is used."""
+
+    def image_stats(self, rows: Any, sizes: Any) -> Any:
+        from megatron_grpo.commands.planning.images import ImageStats
+
+        return ImageStats.of(rows, sizes)
+
+    def tower_without_images(self, cfg: Any, shape: Any) -> Any:
+        from megatron_grpo.commands.planning.images import tower_without_images
+
+        return tower_without_images(cfg, shape)
+
+    def make_plan(self, checked: Any, *, num_prompts: int | None = None, images: Any = None) -> Any:
+        from megatron_grpo.commands.planning.command import make_plan
+
+        return make_plan(checked, num_prompts=num_prompts, images=images)
+
+    def print_report(self, plan: Any, *, is_short: bool) -> None:
+        from megatron_grpo.commands.planning.report import print_report
+
+        print_report(plan, is_short=is_short)
+
+    def describe_offload(self, offload: dict[str, Any]) -> str:
+        from megatron_grpo.commands.planning.report import describe_offload
+
+        return describe_offload(offload)
+
+
 def train(argv: list[str], **parts: Any) -> int:
     """Train a model with GRPO.
 
@@ -68,11 +98,12 @@ def train(argv: list[str], **parts: Any) -> int:
         with without_gc():
             from megatron_grpo.run.validate import load_inputs
 
-            plan, inputs = load_inputs(parsed, has_sampler="engine" in parts)
+            planner = Planning()
+            plan, inputs = load_inputs(parsed, planner, has_sampler="engine" in parts)
             from megatron_grpo.run.assemble import RunParts
             from megatron_grpo.run.lifecycle import run_training
 
-        return run_training(plan, inputs, RunParts(analysis=Analysis(), **parts))
+        return run_training(plan, inputs, RunParts(analysis=Analysis(), planner=planner, **parts))
 
 
 def _parsed_to_train(argv: list[str]) -> ParsedConfig:
@@ -131,7 +162,7 @@ def plan(argv: list[str]) -> int:
     parsed, world_size = _parse(argv, None), _launched_world_size()
     if world_size is not None and "world_size" not in parsed.config.typed:  # without a launcher, the user may plan for any number of ranks
         parsed = _parse(argv, world_size)
-    return run_plan(parsed, validate_run)
+    return run_plan(parsed, partial(validate_run, planner=Planning()))
 
 
 def export(argv: list[str]) -> int:

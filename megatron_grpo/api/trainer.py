@@ -203,10 +203,11 @@ class GRPOTrainer:
         Raises:
             ConfigError: With all problems.
         """
+        from megatron_grpo.cli import Planning
         from megatron_grpo.run.validate import validate_run
 
         python_objects.provide(self.objects)
-        return validate_run(self.parsed(self._num_ranks()))
+        return validate_run(self.parsed(self._num_ranks()), Planning())
 
     @property
     def output_dir(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -126,6 +126,17 @@ def setting(
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata={"setting": row})
     return field(default=default, metadata={"setting": row})
+
+
+def range_of(group: type, name: str) -> Range:
+    """Return the range of a setting.
+
+    Args:
+        group: The dataclass that has it.
+        name: Name of the setting.
+    """
+    [row] = [entry.metadata["setting"] for entry in fields(group) if entry.name == name]
+    return row.range
 
 
 fixed = partial(setting, on_resume="refused")

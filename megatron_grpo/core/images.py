@@ -21,7 +21,7 @@ import threading
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from megatron_grpo.core.settings import DataConfig
+    from megatron_grpo.core.types import Image as ImageOfRow
 
 
 MOST_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above this
@@ -521,3 +522,40 @@ class PatchCache:
             self._num_bytes += patches.nbytes
             while self._num_bytes > self.most_bytes:
                 self._num_bytes -= self._held.popitem(last=False)[1].nbytes
+
+
+_KEY_BYTES = 16
+
+
+def key_of(data: bytes, image_spec: ImageProcessorSpec) -> str:
+    """Return the key of an image: a digest of its bytes, keyed by the processor settings.
+
+    Args:
+        data: Contents of the image file.
+        image_spec: Settings of the image processor.
+    """
+    return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=image_spec.digest.encode()).hexdigest()
+
+
+def collapse_image_tokens(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Invert `expand_image_tokens`: keep one token per image.
+
+    Args:
+        token_ids: Token IDs after `expand_image_tokens`.
+        spans: (first token, number of tokens) of each image. Image tokens outside of these spans are kept.
+    """
+    result, end = list[int](), 0
+    for position, count in spans:
+        result += [*token_ids[end:position], token_ids[position]]
+        end = position + count
+    return [int(token) for token in [*result, *token_ids[end:]]]
+
+
+def num_tokens(image: ImageOfRow) -> int:
+    """Return the number of tokens of an image.
+
+    Args:
+        image: The image.
+    """
+    frames, rows, columns = image.grid
+    return frames * rows * columns // image.merge**2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
-from megatron_grpo.core.batching.batch_sizes import BatchSizes, size_problems, with_derived_sizes
+from megatron_grpo.core.batching.batch_sizes import BatchSizes, with_derived_sizes
 from megatron_grpo.core.batching.sizes import SizeModel
 from megatron_grpo.core.rollout.adapters import lora_sync
 from megatron_grpo.core.settings import Config
@@ -23,6 +23,7 @@ from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_vali
 from megatron_grpo.run.config.rules import grpo as grpo_validation
 from megatron_grpo.run.config.rules import in_typed_names, stages
 from megatron_grpo.run.config.rules import policy as policy_validation
+from megatron_grpo.run.config.rules.batch_sizes import checked_sizes, size_problems
 from megatron_grpo.run.config.rules.layout import engine_problems, length_problems
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.rules.tuner import are_names_readable
@@ -207,7 +208,7 @@ def check_parsed(parsed: ParsedConfig) -> CheckedConfig:
     size_faults = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
     if problems or size_faults:
         raise ConfigError([_with_proven_values(problem, parsed, shapes, model) for problem in problems] + size_faults)
-    sizes = BatchSizes.from_config(cfg, model=model)
+    sizes = checked_sizes(cfg, model=model)
     groups = grpo_validation.group_problems(
         cfg.grpo, generation=sizes.generation_batch_size, global_batch=sizes.global_batch_size, group=sizes.num_generations,
         passes=sizes.num_iterations,

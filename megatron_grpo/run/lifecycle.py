@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_grpo.commands.planning.command import Plan
-from megatron_grpo.commands.planning.report import print_report
 from megatron_grpo.core import train
 from megatron_grpo.core.base import activity, launcher
 from megatron_grpo.core.base.cleanup import CleanUp
@@ -35,6 +34,9 @@ from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.signals import StopSignal
 from megatron_grpo.run.supervisor import launcher_pid
 from megatron_grpo.run.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from megatron_grpo.commands.planning.command import Plan
 
 _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo dry-run`."
 
@@ -185,7 +187,7 @@ def train_and_export(
     """
     cfg = plan.checked.config
     if parallel.is_rank_zero:
-        print_report(plan, is_short=True)
+        parts.planner.print_report(plan, is_short=True)
     run = build_run(plan, inputs, parallel, signal, parts)
     clean_up.add(run.engine.close)
     if watchdog is not None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.policy.flash import flash_obstacle
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.run.config.rules.policy import attention_channels, flash_obstacle, sharing_obstacle
+from megatron_grpo.run.config.rules.policy import attention_channels, sharing_obstacle
 
 if TYPE_CHECKING:
     from megatron_grpo.commands.planning.token_counts import ComputeCounts, StepTokens
@@ -91,7 +92,7 @@ def _nothing_to_gain(cfg: Config) -> str | None:
     if batch.micro_batch_size == 1 and batch.max_tokens_per_micro_batch is None:
         return "micro_batch_size 1: one completion per micro-batch; use max_tokens_per_micro_batch"
     if cfg.plan.lengths:
-        from megatron_grpo.commands.planning.token_counts import lengths_of, read_lengths
+        from megatron_grpo.run.lengths import lengths_of, read_lengths
 
         tokens_apart, tokens_shared = _tokens(lengths_of(read_lengths(cfg.plan.lengths), batch.num_generations))
         if tokens_shared > (1 - LEAST_SAVING) * tokens_apart:

@@ -9,10 +9,8 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.commands.planning.command import Plan, make_plan
-from megatron_grpo.commands.planning.images import ImageStats, tower_without_images
 from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.policy.lr_schedule import length_problems
@@ -27,6 +25,10 @@ from megatron_grpo.run.data.chat import find_clock
 from megatron_grpo.run.data.files import plain_name
 from megatron_grpo.run.data.hub import is_path
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
+
+if TYPE_CHECKING:
+    from megatron_grpo.commands.planning.command import Plan
+    from megatron_grpo.run.assemble import Planner
 from megatron_grpo.run.rewards.loading import close_rewards, may_exist
 
 Absent = Iterator[tuple[str, str]]  # (name of one of `inputs.PARTS`, or a reward; text). Of two about one part the later one holds.
@@ -153,24 +155,26 @@ def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     return not python_objects.is_given(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
 
 
-def load_inputs(parsed: ParsedConfig, *, has_sampler: bool = False) -> tuple[Plan, ValidatedInputs]:
+def load_inputs(parsed: ParsedConfig, planner: Planner, *, has_sampler: bool = False) -> tuple[Plan, ValidatedInputs]:
     """Return the plan and the inputs of a training run.
 
     Args:
         parsed: Parsed settings.
+        planner: Makes the plan.
         has_sampler: Whether a custom sampler replaces vLLM and the servers that the settings name.
 
     Raises:
         ConfigError: With all problems of settings and inputs.
     """
-    return _validate(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True, has_sampler=has_sampler)
+    return _validate(parsed, planner, ("servers",) if has_sampler else (), is_asked_to_train=True, has_sampler=has_sampler)
 
 
-def validate_run(parsed: ParsedConfig) -> Plan:
+def validate_run(parsed: ParsedConfig, planner: Planner) -> Plan:
     """Return the plan of a run for the `plan` command, including what was not checked.
 
     Args:
         parsed: Parsed settings.
+        planner: Makes the plan.
 
     Raises:
         ConfigError: With all problems that `train` would report about what was checked.
@@ -181,7 +185,7 @@ def validate_run(parsed: ParsedConfig) -> Plan:
     if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:
         print(f"plan imports {', '.join(imports)}, which executes the top-level code of these files.", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # the file of a reward function may print when it is loaded, and stdout is for the plan
-        plan, inputs = _validate(parsed, left_out, is_asked_to_train=False)
+        plan, inputs = _validate(parsed, planner, left_out, is_asked_to_train=False)
     close_rewards(inputs.rewards)
     if plan.checked.shape is None and (model := parsed.config.model.model):
         note = f"{model} is not on this machine and was not checked; train reports whether its architecture is supported."
@@ -190,7 +194,7 @@ def validate_run(parsed: ParsedConfig) -> Plan:
 
 
 def _validate(
-    parsed: ParsedConfig, left_out: Collection[str], *, is_asked_to_train: bool, has_sampler: bool = False
+    parsed: ParsedConfig, planner: Planner, left_out: Collection[str], *, is_asked_to_train: bool, has_sampler: bool = False
 ) -> tuple[Plan, ValidatedInputs]:
     """Validate the settings, then the inputs they name, then their combination."""
     problems, paths = Problems(), _absolute_paths(parsed.config)
@@ -204,7 +208,7 @@ def _validate(
     plan = None
     if checked is not None and inputs is not None and not problems:
         plan = problems.attempt(
-            lambda: _plan_of(parsed, checked, inputs, paths, is_asked_to_train=is_asked_to_train, has_sampler=has_sampler)
+            lambda: _plan_of(parsed, planner, checked, inputs, paths, is_asked_to_train=is_asked_to_train, has_sampler=has_sampler)
         )
     if inputs is None or plan is None:
         close_rewards(inputs.rewards if inputs is not None else [])
@@ -220,6 +224,7 @@ def _unreadable(parsed: ParsedConfig) -> set[str]:
 
 def _plan_of(
     parsed: ParsedConfig,
+    planner: Planner,
     checked: CheckedConfig,
     inputs: ValidatedInputs,
     paths: Mapping[str, Any],
@@ -238,15 +243,15 @@ def _plan_of(
         typed_values = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
         checked = replace(checked_here, config=checked_here.config.with_values(typed_values))
     checked, rows = replace(checked, config=checked.config.with_values(paths)), inputs.rows
-    images = ImageStats.of(rows, checked.sizes) if rows is not None else None
+    images = planner.image_stats(rows, checked.sizes) if rows is not None else None
     if not has_sampler and checked.shape is not None and (problems := sampler_problems(checked.shape)):
         raise ConfigError(problems)
-    plan = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
+    plan = planner.make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
     cfg = plan.checked.config
     if problems := length_problems(cfg.optimizer, plan.schedule.num_steps):
         raise ConfigError(problems)
     if rows is not None and inputs.image_spec is not None and not rows.max_images and plan.checked.shape is not None:
-        plan = replace(plan, warnings=[*plan.warnings, *tower_without_images(cfg, plan.checked.shape)])
+        plan = replace(plan, warnings=[*plan.warnings, *planner.tower_without_images(cfg, plan.checked.shape)])
     if not is_asked_to_train and inputs.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
         plan = replace(plan, warnings=[*plan.warnings, *filter(None, [remote_code.warning_of(inputs.model_path)])])
     if not is_asked_to_train:  # `train` logs them

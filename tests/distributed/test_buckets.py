@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_grpo.commands.planning import sampler as push
 from megatron_grpo.commands.planning.parameters import TrainableSpec
-from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.policy import hf_export
 from megatron_grpo.core.policy.hf_export import MegatronToHF
@@ -29,6 +28,7 @@ from megatron_grpo.core.weights.hf_files import HfReader
 from megatron_grpo.core.weights.lora import A
 from megatron_grpo.core.weights.names import ShardCut
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from tests import parity_cases as cases
 from tests.ranks import RanksFailed, run_ranks
 from tests.tiny_models import write_tiny
@@ -141,7 +141,7 @@ def planned(path, model, layout, **changes):
     where = cases.LAYOUTS[layout]
     cfg = settings_of(model, layout, world_size=where.world_size, num_generations=12, global_batch_size=24, **changes)
     shape = ModelShape.from_pretrained(path)
-    sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
+    sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
     tuning, ranks = TrainableSpec.of(cfg, shape), push.ranks_of(sizes)
     sent = push.adapters(shape, sizes, cfg, tuning) if tuning.adapter_size else push.weights(shape, sizes, cfg, tuning)
     sent = list(sent)
@@ -180,7 +180,7 @@ def test_only_the_ranks_of_the_first_pipeline_send_to_rank_0_and_nobody_else_tak
     where = cases.LAYOUTS[layout]
     cfg = settings_of("dense", layout, world_size=where.world_size, num_generations=12, global_batch_size=24, vllm_mode="server")
     shape = ModelShape.from_pretrained(path)
-    sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=0)
+    sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=0)
     told = push.sync_traffic(shape, sizes, cfg, TrainableSpec.of(cfg, shape))
     own = sum(read.nbytes for read in map(HfReader(path), HfReader(path).names))
     first, second, *others = run_ranks(to_the_first, 4, path, layout)

@@ -40,9 +40,12 @@ def versions_of(path):
 def build(path, rank, world_size, tensor_parallel_size=1):
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.settings import RolloutConfig
+    from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=7, vllm_tensor_parallel_size=tensor_parallel_size)
-    return ColocatedEngine.build(cfg, model_path=path, dtype="float32", max_model_len=96, seed=0, rank=rank, world_size=world_size)
+    engine = ColocatedEngine.build(cfg, model_path=path, dtype="float32", max_model_len=96, seed=0, rank=rank, world_size=world_size)
+    engine.partial_generation = PartialGeneration
+    return engine
 
 
 @cache

@@ -7,10 +7,10 @@ import pytest
 from megatron_grpo.commands.planning.cost import checkpoint_bytes
 from megatron_grpo.commands.planning.memory import OffloadPlan
 from megatron_grpo.commands.planning.parameters import TrainableSpec, state_bytes, static_memory
-from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.policy.lr_schedule import BYTES
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from tests.lora_cases import ODD, random_adapter
 from tests.offload_cases import LOW
 from tests.parity_cases import join
@@ -213,7 +213,7 @@ def test_weights_gradients_and_checkpoints_are_equal_to_the_byte_and_the_optimiz
     files = {key: str(random_adapter(path, tmp_path / key, value)) for key, value in settings.items() if value is ODD}
     cfg = Config().with_values({**layout, **settings, **batch, **files})
     shape = ModelShape.from_pretrained(path)
-    sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
+    sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
     tuning = TrainableSpec.of(cfg, shape)
     found = run_ranks(measured, world, str(path), cfg)
     everything, kept = OffloadPlan(model=True, optimizer=True), state_bytes(cfg.optimizer, tuning.size_of_trained)

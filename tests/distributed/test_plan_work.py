@@ -8,9 +8,9 @@ from megatron_grpo.commands.planning.activations import layer_bytes, stored_by_l
 from megatron_grpo.commands.planning.cost import work_of
 from megatron_grpo.commands.planning.parameters import TrainableSpec
 from megatron_grpo.commands.planning.token_counts import StepTokens
-from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import CHUNK
+from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -85,7 +85,7 @@ def found(model):
 
 def told(model, changes):
     cfg, shape = cases.settings(**changes), ModelShape.from_pretrained(model)
-    return cfg, shape, TrainableSpec.of(cfg, shape), BatchSizes.from_config(cfg, num_layers=LAYERS, num_experts=0)
+    return cfg, shape, TrainableSpec.of(cfg, shape), checked_sizes(cfg, num_layers=LAYERS, num_experts=0)
 
 
 def assert_counted(work, run, shape):

@@ -64,16 +64,16 @@ def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) 
 
 def expected(flags: list[str], world_size: int, score: Callable[[Completion, Prompt], float]) -> Any:
     """`tests.parity_cases.Trained` of the run that these flags describe, with one reward function: `score`."""
-    from megatron_grpo.core.batching.batch_sizes import BatchSizes
     from megatron_grpo.core.batching.schedule import TrainingSchedule
     from megatron_grpo.run.config.parse import resolve
+    from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
     from megatron_grpo.run.data.chat import load_tokenizer
     from megatron_grpo.run.data.prompts import open_stream
     from tests import parity_cases as cases
 
     cfg = resolve(flags, launcher_world_size=world_size)
     stream = open_stream(cfg.data, load_tokenizer(cfg.model.model), seed=cfg.run.seed)
-    sizes = BatchSizes.from_config(cfg)
+    sizes = checked_sizes(cfg)
     table = TrainingSchedule(sizes, cfg.run.max_steps, len(stream), cfg.data.dataset_drop_last)
     stream.epoch_multiple = sizes.num_rollout_prompts if cfg.data.dataset_drop_last else 1
     answer = answers_of(cfg, cfg.model.model)

@@ -21,7 +21,7 @@ from megatron_grpo.run.sharing import PrefixSharing, decide, suggest_budget
 if TYPE_CHECKING:
     from megatron_grpo.commands.planning.images import ImageStats
     from megatron_grpo.commands.planning.parameters import TrainableSpec
-    from megatron_grpo.commands.planning.token_counts import Lengths
+    from megatron_grpo.run.lengths import Lengths
 
 MOST_WAYS = 3  # sets of changes with which a run would fit that are reported
 MOST_SAVED = 20_000  # maximum micro-steps in the plan.json of a run
@@ -171,7 +171,8 @@ def _estimates(checked: CheckedConfig, sharing: PrefixSharing) -> tuple[dict[str
     from megatron_grpo.commands.planning.cost import estimate_cost
     from megatron_grpo.commands.planning.memory import estimate_memory
     from megatron_grpo.commands.planning.parameters import TrainableSpec
-    from megatron_grpo.commands.planning.token_counts import StepTokens, read_lengths
+    from megatron_grpo.commands.planning.token_counts import StepTokens
+    from megatron_grpo.run.lengths import read_lengths
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
     memory = tuning = None

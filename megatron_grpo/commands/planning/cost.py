@@ -10,10 +10,11 @@ from typing import Any
 from megatron_grpo.commands.planning.parameters import FP32, TrainableSpec, WeightRow, elements, padded_vocab, rows_and_channels
 from megatron_grpo.commands.planning.sampler import keeps_tower, sync_traffic
 from megatron_grpo.commands.planning.summary import most_waiting_rows, old_logprobs_summary
-from megatron_grpo.commands.planning.token_counts import ComputeCounts, Lengths, StepTokens, packing, sequence_tokens
+from megatron_grpo.commands.planning.token_counts import ComputeCounts, StepTokens, packing, sequence_tokens
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.grpo.zero_gradient import zero_gradient_kinds
+from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens, samples_from_part
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.names import ShardCut, WeightEntry, num_parameters, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
@@ -21,7 +22,7 @@ from megatron_grpo.core.weights.sizes import CHUNK, DeltaNetShape
 from megatron_grpo.plugins.partial_rollouts.plan import forecast
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
-from megatron_grpo.run.config.sampling_mask import max_mask_tokens, samples_from_part
+from megatron_grpo.run.lengths import Lengths
 from megatron_grpo.run.models import config_of_teacher
 from megatron_grpo.run.sharing import PrefixSharing
 

@@ -68,7 +68,7 @@ class ImageStats:
         """
         import numpy as np
 
-        from megatron_grpo.run.data.image_dataset import num_tokens
+        from megatron_grpo.core.images import num_tokens
 
         image_store = prompts.image_store
         if image_store is None:

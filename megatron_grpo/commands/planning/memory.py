@@ -15,13 +15,14 @@ from megatron_grpo.commands.planning.activations import Activations, TowerCost, 
 from megatron_grpo.commands.planning.cost import checkpoint_bytes
 from megatron_grpo.commands.planning.parameters import StaticMemory, TrainableSpec, count_parameters, layers_of_stage, static_memory
 from megatron_grpo.commands.planning.sampler import bucket_bytes, sampler_memory, sync_memory
-from megatron_grpo.commands.planning.token_counts import Lengths, sequence_tokens
+from megatron_grpo.commands.planning.token_counts import sequence_tokens
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.policy.lr_schedule import BLOCK
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.check import CheckedConfig
+from megatron_grpo.run.lengths import Lengths
 from megatron_grpo.run.models import config_of_teacher
 
 TOWER = "vision tower: on the first stage, complete on each rank; activations as if every prompt token were an image token"

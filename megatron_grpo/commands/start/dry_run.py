@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, one_line
-from megatron_grpo.core.batching.batch_sizes import BatchSizes
+from megatron_grpo.core.images import num_tokens
 from megatron_grpo.core.settings import EQUAL_REWARDS, Config
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.run import inputs
 from megatron_grpo.run.assemble import plug_ins
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.read import split_flags
+from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_completion, decode_completion, end_of_prompt, find_opened_tag
 from megatron_grpo.run.data.checks import PromptRows, check_images, check_template, encoded
-from megatron_grpo.run.data.image_dataset import num_tokens
 from megatron_grpo.run.data.streamed import rows_to_check
 from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs, settings_of_sampler
 from megatron_grpo.run.rewards.loading import close_rewards
@@ -336,7 +336,7 @@ def _check_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest:
     A function is called once with all completions of a rollout that its rank scores.
     """
     try:
-        sizes = BatchSizes.from_config(cfg)
+        sizes = checked_sizes(cfg)
     except ConfigError:  # `plan` reports wrong sizes
         return
     count = -(-sizes.generation_batch_size // sizes.layout.world_size)

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from megatron_grpo.core.policy.flash import flash_obstacle
 from megatron_grpo.core.policy.packed_batch import AttentionPart, PackedBatch, Places, packed_stream
 from megatron_grpo.core.types import Segment
-from megatron_grpo.run.config.rules.policy import flash_obstacle
 
 
 class AttentionKernel(Protocol):

@@ -26,17 +26,16 @@ from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout import vllm_patches, vllm_requests
 from megatron_grpo.core.rollout.adapters import LoraSync
-from megatron_grpo.core.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.core.rollout.engine import InterruptibleGeneration, SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.core.rollout.experts import ExpertLayers, completion_routes, of_group
 from megatron_grpo.core.rollout.probes import probe_sequences
-from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow_engine, lead_engine
+from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, EngineShare, EngineTurns, LeadingTurns, Player, follow_engine, lead_engine
 from megatron_grpo.core.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.core.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
-from megatron_grpo.plugins.partial_rollouts.engine import EngineShare, PartialGeneration
 
 STEPS_BETWEEN_AGREEMENTS = 16  # tokens that the ranks of one engine sample before they agree whether to go on
 
@@ -73,6 +72,8 @@ class ColocatedEngine:
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
         self._buffers: list[Any] = []  # one entry per worker, as before the engine slept
         self.should_cancel: Callable[[], bool] = lambda: False
+        # `plugins.partial_rollouts.engine.PartialGeneration`, if completions may be interrupted; set by the caller
+        self.partial_generation: Callable[..., Any] | None = None
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
@@ -210,13 +211,14 @@ class ColocatedEngine:
 
     def resume(
         self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]
-    ) -> PartialGeneration:
+    ) -> InterruptibleGeneration:
         self._require_weights()
         self._check_lengths(prompts, sampling)
         _refuse_different(collectives.all_gather_object(_question(prompts, sampling, seed)), "resume")
         adapter = self._adapter.request if self._adapter is not None else None
         # The ranks of one engine make the same requests in the same order, and so need no leader, as episodes do.
-        generation = PartialGeneration(
+        assert self.partial_generation is not None
+        generation = self.partial_generation(
             EngineTurns(self._llm.llm_engine, sampling, version=self.version, adapter=adapter), sampling, seed=seed, version=self.version,
             share=EngineShare(rank=self._rank, num_engines=self._num_replicas, ranks_per_engine=self._tensor_parallel_size),
             text_of=lambda prompt, completion: vllm_requests.text_of(

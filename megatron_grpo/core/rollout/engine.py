@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens, samples_from_part, sampling_fields_of
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.types import Group, PartialCompletion, Prompt
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import WeightUpdate
-from megatron_grpo.run.config.sampling_mask import max_mask_tokens, samples_from_part, sampling_fields_of
 
 # Completion i of a prompt is sampled with the prompt's seed + i (vLLM's rule), so the seeds of prompts are this far apart.
 SEEDS_PER_PROMPT = 1024

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_grpo.core.images import ORIENTATION, decode_image
+from megatron_grpo.core.images import ORIENTATION, decode_image, key_of
 from megatron_grpo.core.types import Sequence, make_sequence
-from megatron_grpo.run.data.image_dataset import key_of
 
 if TYPE_CHECKING:
     from megatron_grpo.core.images import Grid, ImageProcessorSpec

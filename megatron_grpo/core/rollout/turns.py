@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings, prompt_seed
 from megatron_grpo.core.rollout.vllm_scheduling import PROMPT
-from megatron_grpo.core.types import Group, Prompt, SampledTurn
+from megatron_grpo.core.types import Group, PartialCompletion, Prompt, SampledTurn
 
 Key = tuple[int, int]  # (prompt number, index in its group)
 
@@ -329,3 +329,42 @@ def _wait_on_rank(is_done: Callable[[float], bool], seconds: float, should_cance
         if time.monotonic() >= end:
             return WAITS
     return DONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShare:
+    """Prompts that the engine of a rank samples, and those whose groups this rank returns. They depend on the prompt's number alone."""
+
+    rank: int
+    num_engines: int
+    ranks_per_engine: int
+
+    def rank_of(self, number: int) -> int:
+        """Return the rank that returns the group of a prompt.
+
+        Args:
+            number: Prompt number.
+        """
+        turn, engine = divmod(number, self.num_engines)
+        return engine * self.ranks_per_engine + turn % self.ranks_per_engine
+
+    def is_sampled_here(self, number: int) -> bool:
+        """Return whether the engine of this rank samples a prompt.
+
+        Args:
+            number: Prompt number.
+        """
+        return self.rank_of(number) // self.ranks_per_engine == self.rank // self.ranks_per_engine
+
+    def delivered(self, partial: Iterable[PartialCompletion]) -> list[PartialCompletion]:
+        """Return the partial completions of all ranks that this rank's engine continues. Collective.
+
+        Args:
+            partial: Those that are on this rank.
+        """
+        parts: dict[int, list[PartialCompletion]] = {}
+        for completion in partial:
+            first = self.rank_of(completion.prompt_number) // self.ranks_per_engine * self.ranks_per_engine
+            for rank in range(first, first + self.ranks_per_engine):
+                parts.setdefault(rank, []).append(completion)
+        return [completion for part in collectives.exchange(parts) for completion in part]

@@ -18,9 +18,9 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import ROUNDING, BackgroundSampler, GenerationFuture, Sampler, SamplingSettings, WeightsLostError
 from megatron_grpo.core.rollout.experts import ExpertLayers
 from megatron_grpo.core.rollout.vllm_requests import TIES
+from megatron_grpo.core.trainer.scored_rollout import GroupScorer, gather_metadata
 from megatron_grpo.core.types import Completion, Group, GroupMetadata, Prompt, ScoredGroup
 from megatron_grpo.core.types import Sequence as Tokens
-from megatron_grpo.run.rewards.reward_manager import RewardManager, gather_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class RolloutGenerator:
     def __init__(
         self,
         sampler: Sampler,
-        reward_manager: RewardManager,
+        reward_manager: GroupScorer,
         *,
         sampling: SamplingSettings,
         seed: int,

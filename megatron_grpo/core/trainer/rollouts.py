@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
@@ -18,9 +19,11 @@ import numpy as np
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.grpo.advantages import advantages, zero_std_groups
 from megatron_grpo.core.parallel import collectives
+from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.generation import RolloutGenerator
 from megatron_grpo.core.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
+from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo, ScoredRollout, check_failures
 from megatron_grpo.core.types import (
     OF_ROW_AND_SAMPLE,
     Completion,
@@ -34,10 +37,6 @@ from megatron_grpo.core.types import (
     TrainingRows,
     tokens_by_version,
 )
-from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts
-from megatron_grpo.run.data.prompts import PromptStream
-from megatron_grpo.run.metrics.rollout import PartialRolloutInfo, ScoredRollout
-from megatron_grpo.run.rewards.reward_manager import check_failures
 
 if TYPE_CHECKING:
     from megatron_grpo.core.policy.policy import Policy
@@ -157,6 +156,26 @@ class Teacher(Protocol):
         """
 
 
+class PromptSource(Protocol):
+    """The prompts of a run, in order. `run.data.prompts.PromptStream` documents its methods."""
+
+    def take(self, count: int) -> list[Prompt]: ...
+
+    def give_back(self, count: int) -> None: ...
+
+
+class InterruptedSampling(Protocol):
+    """Completions that continue over weight syncs. `plugins.partial_rollouts.trainer.PartialRollouts` documents its methods."""
+
+    def sampling(self, prompts: Sequence[tuple[Prompt, int]], sampling: SamplingSettings, *, seed: int) -> AbstractContextManager[None]: ...
+
+    def interrupt(self, *, restarts: bool = False) -> None: ...
+
+    def stats(self, first: int) -> dict[str, float]: ...
+
+    def commit(self, first: int) -> None: ...
+
+
 class Rollouts:
     """Rollouts of a run, sampled synchronously while training waits, or launched ahead and collected later.
 
@@ -178,7 +197,7 @@ class Rollouts:
     def __init__(
         self,
         generator: RolloutGenerator,
-        prompts: PromptStream,
+        prompts: PromptSource,
         *,
         cfg: GrpoConfig,
         schedule: TrainingSchedule,
@@ -190,7 +209,7 @@ class Rollouts:
         self.generator, self.prompts, self.cfg, self.schedule = generator, prompts, cfg, schedule
         self.cut, self.parallel, self.logger, self.penalty, self.teacher = policy.cut, policy.parallel, logger, penalty, teacher
         self.num_groups = schedule.sizes.num_rollout_prompts
-        self.partial: PartialRollouts | None = (
+        self.partial: InterruptedSampling | None = (
             None  # the generator's sampler, if it interrupts completions at weight syncs; set by the caller
         )
         self._under_way: dict[int, int] = {}  # rollout number: prompts being sampled

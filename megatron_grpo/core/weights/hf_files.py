@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.base.files import atomic_directory
+from megatron_grpo.core.weights.code_files import files_named
 from megatron_grpo.core.weights.families import FAMILIES, family_of, text_config
 from megatron_grpo.core.weights.safetensors_files import INDEX, SINGLE, file_error, stored_names
 from megatron_grpo.core.weights.shape import ModelShape, read_config
-from megatron_grpo.run.config.remote_code import files_named
 
 # Names of experts in transformers 5, which keeps all experts in one tensor and may write them so.
 _FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")

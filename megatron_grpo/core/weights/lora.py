@@ -461,3 +461,12 @@ def _matches(key: str, module: str) -> bool:
 
 def _first_match(patterns: Mapping[str, float], module: str, default: float) -> float:
     return next((value for key, value in patterns.items() if _matches(key, module)), default)
+
+
+# Modules that have adapters in other systems, by their names there and in Megatron.
+NO_ADAPTER: Mapping[str, str] = {
+    **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is not a linear layer, and vLLM does not support adapters on "
+                                                      "routers"),
+    **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
+    **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed without adapters on the head"),
+}  # fmt: skip

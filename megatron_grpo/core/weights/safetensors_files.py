@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, own_name, own_sizes
+from megatron_grpo.core.field import range_of
+from megatron_grpo.core.settings import TunerConfig
+from megatron_grpo.core.weights.lora import CONFIG, NO_ADAPTER, PREFIX, WEIGHTS, LoraSettings, own_name, own_sizes
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.run.config.rules.tuner import NO_ADAPTER
-from megatron_grpo.run.config.table import table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
@@ -149,7 +149,7 @@ def _differences(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
 
 
 def _numbers(settings: LoraSettings) -> Iterator[str]:
-    allowed = table()["lora_rank"].range
+    allowed = range_of(TunerConfig, "lora_rank")
     for name, rank in {"r": settings.rank, **{f"rank_pattern {key}": rank for key, rank in settings.rank_pattern.items()}}.items():
         if not isinstance(rank, int) or not allowed.admits(rank):
             yield f"{name} ({rank}), which must be {allowed}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import SamplingSettings, prompt_seed
-from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, WAITS, Key, hash_seed
+from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, WAITS, EngineShare, Key, hash_seed
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, SampledTurn, SamplingMask, make_completion
 
 # Engine steps between two agreements whether all engines have the groups that the trainer waits for: interruptions are multiples of it.
@@ -47,45 +47,6 @@ class SteppingEngine(Protocol):
 
     def abort(self) -> None:
         """Abort all parts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShare:
-    """Prompts that the engine of a rank samples, and those whose groups this rank returns. They depend on the prompt's number alone."""
-
-    rank: int
-    num_engines: int
-    ranks_per_engine: int
-
-    def rank_of(self, number: int) -> int:
-        """Return the rank that returns the group of a prompt.
-
-        Args:
-            number: Prompt number.
-        """
-        turn, engine = divmod(number, self.num_engines)
-        return engine * self.ranks_per_engine + turn % self.ranks_per_engine
-
-    def is_sampled_here(self, number: int) -> bool:
-        """Return whether the engine of this rank samples a prompt.
-
-        Args:
-            number: Prompt number.
-        """
-        return self.rank_of(number) // self.ranks_per_engine == self.rank // self.ranks_per_engine
-
-    def delivered(self, partial: Iterable[PartialCompletion]) -> list[PartialCompletion]:
-        """Return the partial completions of all ranks that this rank's engine continues. Collective.
-
-        Args:
-            partial: Those that are on this rank.
-        """
-        parts: dict[int, list[PartialCompletion]] = {}
-        for completion in partial:
-            first = self.rank_of(completion.prompt_number) // self.ranks_per_engine * self.ranks_per_engine
-            for rank in range(first, first + self.ranks_per_engine):
-                parts.setdefault(rank, []).append(completion)
-        return [completion for part in collectives.exchange(parts) for completion in part]
 
 
 def part_seed(run_seed: int, prompt_number: int, generation: int, num_sampled: int, *, n: int) -> int:

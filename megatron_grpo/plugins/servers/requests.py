@@ -17,13 +17,12 @@ from typing import Generic, TypeVar
 
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError, ConfigError, RunError
-from megatron_grpo.core.images import ImageProcessorSpec
+from megatron_grpo.core.images import ImageProcessorSpec, num_tokens
 from megatron_grpo.core.types import Image
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import ServerGoneError, start_coroutine
 from megatron_grpo.plugins.servers.server_group import ServerGroup, ServerHandle, TrainingServerGroup
 from megatron_grpo.run.config.rules.servers import CALLS, chunk_size
-from megatron_grpo.run.data.image_dataset import num_tokens
 
 MOST_DEATHS = 3  # a prompt is not sent again after this many servers died with it in flight
 ENDS = ("stop", "length")  # valid finish reasons; "abort" is not one

@@ -23,10 +23,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_grpo.core.base.errors import keep_secret, one_line
+from megatron_grpo.core.rollout.sampling_mask import MOST
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.serve_engine import ServedEngine, WeightUpdateError
 from megatron_grpo.plugins.servers.serve_state import ImageCache, Ownership, RequestRefusedError, ServerMetrics
-from megatron_grpo.run.config.sampling_mask import MOST
 
 Done = TypeVar("Done")
 Line = TypeVar("Line", bound=Struct)

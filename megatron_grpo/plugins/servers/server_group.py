@@ -21,6 +21,7 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, one_line, problem_with
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.rollout.adapters import LoraSync
+from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape, flat_values
 from megatron_grpo.plugins.servers import wire
@@ -37,7 +38,6 @@ from megatron_grpo.plugins.servers.http import (
 )
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.rules.servers import Address, addresses_of, read_token
-from megatron_grpo.run.config.sampling_mask import max_mask_tokens
 
 SECONDS_BETWEEN_SIGNS = 10.0  # between heartbeats to servers, and between two log lines while waiting
 SECONDS_BETWEEN_TRIES = 0.25

@@ -17,9 +17,9 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.rollout.turns import Key
+from megatron_grpo.core.rollout.turns import EngineShare, Key
 from megatron_grpo.core.types import Group, PartialCompletion, Prompt, SampledTurn
-from megatron_grpo.plugins.partial_rollouts.engine import EngineShare, PartialGeneration
+from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import ServerRefusedError, start_coroutine
 from megatron_grpo.plugins.servers.requests import ENDS, generate

@@ -20,7 +20,6 @@ from megatron_grpo.core.rollout.experts import ExpertLayers
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.rollouts import Teacher
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts, VersionCheck
 from megatron_grpo.run.assemble.policy import frozen, model_of, sharing_of
 from megatron_grpo.run.checkpoint.fingerprints import MODEL_RUNNER, TEACHER
 from megatron_grpo.run.checkpoint.saving import Checkpoints
@@ -33,6 +32,7 @@ from megatron_grpo.run.models import config_of_teacher
 if TYPE_CHECKING:
     from megatron_grpo.core.rollout.turns import TurnEngine
     from megatron_grpo.plugins.environments.rollout_func import RolloutFunc
+    from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts
 
 MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
 
@@ -188,6 +188,11 @@ def partial_rollouts_of(cfg: Config, policy: Policy, sampler: Engine) -> Partial
     """
     if not cfg.rollout.partial_rollouts:
         return None
+    from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
+    from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts, VersionCheck
+
+    if hasattr(sampler, "partial_generation"):
+        sampler.partial_generation = PartialGeneration
     check = VersionCheck(
         policy=policy, count=cfg.rollout.verify_versions, temperature=cfg.rollout.temperature,
         is_coarse=cfg.model.torch_dtype != "float32" or sampler.dtype != "float32",

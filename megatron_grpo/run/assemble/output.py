@@ -18,11 +18,10 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_grpo.commands.planning.command import Plan
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.parallel import collectives, state
@@ -43,6 +42,9 @@ from megatron_grpo.run.metrics.rollout import Completions
 from megatron_grpo.run.metrics.summary import LogpDifferenceMonitor
 from megatron_grpo.run.peers import Process
 from megatron_grpo.run.rewards.reward_manager import RewardManager
+
+if TYPE_CHECKING:
+    from megatron_grpo.commands.planning.command import Plan
 
 logger = logging.getLogger(__name__)
 # Some network file systems have no locks. The note in the file replaces the lock there.

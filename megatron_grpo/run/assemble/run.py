@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_grpo.commands.planning.command import Plan, make_plan
-from megatron_grpo.commands.planning.report import describe_offload
 from megatron_grpo.core import train
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.errors import ConfigError
@@ -28,7 +26,7 @@ from megatron_grpo.core.trainer.step_monitor import StepMonitor
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.run.assemble import AnalysisHooks, Listener, RunParts
+from megatron_grpo.run.assemble import AnalysisHooks, Listener, Planner, RunParts
 from megatron_grpo.run.assemble.engines import (
     adapter_sync_mode,
     build_held_teacher,
@@ -52,6 +50,9 @@ from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, sampling_of
 from megatron_grpo.run.inputs import ValidatedInputs, settings_of_sampler
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.rewards.reward_manager import RewardManager
+
+if TYPE_CHECKING:
+    from megatron_grpo.commands.planning.command import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def assemble_run(
     assert schedule.num_steps is not None
     teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
     lora = adapter_sync_mode(cfg, inputs, parallel, logger, sampler_is_known=parts.engine is None)
-    offload = offloaded_roles(plan, parallel)
+    offload = offloaded_roles(plan, parallel, parts.planner)
     if cfg.rollout.bitwise_parity:
         parts.analysis.bitwise_parity()
     policy = build_policy(
@@ -287,7 +288,7 @@ def held_out_prompts(stream: PromptStream, max_prompts: int | None) -> list[Prom
     return stream.take(min(len(stream), max_prompts or len(stream)))
 
 
-def offloaded_roles(plan: Plan, parallel: ParallelState) -> tuple[Role, ...]:
+def offloaded_roles(plan: Plan, parallel: ParallelState, planner: Planner) -> tuple[Role, ...]:
     """Return the roles of the policy that leave the device while the sampler works. Collective.
 
     On a CPU these are the ones that the settings ask for; on a GPU the plan decides, by the smallest GPU of the job.
@@ -295,6 +296,7 @@ def offloaded_roles(plan: Plan, parallel: ParallelState) -> tuple[Role, ...]:
     Args:
         plan: Plan of the run.
         parallel: Process groups of this rank.
+        planner: Estimates memory.
     """
     cfg = plan.checked.config
     if cfg.rollout.vllm_mode != "colocate":
@@ -304,11 +306,11 @@ def offloaded_roles(plan: Plan, parallel: ParallelState) -> tuple[Role, ...]:
     else:
         smallest = -collectives.all_reduce_max(-torch.cuda.mem_get_info(parallel.device)[1])
         cfg_here = cfg.with_values({"gpu_memory_gb": cfg.plan.gpu_memory_gb or smallest / 1e9})
-        memory = make_plan(replace(plan.checked, config=cfg_here)).memory
+        memory = planner.make_plan(replace(plan.checked, config=cfg_here)).memory
         assert memory is not None  # the model's shape is known
         model, optimizer = memory["offload"]["model"], memory["offload"]["optimizer"]
         if parallel.is_rank_zero and cfg.plan.gpu_memory_gb is None:  # otherwise the plan has printed it
-            logger.warning(describe_offload(memory["offload"]))
+            logger.warning(planner.describe_offload(memory["offload"]))
     return (("weights", "reference", "gradients") if model else ()) + (("optimizer",) if optimizer else ())
 
 

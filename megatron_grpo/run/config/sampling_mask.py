@@ -17,10 +17,17 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from megatron_grpo.core.base.errors import Problem
+from megatron_grpo.core.rollout.sampling_mask import (
+    FIELD,
+    MOST,
+    REGEX,
+    flag_of,
+    samples_from_part,
+    training_structured_outputs,
+)
 from megatron_grpo.core.settings import Config, RolloutConfig
 from megatron_grpo.run.config.rules import Rule
 
-FIELD, REGEX = "structured_outputs", "vllm_structured_outputs_regex"  # a field of vLLM's SamplingParams; a setting of this package
 # Kinds of structured outputs, of which one is given, with the types of their values.
 KINDS: Mapping[str, tuple[type, ...]] = {
     "regex": (str,), "json": (str, dict), "choice": (list,), "grammar": (str,), "json_object": (bool,), "structural_tag": (str,),
@@ -28,38 +35,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 # vLLM accepts these in a request too, but reads those of the engine only. It reads whitespace_pattern nowhere.
 OF_THE_ENGINE = ("disable_any_whitespace", "disable_additional_properties")
 _FORMS = {str: "a string", dict: "an object", list: "a list of strings", bool: "true"}
-# The largest top_k: its token ids take a kilobyte per token wherever a row is stored or sent. Other restrictions alone imply it.
-MOST = 256
 USUAL = 64  # suggested instead of a top_k of 1
-
-
-def training_structured_outputs(rollout: RolloutConfig) -> Mapping[str, Any] | None:
-    """Return the structured outputs of training in the form of vLLM's `structured_outputs`; None if completions are not restricted.
-
-    Args:
-        rollout: Rollout settings.
-    """
-    regex = rollout.vllm_structured_outputs_regex
-    return rollout.generation_kwargs.get(FIELD) if regex is None else {"regex": regex}
-
-
-def flag_of(rollout: RolloutConfig) -> str:
-    """Return the setting that defines the structured outputs of training.
-
-    Args:
-        rollout: Rollout settings.
-    """
-    return REGEX if rollout.vllm_structured_outputs_regex is not None else "generation_kwargs"
-
-
-def sampling_fields_of(rollout: RolloutConfig) -> Mapping[str, Any]:
-    """Return the extra fields of vLLM's SamplingParams in training, besides those that have a setting.
-
-    Args:
-        rollout: Rollout settings.
-    """
-    regex = rollout.vllm_structured_outputs_regex
-    return rollout.generation_kwargs if regex is None else {**rollout.generation_kwargs, FIELD: {"regex": regex}}
 
 
 def structured_outputs_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
@@ -94,24 +70,6 @@ def structured_outputs_fault(bound: Any) -> str | None:
     if isinstance(value, list):
         is_right = is_right and all(isinstance(item, str) and item for item in value)
     return None if is_right else f"has {value!r} as {kinds[0]}. Use {' or '.join(_FORMS[form] for form in KINDS[kinds[0]])}, not empty"
-
-
-def samples_from_part(rollout: RolloutConfig) -> bool:
-    """Return whether training samples from less than the whole vocabulary.
-
-    Args:
-        rollout: Rollout settings.
-    """
-    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or training_structured_outputs(rollout) is not None
-
-
-def max_mask_tokens(rollout: RolloutConfig) -> int:
-    """Return the top_k that training samples with; 0 means the whole vocabulary.
-
-    Args:
-        rollout: Rollout settings.
-    """
-    return rollout.top_k or (MOST if samples_from_part(rollout) else 0)
 
 
 def describe(rollout: RolloutConfig) -> str:

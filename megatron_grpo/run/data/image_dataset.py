@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
-from megatron_grpo.core.images import Grid, ImageError, ImageProcessorSpec, ImageSource, PatchCache, decode_image, source_of
+from megatron_grpo.core.images import (
+    Grid,
+    ImageError,
+    ImageProcessorSpec,
+    ImageSource,
+    PatchCache,
+    decode_image,
+    key_of,
+    num_tokens,
+    source_of,
+)
 from megatron_grpo.run.data.files import NAMED_ROWS, Rows
 
 if TYPE_CHECKING:
@@ -30,7 +40,6 @@ if TYPE_CHECKING:
 COLUMNS = ("images", "image")
 TAG = "<image>"  # Megatron-SWIFT's image placeholder in a text
 MOST_DECODED = 2_000_000_000  # pixels decoded before a run, to find files damaged after their headers
-_KEY_BYTES = 16
 _OPEN: WeakValueDictionary[str, ImageStore] = WeakValueDictionary()
 
 
@@ -108,16 +117,6 @@ def _found_again(image_store: str, row: int, index: int) -> Image:
     if image_store not in _OPEN:
         raise RuntimeError(f"received an image of data set {image_store}, which this process has not opened")
     return _OPEN[image_store].images(row)[index]
-
-
-def key_of(data: bytes, image_spec: ImageProcessorSpec) -> str:
-    """Return the key of an image: a digest of its bytes, keyed by the processor settings.
-
-    Args:
-        data: Contents of the image file.
-        image_spec: Settings of the image processor.
-    """
-    return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=image_spec.digest.encode()).hexdigest()
 
 
 class ImageStore:
@@ -367,27 +366,3 @@ def places(token_ids: Sequence[int], images: Sequence[Image], image_token: int) 
         result.append((position, image))
         position += num_tokens(image)
     return tuple(result)
-
-
-def collapse_image_tokens(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Invert `expand_image_tokens`: keep one token per image.
-
-    Args:
-        token_ids: Token IDs after `expand_image_tokens`.
-        spans: (first token, number of tokens) of each image. Image tokens outside of these spans are kept.
-    """
-    result, end = list[int](), 0
-    for position, count in spans:
-        result += [*token_ids[end:position], token_ids[position]]
-        end = position + count
-    return [int(token) for token in [*result, *token_ids[end:]]]
-
-
-def num_tokens(image: Image) -> int:
-    """Return the number of tokens of an image.
-
-    Args:
-        image: The image.
-    """
-    frames, rows, columns = image.grid
-    return frames * rows * columns // image.merge**2

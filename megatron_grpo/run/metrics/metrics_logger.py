@@ -10,11 +10,12 @@ from typing import Any
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.files import atomic_write_text, parse_json
+from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
 from megatron_grpo.core.types import GlobalBatch, Progress
 from megatron_grpo.run.metrics import Metrics
 from megatron_grpo.run.metrics.evaluations import EvaluationResult
 from megatron_grpo.run.metrics.records import Records
-from megatron_grpo.run.metrics.rollout import Completions, ScoredRollout, rollout_stats, selection_stats
+from megatron_grpo.run.metrics.rollout import Completions, rollout_stats, selection_stats
 from megatron_grpo.run.metrics.summary import TimeSummary
 
 PENDING_FILE = "untold.json"  # in output_dir, while a run is stopped between a rollout and the step that reports it

@@ -5,50 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_grpo.core.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
+from megatron_grpo.core.images import num_tokens
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.collectives import Node
-from megatron_grpo.core.types import FAULTS, DynamicSamplingResult, EpisodeRecord, Group, GroupMetadata, Progress, Prompt, ScoredGroup
-from megatron_grpo.run.data.image_dataset import num_tokens
+from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
+from megatron_grpo.core.types import FAULTS, EpisodeRecord, Group, GroupMetadata, Progress, Prompt, ScoredGroup
 from megatron_grpo.run.metrics.records import BestEffort, write_table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartialRolloutInfo:
-    """Version and metrics of a rollout whose completions may have tokens of several versions.
-
-    Args:
-        version: Version of the weights when it arrives.
-        metrics: Metrics of the sampling step.
-    """
-
-    version: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScoredRollout:
-    """One scored rollout, as the logger receives it.
-
-    `held`: {index among the kept groups: scored group} for the groups that this rank scored.
-
-    Args:
-        penalty: Values that `kl_in_reward` subtracted, float64 [num_groups, G].
-        arrived: With partial rollouts.
-    """
-
-    number: int
-    result: DynamicSamplingResult
-    advantages: Advantages
-    penalty: np.ndarray | None
-    held: Mapping[int, ScoredGroup]
-    arrived: PartialRolloutInfo | None = None
 
 
 def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]) -> dict[str, float]:

@@ -6,14 +6,13 @@ An error on one rank is sent to the others as a value and raised on all of them,
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_grpo.core.base import activity
-from megatron_grpo.core.base.errors import CancelledError, RewardError, RunError
+from megatron_grpo.core.base.errors import CancelledError, RewardError
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.types import FAULTS, Completion, EpisodeRecord, Group, GroupMetadata, Prompt, ScoredGroup
+from megatron_grpo.core.types import Completion, EpisodeRecord, Group, Prompt, ScoredGroup
 from megatron_grpo.run.data.chat import as_completion
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.run.rewards.scoring import RewardNotice, RewardScores, score
@@ -189,39 +188,3 @@ def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[RewardNoti
             warned.add(notice.kind)
             if is_logging:
                 _LOG.warning("%s Further failures of this kind (%s) are not reported.", notice.message, notice.kind)
-
-
-def gather_metadata(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
-    """Return the metadata of the groups that all ranks have scored, by prompt number. Collective.
-
-    Args:
-        scored: The groups that this rank has scored.
-    """
-    local = [GroupMetadata.of(scored_group) for scored_group in scored]
-    return {meta.prompt_number: meta for part in collectives.all_gather_object(local) for meta in part}
-
-
-class EnvironmentFailuresError(RunError):
-    """Error raised if too many episodes of a rollout end because their environment failed."""
-
-
-def check_failures(metas: Sequence[GroupMetadata], max_share: float) -> None:
-    """Check how many episodes of a rollout failed.
-
-    Args:
-        metas: Metadata of all groups that were sampled.
-        max_share: Largest allowed share of failed episodes.
-
-    Raises:
-        EnvironmentFailuresError: All episodes failed, or a larger share than `max_share`. The message names the most frequent failure.
-    """
-    episodes = [episode for meta in metas for episode in meta.episodes]
-    faults = Counter(episode.fault for episode in episodes if episode.finish_reason in FAULTS)
-    count = faults.total()
-    if not count or (count < len(episodes) and count <= max_share * len(episodes)):
-        return
-    sentence, times = faults.most_common(1)[0]
-    raise EnvironmentFailuresError(
-        f"{count} of {len(episodes)} episodes of a rollout failed because of an environment error (max_failed_episodes {max_share:g}); the "
-        f"most frequent error ({times} times): {sentence}."
-    )

@@ -92,12 +92,12 @@ def test_plan_says_how_stale_rows_become(plan, sizes, mean, most):
 def test_plan_says_which_versions_may_sample_a_rollout_and_how_old_its_oldest_token_is(sizes, depth, mean, most):
     """The bound: a rollout begins at most so many sampling steps before its own, and is sampled by the versions between."""
     from megatron_grpo.commands.planning.summary import schedule_rows, staleness
-    from megatron_grpo.core.batching.batch_sizes import BatchSizes
     from megatron_grpo.core.batching.schedule import TrainingSchedule
     from megatron_grpo.run.config import resolve
+    from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 
     cfg = resolve([*SIZES.split(), *sizes.split(), "--async_rollout_depth", str(depth), "--old_logprobs", "rollout"])
-    found = BatchSizes.from_config(cfg)
+    found = checked_sizes(cfg)
     assert found.partial_rollouts and staleness(found) == (mean, most)
     schedule = TrainingSchedule(found)
     arrivals = sorted({schedule.version_of(rollout) for rollout in range(40)})

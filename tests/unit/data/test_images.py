@@ -19,8 +19,10 @@ from megatron_grpo.core.images import (
     PatchCache,
     as_png,
     bound_notes,
+    collapse_image_tokens,
     decode_image,
     image_spec_of,
+    num_tokens,
     resized_size,
     source_of,
 )
@@ -28,16 +30,7 @@ from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.data.checks import check_for_episodes, check_images
 from megatron_grpo.run.data.files import Rows
-from megatron_grpo.run.data.image_dataset import (
-    ImageStore,
-    collapse_image_tokens,
-    expand_image_tokens,
-    images_of_row,
-    num_places,
-    num_tokens,
-    places,
-    with_parts,
-)
+from megatron_grpo.run.data.image_dataset import ImageStore, expand_image_tokens, images_of_row, num_places, places, with_parts
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
 from tests.seeing import as_bytes, picture

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.settings import Config
+from megatron_grpo.core.trainer.scored_rollout import EnvironmentFailuresError, check_failures
 from megatron_grpo.core.types import (  # fmt: skip
     FAULTS,
     Completion,
@@ -24,7 +25,7 @@ from megatron_grpo.core.types import (  # fmt: skip
 from megatron_grpo.plugins.rewards.rule_based import build_environment
 from megatron_grpo.run.metrics.rollout import Completions, episode_stats
 from megatron_grpo.run.rewards.protocol import RewardFunction
-from megatron_grpo.run.rewards.reward_manager import EnvironmentFailuresError, RewardManager, as_batch, check_failures
+from megatron_grpo.run.rewards.reward_manager import RewardManager, as_batch
 from tests.unit.trainer.test_rollouts import rollout
 
 OPENING = ({"role": "user", "content": "q"},)

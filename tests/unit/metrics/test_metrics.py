@@ -20,10 +20,11 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.grpo.advantages import Advantages
+from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
 from megatron_grpo.core.types import DynamicSamplingResult, Group, GroupMetadata, Progress, Prompt, ScoredGroup, make_completion
 from megatron_grpo.run.metrics import Metrics, display, report_to_problems
 from megatron_grpo.run.metrics.display import describe_phase
-from megatron_grpo.run.metrics.rollout import Completions, ScoredRollout, rollout_stats
+from megatron_grpo.run.metrics.rollout import Completions, rollout_stats
 from megatron_grpo.run.metrics.summary import TimeSummary
 from tests.evaluated import evaluated
 from tests.ranks import run_ranks

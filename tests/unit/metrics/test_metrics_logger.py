@@ -15,10 +15,11 @@ from rich.console import Console
 
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.parallel.collectives import Node
+from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo
 from megatron_grpo.core.types import Progress
 from megatron_grpo.run.metrics import Metrics
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
-from megatron_grpo.run.metrics.rollout import Completions, PartialRolloutInfo
+from megatron_grpo.run.metrics.rollout import Completions
 from megatron_grpo.run.metrics.summary import LogpDifferenceMonitor
 from tests.unit.metrics.test_metrics import rollout_of_two
 

@@ -11,9 +11,9 @@ import pytest
 from megatron_grpo.commands.planning.command import make_plan
 from megatron_grpo.commands.planning.cost import work_of
 from megatron_grpo.commands.planning.parameters import TrainableSpec, layers_of_stage
-from megatron_grpo.commands.planning.token_counts import read_lengths
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.lora import LoraSettings
+from megatron_grpo.run.lengths import read_lengths
 from megatron_grpo.run.metrics.records import write_table
 from tests.checked import check
 

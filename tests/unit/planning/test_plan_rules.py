@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megatron_grpo.cli import main
 from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.batching.batch_sizes import BatchSizes, size_problems
 from megatron_grpo.core.batching.sizes import SizeModel
 from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.rules.batch_sizes import checked_sizes, size_problems
 
 NAMES = {
     "ws": "world_size",
@@ -133,7 +133,7 @@ def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
     assert (not problems) == (expected is not None), (values, problems)
     if expected is None:
         return
-    sizes = BatchSizes.from_config(cfg, num_layers=values["layers"], num_experts=values["experts"])
+    sizes = checked_sizes(cfg, num_layers=values["layers"], num_experts=values["experts"])
     told = sizes.global_batch_size, sizes.generation_batch_size, sizes.num_generations
     assert told == (expected["gbs"], expected["gen"], expected["g"])
     assert sizes.global_batch_size == sizes.gradient_accumulation_steps * sizes.micro_batch_size * sizes.dp_size
@@ -281,7 +281,7 @@ def test_a_size_of_another_system_is_named_natively_with_its_origin_and_says_wha
 
 def test_the_message_shows_the_arithmetic_and_what_works():
     with pytest.raises(ConfigError) as error:
-        BatchSizes.from_config(parse(["--global_batch_size", "64", "--generation_batch_size", "96"], dialects=DIALECTS).config)
+        checked_sizes(parse(["--global_batch_size", "64", "--generation_batch_size", "96"], dialects=DIALECTS).config)
     [problem] = error.value.problems
     assert problem.message.startswith("generation_batch_size (96) must be a multiple of global_batch_size (64): 96 = 1 x 64 + 32")
     assert "generation_batch_size 64 or 128" in problem.message

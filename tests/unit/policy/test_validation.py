@@ -7,21 +7,16 @@ import json
 
 import pytest
 
+from megatron_grpo.cli import Planning
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.parallel.layout import Layout, sequence_alignment
+from megatron_grpo.core.policy.flash import flash_obstacle
 from megatron_grpo.core.policy.lr_schedule import rank_multiple
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
-from megatron_grpo.run.config.rules.policy import (
-    attention_channels,
-    flash_obstacle,
-    machine_problems,
-    problems,
-    sampler_problems,
-    sharing_problems,
-)
+from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, problems, sampler_problems, sharing_problems
 from megatron_grpo.run.sharing import LEAST_SAVING, decide
 from megatron_grpo.run.validate import load_inputs
 from tests.checked import check
@@ -84,7 +79,7 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
     argv = ["--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "prompts.jsonl"), "--reward_funcs", "length", "--max_steps",
             "1", "--max_completion_length", "8", "--output_dir", str(tmp_path / "out"), "--tensor_model_parallel_size", "3"]  # fmt: skip
     with pytest.raises(ConfigError) as skipped_step:
-        load_inputs(parse(argv, launcher_world_size=3))
+        load_inputs(parse(argv, launcher_world_size=3), Planning())
     said = str(skipped_step.value)
     assert "18 tokens are longer than the model's max_position_embeddings (16)" in said
     assert "num_attention_heads" in said

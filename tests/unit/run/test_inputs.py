@@ -8,21 +8,25 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_grpo.cli import main
+from megatron_grpo.cli import Planning, main
 from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run import validate
 from megatron_grpo.run.checkpoint.fingerprints import DAY, values_equal_on_ranks
 from megatron_grpo.run.checkpoint.resume_compatibility import changes_since
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.write import as_yaml
 from megatron_grpo.run.rewards.loading import close_rewards
-from megatron_grpo.run.validate import load_inputs, validate_run
 from tests.tiny_models import write_tiny
+
+load_inputs = partial(validate.load_inputs, planner=Planning())
+validate_run = partial(validate.validate_run, planner=Planning())
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from megatron_grpo.run.config.read import COMMAND_LINE
 from megatron_grpo.run.config.rules import Rule, broken_rules, settings_of
 from megatron_grpo.run.config.rules.stages import layer_counts
 
-MOST_FLASH_CHANNELS = 256
 # What vLLM 0.32's CPU kernels compute: channels of a head, and multiples of the channels of an expert.
 CPU_HEADS, CPU_EXPERTS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32
 RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
@@ -108,22 +107,6 @@ def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
         return f"{shape.architecture} has layers with a sliding window of {shape.sliding_window} tokens, and sequences have up to {longest}"
     if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
         return f"lora_dropout ({tuner.lora_dropout:g}) would use one dropout mask for all copies of a prompt, which changes the estimator"
-    return None
-
-
-def flash_obstacle(dtype: str, channels: int) -> str | None:
-    """Return why flash attention on GPUs does not support these heads, as a phrase; None if it does.
-
-    `policy.attention` checks the GPU itself.
-
-    Args:
-        dtype: Name of the dtype, such as "bfloat16".
-        channels: Channels of one head.
-    """
-    if dtype not in ("bfloat16", "float16"):
-        return f"flash attention supports bfloat16 and float16, not {dtype}"
-    if channels > MOST_FLASH_CHANNELS or channels % 8:
-        return f"flash attention supports head dimensions up to {MOST_FLASH_CHANNELS} that are multiples of 8, not {channels}"
     return None
 
 

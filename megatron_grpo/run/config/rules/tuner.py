@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.core.settings import Config, TunerConfig
+from megatron_grpo.core.weights.lora import NO_ADAPTER
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.rules import Rule, broken_rules, changed, settings_of, typed_fields
 
-# Modules that have adapters in other systems, by their names there and in Megatron.
-NO_ADAPTER: Mapping[str, str] = {
-    **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is not a linear layer, and vLLM does not support adapters on "
-                                                      "routers"),
-    **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
-    **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed without adapters on the head"),
-}  # fmt: skip
 _TOWER = ("freeze_vit", "freeze_aligner")
 _OF_FULL = ("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
 _PATTERNS = ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex", "rank_pattern", "alpha_pattern")

@@ -1,0 +1,59 @@
+"""What a training step samples from: structured outputs and the largest top_k. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_grpo.core.settings import RolloutConfig
+
+FIELD, REGEX = "structured_outputs", "vllm_structured_outputs_regex"  # a field of vLLM's SamplingParams; a setting of this package
+# The largest top_k: its token ids take a kilobyte per token wherever a row is stored or sent. Other restrictions alone imply it.
+MOST = 256
+
+
+def training_structured_outputs(rollout: RolloutConfig) -> Mapping[str, Any] | None:
+    """Return the structured outputs of training in the form of vLLM's `structured_outputs`; None if completions are not restricted.
+
+    Args:
+        rollout: Rollout settings.
+    """
+    regex = rollout.vllm_structured_outputs_regex
+    return rollout.generation_kwargs.get(FIELD) if regex is None else {"regex": regex}
+
+
+def flag_of(rollout: RolloutConfig) -> str:
+    """Return the setting that defines the structured outputs of training.
+
+    Args:
+        rollout: Rollout settings.
+    """
+    return REGEX if rollout.vllm_structured_outputs_regex is not None else "generation_kwargs"
+
+
+def sampling_fields_of(rollout: RolloutConfig) -> Mapping[str, Any]:
+    """Return the extra fields of vLLM's SamplingParams in training, besides those that have a setting.
+
+    Args:
+        rollout: Rollout settings.
+    """
+    regex = rollout.vllm_structured_outputs_regex
+    return rollout.generation_kwargs if regex is None else {**rollout.generation_kwargs, FIELD: {"regex": regex}}
+
+
+def samples_from_part(rollout: RolloutConfig) -> bool:
+    """Return whether training samples from less than the whole vocabulary.
+
+    Args:
+        rollout: Rollout settings.
+    """
+    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or training_structured_outputs(rollout) is not None
+
+
+def max_mask_tokens(rollout: RolloutConfig) -> int:
+    """Return the top_k that training samples with; 0 means the whole vocabulary.
+
+    Args:
+        rollout: Rollout settings.
+    """
+    return rollout.top_k or (MOST if samples_from_part(rollout) else 0)

@@ -1,0 +1,94 @@
+"""One scored rollout, and the check of its episodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_grpo.core.base.errors import RunError
+from megatron_grpo.core.grpo.advantages import Advantages
+from megatron_grpo.core.parallel import collectives
+from megatron_grpo.core.types import FAULTS, DynamicSamplingResult, Group, GroupMetadata, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRolloutInfo:
+    """Version and metrics of a rollout whose completions may have tokens of several versions.
+
+    Args:
+        version: Version of the weights when it arrives.
+        metrics: Metrics of the sampling step.
+    """
+
+    version: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredRollout:
+    """One scored rollout, as the logger receives it.
+
+    `held`: {index among the kept groups: scored group} for the groups that this rank scored.
+
+    Args:
+        penalty: Values that `kl_in_reward` subtracted, float64 [num_groups, G].
+        arrived: With partial rollouts.
+    """
+
+    number: int
+    result: DynamicSamplingResult
+    advantages: Advantages
+    penalty: np.ndarray | None
+    held: Mapping[int, ScoredGroup]
+    arrived: PartialRolloutInfo | None = None
+
+
+class GroupScorer(Protocol):
+    """Scores completions. `run.rewards.reward_manager.RewardManager` is the one of a run, and documents its methods."""
+
+    reward_weights: list[float]
+    most_failed_episodes: float
+
+    def __call__(self, groups: Sequence[Group], *, positions: Sequence[int] | None = None) -> list[ScoredGroup]: ...
+
+    def warn_of_sameness(self, rows: Sequence[Sequence[Any]]) -> None: ...
+
+
+def gather_metadata(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
+    """Return the metadata of the groups that all ranks have scored, by prompt number. Collective.
+
+    Args:
+        scored: The groups that this rank has scored.
+    """
+    local = [GroupMetadata.of(scored_group) for scored_group in scored]
+    return {meta.prompt_number: meta for part in collectives.all_gather_object(local) for meta in part}
+
+
+class EnvironmentFailuresError(RunError):
+    """Error raised if too many episodes of a rollout end because their environment failed."""
+
+
+def check_failures(metas: Sequence[GroupMetadata], max_share: float) -> None:
+    """Check how many episodes of a rollout failed.
+
+    Args:
+        metas: Metadata of all groups that were sampled.
+        max_share: Largest allowed share of failed episodes.
+
+    Raises:
+        EnvironmentFailuresError: All episodes failed, or a larger share than `max_share`. The message names the most frequent failure.
+    """
+    episodes = [episode for meta in metas for episode in meta.episodes]
+    faults = Counter(episode.fault for episode in episodes if episode.finish_reason in FAULTS)
+    count = faults.total()
+    if not count or (count < len(episodes) and count <= max_share * len(episodes)):
+        return
+    sentence, times = faults.most_common(1)[0]
+    raise EnvironmentFailuresError(
+        f"{count} of {len(episodes)} episodes of a rollout failed because of an environment error (max_failed_episodes {max_share:g}); the "
+        f"most frequent error ({times} times): {sentence}."
+    )
