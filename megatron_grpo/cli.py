@@ -12,7 +12,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +24,7 @@ from megatron_grpo.run.terminal import replace_unencodable
 if TYPE_CHECKING:
     from megatron_grpo.core.settings import Config
     from megatron_grpo.run.config import ParsedConfig
+    from megatron_grpo.run.config.read import Read, TypedSetting
 
 Command = Callable[..., int]
 LEAST_FILES = 128  # files that a process must be allowed to open: a rank that trains a tiny model and samples opens about 160
@@ -57,30 +57,53 @@ class Analysis:
 class Planning:
     """Implementation of `run.assemble.Planner` that imports the planner when it is used."""
 
-    def image_stats(self, rows: Any, sizes: Any) -> Any:
-        from megatron_grpo.commands.planning.images import ImageStats
-
-        return ImageStats.of(rows, sizes)
-
-    def tower_without_images(self, cfg: Any, shape: Any) -> Any:
-        from megatron_grpo.commands.planning.images import tower_without_images
-
-        return tower_without_images(cfg, shape)
-
-    def make_plan(self, checked: Any, *, num_prompts: int | None = None, images: Any = None) -> Any:
+    def make_plan(self, run: Any, *, rows: Any, image_spec: Any) -> Any:
         from megatron_grpo.commands.planning.command import make_plan
 
-        return make_plan(checked, num_prompts=num_prompts, images=images)
+        return make_plan(run, rows=rows, image_spec=image_spec)
 
-    def print_report(self, plan: Any, *, is_short: bool) -> None:
+    def print_report(self, plan: Any) -> None:
         from megatron_grpo.commands.planning.report import print_report
 
-        print_report(plan, is_short=is_short)
+        print_report(plan, is_short=True)
+
+    def choose_offload(self, run: Any) -> dict[str, Any]:
+        from megatron_grpo.commands.planning.command import choose_offload
+
+        return choose_offload(run)
 
     def describe_offload(self, offload: dict[str, Any]) -> str:
         from megatron_grpo.commands.planning.report import describe_offload
 
         return describe_offload(offload)
+
+
+class Dialects:
+    """Implementation of `run.config.parse.ForeignNames` that imports `compat` when a script, --dialect or an unknown name needs it."""
+
+    def read_program(self, text: str, path: str) -> Read:
+        from megatron_grpo.commands.compat import DIALECTS
+
+        return DIALECTS.read_program(text, path)
+
+    def translation(self, entries: Sequence[TypedSetting]) -> Any | None:
+        from megatron_grpo.run.config.read import is_from_script
+
+        if not is_from_script(entries) and all(entry.name.rpartition(".")[2] != "dialect" for entry in entries):
+            return None
+        from megatron_grpo.commands.compat import DIALECTS
+
+        return DIALECTS.translation(entries)
+
+    def unknown(self, names: Mapping[str, Sequence[str]], translation: Any | None) -> Sequence[Problem]:
+        from megatron_grpo.commands.compat import DIALECTS
+
+        return DIALECTS.unknown(names, translation)
+
+    def value_hint(self, name: str, raw: Any) -> str:
+        from megatron_grpo.commands.compat import DIALECTS
+
+        return DIALECTS.value_hint(name, raw)
 
 
 def train(argv: list[str], **parts: Any) -> int:
@@ -98,12 +121,11 @@ def train(argv: list[str], **parts: Any) -> int:
         with without_gc():
             from megatron_grpo.run.validate import load_inputs
 
-            planner = Planning()
-            plan, inputs = load_inputs(parsed, planner, has_sampler="engine" in parts)
+            run, inputs = load_inputs(parsed, has_sampler="engine" in parts)
             from megatron_grpo.run.assemble import RunParts
             from megatron_grpo.run.lifecycle import run_training
 
-        return run_training(plan, inputs, RunParts(analysis=Analysis(), planner=planner, **parts))
+        return run_training(run, inputs, RunParts(analysis=Analysis(), planner=Planning(), **parts))
 
 
 def _parsed_to_train(argv: list[str]) -> ParsedConfig:
@@ -157,12 +179,11 @@ def plan(argv: list[str]) -> int:
     Needs no GPU and no launcher. Takes the settings of train.
     """
     from megatron_grpo.commands.planning.report import run_plan
-    from megatron_grpo.run.validate import validate_run
 
     parsed, world_size = _parse(argv, None), _launched_world_size()
     if world_size is not None and "world_size" not in parsed.config.typed:  # without a launcher, the user may plan for any number of ranks
         parsed = _parse(argv, world_size)
-    return run_plan(parsed, partial(validate_run, planner=Planning()))
+    return run_plan(parsed)
 
 
 def export(argv: list[str]) -> int:
@@ -341,10 +362,9 @@ def _launched_world_size() -> int | None:
 
 
 def _parse(argv: Sequence[str], world_size: int | None) -> ParsedConfig:
-    from megatron_grpo.commands.compat import DIALECTS
     from megatron_grpo.run.config import parse
 
-    return parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
+    return parse(argv, launcher_world_size=world_size, dialects=Dialects())
 
 
 def _print_config(config: Config) -> NoReturn:

@@ -203,11 +203,10 @@ class GRPOTrainer:
         Raises:
             ConfigError: With all problems.
         """
-        from megatron_grpo.cli import Planning
-        from megatron_grpo.run.validate import validate_run
+        from megatron_grpo.commands.planning.command import plan_run
 
         python_objects.provide(self.objects)
-        return validate_run(self.parsed(self._num_ranks()), Planning())
+        return plan_run(self.parsed(self._num_ranks()))
 
     @property
     def output_dir(self) -> Path:
@@ -290,11 +289,11 @@ def _run_here(command: str, settings: Mapping[str, Any], parts: Mapping[str, Any
 
 
 def _parse(settings: Mapping[str, Any], world_size: int | None) -> ParsedConfig:
-    from megatron_grpo.commands.compat import DIALECTS
+    from megatron_grpo import cli
     from megatron_grpo.run.config import parse
 
     with _command_line(settings) as words:
-        return parse(words, launcher_world_size=world_size, dialects=DIALECTS)
+        return parse(words, launcher_world_size=world_size, dialects=cli.Dialects())
 
 
 def _require_readable(parsed: ParsedConfig) -> None:

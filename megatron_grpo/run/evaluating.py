@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.cleanup import CleanUp
@@ -13,7 +13,6 @@ from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.core.base.files import write_mark
 from megatron_grpo.core.parallel import state
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.policy.reference import FrozenPolicy
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.run.assemble.engines import ENGINES, sampler_of_run
@@ -34,6 +33,9 @@ from megatron_grpo.run.metrics.evaluations import EvaluationResult, Evaluations,
 from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
 from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.rewards.reward_manager import RewardManager
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.policy.reference import FrozenPolicy
 
 _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 

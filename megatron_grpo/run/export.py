@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,6 @@ from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, RunError, con
 from megatron_grpo.core.base.files import MARK, export_obstacle, read_mark, write_mark
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.policy import Policy
-from megatron_grpo.core.policy.reference import FrozenPolicy
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.adapters import from_file, merged, write_adapter
 from megatron_grpo.core.weights.hf_files import HfReader, HfWriter
@@ -40,6 +39,9 @@ from megatron_grpo.run.data.hub import find_model
 from megatron_grpo.run.metrics.model_card import CARD, CURVES, ModelCard, write_card
 from megatron_grpo.run.metrics.records import BestEffort
 from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.policy.reference import FrozenPolicy
 
 logger = logging.getLogger(__name__)
 _OF_THE_HUB = ("push_to_hub", "hub_model_id")

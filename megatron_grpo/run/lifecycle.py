@@ -36,16 +36,16 @@ from megatron_grpo.run.supervisor import launcher_pid
 from megatron_grpo.run.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from megatron_grpo.commands.planning.command import Plan
+    from megatron_grpo.run.schedule import ScheduledRun
 
 _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo dry-run`."
 
 
-def run_training(plan: Plan, inputs: ValidatedInputs, parts: RunParts) -> int:
+def run_training(run: ScheduledRun, inputs: ValidatedInputs, parts: RunParts) -> int:
     """Run `megatron-grpo train` on this rank.
 
     Args:
-        plan: Plan of the run, with validated settings.
+        run: Validated settings and schedule of the run.
         inputs: Validated inputs.
         parts: Custom parts, and the hooks into `analysis`.
 
@@ -56,12 +56,12 @@ def run_training(plan: Plan, inputs: ValidatedInputs, parts: RunParts) -> int:
         RunInterruptedError: If the run was asked to stop; its state is saved.
         RunError: If the run failed for a reason that a user can act on.
     """
-    cfg = plan.checked.config
+    cfg = run.checked.config
     limits = limits_of(cfg, launch_time())
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
         # Settings as typed: derived sizes would be reported as further differences. Paths are those of this machine.
-        typed_cfg = plan.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
-        parallel = start_parallel(cfg, plan.checked.sizes.layout, typed_cfg=typed_cfg, content=inputs.resume.origin.content)
+        typed_cfg = run.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
+        parallel = start_parallel(cfg, run.checked.sizes.layout, typed_cfg=typed_cfg, content=inputs.resume.origin.content)
         peers = Peers(collectives.store("peers"), rank=parallel.rank, processes=collectives.all_gather_object(Process.mine()))
         signal = StopSignal(
             partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, peers=peers,
@@ -73,7 +73,7 @@ def run_training(plan: Plan, inputs: ValidatedInputs, parts: RunParts) -> int:
             with CleanUp() as exit_stack, record_end(cfg, parallel), report_end(peers, watchdog):
                 take_output_dir(cfg, parallel, exit_stack)
                 repositories = open_repositories(cfg, exports(cfg))
-                train_and_export(plan, inputs, parallel, signal, exit_stack, parts, watchdog)
+                train_and_export(run, inputs, parallel, signal, exit_stack, parts, watchdog)
         except RunInterruptedError as stopped:
             stopped.is_final = signal.is_final
             wait_for_ranks(cfg, parallel, peers, signal)
@@ -162,7 +162,7 @@ def launch_time() -> float:
 
 
 def train_and_export(
-    plan: Plan,
+    scheduled: ScheduledRun,
     inputs: ValidatedInputs,
     parallel: ParallelState,
     signal: StopSignal,
@@ -173,7 +173,7 @@ def train_and_export(
     """Train, then export the model. Collective.
 
     Args:
-        plan: Plan of the run.
+        scheduled: Validated settings and schedule of the run.
         inputs: Validated inputs.
         parallel: Process groups of this rank.
         signal: Tells whether the run is to stop.
@@ -185,10 +185,11 @@ def train_and_export(
         RunInterruptedError: If the run was asked to stop.
         RunError: If no gradient changed the weights.
     """
-    cfg = plan.checked.config
+    cfg, plan = scheduled.checked.config, None
     if parallel.is_rank_zero:
-        parts.planner.print_report(plan, is_short=True)
-    run = build_run(plan, inputs, parallel, signal, parts)
+        plan = parts.planner.make_plan(scheduled, rows=inputs.rows, image_spec=inputs.image_spec)
+        parts.planner.print_report(plan)
+    run = build_run(scheduled, plan, inputs, parallel, signal, parts)
     clean_up.add(run.engine.close)
     if watchdog is not None:
         watchdog.leaves_behind = run.step_callback.dump_on_hang

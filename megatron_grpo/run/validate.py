@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.policy.lr_schedule import length_problems
 from megatron_grpo.core.settings import Config
 from megatron_grpo.run.check import CheckedConfig, check_parsed
-from megatron_grpo.run.config import ParsedConfig, remote_code
+from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.evaluation import flag_of, sets_of
 from megatron_grpo.run.config.read import COMMAND_LINE
 from megatron_grpo.run.config.rules.policy import sampler_problems
@@ -25,11 +25,8 @@ from megatron_grpo.run.data.chat import find_clock
 from megatron_grpo.run.data.files import plain_name
 from megatron_grpo.run.data.hub import is_path
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
-
-if TYPE_CHECKING:
-    from megatron_grpo.commands.planning.command import Plan
-    from megatron_grpo.run.assemble import Planner
 from megatron_grpo.run.rewards.loading import close_rewards, may_exist
+from megatron_grpo.run.schedule import ScheduledRun, schedule_run
 
 Absent = Iterator[tuple[str, str]]  # (name of one of `inputs.PARTS`, or a reward; text). Of two about one part the later one holds.
 
@@ -155,26 +152,24 @@ def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     return not python_objects.is_given(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
 
 
-def load_inputs(parsed: ParsedConfig, planner: Planner, *, has_sampler: bool = False) -> tuple[Plan, ValidatedInputs]:
-    """Return the plan and the inputs of a training run.
+def load_inputs(parsed: ParsedConfig, *, has_sampler: bool = False) -> tuple[ScheduledRun, ValidatedInputs]:
+    """Return the schedule and the inputs of a training run.
 
     Args:
         parsed: Parsed settings.
-        planner: Makes the plan.
         has_sampler: Whether a custom sampler replaces vLLM and the servers that the settings name.
 
     Raises:
         ConfigError: With all problems of settings and inputs.
     """
-    return _validate(parsed, planner, ("servers",) if has_sampler else (), is_asked_to_train=True, has_sampler=has_sampler)
+    return _validate(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True, has_sampler=has_sampler)
 
 
-def validate_run(parsed: ParsedConfig, planner: Planner) -> Plan:
-    """Return the plan of a run for the `plan` command, including what was not checked.
+def validate_run(parsed: ParsedConfig) -> tuple[ScheduledRun, ValidatedInputs, tuple[str, ...]]:
+    """Return the schedule of a run, its inputs without rewards, and what was not checked, for the `plan` command.
 
     Args:
         parsed: Parsed settings.
-        planner: Makes the plan.
 
     Raises:
         ConfigError: With all problems that `train` would report about what was checked.
@@ -185,35 +180,32 @@ def validate_run(parsed: ParsedConfig, planner: Planner) -> Plan:
     if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:
         print(f"plan imports {', '.join(imports)}, which executes the top-level code of these files.", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # the file of a reward function may print when it is loaded, and stdout is for the plan
-        plan, inputs = _validate(parsed, planner, left_out, is_asked_to_train=False)
+        run, inputs = _validate(parsed, left_out, is_asked_to_train=False)
     close_rewards(inputs.rewards)
-    if plan.checked.shape is None and (model := parsed.config.model.model):
-        note = f"{model} is not on this machine and was not checked; train reports whether its architecture is supported."
-        plan = replace(plan, warnings=[note, *plan.warnings])
-    return replace(plan, not_checked=tuple(left_out.values()))
+    return run, inputs, tuple(left_out.values())
 
 
 def _validate(
-    parsed: ParsedConfig, planner: Planner, left_out: Collection[str], *, is_asked_to_train: bool, has_sampler: bool = False
-) -> tuple[Plan, ValidatedInputs]:
+    parsed: ParsedConfig, left_out: Collection[str], *, is_asked_to_train: bool, has_sampler: bool = False
+) -> tuple[ScheduledRun, ValidatedInputs]:
     """Validate the settings, then the inputs they name, then their combination."""
     problems, paths = Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
     if not _begins_anew(parsed.config):
         from megatron_grpo.run.checkpoint.resume import find_checkpoints
 
-        run = parsed.config.run
-        problems.attempt(partial(find_checkpoints, run.output_dir, run.resume, overwrites=run.overwrite_output_dir))
+        run_cfg = parsed.config.run
+        problems.attempt(partial(find_checkpoints, run_cfg.output_dir, run_cfg.resume, overwrites=run_cfg.overwrite_output_dir))
     inputs = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
-    plan = None
+    run = None
     if checked is not None and inputs is not None and not problems:
-        plan = problems.attempt(
-            lambda: _plan_of(parsed, planner, checked, inputs, paths, is_asked_to_train=is_asked_to_train, has_sampler=has_sampler)
+        run = problems.attempt(
+            lambda: _schedule(parsed, checked, inputs, paths, is_asked_to_train=is_asked_to_train, has_sampler=has_sampler)
         )
-    if inputs is None or plan is None:
+    if inputs is None or run is None:
         close_rewards(inputs.rewards if inputs is not None else [])
         raise ConfigError(problems)
-    return plan, inputs
+    return run, inputs
 
 
 def _unreadable(parsed: ParsedConfig) -> set[str]:
@@ -222,17 +214,16 @@ def _unreadable(parsed: ParsedConfig) -> set[str]:
     return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
 
 
-def _plan_of(
+def _schedule(
     parsed: ParsedConfig,
-    planner: Planner,
     checked: CheckedConfig,
     inputs: ValidatedInputs,
     paths: Mapping[str, Any],
     *,
     is_asked_to_train: bool,
     has_sampler: bool,
-) -> Plan:
-    """Return the plan of a run with these inputs, and set how the run begins in them."""
+) -> ScheduledRun:
+    """Return the schedule of a run with these inputs, and set how the run begins in them."""
     fetched: dict[str, str] = {}  # Hub names whose config.json has been downloaded by now
     if checked.shape is None and inputs.model_path is not None:
         fetched["model"] = str(inputs.model_path)
@@ -243,31 +234,24 @@ def _plan_of(
         typed_values = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
         checked = replace(checked_here, config=checked_here.config.with_values(typed_values))
     checked, rows = replace(checked, config=checked.config.with_values(paths)), inputs.rows
-    images = planner.image_stats(rows, checked.sizes) if rows is not None else None
     if not has_sampler and checked.shape is not None and (problems := sampler_problems(checked.shape)):
         raise ConfigError(problems)
-    plan = planner.make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
-    cfg = plan.checked.config
-    if problems := length_problems(cfg.optimizer, plan.schedule.num_steps):
+    run = schedule_run(checked, None if rows is None or rows.is_beginning else len(rows))
+    cfg = run.checked.config
+    if problems := length_problems(cfg.optimizer, run.schedule.num_steps):
         raise ConfigError(problems)
-    if rows is not None and inputs.image_spec is not None and not rows.max_images and plan.checked.shape is not None:
-        plan = replace(plan, warnings=[*plan.warnings, *planner.tower_without_images(cfg, plan.checked.shape)])
-    if not is_asked_to_train and inputs.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
-        plan = replace(plan, warnings=[*plan.warnings, *filter(None, [remote_code.warning_of(inputs.model_path)])])
-    if not is_asked_to_train:  # `train` logs them
-        plan = replace(plan, warnings=[*plan.warnings, *(f"Note: {note}" for note in inputs.notes)])
     if not is_asked_to_train and _begins_anew(cfg):
-        return plan
+        return run
     from megatron_grpo.run.checkpoint.fingerprints import DAY, content_of
     from megatron_grpo.run.checkpoint.resume import plan_resume
 
     if inputs.prompts is not None and cfg.data.dataset_drop_last:
-        inputs.prompts.epoch_multiple = plan.checked.sizes.num_rollout_prompts
+        inputs.prompts.epoch_multiple = run.checked.sizes.num_rollout_prompts
     content = content_of(cfg, model_path=inputs.model_path, rows=rows, teacher_path=inputs.teacher_path)
     if clock := find_clock(inputs.tokenizer):
         content[DAY] = clock.day
-    inputs.resume = plan_resume(cfg, plan.schedule, content, inputs.prompts)
-    return plan
+    inputs.resume = plan_resume(cfg, run.schedule, content, inputs.prompts)
+    return run
 
 
 def _begins_anew(cfg: Config) -> bool:

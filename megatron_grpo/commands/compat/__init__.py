@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.commands.compat.foreign_args import UNKNOWN, Dialect
+from megatron_grpo.commands.compat.foreign_args import Dialect
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.run.config.read import Read, TypedSetting, words_of
+from megatron_grpo.run.config.read import Read, TypedSetting, is_from_script
 
 if TYPE_CHECKING:
     from megatron_grpo.commands.compat.translate import Translation
@@ -53,12 +53,12 @@ class _Dialects(Mapping[str, Dialect]):
         Args:
             entries: Settings as typed, in order.
         """
-        dialect, is_script = None, any(entry.name.startswith("$") for entry in entries)
+        dialect = None
         for entry in entries:
             if entry.name in ("dialect", "plan.dialect"):
                 word = entry.raw[0] if isinstance(entry.raw, list) and entry.raw else entry.raw
                 dialect = self.get(word) if isinstance(word, str) else None
-        if dialect is None and not is_script and not any(UNKNOWN in word for entry in entries for word in words_of(entry.raw)):
+        if dialect is None and not is_from_script(entries):
             return None
         from megatron_grpo.commands.compat.translate import Translation
 

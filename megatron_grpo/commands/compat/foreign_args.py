@@ -123,7 +123,6 @@ class ForeignArg:
 
 
 NOTE = "$note"  # key of a reader's sentence on what differs, which begins behind the foreign name
-UNKNOWN = "\x01"  # marks a word whose value cannot be determined from a script
 OFF = ("none", "null", "false", "", "[]", "{}")  # values that ask for nothing
 NOTHING = "it affects neither sampling nor training"
 

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import UNKNOWN
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.run.config.read import TypedSetting
+from megatron_grpo.run.config.read import UNKNOWN, TypedSetting
 
 # Names in PEFT's LoraConfig -> names on TRL's command line.
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
-from megatron_grpo.commands.compat.foreign_args import UNKNOWN
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.base.files import read_text
-from megatron_grpo.run.config.read import Read, TypedSetting, read_file, read_words
+from megatron_grpo.run.config.read import UNKNOWN, Read, TypedSetting, read_file, read_words
 
 _PLAIN_DOLLAR = "\x00"  # a quoted dollar sign, which starts no variable
 _OPEN, _CLOSE = "\x02", "\x03"  # enclose the words of an array

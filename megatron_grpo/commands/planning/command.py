@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.commands.planning.summary import bubble_fraction, epoch_problems, native_flags, plan_object, with_dialect_length
+from megatron_grpo.commands.planning.summary import bubble_fraction, native_flags, plan_object
 from megatron_grpo.commands.planning.warnings import defaults_of, warnings_of
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.base.files import atomic_write_text
-from megatron_grpo.core.base.html import table
-from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.run.check import CheckedConfig, check_parsed
+from megatron_grpo.run.config import ParsedConfig, remote_code
 from megatron_grpo.run.config.rules.servers import CALLS, FROM_FILE, addresses_of, chunk_size
-from megatron_grpo.run.sharing import PrefixSharing, decide, suggest_budget
+from megatron_grpo.run.schedule import ScheduledRun
+from megatron_grpo.run.sharing import PrefixSharing, decide
+from megatron_grpo.run.validate import validate_run
 
 if TYPE_CHECKING:
     from megatron_grpo.commands.planning.images import ImageStats
     from megatron_grpo.commands.planning.parameters import TrainableSpec
+    from megatron_grpo.core.images import ImageProcessorSpec
+    from megatron_grpo.run.data.prompts import PromptRows
     from megatron_grpo.run.lengths import Lengths
 
 MOST_WAYS = 3  # sets of changes with which a run would fit that are reported
@@ -28,13 +31,10 @@ MOST_SAVED = 20_000  # maximum micro-steps in the plan.json of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(ScheduledRun):
     """Everything that `plan` shows.
 
     Args:
-        checked: Validated configuration, with its batch sizes and model shapes.
-        schedule: Training schedule, of the run's length where that is known.
-        num_prompts: Prompts in the data set; None if unknown.
         memory: `memory` object of `plan --json`; None without a model shape.
         cost: `cost` object of `plan --json`; None without a model shape and without a file of lengths.
         sharing: Whether each prompt is computed once per group.
@@ -43,9 +43,6 @@ class Plan:
         images: Statistics of the data set's images; None if it has none.
     """
 
-    checked: CheckedConfig
-    schedule: TrainingSchedule
-    num_prompts: int | None
     memory: dict[str, Any] | None
     cost: dict[str, Any] | None
     sharing: PrefixSharing
@@ -100,6 +97,8 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return a small table for notebooks; `plan` in a terminal prints everything."""
+        from megatron_grpo.core.base.html import table
+
         sizes = self.checked.sizes
         rows: dict[str, Any] = {
             "optimizer steps": "unknown" if self.schedule.num_steps is None else self.schedule.num_steps,
@@ -133,34 +132,66 @@ class Plan:
         atomic_write_text(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def make_plan(checked: CheckedConfig, *, num_prompts: int | None = None, images: ImageStats | None = None) -> Plan:
-    """Return the plan of a configuration that passed validation.
+def make_plan(run: ScheduledRun, *, rows: PromptRows | None = None, image_spec: ImageProcessorSpec | None = None) -> Plan:
+    """Return the plan of a run whose schedule is settled.
 
     Args:
-        checked: Validated configuration.
-        num_prompts: Prompts in the data set; None to use the setting `num_prompts`.
-        images: Image statistics of the data set, if the caller has them.
+        run: The run.
+        rows: Rows of its data set, of which the images are counted; None if they have not been read.
+        image_spec: How images are processed; None if the model does not see.
 
     Raises:
-        ConfigError: If the file of lengths cannot be read, or the data set's size does not suit the batch sizes.
+        ConfigError: If the file of lengths cannot be read.
     """
-    if num_prompts is None:
-        num_prompts = checked.config.plan.num_prompts
-    checked, notes = with_dialect_length(checked, num_prompts)
-    cfg = checked.config
-    schedule = TrainingSchedule.of_length(
-        checked.sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,
-        drops_last=cfg.data.dataset_drop_last,
-    )  # fmt: skip
-    if problems := epoch_problems(checked, schedule):
-        raise ConfigError(problems)
-    sharing = decide(cfg, checked.shape)
+    checked = run.checked
+    sharing = decide(checked.config, checked.shape)
     memory, cost, tuning = _estimates(checked, sharing)
-    warnings = [*warnings_of(checked, schedule, memory, cost, tuning.adapter_sync if tuning else None), *notes]
+    images = None
+    warnings = [*warnings_of(checked, run.schedule, memory, cost, tuning.adapter_sync if tuning else None), *run.notes]
+    if rows is not None and image_spec is not None:
+        from megatron_grpo.commands.planning.images import ImageStats, tower_without_images
+
+        images = ImageStats.of(rows, checked.sizes)
+        warnings += images.warnings() if images else ()
+        if not rows.max_images and checked.shape is not None:
+            warnings += tower_without_images(checked.config, checked.shape)
     return Plan(
-        checked=checked, schedule=schedule, num_prompts=num_prompts, memory=memory, cost=cost, sharing=sharing, images=images,
-        warnings=[*warnings, *(images.warnings() if images else ())],
+        checked=checked, schedule=run.schedule, num_prompts=run.num_prompts, notes=run.notes, memory=memory, cost=cost, sharing=sharing,
+        images=images, warnings=warnings,
     )  # fmt: skip
+
+
+def plan_run(parsed: ParsedConfig) -> Plan:
+    """Return the plan of a run for the `plan` command, including what was not checked.
+
+    Args:
+        parsed: Parsed settings.
+
+    Raises:
+        ConfigError: With all problems that `train` would report about what was checked.
+    """
+    run, inputs, not_checked = validate_run(parsed)
+    plan = make_plan(run, rows=inputs.rows, image_spec=inputs.image_spec)
+    warnings = plan.warnings
+    # What `train` logs during the run.
+    if inputs.model_path and run.checked.config.model.trust_remote_code and (text := remote_code.warning_of(inputs.model_path)):
+        warnings = [*warnings, text]
+    warnings = [*warnings, *(f"Note: {note}" for note in inputs.notes)]
+    if plan.checked.shape is None and (model := parsed.config.model.model):
+        note = f"{model} is not on this machine and was not checked; train reports whether its architecture is supported."
+        warnings = [note, *warnings]
+    return replace(plan, warnings=warnings, not_checked=not_checked)
+
+
+def choose_offload(run: ScheduledRun) -> dict[str, Any]:
+    """Return the `offload` object of the plan's memory: what leaves the GPU while vLLM samples.
+
+    Args:
+        run: A run whose settings name the memory of its smallest GPU.
+    """
+    memory, _, _ = _estimates(run.checked, decide(run.checked.config, run.checked.shape))
+    assert memory is not None  # the model's shape is known
+    return memory["offload"]
 
 
 def _estimates(checked: CheckedConfig, sharing: PrefixSharing) -> tuple[dict[str, Any] | None, dict[str, Any] | None, TrainableSpec | None]:
@@ -168,6 +199,7 @@ def _estimates(checked: CheckedConfig, sharing: PrefixSharing) -> tuple[dict[str
     cfg, shape = checked.config, checked.shape
     if shape is None and not cfg.plan.lengths:
         return None, None, None
+    from megatron_grpo.commands.planning.budget import suggest_budget
     from megatron_grpo.commands.planning.cost import estimate_cost
     from megatron_grpo.commands.planning.memory import estimate_memory
     from megatron_grpo.commands.planning.parameters import TrainableSpec

@@ -19,7 +19,6 @@ from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.names import ShardCut, WeightEntry, num_parameters, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import CHUNK, DeltaNetShape
-from megatron_grpo.plugins.partial_rollouts.plan import forecast
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.lengths import Lengths
@@ -58,6 +57,8 @@ def estimate_cost(
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
         if sizes.partial_rollouts:
+            from megatron_grpo.plugins.partial_rollouts.plan import forecast
+
             cost["partial_rollouts"] = forecast(sizes, cfg.rollout, lengths)
     return cost | packings
 

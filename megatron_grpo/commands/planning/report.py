@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_grpo.commands.planning.command import Plan
-from megatron_grpo.commands.planning.figure import draw, draw_png, legend
+from megatron_grpo.commands.planning.command import Plan, plan_run
 from megatron_grpo.commands.planning.summary import (
     describe_epoch,
     epochs_object,
@@ -33,12 +32,11 @@ if TYPE_CHECKING:
 HELD = ("weights", "adapters", "gradients", "optimizer", "reference", "teacher", "activations", "logits")  # parts that a stage holds
 
 
-def run_plan(parsed: ParsedConfig, validate: Callable[[ParsedConfig], Plan]) -> int:
+def run_plan(parsed: ParsedConfig) -> int:
     """Print the plan and return the exit code.
 
     Args:
         parsed: Parsed command line.
-        validate: Builds the plan from the parsed command line and checks the files that it names (`run.validate.validate_run`).
 
     Raises:
         ConfigError: If the configuration is invalid. With `--json`, the errors are printed as the JSON object instead.
@@ -50,8 +48,10 @@ def run_plan(parsed: ParsedConfig, validate: Callable[[ParsedConfig], Plan]) -> 
 
             print_config(check_parsed(parsed).config)
             return EXIT_DONE
-        plan = validate(parsed)
+        plan = plan_run(parsed)
         if png := plan.checked.config.plan.png:
+            from megatron_grpo.commands.planning.figure import draw_png
+
             draw_png(plan.schedule, plan.checked.config.plan.plan_rollouts, png)
         if as_json:
             sys.stdout.write(plan.as_json())
@@ -111,6 +111,8 @@ def _sections(plan: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, 
     sizes, cfg = plan.checked.sizes, plan.checked.config
     yield "sizes", _sizes(plan)
     if not is_short:
+        from megatron_grpo.commands.planning.figure import draw, legend
+
         yield "training schedule", [*draw(plan.schedule, cfg.plan.plan_rollouts, width=width), *((line, "dim") for line in legend(sizes))]
         if plan.memory:
             yield "memory of one rank", _memory(plan.memory, plan.cost or {})

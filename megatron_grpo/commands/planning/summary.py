@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatron_grpo.core.settings import Config
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config import table
 from megatron_grpo.run.config.read import words_of
-from megatron_grpo.run.config.rules import in_typed_names
+from megatron_grpo.run.schedule import last_micro_steps
 
 MOST_EPOCHS = 1000  # epochs whose ends are listed
 
@@ -207,68 +206,6 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
 
 
 # ---- epochs -----------------------------------------------------------------------------------------------------------------------------
-
-
-def with_dialect_length(checked: CheckedConfig, rows: int | None) -> tuple[CheckedConfig, list[str]]:
-    """Set `max_steps` to the length that the system of the run's dialect derives from the number of rows.
-
-    Args:
-        checked: Validated configuration.
-        rows: Rows of the data set; None if unknown.
-
-    Returns:
-        (the configuration, notes for the user). The configuration is unchanged if there is no dialect or the length stays the same.
-    """
-    cfg, run, system = checked.config, checked.config.run, checked.parsed.system
-    steps, notes = system.length(cfg, checked.sizes, rows) if system else (None, [])
-    if rows is None and cfg.data.dataset_drop_last:
-        notes.append("Note: the length of an epoch is unknown without num_prompts or a dataset; the schedule is that of one long epoch.")
-    if system is None or steps in (None, run.max_steps):
-        return checked, notes
-    epochs = run.num_train_epochs or 1
-    notes.append(f"Note: {epochs:g} epochs of {rows} prompts are {steps} optimizer steps in {system.title}: max_steps {steps}.")
-    source = {"max_steps": f"{system.title}'s rule for {rows} prompts"}
-    return replace(checked, config=cfg.with_values({"max_steps": steps, "num_train_epochs": None}, sources=source)), notes
-
-
-def epoch_problems(checked: CheckedConfig, schedule: TrainingSchedule) -> list[Problem]:
-    """Return problems of the data set's size.
-
-    There are two: the data set does not fill one rollout, or the number of micro-steps in the last optimizer step of an epoch does not suit
-    interleaved pipeline stages.
-
-    Args:
-        checked: Validated configuration.
-        schedule: Training schedule of the run.
-    """
-    cfg, sizes, rows = checked.config, schedule.sizes, schedule.num_prompts
-    last, pp = last_micro_steps(schedule), sizes.layout.pp
-    if rows and (not schedule.prompts_per_epoch or cfg.run.max_steps == 0):
-        flags = ("dataset" if cfg.data.dataset else "num_prompts", "dataset_drop_last")
-        message = (
-            f"Nothing would be trained: the data set has {rows} prompts, a rollout takes {sizes.num_rollout_prompts}, and an epoch drops "
-            "prompts that do not fill a rollout. Use a smaller rollout, more rows, or dataset_drop_last false with max_steps."
-        )
-    elif sizes.layout.vpp and last % pp and schedule.whole_epoch and schedule.whole_epoch[1] <= (schedule.num_steps or 0):
-        flags = ("dataset_drop_last", "virtual_pipeline_model_parallel_size")
-        message = (
-            f"With dataset_drop_last the last optimizer step of an epoch has {last} micro-steps, but the interleaved pipeline "
-            f"schedule requires a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, or a rollout of whole "
-            "optimizer steps."
-        )
-    else:
-        return []
-    return [in_typed_names(cfg, Problem(flags=flags, message=message))]
-
-
-def last_micro_steps(schedule: TrainingSchedule) -> int:
-    """Return the number of micro-steps in the last optimizer step of an epoch.
-
-    Args:
-        schedule: Training schedule of the run.
-    """
-    a = schedule.sizes.gradient_accumulation_steps
-    return (schedule.whole_epoch[0] - 1) % a + 1 if schedule.whole_epoch else a
 
 
 def epochs_object(schedule: TrainingSchedule) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo import name_adam
+from megatron_grpo.commands.planning.budget import wanted_micro_batches
 from megatron_grpo.commands.planning.summary import bubble_fraction, staleness
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.images import bound_notes
@@ -20,7 +21,6 @@ from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config.rules import Rule, Rules, broken_rules, settings_of
 from megatron_grpo.run.config.rules import grpo as grpo_validation
 from megatron_grpo.run.config.rules.servers import addresses_of
-from megatron_grpo.run.sharing import wanted_micro_batches
 
 BUBBLE = 0.3
 GPU_DRIVER = Path("/dev/nvidiactl")

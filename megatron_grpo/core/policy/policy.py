@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -32,11 +32,13 @@ from megatron_grpo.core.policy.hf_export import MegatronToHF
 from megatron_grpo.core.policy.memory_offload import Part, PolicyOffloader, Role, tensors_of
 from megatron_grpo.core.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
 from megatron_grpo.core.policy.passes import ModelScorer, StepLoss
-from megatron_grpo.core.policy.reference import Reference
 from megatron_grpo.core.policy.router import routers
 from megatron_grpo.core.types import GlobalBatch, RowKey, TrainingMicroBatch
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.vision_towers import MEGATRON as TOWER
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.policy.reference import Reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.batching.prefix_groups import prefix_of
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import ROUNDING, BackgroundSampler, GenerationFuture, Sampler, SamplingSettings, WeightsLostError
-from megatron_grpo.core.rollout.experts import ExpertLayers
 from megatron_grpo.core.rollout.vllm_requests import TIES
 from megatron_grpo.core.trainer.scored_rollout import GroupScorer, gather_metadata
 from megatron_grpo.core.types import Completion, Group, GroupMetadata, Prompt, ScoredGroup
 from megatron_grpo.core.types import Sequence as Tokens
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.rollout.experts import ExpertLayers
 
 logger = logging.getLogger(__name__)
 

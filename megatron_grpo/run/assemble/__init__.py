@@ -5,21 +5,19 @@ These modules alone choose between implementations, and they alone may import in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from megatron_grpo.commands.planning.command import Plan
-    from megatron_grpo.commands.planning.images import ImageStats
-    from megatron_grpo.core.batching.batch_sizes import BatchSizes
+    from pathlib import Path
+
+    from megatron_grpo.core.images import ImageProcessorSpec
     from megatron_grpo.core.policy.gradient_check import GradientCheck
-    from megatron_grpo.core.settings import Config
-    from megatron_grpo.core.weights.shape import ModelShape
     from megatron_grpo.run.assemble.engines import MakeEngine
     from megatron_grpo.run.assemble.policy import MakeReference
-    from megatron_grpo.run.check import CheckedConfig
     from megatron_grpo.run.data.prompts import PromptRows
+    from megatron_grpo.run.schedule import ScheduledRun
 
 
 class AnalysisHooks(Protocol):
@@ -49,20 +47,33 @@ class AnalysisHooks(Protocol):
         """Make vLLM's outputs depend on its inputs alone (batch invariance). Call it before an engine is built."""
 
 
+class RunPlan(Protocol):
+    """A plan that rank 0 of a run prints and saves."""
+
+    def save(self, path: Path, *, versions: Mapping[str, str]) -> None:
+        """Write plan.json, atomically.
+
+        Args:
+            path: File to write.
+            versions: Versions by name.
+        """
+
+
 class Planner(Protocol):
-    """Functions of the command `plan` that a run calls. `cli` provides them, because no rank imports `commands` itself."""
+    """Functions of the command `plan` that rank 0 calls. `cli` provides them, because no rank imports `commands` itself."""
 
-    def image_stats(self, rows: PromptRows, sizes: BatchSizes) -> ImageStats | None:
-        """As `commands.planning.images.ImageStats.of`."""
-
-    def tower_without_images(self, cfg: Config, shape: ModelShape) -> Iterable[str]:
-        """As `commands.planning.images.tower_without_images`."""
-
-    def make_plan(self, checked: CheckedConfig, *, num_prompts: int | None = None, images: ImageStats | None = None) -> Plan:
+    def make_plan(self, run: ScheduledRun, *, rows: PromptRows | None, image_spec: ImageProcessorSpec | None) -> RunPlan:
         """As `commands.planning.command.make_plan`."""
 
-    def print_report(self, plan: Plan, *, is_short: bool) -> None:
-        """As `commands.planning.report.print_report`."""
+    def print_report(self, plan: Any) -> None:
+        """Print what `train` shows at its start.
+
+        Args:
+            plan: What `make_plan` returned.
+        """
+
+    def choose_offload(self, run: ScheduledRun) -> dict[str, Any]:
+        """As `commands.planning.command.choose_offload`."""
 
     def describe_offload(self, offload: dict[str, Any]) -> str:
         """As `commands.planning.report.describe_offload`."""

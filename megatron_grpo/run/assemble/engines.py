@@ -16,7 +16,6 @@ from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import Policy, batch_partitioner
 from megatron_grpo.core.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.core.rollout.engine import Engine, InterruptibleSampler, Sampler
-from megatron_grpo.core.rollout.experts import ExpertLayers
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.rollouts import Teacher
 from megatron_grpo.core.weights.shape import ModelShape
@@ -30,6 +29,7 @@ from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.models import config_of_teacher
 
 if TYPE_CHECKING:
+    from megatron_grpo.core.rollout.experts import ExpertLayers
     from megatron_grpo.core.rollout.turns import TurnEngine
     from megatron_grpo.plugins.environments.rollout_func import RolloutFunc
     from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts
@@ -310,7 +310,11 @@ def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
         cfg: Settings of the run.
         shape: The model's shape.
     """
-    return ExpertLayers.of(shape) if cfg.grpo.router_replay_mode == "R3" else None
+    if cfg.grpo.router_replay_mode != "R3":
+        return None
+    from megatron_grpo.core.rollout.experts import ExpertLayers
+
+    return ExpertLayers.of(shape)
 
 
 def build_served_teacher(

@@ -44,7 +44,8 @@ from megatron_grpo.run.peers import Process
 from megatron_grpo.run.rewards.reward_manager import RewardManager
 
 if TYPE_CHECKING:
-    from megatron_grpo.commands.planning.command import Plan
+    from megatron_grpo.run.assemble import RunPlan
+    from megatron_grpo.run.schedule import ScheduledRun
 
 logger = logging.getLogger(__name__)
 # Some network file systems have no locks. The note in the file replaces the lock there.
@@ -183,18 +184,21 @@ def start_parallel(
     return state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed, timeout_minutes=minutes, facts=facts)
 
 
-def open_output(plan: Plan, inputs: ValidatedInputs, parallel: ParallelState, *, print_line: Callable[[str], None]) -> Checkpoints:
+def open_output(
+    cfg: Config, plan: RunPlan | None, inputs: ValidatedInputs, parallel: ParallelState, *, print_line: Callable[[str], None]
+) -> Checkpoints:
     """Prepare `output_dir` for the run and choose the checkpoint to resume from. Collective.
 
     The main rank clears the previous run's files if the run starts afresh, and writes config.yaml and plan.json.
 
     Args:
-        plan: Plan of the run.
+        cfg: Settings of the run.
+        plan: Plan of the run; None on ranks above 0.
         inputs: Validated inputs: how the run begins.
         parallel: Process groups of this rank.
         print_line: Prints messages about checkpoints on the main rank.
     """
-    cfg, out = plan.checked.config, Path(plan.checked.config.run.output_dir)
+    out = Path(cfg.run.output_dir)
     checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group, print_line=print_line)
     if metric := metric_of(cfg):
         checkpoints.best = BestCheckpoint(out / "checkpoints", metric, greater=is_greater_better(cfg), print_line=print_line)
@@ -204,6 +208,7 @@ def open_output(plan: Plan, inputs: ValidatedInputs, parallel: ParallelState, *,
             remove_run(out)
         claim(out)
         write_config(cfg, out / "config.yaml")
+        assert plan is not None
         plan.save(out / "plan.json", versions=versions_on(parallel.device))
     collectives.wait_for_all()
     return checkpoints
@@ -234,7 +239,7 @@ def read_if_exists(path: Path) -> str:
 
 
 def build_metrics_logger(
-    plan: Plan,
+    run: ScheduledRun,
     reward_manager: RewardManager,
     parallel: ParallelState,
     timers: Timers,
@@ -244,23 +249,23 @@ def build_metrics_logger(
     """Build the logger of metrics and completions.
 
     Args:
-        plan: Plan of the run.
+        run: Validated settings and schedule of the run.
         reward_manager: Reward manager: names and weights of the rewards.
         parallel: Process groups of this rank.
         timers: Timers of the run.
         on_metrics: Also called with each record: (optimizer step, metrics).
     """
-    cfg, out, run_cfg = plan.checked.config, Path(plan.checked.config.run.output_dir), plan.checked.config.run
+    cfg, out, run_cfg = run.checked.config, Path(run.checked.config.run.output_dir), run.checked.config.run
     metrics = Metrics(
         out,
         report_to=run_cfg.report_to,
         rank=parallel.rank,
-        total_steps=plan.schedule.num_steps,
+        total_steps=run.schedule.num_steps,
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
         on_metrics=on_metrics,
     )
-    gap = version_check(cfg, plan.checked.shape)
+    gap = version_check(cfg, run.checked.shape)
     return MetricsLogger(
         metrics,
         Completions(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,6 @@ from megatron_grpo.core.policy.model_config import padded_vocab_size
 from megatron_grpo.core.policy.optimizer import Trainable, select_trainable
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import Policy, batch_partitioner
-from megatron_grpo.core.policy.reference import FrozenPolicy, FrozenReference, Reference, SyncedReference
 from megatron_grpo.core.policy.vision import build_tower, keep_outputs
 from megatron_grpo.core.settings import Config, GrpoConfig
 from megatron_grpo.core.weights.adapters import from_file, initial_adapter
@@ -42,11 +41,14 @@ from megatron_grpo.run.config.rules.policy import attention_channels, machine_pr
 from megatron_grpo.run.open_checkpoint import begin_with, copy_weights, load_weights
 from megatron_grpo.run.sharing import PrefixSharing, decide
 
+if TYPE_CHECKING:
+    from megatron_grpo.core.policy.reference import FrozenPolicy, Reference
+
 logger = logging.getLogger(__name__)
 
 Tensors = Callable[[], dict[str, torch.Tensor]]
 
-MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Reference]  # (settings, initial model, its tensors)
+MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Any]  # (settings, initial model, its tensors)
 
 
 def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
@@ -57,6 +59,8 @@ def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Ref
         initial: Scorer of the initial model.
         tensors: Returns the tensors of the initial model; unused here.
     """
+    from megatron_grpo.core.policy.reference import FrozenReference
+
     return FrozenReference(initial)
 
 
@@ -68,6 +72,8 @@ def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> 
         initial: Scorer of the initial model.
         tensors: Returns the tensors of the initial model, which the mixing updates.
     """
+    from megatron_grpo.core.policy.reference import SyncedReference
+
     return SyncedReference(initial, tensors=tensors, sync_steps=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
 
 
@@ -219,6 +225,8 @@ def build_loaded(
     if checkpoint is not None:
         load_weights(chunks, checkpoint)
     cut = batch_partitioner(parallel, frozen(chunks)[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
+    from megatron_grpo.core.policy.reference import FrozenPolicy
+
     return FrozenPolicy(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
 
 

@@ -26,7 +26,7 @@ from megatron_grpo.core.trainer.step_monitor import StepMonitor
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.run.assemble import AnalysisHooks, Listener, Planner, RunParts
+from megatron_grpo.run.assemble import AnalysisHooks, Listener, Planner, RunParts, RunPlan
 from megatron_grpo.run.assemble.engines import (
     adapter_sync_mode,
     build_held_teacher,
@@ -46,19 +46,20 @@ from megatron_grpo.run.config.evaluation import describe_rules, eval_sampling, f
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.data.prompts import PromptStream
 from megatron_grpo.run.data.streamed import StreamedPrompts
-from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, sampling_of
 from megatron_grpo.run.inputs import ValidatedInputs, settings_of_sampler
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.rewards.reward_manager import RewardManager
 
 if TYPE_CHECKING:
-    from megatron_grpo.commands.planning.command import Plan
+    from megatron_grpo.run.evaluate import Evaluator
+    from megatron_grpo.run.schedule import ScheduledRun
 
 logger = logging.getLogger(__name__)
 
 
 def build_run(
-    plan: Plan,
+    run: ScheduledRun,
+    plan: RunPlan | None,
     inputs: ValidatedInputs,
     parallel: ParallelState,
     stop: train.StopRequest,
@@ -67,7 +68,8 @@ def build_run(
     """Build everything that `train.train` needs. Collective.
 
     Args:
-        plan: Plan of the run.
+        run: Validated settings and schedule of the run.
+        plan: Plan of the run; None on ranks above 0.
         inputs: Validated inputs.
         parallel: Process groups of this rank.
         stop: Tells whether the run is to stop.
@@ -76,7 +78,7 @@ def build_run(
     Raises:
         ConfigError: If vLLM cannot sample the model on this machine, or if a part refuses the settings.
     """
-    cfg, schedule = plan.checked.config, plan.schedule
+    cfg, schedule = run.checked.config, run.schedule
     assert schedule.num_steps is not None  # the data have been read, so the length of the run is known
     on_cpu = parts.engine is None and cfg.rollout.vllm_mode == "colocate" and parallel.device.type == "cpu"
     ranks = cfg.rollout.vllm_tensor_parallel_size
@@ -88,14 +90,14 @@ def build_run(
         printed.append(line)
         print(line, flush=True)
 
-    checkpoints = open_output(plan, inputs, parallel, print_line=print_line)
+    checkpoints = open_output(cfg, plan, inputs, parallel, print_line=print_line)
     reward_manager = RewardManager(
         inputs.rewards, cfg.rewards.reward_weights, should_cancel=stop.should_cancel, most_failed_episodes=cfg.turns.max_failed_episodes
     )
     timers = Timers()
     on_metrics = partial(_pass_metrics, checkpoints.best, parts.listener, stop)
     # Opened before any model loads: a tracking service that is not installed is an error.
-    logger = build_metrics_logger(plan, reward_manager, parallel, timers, on_metrics=on_metrics)
+    logger = build_metrics_logger(run, reward_manager, parallel, timers, on_metrics=on_metrics)
     logger.metrics.open()
     checkpoints.print_line = logger.metrics.print_line
     if checkpoints.best:
@@ -107,7 +109,7 @@ def build_run(
             logger.metrics.print_line(note)
         if isinstance(inputs.prompts, StreamedPrompts):
             inputs.prompts.agree_by(collectives.all_gather_object)
-        return assemble_run(plan, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
+        return assemble_run(run, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
     except BaseException:
         logger.close(summary=False)
         raise
@@ -124,7 +126,7 @@ def _pass_metrics(
 
 
 def assemble_run(
-    plan: Plan,
+    run: ScheduledRun,
     inputs: ValidatedInputs,
     parallel: ParallelState,
     stop: train.StopRequest,
@@ -136,7 +138,7 @@ def assemble_run(
     """Build the parts that load models, once the output is open. Collective.
 
     Args:
-        plan: Plan of the run.
+        run: Validated settings and schedule of the run.
         inputs: Validated inputs.
         parallel: Process groups of this rank.
         stop: Tells whether the run is to stop.
@@ -145,11 +147,11 @@ def assemble_run(
         logger: Logger of the run, already open.
         parts: Custom parts, and the hooks into `analysis`.
     """
-    cfg, schedule, timers = plan.checked.config, plan.schedule, logger.timers
+    cfg, schedule, timers = run.checked.config, run.schedule, logger.timers
     assert schedule.num_steps is not None
     teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
     lora = adapter_sync_mode(cfg, inputs, parallel, logger, sampler_is_known=parts.engine is None)
-    offload = offloaded_roles(plan, parallel, parts.planner)
+    offload = offloaded_roles(run, parallel, parts.planner)
     if cfg.rollout.bitwise_parity:
         parts.analysis.bitwise_parity()
     policy = build_policy(
@@ -268,6 +270,8 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, rewa
         reward_manager: Reward manager.
         last_step: Optimizer step of the last evaluation.
     """
+    from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, sampling_of
+
     training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     question = EvaluationSpec(
         sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
@@ -288,17 +292,17 @@ def held_out_prompts(stream: PromptStream, max_prompts: int | None) -> list[Prom
     return stream.take(min(len(stream), max_prompts or len(stream)))
 
 
-def offloaded_roles(plan: Plan, parallel: ParallelState, planner: Planner) -> tuple[Role, ...]:
+def offloaded_roles(run: ScheduledRun, parallel: ParallelState, planner: Planner) -> tuple[Role, ...]:
     """Return the roles of the policy that leave the device while the sampler works. Collective.
 
     On a CPU these are the ones that the settings ask for; on a GPU the plan decides, by the smallest GPU of the job.
 
     Args:
-        plan: Plan of the run.
+        run: Validated settings and schedule of the run.
         parallel: Process groups of this rank.
-        planner: Estimates memory.
+        planner: Estimates memory, on rank 0.
     """
-    cfg = plan.checked.config
+    cfg = run.checked.config
     if cfg.rollout.vllm_mode != "colocate":
         model = optimizer = False
     elif parallel.device.type == "cpu":
@@ -306,11 +310,13 @@ def offloaded_roles(plan: Plan, parallel: ParallelState, planner: Planner) -> tu
     else:
         smallest = -collectives.all_reduce_max(-torch.cuda.mem_get_info(parallel.device)[1])
         cfg_here = cfg.with_values({"gpu_memory_gb": cfg.plan.gpu_memory_gb or smallest / 1e9})
-        memory = planner.make_plan(replace(plan.checked, config=cfg_here)).memory
-        assert memory is not None  # the model's shape is known
-        model, optimizer = memory["offload"]["model"], memory["offload"]["optimizer"]
-        if parallel.is_rank_zero and cfg.plan.gpu_memory_gb is None:  # otherwise the plan has printed it
-            logger.warning(planner.describe_offload(memory["offload"]))
+        offload = None
+        if parallel.is_rank_zero:
+            offload = planner.choose_offload(replace(run, checked=replace(run.checked, config=cfg_here)))
+            if cfg.plan.gpu_memory_gb is None:  # otherwise the plan has printed it
+                logger.warning(planner.describe_offload(offload))
+        offload = collectives.broadcast_object(offload)
+        model, optimizer = offload["model"], offload["optimizer"]
     return (("weights", "reference", "gradients") if model else ()) + (("optimizer",) if optimizer else ())
 
 

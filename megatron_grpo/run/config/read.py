@@ -14,6 +14,7 @@ from megatron_grpo.core.field import Setting
 from megatron_grpo.run.config.table import MAPS, InvalidValueError, canonical, keys, names, read_value, table
 
 COMMAND_LINE = "command line"
+UNKNOWN = "\x01"  # marks a word whose value cannot be determined from a script
 _FLAG = re.compile(r"--[A-Za-z]")
 _ASSIGNMENT = re.compile(r"\+*[A-Za-z_][\w.]*=")  # a plus adds a name that Hydra's file lacks
 
@@ -188,6 +189,15 @@ def _repeated(root: Any) -> list[str]:
                     keys.add(key.value)
                 stack.append(value)
     return repeated
+
+
+def is_from_script(entries: Sequence[TypedSetting]) -> bool:
+    """Return whether settings come from a launch script: its launcher's words (`$...`), or values that only running it would tell.
+
+    Args:
+        entries: Settings as typed.
+    """
+    return any(entry.name.startswith("$") or any(UNKNOWN in word for word in words_of(entry.raw)) for entry in entries)
 
 
 def words_of(raw: Any) -> list[str]:

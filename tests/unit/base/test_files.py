@@ -110,10 +110,11 @@ def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suf
     from megatron_grpo.commands.planning.figure import draw_png
     from megatron_grpo.run.check import check_parsed
     from megatron_grpo.run.config import parse
+    from megatron_grpo.run.schedule import schedule_run
 
     theirs, ours = tmp_path / f"theirs.{suffix}", tmp_path / f"ours.{suffix}"
     Figure().savefig(theirs)
-    draw_png(make_plan(check_parsed(parse(["--max_steps", "2"]))).schedule, 2, str(ours))
+    draw_png(make_plan(schedule_run(check_parsed(parse(["--max_steps", "2"])))).schedule, 2, str(ours))
     assert "was not drawn by this program" in (plot_obstacle(theirs) or "") and plot_obstacle(ours) is None
     [problem] = parse_problems(["--png", str(theirs)])
     assert "theirs" in problem and "not overwritten" in problem

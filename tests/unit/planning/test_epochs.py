@@ -15,11 +15,12 @@ from megatron_grpo.commands.planning.report import print_report
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.policy.lr_schedule import course_of
+from megatron_grpo.run.schedule import schedule_run
 from tests.checked import check
 
 
 def planned(words: str, rows: int | None) -> Plan:
-    return make_plan(check(words.split()), num_prompts=rows)
+    return make_plan(schedule_run(check(words.split()), rows))
 
 
 def refusal(words: str, rows: int) -> str:

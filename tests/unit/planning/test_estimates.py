@@ -15,6 +15,7 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.lora import LoraSettings
 from megatron_grpo.run.lengths import read_lengths
 from megatron_grpo.run.metrics.records import write_table
+from megatron_grpo.run.schedule import schedule_run
 from tests.checked import check
 
 TINY = dict(
@@ -37,7 +38,7 @@ MATRICES = 64 + 32 + 32 + 64 + 128 + 128 + 128
 def made(tmp_path):
     def make(*argv, **changes):
         (tmp_path / "config.json").write_text(json.dumps(TINY | changes))
-        return make_plan(check(["--model", str(tmp_path), *map(str, argv)]))
+        return make_plan(schedule_run(check(["--model", str(tmp_path), *map(str, argv)])))
 
     return make
 

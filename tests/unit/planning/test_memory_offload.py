@@ -14,6 +14,7 @@ from megatron_grpo.commands.planning.memory import UNCOUNTED, OffloadPlan, decid
 from megatron_grpo.commands.planning.parameters import StaticMemory
 from megatron_grpo.commands.planning.report import describe_offload
 from megatron_grpo.core.settings import Config
+from megatron_grpo.run.schedule import schedule_run
 from tests.checked import check
 
 QWEN3_8B = dict(
@@ -32,7 +33,7 @@ BOTH = ["--offload_model", "true", "--offload_optimizer", "true"]
 def memory(tmp_path):
     def of(*argv, model=QWEN3_8B):
         (tmp_path / "config.json").write_text(json.dumps(model))
-        return make_plan(check(["--model", str(tmp_path / "config.json"), *EIGHT, *map(str, argv)])).memory
+        return make_plan(schedule_run(check(["--model", str(tmp_path / "config.json"), *EIGHT, *map(str, argv)]))).memory
 
     return of
 
@@ -134,7 +135,7 @@ def test_a_kv_cache_that_cannot_hold_one_sequence_does_not_fit(memory):
 def test_adapters_let_the_base_sleep_on_the_host_and_dropping_it_is_said_to_cost_a_push(memory, tmp_path):
     def plan(*argv):
         (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-        return make_plan(check(["--model", str(tmp_path / "config.json"), *EIGHT, "--tuner_type", "lora", *map(str, argv)]))
+        return make_plan(schedule_run(check(["--model", str(tmp_path / "config.json"), *EIGHT, "--tuner_type", "lora", *map(str, argv)])))
 
     assert plan().checked.config.rollout.sleep_level == 1
     assert plan("--sleep_level", 0).checked.config.rollout.sleep_level == 0

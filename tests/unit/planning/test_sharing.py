@@ -6,11 +6,13 @@ import json
 
 import pytest
 
+from megatron_grpo.commands.planning.budget import wanted_micro_batches
 from megatron_grpo.commands.planning.command import Plan, make_plan
 from megatron_grpo.commands.planning.report import print_report
 from megatron_grpo.core.batching import pack, prefix_groups, split
 from megatron_grpo.core.settings import Config
-from megatron_grpo.run.sharing import LEAST_SAVING, decide, wanted_micro_batches
+from megatron_grpo.run.schedule import schedule_run
+from megatron_grpo.run.sharing import LEAST_SAVING, decide
 from tests.checked import check
 
 SMALL = ["--num_generations", "4", "--global_batch_size", "8"]
@@ -20,7 +22,7 @@ SMALL = ["--num_generations", "4", "--global_batch_size", "8"]
 def made(tmp_path):
     def make(lengths: str, *argv: object) -> Plan:
         (tmp_path / "lengths.txt").write_text(lengths)
-        return make_plan(check([*SMALL, "--lengths", str(tmp_path / "lengths.txt"), *map(str, argv)]))
+        return make_plan(schedule_run(check([*SMALL, "--lengths", str(tmp_path / "lengths.txt"), *map(str, argv)])))
 
     return make
 

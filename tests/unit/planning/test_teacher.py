@@ -10,6 +10,7 @@ from megatron_grpo.cli import main
 from megatron_grpo.commands.planning.command import make_plan
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run.models import config_of_teacher
+from megatron_grpo.run.schedule import schedule_run
 from tests.checked import check
 from tests.unit.planning.test_estimates import MATRICES, TINY
 
@@ -31,7 +32,9 @@ def plan(tmp_path):
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "config.json").write_text(json.dumps(TINY | dict(num_attention_heads=4, num_key_value_heads=2) | shape))
         sizes = ["--world_size", "8", "--micro_batch_size", "2", "--global_batch_size", "64"]
-        return make_plan(check(["--model", str(tmp_path / "student"), "--teacher_model", str(tmp_path / "teacher"), *sizes, *argv]))
+        return make_plan(
+            schedule_run(check(["--model", str(tmp_path / "student"), "--teacher_model", str(tmp_path / "teacher"), *sizes, *argv]))
+        )
 
     return make
 
@@ -90,7 +93,7 @@ def test_its_bytes_are_those_of_its_weights_and_count_where_it_is(plan, tmp_path
     assert stays["teacher_bytes"] == leaves["teacher_bytes"] == 2 * (2 * (matrices + 16) + 8 + 2 * 16 * 8)
     gone = {phase: stays["phases"][phase] - leaves["phases"][phase] for phase in stays["phases"]}
     assert gone == dict.fromkeys(gone, stays["teacher_bytes"]) | {"teacher": 0}
-    assert "teacher" not in make_plan(check(["--model", str(tmp_path / "student")])).memory["stages"][0]["phases"]
+    assert "teacher" not in make_plan(schedule_run(check(["--model", str(tmp_path / "student")]))).memory["stages"][0]["phases"]
 
 
 def test_its_work_is_one_forward_a_row(plan):

@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from megatron_grpo.cli import Planning
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.core.policy.flash import flash_obstacle
@@ -79,7 +78,7 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
     argv = ["--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "prompts.jsonl"), "--reward_funcs", "length", "--max_steps",
             "1", "--max_completion_length", "8", "--output_dir", str(tmp_path / "out"), "--tensor_model_parallel_size", "3"]  # fmt: skip
     with pytest.raises(ConfigError) as skipped_step:
-        load_inputs(parse(argv, launcher_world_size=3), Planning())
+        load_inputs(parse(argv, launcher_world_size=3))
     said = str(skipped_step.value)
     assert "18 tokens are longer than the model's max_position_embeddings (16)" in said
     assert "num_attention_heads" in said

@@ -8,25 +8,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron_grpo.cli import Planning, main
+from megatron_grpo.cli import main
 from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.commands.planning.command import plan_run
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.run import validate
 from megatron_grpo.run.checkpoint.fingerprints import DAY, values_equal_on_ranks
 from megatron_grpo.run.checkpoint.resume_compatibility import changes_since
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.write import as_yaml
 from megatron_grpo.run.rewards.loading import close_rewards
+from megatron_grpo.run.validate import load_inputs
 from tests.tiny_models import write_tiny
-
-load_inputs = partial(validate.load_inputs, planner=Planning())
-validate_run = partial(validate.validate_run, planner=Planning())
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +54,9 @@ def refused(look, flags) -> list[str]:
 def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
     made, inputs = load_inputs(parsed(good))
     close_rewards(inputs.rewards)
-    planned = validate_run(parsed(good))
+    planned = plan_run(parsed(good))
     machine = "this machine's GPUs and memory, and whether output_dir can be written"
     assert planned.not_checked == (machine, "the tokenizer (chat template, prompt lengths in tokens)")
-    assert made.not_checked == ()
     assert (made.num_prompts, planned.num_prompts, planned.schedule) == (10, 10, made.schedule)
 
 
@@ -177,7 +173,7 @@ BAD = {
 def test_plan_and_train_refuse_the_same(good, tmp_path, name):
     change, said = BAD[name]
     flags = good | change(good, tmp_path)
-    by_plan, by_train = refused(validate_run, flags), refused(load_inputs, flags)
+    by_plan, by_train = refused(plan_run, flags), refused(load_inputs, flags)
     assert by_plan == by_train
     assert any(said in message for message in by_plan), by_plan
     assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
@@ -186,11 +182,11 @@ def test_plan_and_train_refuse_the_same(good, tmp_path, name):
 def test_a_column_of_null_is_there_and_one_of_several_that_a_function_takes_is_enough(good, tmp_path):
     rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "answer": 6}]
     data = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    assert refused(validate_run, good | {"dataset": data}) == []
+    assert refused(plan_run, good | {"dataset": data}) == []
     data = write(tmp_path / "e.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7", "solution": "7"}]))
-    assert refused(validate_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
+    assert refused(plan_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
     data = write(tmp_path / "f.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7"}]))
-    assert refused(validate_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
+    assert refused(plan_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
         "Reward `accuracy` needs the column `answer` or `solution`, but 1 of 3 rows (f.jsonl line 3) lack it. Add it to these rows, as "
         "null where it does not apply."
     ]
@@ -201,7 +197,7 @@ def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_pa
         tmp_path / "grpo.yaml",
         "model_name_or_path: /data/models/qwen\nper_device_train_batch_size: 4\nnum_generations: 4\nreport_to: swanlab\n",
     )
-    found = validate_run(parsed({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
+    found = plan_run(parsed({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
     assert "whether swanlab can be reported to" in found.not_checked
     assert "the model's weights (/data/models/qwen is not on this machine)" in found.not_checked
     assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
@@ -209,10 +205,10 @@ def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_pa
 
 def test_an_adapter_that_only_the_machine_of_the_run_has_is_left_out_and_its_rank_is_that_of_the_settings(good, tmp_path):
     foreign = write(tmp_path / "run.sh", "megatron rlhf --tuner_type lora --lora_rank 16 --adapters /data/adapter --loss_type grpo")
-    found = validate_run(parsed(good | {"dialect": "swift", "config": foreign}))
+    found = plan_run(parsed(good | {"dialect": "swift", "config": foreign}))
     assert "adapters (/data/adapter is not on this machine): ranks and targets are taken from the settings" in found.not_checked
     assert found.checked.config.tuner.lora_rank == 16
-    (message,) = refused(validate_run, good | {"tuner_type": "lora", "adapters": "/data/adapter"})
+    (message,) = refused(plan_run, good | {"tuner_type": "lora", "adapters": "/data/adapter"})
     assert message.startswith("adapters: /data/adapter is not an adapter")
 
 
@@ -221,7 +217,7 @@ def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory
     (tmp_path / "moves.py").write_text("import os\nprint('hello')\nos.chdir('/')\ndef f(completions): return []\n")
     os.symlink(good["model"], tmp_path / "model")
     write(tmp_path / "lengths", "3 4\n")
-    assert validate_run(parsed(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
+    assert plan_run(parsed(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
     assert capsys.readouterr().out == "", "stdout is for the plan"
     sys.modules.pop(next(name for name in sys.modules if "_reward_moves_" in name))
     os.chdir(tmp_path)
@@ -275,17 +271,17 @@ def test_plan_never_runs_the_program_that_it_is_given(tmp_path, monkeypatch, cap
 
 def test_plan_says_what_it_imports_before_it_does(good, tmp_path, capfd):
     file = write(tmp_path / "loud.py", "import sys\nprint('loud', file=sys.stderr)\ndef f(completions): return [0.0] * len(completions)\n")
-    validate_run(parsed(good | {"reward_funcs": f"{file}:f"}))
+    plan_run(parsed(good | {"reward_funcs": f"{file}:f"}))
     told = capfd.readouterr().err
     assert told.index(f"plan imports {file}:f, which executes") < told.index("loud\n")
-    validate_run(parsed(good | {"reward_funcs": "math"}))
+    plan_run(parsed(good | {"reward_funcs": "math"}))
     assert "imports" not in capfd.readouterr().err
 
 
 def test_plan_says_of_a_model_that_is_elsewhere_that_nobody_looked_at_it(good):
-    found = validate_run(parsed({"model": "someone/model"}))
+    found = plan_run(parsed({"model": "someone/model"}))
     assert "someone/model is not on this machine and was not checked" in found.warnings[0]
-    assert not any("was not checked" in warning for warning in validate_run(parsed(good)).warnings)
+    assert not any("was not checked" in warning for warning in plan_run(parsed(good)).warnings)
 
 
 def test_the_day_that_a_chat_template_prints_is_recorded_and_compared_between_ranks(good, tmp_path):
