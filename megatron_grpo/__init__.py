@@ -10,12 +10,46 @@ if TYPE_CHECKING:
     from megatron_grpo.api.trainer import GRPOTrainer as GRPOTrainer
     from megatron_grpo.api.trainer import RunResult as RunResult
     from megatron_grpo.api.trainer import plan as plan
+    from megatron_grpo.core.images import ImageProcessorSpec as ImageProcessorSpec
+    from megatron_grpo.core.policy.gradient_check import GradientCheck as GradientCheck
+    from megatron_grpo.core.policy.reference import Reference as Reference
+    from megatron_grpo.core.rollout.engine import BackgroundSampler as BackgroundSampler
+    from megatron_grpo.core.rollout.engine import Engine as Engine
+    from megatron_grpo.core.rollout.engine import Sampler as Sampler
+    from megatron_grpo.core.rollout.engine import WeightReceiver as WeightReceiver
+    from megatron_grpo.core.settings import DataConfig as DataConfig
+    from megatron_grpo.core.types import Completion as Completion
+    from megatron_grpo.core.types import Group as Group
+    from megatron_grpo.core.types import Prompt as Prompt
+    from megatron_grpo.plugins.environments.protocol import Environment as Environment
+    from megatron_grpo.plugins.environments.protocol import StepOutput as StepOutput
+    from megatron_grpo.plugins.environments.protocol import Turn as Turn
+    from megatron_grpo.plugins.rewards.sandbox import run_program as run_program
     from megatron_grpo.run.config.grpo_config import GRPOConfig as GRPOConfig
+    from megatron_grpo.run.data.chat import load_tokenizer as load_tokenizer
+    from megatron_grpo.run.data.prompts import open_stream as open_stream
+    from megatron_grpo.run.rewards.protocol import RowFailure as RowFailure
+    from megatron_grpo.run.rewards.protocol import Score as Score
 
 __version__ = "0.1.0"
-# Module of each public name, imported when it is first used.
-_API = {"GRPOConfig": "run.config.grpo_config", "GRPOTrainer": "api.trainer", "RunResult": "api.trainer", "plan": "api.trainer",
-        "score": "api.score"}  # fmt: skip
+# Public names by their module, which is imported when one of them is first used. What users write names no other path.
+_PUBLIC = {
+    "api.score": "score",
+    "api.trainer": "GRPOTrainer RunResult plan",
+    "core.images": "ImageProcessorSpec",
+    "core.policy.gradient_check": "GradientCheck",
+    "core.policy.reference": "Reference",
+    "core.rollout.engine": "BackgroundSampler Engine Sampler WeightReceiver",
+    "core.settings": "DataConfig",
+    "core.types": "Completion Group Prompt",
+    "plugins.environments.protocol": "Environment StepOutput Turn",
+    "plugins.rewards.sandbox": "run_program",
+    "run.config.grpo_config": "GRPOConfig",
+    "run.data.chat": "load_tokenizer",
+    "run.data.prompts": "open_stream",
+    "run.rewards.protocol": "RowFailure Score",
+}
+_API = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 __all__ = [*_API]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megatron_grpo.plugins.rewards.sandbox import run_program
+from megatron_grpo import run_program
 
 ASK = "The file {module} has a bug: {hint}. Find and mend it; change nothing else. Check your work by running Python."
 MODULES = {

@@ -1,6 +1,6 @@
 """The reward of an episode: 1 if the module that the agent leaves passes the hidden tests. They run in the sandbox of the reward `code`."""
 
-from megatron_grpo.plugins.rewards.sandbox import run_program
+from megatron_grpo import run_program
 
 MOST = 100_000  # characters of a module
 

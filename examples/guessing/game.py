@@ -1,6 +1,6 @@
 """The guessing game: who answers between the turns, and the rewards."""
 
-from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
+from megatron_grpo import Environment, StepOutput
 
 HIGHEST = 15
 

@@ -54,7 +54,7 @@ def answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[st
     from make_tiny_vlm import encoded_row
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-    from megatron_grpo.core.images import ImageProcessorSpec
+    from megatron_grpo import ImageProcessorSpec
 
     words, image_spec = AutoTokenizer.from_pretrained(model_path), ImageProcessorSpec.of(model_path)
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="float32").eval()

@@ -1,6 +1,6 @@
 """Python as a tool: each call is a program of its own in the sandbox of the reward `code` (time, memory, files and network are limited)."""
 
-from megatron_grpo.plugins.rewards.sandbox import run_program
+from megatron_grpo import run_program
 
 SECONDS, MEMORY_MB, CHARACTERS = 10.0, 512, 4000
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_grpo
 from tests.end_to_end import outside_parts
 from tools import docs
 
@@ -159,3 +160,21 @@ def test_a_link_that_leads_nowhere_is_counted(tmp_path, monkeypatch):
     assert docs.check() == 0
     (tmp_path / "other" / "index.html").write_text("<h2>A heading</h2>")
     assert docs.check() == 1
+
+
+@pytest.mark.parametrize("name", megatron_grpo.__all__)
+def test_a_public_name_is_imported_from_the_package(name):
+    assert getattr(megatron_grpo, name) is not None and name in dir(megatron_grpo)
+
+
+def test_examples_and_pages_import_public_names_from_the_package_alone():
+    """Two pages are about files of the package itself: how it is arranged, and how a family of models is added to it."""
+    about_files = {"architecture.md", "adding-a-model.md"}
+    pages = [page for page in (*(HERE / "docs").rglob("*.md"), HERE / "README.md") if page.name not in about_files]
+    files = [
+        *pages,
+        *(file for file in (HERE / "examples").rglob("*") if file.suffix in (".py", ".md", ".sh", ".yaml", ".ipynb", ".slurm")),
+    ]
+    assert len(files) > 100
+    path_of_a_wing = re.compile(r"megatron_grpo\.(api|core|run|plugins|commands)\b")
+    assert {str(file.relative_to(HERE)) for file in files if path_of_a_wing.search(file.read_text(encoding="utf-8"))} == set()

@@ -82,8 +82,8 @@ def _environment(spec: str) -> type[Environment]:
     if environment_class is None:
         raise config_error(
             "environment",
-            f"environment {spec} is not an environment. Use a class that inherits megatron_grpo.plugins.environments.protocol.Environment, "
-            "or one for TRL (reset, methods that are tools), Megatron-SWIFT (reset, step) or verifiers (env_response).",
+            f"environment {spec} is not an environment. Use a class that inherits megatron_grpo.Environment, or one for TRL "
+            "(reset, methods that are tools), Megatron-SWIFT (reset, step) or verifiers (env_response).",
         )
     if environment_class.step is Environment.step:
         raise config_error("environment", f"environment {spec} has no `step`.")
