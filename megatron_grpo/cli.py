@@ -281,7 +281,7 @@ def referee(argv: list[str]) -> int:
     Hugging Face model with the weights of that step, to recompute log-probs. --png: file of a figure. Exit codes: 0, nothing differs beyond
     rounding; 3, something does; 2, the arguments or the dump are wrong.
     """
-    from megatron_grpo.commands.analysis.referee.command import run_referee
+    from megatron_grpo_referee.command import run_referee
 
     return run_referee(argv, _parsed)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_grpo.commands.analysis.referee import reference
 from megatron_grpo.core.settings import Config, GrpoConfig
 from megatron_grpo.core.types import Sample
 from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo_referee import reference
 from tests import parity_cases as cases
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real")

@@ -596,7 +596,7 @@ def with_kept(path: str | Path, samples: Sequence[Sample], *, vocab: int, temper
 
 
 def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index: int) -> torch.Tensor:
-    from megatron_grpo.commands.analysis.referee.reference import ReferenceCompletion, grpo_loss, token_logprobs
+    from megatron_grpo_referee.reference import ReferenceCompletion, grpo_loss, token_logprobs
 
     completions = []
     for s in samples:

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
+sys.path[:0] = [str(ROOT), str(ROOT / "referee")]  # this file is run as a script; what it imports of the repository comes after
 
-from megatron_grpo.commands.analysis.referee import reference  # noqa: E402
 from megatron_grpo.core.settings import GrpoConfig  # noqa: E402
+from megatron_grpo_referee import reference  # noqa: E402
 
 TARGET = ROOT / "tests" / "golden" / "grpo.json"
 MAX_COMPLETION_LENGTH = 6

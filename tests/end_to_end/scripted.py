@@ -97,7 +97,7 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
 
 def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> list[Sample]:
     """Every sample with old log-probs, which are those of the model when the rollout comes in, whatever the timetable does to get them."""
-    from megatron_grpo.commands.analysis.referee import reference as grpo_reference
+    from megatron_grpo_referee import reference as grpo_reference
 
     samples = []
     for prompt, completions in groups:
@@ -123,7 +123,7 @@ def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> 
 
 def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
     """float64 [T], 0 where nothing trains."""
-    from megatron_grpo.commands.analysis.referee.reference import token_logprobs
+    from megatron_grpo_referee.reference import token_logprobs
     from tests.parity_cases import float32_means_float64
 
     with torch.no_grad(), float32_means_float64():

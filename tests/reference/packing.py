@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron_grpo.commands.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.core.grpo.entropy import entropy_threshold
 from megatron_grpo.core.grpo.loss import GrpoLoss, LossInputs, TokenWeights
 from megatron_grpo.core.grpo.metrics import LossLogs, combine
 from megatron_grpo.core.grpo.objectives import ClassificationTerms, classification
 from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo_referee.reference import ReferenceCompletion
 
 MAX_COMPLETION_LENGTH = 9
 

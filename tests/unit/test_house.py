@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import megatron_grpo
+import megatron_grpo_referee
 
-PACKAGE = Path(megatron_grpo.__file__).parent
+PACKAGE, REFEREE = (Path(package.__file__).parent for package in (megatron_grpo, megatron_grpo_referee))
 MOST_LINES, MOST_PARAMETERS = 60, 8
 
 # What is longer, or takes more, and why it stays so.
@@ -47,8 +48,8 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def everything() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    for root, path in ((folder, path) for folder in (PACKAGE, REFEREE) for path in sorted(folder.rglob("*.py"))):
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         found += [(f"{module}.{name}", function) for name, function in functions_in(path.read_text(encoding="utf-8"))]
     return found
 

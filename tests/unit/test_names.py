@@ -9,15 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import megatron_grpo
+import megatron_grpo_referee
 
-PACKAGE = Path(megatron_grpo.__file__).parent
+PACKAGE, REFEREE = (Path(package.__file__).parent for package in (megatron_grpo, megatron_grpo_referee))
 
 
-def classes(folder: Path = PACKAGE) -> Iterator[tuple[str, ast.ClassDef]]:
-    for path in sorted(folder.rglob("*.py")):
+def sources() -> list[tuple[str, Path]]:
+    """(place inside its package, file) of each module of both distributions."""
+    return [(str(path.relative_to(folder)), path) for folder in (PACKAGE, REFEREE) for path in sorted(folder.rglob("*.py"))]
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for place, path in sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                yield str(path.relative_to(folder)), node
+                yield place, node
 
 
 def exceptions() -> set[str]:
@@ -62,7 +68,7 @@ def documented_functions() -> Iterator[tuple[str, set[str], set[str]]]:
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield node, owner
 
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for place, path in sources():
         for function, owner in walk(ast.parse(path.read_text(encoding="utf-8")).body, None):
             is_constructor = owner is not None and function.name == "__init__"
             docstring = ast.get_docstring(function) or (ast.get_docstring(owner) if owner is not None and is_constructor else None)
@@ -75,7 +81,7 @@ def documented_functions() -> Iterator[tuple[str, set[str], set[str]]]:
             names = {argument.arg for argument in [*plain[is_bound:], *found.kwonlyargs, *extra]}
             section = re.search(r"^Args:\n((?: .*\n?|\n)*)", docstring, re.MULTILINE)
             documented = set(re.findall(r"^    \*{0,2}(\w+)(?: \(.*\))?:", section[1], re.MULTILINE)) if section else set()
-            yield f"{path.relative_to(PACKAGE)}:{function.lineno} {function.name}", names, documented
+            yield f"{place}:{function.lineno} {function.name}", names, documented
 
 
 def test_nineteen_of_twenty_arguments_are_documented():
@@ -89,7 +95,7 @@ def test_nineteen_of_twenty_arguments_are_documented():
 def test_the_shape_of_a_field_is_in_the_docstring_of_its_class():
     """Not in a comment behind the field, which no tool shows."""
     shape = re.compile(r"#.*(\b(u?int|float|bool)\d* ?\[|\[[A-Zt]\b)")
-    lines = {path: (PACKAGE / path).read_text(encoding="utf-8").splitlines() for path in {path for path, _ in classes()}}
+    lines = {place: path.read_text(encoding="utf-8").splitlines() for place, path in sources()}
     fields = [
         f"{path}:{field.end_lineno} {lines[path][(field.end_lineno or 0) - 1].strip()}"
         for path, node in classes()
@@ -125,12 +131,12 @@ def local_names(source: str) -> Iterator[str]:
 
 
 def test_a_local_name_says_what_the_value_is():
-    """`analysis/referee` names pairs of numbers theirs and ours."""
+    """The referee names pairs of numbers theirs and ours."""
     riddles = {
         (str(path.relative_to(PACKAGE)), name)
         for path in PACKAGE.rglob("*.py")
         for name in local_names(path.read_text(encoding="utf-8"))
-        if name in RIDDLES and "referee" not in path.relative_to(PACKAGE).parts
+        if name in RIDDLES
     }
     assert riddles == PUBLIC_ARGUMENTS
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.commands.analysis.referee import trl
-from megatron_grpo.commands.analysis.referee.findings import findings
 from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo_referee import trl
+from megatron_grpo_referee.findings import findings
 from tests.referee_dumps import MAX_COMPLETION_LENGTH, G, trl_dump
 
 pytest.importorskip("trl", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.commands.analysis.referee import reference
 from megatron_grpo.core.grpo.advantages import ESTIMATORS, advantages, name_of_estimator, reward_metrics, zero_std_groups
 from megatron_grpo.core.settings import Config, GrpoConfig
 from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo_referee import reference
 
 COMBINATIONS = [
     cfg

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.commands.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.core.grpo import advantages as ours
 from megatron_grpo.core.grpo.loss import GrpoLoss
 from megatron_grpo.core.grpo.metrics import finish
 from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo_referee.reference import ReferenceCompletion
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, threshold_of, token_weight_fn
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.commands.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.core.grpo.advantages import advantages
 from megatron_grpo.core.grpo.loss import OBJECTIVES
 from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo_referee.reference import ReferenceCompletion
 from tests.reference.packing import MAX_COMPLETION_LENGTH, package_loss, random_split
 
 T = MAX_COMPLETION_LENGTH - 1

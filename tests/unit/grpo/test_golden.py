@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.commands.analysis.referee.reference import ReferenceCompletion
 from megatron_grpo.core.grpo.advantages import advantages
 from megatron_grpo.core.settings import Config, GrpoConfig
 from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo_referee.reference import ReferenceCompletion
 from tests.reference.packing import package_loss
 
 ROOT = Path(__file__).resolve().parents[3]

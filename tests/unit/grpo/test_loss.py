@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.commands.analysis.referee import reference
 from megatron_grpo.core.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.core.grpo.metrics import finish
 from megatron_grpo.core.grpo.objectives import (
@@ -23,6 +22,7 @@ from megatron_grpo.core.grpo.objectives import (
     rollout_correction,
 )
 from megatron_grpo.core.settings import GrpoConfig
+from megatron_grpo_referee import reference
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference.packing import (
     MAX_COMPLETION_LENGTH,

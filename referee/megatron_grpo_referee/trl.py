@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.commands.analysis.referee.dump import SYSTEMS, Dump, DumpedMicroBatch, dump_of, files_of_step, refusal, rows_of_table
+from megatron_grpo_referee.dump import SYSTEMS, Dump, DumpedMicroBatch, dump_of, files_of_step, refusal, rows_of_table
 
 LACKS = "The table has rewards and advantages only. For log-probs, loss and gradient use the hook of docs/referee_trl.md."
 PARTS = (

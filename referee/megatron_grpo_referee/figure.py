@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_grpo.commands.analysis.referee.dump import Dump
-from megatron_grpo.commands.analysis.referee.findings import Finding, first_different
 from megatron_grpo.run.metrics.plots import apply_style, can_draw, new_figure, write_png
+from megatron_grpo_referee.dump import Dump
+from megatron_grpo_referee.findings import Finding, first_different
 
 
 def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_grpo.commands.analysis.referee import reference
-from megatron_grpo.commands.analysis.referee.tracked import Tracked
 from megatron_grpo.core.base.errors import ConfigError, config_error
+from megatron_grpo_referee import reference
+from megatron_grpo_referee.tracked import Tracked
 
 SYSTEMS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("systems.yaml").read_text(encoding="utf-8"))
 ROUNDING = {"float32": 2e-5, "bfloat16": 3e-2}  # difference that rounding explains, relative to the sum of the magnitudes

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.commands.analysis.printing import print_report, table_lines
-from megatron_grpo.commands.analysis.referee.dump import SYSTEMS, Dump, refusal
-from megatron_grpo.commands.analysis.referee.findings import Finding, findings, first_different, incomplete_groups
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.core.base.files import plot_obstacle
 from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.table import InvalidValueError, read_value, table
+from megatron_grpo_referee.dump import SYSTEMS, Dump, refusal
+from megatron_grpo_referee.findings import Finding, findings, first_different, incomplete_groups
 
 EXIT_DIFFERENT = 3
 OWN = ("--of", "--step", "--weights")
@@ -40,7 +40,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
         ConfigError: With all problems of the command line, the settings and the dump.
     """
     path, system, step, weights, rest = _read(argv)
-    reader = import_module(f"megatron_grpo.commands.analysis.referee.{system}")
+    reader = import_module(f"megatron_grpo_referee.{system}")
     parsed = parse([*SYSTEMS[system]["words"], *rest])
     png = parsed.config.plan.png
     s = settings_of(parsed.config)
@@ -71,7 +71,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     }  # fmt: skip
     print_report(result, report_lines(dump, found, lacks), as_json=parsed.config.plan.json)
     if png:
-        from megatron_grpo.commands.analysis.referee.figure import draw
+        from megatron_grpo_referee.figure import draw
 
         print(draw(dump, found, Path(png)), file=sys.stderr if parsed.config.plan.json else sys.stdout, flush=True)
     return EXIT_DIFFERENT if first else EXIT_DONE

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.commands.analysis.referee import reference
-from megatron_grpo.commands.analysis.referee.dump import Dump, DumpedMicroBatch, dump_of, files_of_step, reading, refusal, rows_of_table
+from megatron_grpo_referee import reference
+from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, dump_of, files_of_step, reading, refusal, rows_of_table
 
 NO_REWARDS = "The hook has no rewards. completions.jsonl has the advantages: run the command on it too."
 LACKS = "completions.jsonl has rewards and advantages only. For log-probs, loss and gradient use the hook of docs/referee_swift.md."

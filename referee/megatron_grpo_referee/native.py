@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.commands.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, load_arrays, reading, refusal, rewards_of
 from megatron_grpo.core.base.files import read_object
 from megatron_grpo.core.types import Sample
 from megatron_grpo.run.checkpoint.manifest import MANIFEST
 from megatron_grpo.run.checkpoint.samples import read_samples
+from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, load_arrays, reading, refusal, rewards_of
 
 FORMAT = 1
 LACKS = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.commands.analysis.referee.dump import SYSTEMS, Dump, DumpedMicroBatch, dump_of, files_of_step, reading, refusal, rows_of
+from megatron_grpo_referee.dump import SYSTEMS, Dump, DumpedMicroBatch, dump_of, files_of_step, reading, refusal, rows_of
 
 FORMAT = 2  # of --save-debug-train-data, slime 0.3
 NO_REWARDS = "The hook has no rewards. --save-debug-train-data has the advantages: run the command on it too."

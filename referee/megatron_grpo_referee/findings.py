@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.commands.analysis.referee import reference
-from megatron_grpo.commands.analysis.referee.causes import MODES, Change, advantage_causes, advantages, changed, changes, factor_changes
-from megatron_grpo.commands.analysis.referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, places_of, refusal
-from megatron_grpo.commands.analysis.referee.tracked import Tracked, value_and_gradients
+from megatron_grpo_referee import reference
+from megatron_grpo_referee.causes import MODES, Change, advantage_causes, advantages, changed, changes, factor_changes
+from megatron_grpo_referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, places_of, refusal
+from megatron_grpo_referee.tracked import Tracked, value_and_gradients
 
 LOGPROBS = {"float32": 1e-4, "bfloat16": 3e-2}  # nats: mean difference of two forwards of the same weights
 Values = Any  # a sequence: a number, or an array, of each row

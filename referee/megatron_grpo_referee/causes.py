@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.commands.analysis.referee import reference
-from megatron_grpo.commands.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, places_of
-from megatron_grpo.commands.analysis.referee.reference import Counted, ReferenceCompletion
+from megatron_grpo_referee import reference
+from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, places_of
+from megatron_grpo_referee.reference import Counted, ReferenceCompletion
 
 TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo", "fipo")
 ROW_MEANS = ("grpo", "sapo")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.commands.analysis.referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, reading, refusal
 from megatron_grpo.core.base.files import parse_json
+from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, reading, refusal
 
 MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "sequence_sum", "seq-mean-token-sum-norm": "dr_grpo"}
 LACKS = (
