@@ -36,7 +36,7 @@ RUN --mount=type=bind,from=apex,source=/wheels,target=/wheels pip install --no-d
 WORKDIR /opt/megatron_grpo
 RUN pip install "megatron-core==0.19.2" "datasets==4.*" "math-verify==0.8.*" "matplotlib==3.*" "tensorboard==2.*"
 COPY . .
-RUN pip install --no-build-isolation -e ".[vllm,te,data,math,plot,tensorboard]"
+RUN pip install --no-build-isolation -e ".[vllm,te,data,math,plot,tensorboard,referee]"
 
 ENTRYPOINT ["megatron-grpo"]
 CMD ["--help"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -15,7 +16,6 @@ REQUIRED = [
     "numpy",
     "pyyaml",
     "rich",
-    "autograd>=1.8",  # gradients of `referee` without torch
     "psutil",  # parquet files; and megatron-core imports it and does not declare it
     "torch>=2.6; sys_platform == 'linux'",
     "megatron-core>=0.16.1,<0.20; sys_platform == 'linux'",
@@ -37,6 +37,7 @@ EXTRAS = {
     "data": ["datasets>=4"],
     "math": ["math-verify>=0.8"],
     "plot": ["matplotlib>=3.8"],
+    "referee": ["megatron-grpo-referee"],
     "images": ["pillow>=11"],
     "peft": ["peft==0.21.*"],
     "tensorboard": ["tensorboard"],
@@ -70,6 +71,11 @@ EXTRAS = {
         "matplotlib>=3.8",
     ],
 }
+
+# A distribution of this repository. A checkout has it beside this file; what is built from the source distribution asks the index for it.
+REFEREE = HERE / "referee"
+IS_BESIDE = REFEREE.is_dir() and "sdist" not in sys.argv
+EXTRAS["referee"] = [f"megatron-grpo-referee @ {REFEREE.as_uri()}" if IS_BESIDE else f"megatron-grpo-referee=={VERSION}"]
 
 setup(
     name="megatron-grpo",

@@ -97,7 +97,7 @@ fi
 fingerprint() {
     "$python" -c 'import hashlib, pathlib, sys
 digest = hashlib.sha256(" ".join(sys.argv[1:]).encode() + sys.version.encode())
-for name in ("setup.py", "tools/install.sh"):
+for name in ("setup.py", "referee/pyproject.toml", "tools/install.sh"):
     digest.update(pathlib.Path(sys.argv[1], name).read_bytes())
 print(digest.hexdigest())' "$root" "$device"
 }
@@ -180,9 +180,14 @@ choose_torch() {
 }
 
 install_packages() {
-    local extras; extras="$(IFS=,; echo "$sampler${wanted[*]:+,${wanted[*]}}")"
-    say "installing megatron-grpo[$extras] into $venv${size:+: $size, some minutes} (pip's output: $log)"
-    pip_install ${more_indexes[@]+"${more_indexes[@]}"} ${pins[@]+"${pins[@]}"} -e "$root[$extras]" || pip_failed "megatron-grpo[$extras]"
+    local extra extras="$sampler" referee=()
+    for extra in ${wanted[@]+"${wanted[@]}"}; do
+        case "$extra" in referee | dev) referee=(-e "$root/referee") ;; esac  # editable like the package; the extra would copy it
+        [ "$extra" = referee ] || extras+=",$extra"
+    done
+    say "installing megatron-grpo[$extras]${referee[*]:+ and its referee} into $venv${size:+: $size, some minutes} (pip's output: $log)"
+    pip_install ${more_indexes[@]+"${more_indexes[@]}"} ${pins[@]+"${pins[@]}"} -e "$root[$extras]" ${referee[@]+"${referee[@]}"} ||
+        pip_failed "megatron-grpo[$extras]"
 }
 
 # A CUDA build of torchvision beside a CPU torch has all of its Python, and none of its operators. It fails, and `import transformers` with

@@ -33,6 +33,16 @@ from megatron_grpo.core.base.errors import (
 )
 
 PREFIX = "megatron-grpo: "
+# Package that a command needs and an environment may lack -> how to install it.
+INSTALLS = {
+    **dict.fromkeys(
+        ("torch", "megatron", "transformers", "safetensors", "vllm"),
+        "On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a clone. `plan` does not need it.",
+    ),
+    **dict.fromkeys(
+        ("megatron_grpo_referee", "autograd"), "pip install 'megatron-grpo[referee]'; in a clone: bash tools/install.sh referee."
+    ),
+}
 
 
 def report(error: BaseException) -> int:
@@ -91,9 +101,8 @@ def describe_error(error: BaseException) -> tuple[str | None, int]:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename:
         return f"{PREFIX}{str(error.filename)[:80]!r}... is not a valid path: it contains a name longer than 255 bytes.", EXIT_CONFIG
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package in ("torch", "megatron", "transformers", "safetensors", "vllm") and find_spec(package) is None:
-        remedy = "On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a clone. `plan` does not need it."
-        return f"{PREFIX}this command needs {package}, which is not installed. {remedy}", EXIT_CONFIG
+    if package in INSTALLS and find_spec(package) is None:
+        return f"{PREFIX}this command needs {package}, which is not installed. {INSTALLS[package]}", EXIT_CONFIG
     if isinstance(error, SystemExit):
         return f"{PREFIX}something called sys.exit({error.code!r}) before the run was complete.{_location(error)}", EXIT_CRASH
     sentence = machine_sentence(error)

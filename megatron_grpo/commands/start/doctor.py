@@ -46,6 +46,7 @@ OPTIONAL = {
     "math-verify": ("math", "the reward `math`"),
     "pillow": ("images", "rows with images"),
     "matplotlib": ("plot", "plots/, and `plan --png`"),
+    "megatron-grpo-referee": ("referee", "`referee`"),
     "peft": ("peft", "nothing in a run; tests compare adapters with it"),
     **{name: (name, f"--report_to {name}") for name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")},
 }

