@@ -107,7 +107,9 @@ def test_the_referee_is_a_wheel_of_the_same_version_and_brings_autograd(source, 
     wheel = build(source / "referee")
     files = {str(path.relative_to(source / "referee")) for path in (source / "referee/megatron_grpo_referee").rglob("*") if path.is_file()}
     assert {Path(name).suffix for name in files} == {".py", ".yaml"}
-    assert files == {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("megatron_grpo_referee/")}
+    names = zipfile.ZipFile(wheel).namelist()
+    assert files == {name for name in names if name.startswith("megatron_grpo_referee/")}
+    assert [name for name in names if name.endswith("/LICENSE")]
 
     ended = command("referee", "dump", "--of", "trl")
     assert ended.returncode == 2 and "this command needs megatron_grpo_referee, which is not installed" in ended.stderr
