@@ -47,7 +47,6 @@ def peft_model(path: str | Path, adapter: str | Path, dtype: str = "float64"):
     from tests.tiny_models import load_tiny
 
     base = load_tiny(path, dtype)
-    base.get_input_embeddings().padding_idx = None
     if any(hasattr(module, "gate_up_proj") for module in base.modules()):
         return _with_experts(base, path, Path(adapter), dtype)
     from peft import PeftModel

@@ -442,7 +442,6 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
         model, named = peft_model(path, start_of(cfg))
     else:
         model = load_tiny(path, "float64").train()
-        model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
         named = dict(model.named_parameters())
     frozen = copy.deepcopy(model).requires_grad_(False) if cfg.grpo.beta else None
     if cfg.tuner.tuner_type == "full":

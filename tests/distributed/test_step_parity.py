@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
-from tests.tiny_models import write_tiny
+from tests.tiny_models import PAD, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,29 @@ def test_loss_and_gradient_norm_do_not_depend_on_layout_or_micro_batch_size(dens
     found = step(dense, batches, name, micro_batch_size)
     assert found.losses[0] == pytest.approx(one_rank.losses[0], rel=1e-5)
     assert found.grad_norms[0] == pytest.approx(one_rank.grad_norms[0], rel=1e-5)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def padded(request, tmp_path_factory):
+    """(checkpoint whose padding token has a row of zeros, a rollout in which it stands, transformers' step)."""
+    path = write_tiny(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", layers=2, vocab=125, std=0.1, tied=request.param)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][PAD] = 0.0
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    batches = cases.stored_rollout(path, vocab=125)
+    for sample in batches[0]:
+        sample.token_ids[::3] = PAD
+    return path, batches, cases.reference(path, cases.settings(), batches)
+
+
+@pytest.mark.parametrize("name", ["1", "TP2", "TP2 SP", "PP2", "CP2"])
+def test_the_embedding_of_the_padding_token_has_no_gradient_as_in_transformers(padded, name):
+    """A norm of zeros has a huge derivative: with it the clipped step would be nearly 0. A tied head still trains the row."""
+    path, batches, right = padded
+    found = step(path, batches, name)
+    assert cases.distance(found, right).within(), cases.distance(found, right)
+    assert found.grad_norms[0] < 1000
+    assert found.gradients["model.embed_tokens.weight"][PAD].any() == ("lm_head.weight" not in found.gradients)
 
 
 # ---- what a comparison is worth: each of these mistakes must be seen ------------------------------------------------------------------

@@ -111,6 +111,7 @@ class PolicyModel(GPTModel):
         ropes = [rope_inverse_frequencies(shape, rope)[0] for rope in (shape.rope, shape.local_rope) if rope]
         self.inverse_frequencies = [torch.tensor(rope, dtype=torch.float32, device=torch.cuda.current_device()) for rope in ropes]
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))  # rounded as the sampler rounds it
+        self.padding_idx = shape.padding_idx
         self.axes = torch.tensor(shape.rope.axes, dtype=torch.int64, device=torch.cuda.current_device())
         self.vision = None
         if tower is not None and shape.vision:
@@ -151,6 +152,9 @@ class PolicyModel(GPTModel):
             On the last stage float32 [1 or 2, c]: log-probs, and entropies in nats if asked for. On other stages the hidden states.
         """
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
+        if self.padding_idx is not None and hidden is not None and hidden.requires_grad:
+            is_padding = self._scattered(batch.token_ids == self.padding_idx).T[..., None]
+            hidden.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
         if self.embedding_scale != 1 and hidden is not None:
             hidden = hidden * self.embedding_scale
         if self.vision is not None and hidden is not None:
@@ -183,10 +187,15 @@ class PolicyModel(GPTModel):
 
         Each token has the binary digits of the number plus one; padding has 0. See `policy.router`.
         """
-        tp, number = self.pg_collection.tp, batch.number + 1
+        number = batch.number + 1
         digits = torch.tensor([number >> bit & 1 for bit in range(number.bit_length())], dtype=torch.bool)
         bits = digits.to(batch.num_references.device)[:, None] & (batch.num_references > 0)
-        return bits.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else bits
+        return self._scattered(bits)
+
+    def _scattered(self, mask):
+        """Return the part of a mask [n, t] that belongs to this rank's hidden states: all of it without sequence parallelism."""
+        tp = self.pg_collection.tp
+        return mask.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else mask
 
     def _angles(self, batch: LocalBatch):
         """Return the rotary angles, one row per token, because segments may start at any position.

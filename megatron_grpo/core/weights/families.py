@@ -173,7 +173,11 @@ def text_config(config: Config) -> Config:
     if problems:
         raise ConfigError([Problem(flags=("model",), message=f"config.json: {problem}") for problem in problems])
     # The outer `architectures` decides the family; text_config may name another class.
-    return {**config, **dict.fromkeys(_ROPES[1:]), **{key: value for key, value in inner.items() if key not in _OF_THE_WHOLE}}
+    return {
+        **config,
+        **dict.fromkeys((*_ROPES[1:], "pad_token_id")),
+        **{key: value for key, value in inner.items() if key not in _OF_THE_WHOLE},
+    }
 
 
 def family_of(config: Config) -> ModelFamily:

@@ -39,6 +39,7 @@ class ModelShape:
         clamp: Clamp of a clamped gate: (factor in its sigmoid, clamp limit).
         sinks: Whether there are attention sinks: one extra score per head, with value 0.
         embedding_scale: Factor on the output of the embedding.
+        padding_idx: Token whose row of the embedding gets no gradient from the input, as in transformers; None if there is none.
         softmax_scale: Factor on attention scores; None: 1 / sqrt(head_dim).
         windows: Windows by layer: tokens attended to, including the token itself; None is all; () is all everywhere.
         attention_output_gate: Whether linear_qkv has a gate beside each query head; its sigmoid multiplies the head's output.
@@ -70,6 +71,7 @@ class ModelShape:
     clamp: tuple[float, float] | None = None
     sinks: bool = False
     embedding_scale: float = 1.0
+    padding_idx: int | None = None
     softmax_scale: float | None = None
     windows: tuple[int | None, ...] = ()
     moe: MoeShape | None = None
@@ -115,6 +117,8 @@ class ModelShape:
             "max_position_embeddings": config["max_position_embeddings"],
             "norm_epsilon": config["rms_norm_eps"],
             "tied_embeddings": config["tie_word_embeddings"],
+            # A negative number counts from the end of the vocabulary.
+            "padding_idx": None if (pad := config.get("pad_token_id")) is None else pad + config["vocab_size"] * (pad < 0),
         }
         reader.require(common["head_dim"] > 0, f"hidden_size ({hidden}) is less than num_attention_heads ({heads}).")
         reader.require(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups}).")
@@ -252,7 +256,7 @@ _ROPE_FLOATS = (*_POSITIVE, "mscale", "mscale_all_dim")
 
 
 def flat_values(shape: ModelShape) -> dict[str, Any]:
-    """Return everything that decides what a model computes as JSON values by dotted name (`rope.theta`).
+    """Return everything that decides what a model computes as JSON values by dotted name (`rope.theta`); not `padding_idx`.
 
     `max_position_embeddings` is set to 0 so that it does not matter in comparisons.
 
@@ -260,6 +264,7 @@ def flat_values(shape: ModelShape) -> dict[str, Any]:
         shape: Shape of the model.
     """
     form = json.loads(json.dumps(asdict(replace(shape, max_position_embeddings=0))))
+    del form["padding_idx"]  # it decides a gradient
     inner = {name: value for name, value in form.items() if isinstance(value, dict)}
     of_inner = {f"{name}.{key}": value for name, parts in inner.items() for key, value in parts.items()}
     return {name: value for name, value in form.items() if name not in inner} | of_inner

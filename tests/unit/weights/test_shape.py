@@ -306,9 +306,15 @@ def test_windows_are_those_of_transformers_layers():
         ({"rope_theta": 5e5}, {"rope.theta"}),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope.type", "rope.factor"}),
         ({"max_position_embeddings": 8192}, set()),
+        ({"pad_token_id": 5}, set()),
     ],
 )
 def test_what_a_server_tells_of_its_model_names_each_number_that_is_another(change, named):
     mine, other = (flat_values(ModelShape.from_hf(config)) for config in (LLAMA, LLAMA | change))
     assert {name for name in {**mine, **other} if mine.get(name) != other.get(name)} == named
     assert json.loads(json.dumps(other)) == other
+
+
+@pytest.mark.parametrize(("pad", "padding_idx"), [({}, None), ({"pad_token_id": 0}, 0), ({"pad_token_id": -1}, LLAMA["vocab_size"] - 1)])
+def test_the_padding_token_is_the_one_whose_embedding_transformers_does_not_train(pad, padding_idx):
+    assert ModelShape.from_hf(LLAMA | pad).padding_idx == padding_idx

@@ -118,6 +118,8 @@ def test_sizes_are_read_where_the_hub_and_where_transformers_puts_them():
     outer = {key: QWEN2_5_VL_7B[key] for key in ("architectures", "vision_config", "image_token_id")}
     assert ModelShape.from_hf({**outer, "text_config": of_text}) == flat
     assert ModelShape.from_hf({**QWEN2_5_VL_7B, "text_config": of_text}) == flat, "said twice, alike"
+    assert ModelShape.from_hf({**outer, "pad_token_id": 3, "text_config": of_text}).padding_idx is None, "transformers reads the inner one"
+    assert ModelShape.from_hf({**outer, "text_config": {**of_text, "pad_token_id": 3}}).padding_idx == 3
     assert num_parameters(flat) == 8_292_166_656
     assert sum(torch.Size(size).numel() for entry in tower_entries(flat) for _, size in entry.hf) == 676_550_144
     deep = ModelShape.from_hf(QWEN3_VL_4B)
