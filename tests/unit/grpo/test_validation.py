@@ -101,6 +101,11 @@ def test_all_problems_are_reported_together():
         ({"importance_sampling_level": "sequence"}, "3e-4"),
         ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "dapo"}, "once per token"),
         ({"advantage_estimator": "reinforce_plus_plus", "exclude_zero_std_groups": True}, "whole batch"),
+        ({"kl_in_reward": True, "beta": 0.1, "exclude_zero_std_groups": True}, "^kl_in_reward with exclude_zero_std_groups: .* differ"),
+        (
+            {"kl_in_reward": True, "beta": 0.1, "exclude_zero_std_groups": True, "dynamic_sample": True},
+            "leave dynamic_sample and exclude_zero_std_groups out",
+        ),
         ({"teacher_model_server": ["http://t:1"], "importance_sampling_level": "sequence", "epsilon": 3e-4}, "averaged over the sequence"),
         (
             {"teacher_model_server": ["http://t:1"], "reward_funcs": ["length"], "dynamic_sample": True},

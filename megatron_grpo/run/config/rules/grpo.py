@@ -70,15 +70,16 @@ def _settings(config: Config) -> SimpleNamespace:
     cfg = config.grpo
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     bound = flag_of(config.rollout) if training_structured_outputs(config.rollout) is not None else None
-    return settings_of(config, bounding=bound, high=high)
+    dropping = " and ".join(name for name in ("dynamic_sample", "exclude_zero_std_groups") if getattr(cfg, name))
+    return settings_of(config, bounding=bound, high=high, dropping=dropping)
 
 
 # ---- computed neighbours
 
 
 def _dropped(c: SimpleNamespace) -> dict[str, Any] | None:
-    names = [name for name in ("dynamic_sample", "exclude_zero_std_groups") if getattr(c, name)]
-    values = {"names": names, "flags": " ".join(names), "both": " and ".join(names), "it": "them" if len(names) > 1 else "it"}
+    names = c.dropping.split(" and ") if c.dropping else []
+    values = {"names": names, "flags": " ".join(names), "both": c.dropping, "it": "them" if len(names) > 1 else "it"}
     return values if names and c.teacher and not c.reward_funcs else None
 
 
@@ -230,6 +231,9 @@ WARNINGS = (
     Rule("", lambda c: c.advantage_estimator == "reinforce_plus_plus" and (c.exclude_zero_std_groups or c.dynamic_sample),
          "advantage_estimator reinforce_plus_plus compares with the whole batch: zero-std groups also carry a signal, but "
          "exclude_zero_std_groups and dynamic_sample drop them."),
+    Rule("", lambda c: c.kl_in_reward and c.dropping,
+         "kl_in_reward with {dropping}: a group with equal rewards is dropped although the KL penalties of its completions differ and "
+         "carry a signal. To train such groups, leave {dropping} out."),
     Rule("", lambda c: c.teacher and c.reward_funcs and (c.exclude_zero_std_groups or c.dynamic_sample),
          "{teacher}: the teacher's signal also trains zero-std groups, but exclude_zero_std_groups and dynamic_sample drop them."),
     Rule("", lambda c: c.teacher and c.importance_sampling_level == "sequence",
