@@ -11,7 +11,6 @@ from megatron_grpo.core.batching.batch_sizes import BatchSizes, with_derived_siz
 from megatron_grpo.core.batching.sizes import SizeModel
 from megatron_grpo.core.rollout.adapters import lora_sync
 from megatron_grpo.core.settings import Config
-from megatron_grpo.core.weights import trainable_parameters
 from megatron_grpo.core.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.core.weights.safetensors_files import adapter_problems
 from megatron_grpo.core.weights.shape import ModelShape
@@ -26,7 +25,7 @@ from megatron_grpo.run.config.rules import policy as policy_validation
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes, size_problems
 from megatron_grpo.run.config.rules.layout import engine_problems, length_problems
 from megatron_grpo.run.config.rules.settings import validate
-from megatron_grpo.run.config.rules.tuner import are_names_readable
+from megatron_grpo.run.config.rules.tuner import are_names_readable, freezing_problems
 from megatron_grpo.run.models import read_shape, read_teacher, rules_of, teacher_problems
 
 _SEES = "false (vision-language model)"
@@ -80,7 +79,7 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
         return problems
     if is_lora and not tuner.adapters:
         problems += LoraSettings.of(tuner, shape).problems(shape)
-    problems += trainable_parameters.problems(tuner, shape)
+    problems += freezing_problems(tuner, shape)
     return problems or _weight_sync_problems(cfg, shape)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.batching.schedule import TrainingSchedule
+from megatron_grpo.core.policy.lr_schedule import course_of
+from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config.rules import in_typed_names
 
@@ -35,7 +37,8 @@ def schedule_run(checked: CheckedConfig, num_prompts: int | None = None) -> Sche
         num_prompts: Prompts in the data set; None to use the setting `num_prompts`.
 
     Raises:
-        ConfigError: If the file of lengths cannot be read, or the data set's size does not suit the batch sizes.
+        ConfigError: If the file of lengths cannot be read, the data set's size does not suit the batch sizes, or the
+            decay of the learning rate does not fit into the run.
     """
     if num_prompts is None:
         num_prompts = checked.config.plan.num_prompts
@@ -45,7 +48,7 @@ def schedule_run(checked: CheckedConfig, num_prompts: int | None = None) -> Sche
         checked.sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,
         drops_last=cfg.data.dataset_drop_last,
     )  # fmt: skip
-    if problems := epoch_problems(checked, schedule):
+    if problems := epoch_problems(checked, schedule) or length_problems(cfg.optimizer, schedule.num_steps):
         raise ConfigError(problems)
     if cfg.plan.lengths:  # rank 0 alone plans with them; a file that cannot be read ends every rank here
         from megatron_grpo.run.lengths import read_lengths
@@ -114,3 +117,23 @@ def last_micro_steps(schedule: TrainingSchedule) -> int:
     """
     a = schedule.sizes.gradient_accumulation_steps
     return (schedule.whole_epoch[0] - 1) % a + 1 if schedule.whole_epoch else a
+
+
+def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem]:
+    """Return problems with a schedule that does not fit into the run.
+
+    Args:
+        cfg: Settings of the optimizer.
+        num_steps: Optimizer steps of the run; None if unknown.
+    """
+    if num_steps is None or cfg.lr_decay_style != "WSD" or cfg.lr_wsd_decay_iters is None:
+        return []
+    course = course_of(cfg, num_steps)
+    max_decay_steps = course.decay - course.warmup
+    if cfg.lr_wsd_decay_iters <= max_decay_steps:
+        return []
+    message = (
+        f"lr_wsd_decay_iters ({cfg.lr_wsd_decay_iters}) exceeds the steps that remain after the warm-up: {course.decay} - {course.warmup} "
+        f"= {max_decay_steps} optimizer steps. Use {max_decay_steps} or less."
+    )
+    return [Problem(flags=("lr_wsd_decay_iters",), message=message, nearest={"lr_wsd_decay_iters": [max_decay_steps]})]

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.policy.lr_schedule import length_problems
 from megatron_grpo.core.settings import Config
 from megatron_grpo.run.check import CheckedConfig, check_parsed
 from megatron_grpo.run.config import ParsedConfig
@@ -238,8 +237,6 @@ def _schedule(
         raise ConfigError(problems)
     run = schedule_run(checked, None if rows is None or rows.is_beginning else len(rows))
     cfg = run.checked.config
-    if problems := length_problems(cfg.optimizer, run.schedule.num_steps):
-        raise ConfigError(problems)
     if not is_asked_to_train and _begins_anew(cfg):
         return run
     from megatron_grpo.run.checkpoint.fingerprints import DAY, content_of

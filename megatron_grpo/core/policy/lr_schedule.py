@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.settings import Config, OptimizerConfig
 
 # Dtypes of gradients and optimizer state (`use_precision_aware_optimizer`).
@@ -53,26 +52,6 @@ def course_of(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
     # Megatron-Core requires a decay that is longer than the warm-up, even if the run ends before it.
     decay = max(cfg.lr_decay_iters or num_steps, warmup + 1)
     return LRSchedule(warmup=warmup, decay=decay, anneal=cfg.lr_wsd_decay_iters, start_wd=start, end_wd=end)
-
-
-def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem]:
-    """Return problems with a schedule that does not fit into the run.
-
-    Args:
-        cfg: Settings of the optimizer.
-        num_steps: Optimizer steps of the run; None if unknown.
-    """
-    if num_steps is None or cfg.lr_decay_style != "WSD" or cfg.lr_wsd_decay_iters is None:
-        return []
-    course = course_of(cfg, num_steps)
-    max_decay_steps = course.decay - course.warmup
-    if cfg.lr_wsd_decay_iters <= max_decay_steps:
-        return []
-    message = (
-        f"lr_wsd_decay_iters ({cfg.lr_wsd_decay_iters}) exceeds the steps that remain after the warm-up: {course.decay} - {course.warmup} "
-        f"= {max_decay_steps} optimizer steps. Use {max_decay_steps} or less."
-    )
-    return [Problem(flags=("lr_wsd_decay_iters",), message=message, nearest={"lr_wsd_decay_iters": [max_decay_steps]})]
 
 
 def lost_update_warnings(opt: OptimizerConfig) -> Iterator[str]:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from megatron_grpo.core.policy.lr_schedule import length_problems
 from megatron_grpo.core.settings import Config, OptimizerConfig
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.schedule import length_problems
 from tests.ranks import run_ranks
 
 STEPS, LR, MIN = 20, 0.5, 0.1

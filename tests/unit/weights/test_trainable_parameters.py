@@ -8,7 +8,8 @@ from megatron_grpo.core.settings import TunerConfig
 from megatron_grpo.core.weights.mapping import WeightMap
 from megatron_grpo.core.weights.names import hf_shapes
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.core.weights.trainable_parameters import parameter_trains, problems, trains
+from megatron_grpo.core.weights.trainable_parameters import parameter_trains, trains
+from megatron_grpo.run.config.rules.tuner import freezing_problems
 from tests.unit.weights.tiny import config_of
 
 QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
@@ -89,7 +90,7 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
     ],
 )  # fmt: skip
 def test_what_cannot_be_frozen_so_is_said_with_names(model, changes, says):
-    (problem,) = problems(tuner(**changes), shape(model))
+    (problem,) = freezing_problems(tuner(**changes), shape(model))
     assert says in problem.message
     assert set(problem.flags) <= set(changes)
 
@@ -107,4 +108,4 @@ def test_what_cannot_be_frozen_so_is_said_with_names(model, changes, says):
     ],
 )
 def test_what_can_be_frozen_is_not_refused(model, changes):
-    assert problems(tuner(**changes), shape(model)) == []
+    assert freezing_problems(tuner(**changes), shape(model)) == []
