@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import megatron_grpo
 from megatron_grpo.cli import main
 from megatron_grpo.core.base import launcher
 
-PACKAGE = Path(launcher.__file__).parents[1]
+PACKAGE = Path(megatron_grpo.__file__).parent
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "one", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x",
             "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_ERROR_FILE": "/tmp/a/attempt_2/1/error.json",
             "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip

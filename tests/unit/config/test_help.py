@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import megatron_grpo
 from megatron_grpo.cli import COMMANDS, main
 from megatron_grpo.core.settings import Config
 from megatron_grpo.run import config
 from megatron_grpo.run.config.table import MAPS, keys, table
 
-PACKAGE = Path(config.__file__).parents[1]
+PACKAGE = Path(megatron_grpo.__file__).parent
 
 
 @pytest.mark.parametrize("command", COMMANDS)

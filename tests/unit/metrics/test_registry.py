@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import megatron_grpo
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.evaluation import _training
 from megatron_grpo.run.metrics import registry
 from megatron_grpo.run.metrics.plots import PLOTS
 from megatron_grpo.run.metrics.rollout import ENDS
 
-PACKAGE = Path(registry.__file__).parents[1]
+PACKAGE = Path(megatron_grpo.__file__).parent
 
 
 def test_every_row_is_logged_by_some_code():
