@@ -999,7 +999,7 @@ class GlobalBatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics `staleness/*` and `packing/computed_rows` of the whole step, and the other `packing/*` of this rank's share."""
+        """Metrics of the whole step; but `packing/efficiency` and `packing/shared` of this rank's share."""
         computed = sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
         padding = sum(micro_batch.num_padding_tokens for micro_batch in self.micro_batches)
         needed = sum(int(micro_batch.num_references.sum()) for micro_batch in self.micro_batches)
@@ -1007,6 +1007,8 @@ class GlobalBatch:
             "staleness/mean": int(self.staleness.sum()) / len(self.staleness),
             "staleness/max": int(self.staleness.max()),
             "staleness/lag": int(self.lag.sum()) / len(self.lag),
+            "packing/completions": len(self.staleness),
+            "packing/computed_completions": len(self.staleness) - self.num_left_out,
             "packing/computed_rows": 1 - self.num_left_out / len(self.staleness),
             "packing/efficiency": 1 - padding / max(computed, 1),  # of this rank's share
             "packing/shared": 1 - (computed - padding) / max(needed, 1),  # of this rank's share

@@ -218,6 +218,8 @@ def test_rows_without_a_gradient_are_counted_and_saved_but_neither_scored_nor_co
         sample.row: {sample.num_masked / 1000} for sample in samples() if sample.row in expected
     }
     assert all(one[4] == len(gone) and one[5]["packing/computed_rows"] == 1 - len(gone) / ROWS for one in found)
+    counts = {(one[5]["packing/completions"], one[5]["packing/computed_completions"]) for one in found}
+    assert counts == {(ROWS, ROWS - len(gone))}, "of the whole step, without what fills a micro-batch"
 
 
 def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_the_others_were_scored():

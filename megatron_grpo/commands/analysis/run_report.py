@@ -53,6 +53,9 @@ FIGURES = (
                  "Mean over a rollout. Dots: held-out prompts."),
     ReportFigure("Groups without a signal", "share", {"frac_reward_zero_std": "groups with equal rewards"},
                  "Groups whose completions all have the same reward have an advantage of zero."),
+    ReportFigure("Completions of a step", "completions", {"packing/completions": "all", "packing/computed_completions": "computed"},
+                 "Entropy, KL divergence, clipped tokens and the difference of trainer and sampler are means over those that are computed.",
+                 is_exact=True),
     ReportFigure("Length of completions", "tokens", {"completions/mean_length": "mean", "completions/max_length": "maximum"}),
     ReportFigure("Truncated completions", "share", {"completions/clipped_ratio": "reached max_completion_length"}),
     ReportFigure("Entropy of the policy", "nats per token", {"entropy": "entropy"}),
@@ -281,6 +284,9 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
         rows.append((f"held out ({name}), first and last", change))
     if worst is not None:
         rows.append(("largest difference of trainer and sampler", f"{worst:.2g} nats"))
+    computed, all_rows = (sum(value for _, value in run.series(f"packing/{name}completions")) for name in ("computed_", ""))
+    if all_rows:
+        rows.append(("computed completions, over which token metrics are means", f"{computed:,.0f} of {all_rows:,.0f}"))
     return [*rows, ("skipped steps", f"{run.steps[-1].get('skipped_iterations') or 0:,}")]
 
 

@@ -24,7 +24,8 @@ SECONDS = 2.0  # between two drawings
 SILENT = 10.0  # seconds without a sign of the run, which it gives every second
 SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 24
 SHOWN = {
-    "reward": "reward", "frac_reward_zero_std": "groups with equal rewards", "completions/mean_length": "tokens per completion",
+    "reward": "reward", "frac_reward_zero_std": "groups with equal rewards", "packing/completions": "completions",
+    "packing/computed_completions": "computed", "completions/mean_length": "tokens per completion",
     "completions/clipped_ratio": "truncated", "entropy": "entropy", "kl": "KL", "grad_norm": "gradient norm",
     "sampling/sampling_logp_difference/max": "trainer - sampler", "tokens_per_second": "tokens per second", "time/step": "seconds per step",
 }  # fmt: skip

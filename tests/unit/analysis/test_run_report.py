@@ -255,3 +255,19 @@ def test_text_is_cut_and_control_characters_are_escapes():
     assert text_of("ab\u202ec\x1bd\ne", max_characters=100) == "ab\\u202ec\\u001bd\ne"
     assert text_of("x" * 12, max_characters=10) == "x" * 10 + " … (2 more characters)"
     assert text_of('[{"not": "a conversation"}]', max_characters=100) == '[{"not": "a conversation"}]'
+
+
+def test_the_page_and_watch_say_over_how_many_completions_the_means_over_tokens_are(tmp_path, capsys):
+    """Two steps of 8 completions, of which 5 and none are computed."""
+    run = write_run(tmp_path / "run", steps=2)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    counts = ({"packing/completions": 8, "packing/computed_completions": computed} for computed in (5, 0))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step | count) + "\n" for step, count in zip(steps, counts, strict=True)))
+    page = run_report.page_of(runs_in([run]))
+    assert re.search(r"over which token metrics are means<[^5]*5 of 16", page)
+    assert "Completions of a step" in page and "means over those that are computed" in page
+    other = write_run(tmp_path / "other", steps=2)
+    assert "token metrics are means" not in run_report.page_of(runs_in([other])), "an older run does not say it"
+    assert main(["watch", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"completions +8", told) and re.search(r"computed +0", told)
