@@ -54,6 +54,7 @@ ROOMS = {
     },
 }
 PARTS, ENGINE = "tests/unit/trainer/test_partial_rollouts.py", "tests/distributed/test_partial_rollouts.py -k 'each_token_is and whole'"
+SYNC = "tests/unit/trainer/test_weight_sync.py"
 # Mistakes that somebody might make: (module, what is wrong, right source, wrong source, tests).
 NAMED = {
     "partial_rollouts": [
@@ -73,6 +74,15 @@ NAMED = {
         ("core/rollout/colocated", "the prefix cache is not reset", "        self._forget_prefixes()\n", "", ENGINE),
         ("core/rollout/turns", "requests and their cache are kept over a weight sync", "        self.abort()\n        return turns",
          "        return turns", ENGINE),
+    ],
+    "silent": [  # mistakes of which no number of a run tells
+        ("trainer/rollouts", "a small advantage is not computed", "np.ravel(group_advantages.advantages) == 0.0",
+         "abs(np.ravel(group_advantages.advantages)) < 0.05", "tests/unit/trainer/test_rollouts.py"),
+        ("trainer/weight_sync", "a server that joins is not proven", "    self._is_proven = not self.verify\n", "    pass\n", SYNC),
+        ("trainer/weight_sync", "a server that joins is proven where nothing is verified",
+         "    self._is_proven = not self.verify\n", "    self._is_proven = False\n", SYNC),
+        ("policy/model", "the padding token's row has a gradient", "gradient.masked_fill(is_padding, 0.0)", "gradient",
+         f"{STEP} -k padding"),
     ],
 }  # fmt: skip
 PAIRS = "FloorDiv Mult, Mult Div, Add Sub, And Or, Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot".split(", ")

@@ -262,6 +262,15 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
     assert "dynamic_sample/rounds" not in stats
 
 
+def test_a_small_advantage_is_not_an_advantage_of_zero():
+    """A row of advantage 0 is not computed: one of 0.01, or of a rounding error, is."""
+    samples, _, rows = rollout({0: ((0.02,), (0.0,)), 1: ZERO_STD}, scale_rewards="none")
+    assert [s.advantage for s in samples] == pytest.approx([0.01, -0.01, 0, 0])
+    assert rows.is_zero_advantage.tolist() == [False, False, True, True]
+    _, _, rows = rollout({0: ((1e-6,), (0.0,)), 1: ZERO_STD}, scale_rewards="none")
+    assert rows.is_zero_advantage.tolist() == [False, False, True, True]
+
+
 def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains_nothing_has_no_word_of_it():
     """The teacher says the row's number at drawn tokens. Of one completion the sampler's log-probs are impossible."""
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from megatron_grpo.core.trainer.weight_sync import _EngineDifferences, _followed_share, _problem, _trial_problem
+from megatron_grpo.core.trainer import weight_sync
+from megatron_grpo.core.trainer.weight_sync import (
+    SyncStats,
+    WeightSyncManager,
+    _EngineDifferences,
+    _followed_share,
+    _problem,
+    _trial_problem,
+)
 from megatron_grpo.core.weights.buckets import NO_VERSION
 
 
@@ -73,3 +83,35 @@ def test_trial_that_moves_nothing_proves_nothing():
     assert "inconclusive" in _trial_problem(of_ranks(_followed_share(untried + noise, untried + 0.01, untried)))
     assert _trial_problem(of_ranks(_followed_share(untried + 0.01 + noise / 10, untried + 0.01, untried))) is None
     assert _trial_problem(of_ranks(_followed_share(untried * np.nan, untried + 1, untried)))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_server_that_joins_is_proven_again_and_only_where_weights_are_verified(monkeypatch, verify):
+    """Also where nothing is to be pushed: it has the version, from whoever started it."""
+    done, joins = [], iter([True, False, True, False, True])
+    receiver = SimpleNamespace(version=0, prepare=lambda: next(joins))
+
+    def push(policy, receiver, *, version, verify, is_coarse):
+        receiver.version = version
+        done.append(("push", verify))
+        return SyncStats()
+
+    monkeypatch.setattr(weight_sync, "sync", push)
+    monkeypatch.setattr(weight_sync, "check_weights", lambda *args, **kwargs: done.append("check") or SyncStats())
+    monkeypatch.setattr(WeightSyncManager, "_check_adapter", lambda self: done.append("trial"))
+    manager = WeightSyncManager(None, receiver, verify=verify)
+
+    def sync_weights(version):
+        done.clear()
+        manager.sync_weights(version)
+        return list(done)
+
+    trial = ["trial"] if verify else []
+    assert sync_weights(0) == (["trial", "check"] if verify else [])
+    if not verify:
+        assert next(joins), "nobody was asked: there is nothing to prove"
+    assert sync_weights(1) == [("push", verify)], "no server has joined"
+    assert sync_weights(2) == [*trial, ("push", verify)]
+    assert sync_weights(3) == [("push", verify)]
+    assert sync_weights(4) == [*trial, ("push", verify)]
+    assert manager.sync_weights(4) is None
