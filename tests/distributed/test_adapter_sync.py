@@ -53,6 +53,7 @@ class PeftPolicy:
         names = {key: value for key, value in self.config.items() if key in LoraConfig.__dataclass_fields__ and key != "peft_type"}
         self.model = get_peft_model(model, LoraConfig(**names)).eval()
         self.model.requires_grad_(False)
+        self.chunks = [self.model]
         self.draw(seed)
 
     def draw(self, seed, std=0.3):

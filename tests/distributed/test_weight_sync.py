@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_grpo.core.base.errors import WeightsNotFiniteError
 from megatron_grpo.core.rollout import vllm_patches
 from megatron_grpo.core.rollout.vllm_weights import WeightLoader
 from megatron_grpo.core.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
@@ -63,7 +64,7 @@ class HfPolicy:
     def __init__(self, path, dtype="float32"):
         self.path, self.model = path, load_tiny(path, dtype)
         self.model.model.do_not_compile = True  # vLLM makes a compiling class of one that it takes from transformers (OLMo)
-        self.tensors = load_file(path / "model.safetensors")
+        self.tensors, self.chunks = load_file(path / "model.safetensors"), [self.model]
 
     def stream(self):
         return iter(self.tensors.items())
@@ -369,6 +370,27 @@ def test_nothing_is_pushed_that_the_engine_has(checkpoints):
             assert pushed.num_tensors and engine.version == 7 and math.isnan(pushed.logp_difference_max)
 
     run_ranks(body, 1)
+
+
+def test_a_weight_that_is_not_finite_is_named_and_the_engine_is_not_blamed(checkpoints):
+    """On one of two ranks, whose engines agree with it; with the check after a push and without."""
+    paths, name = checkpoints("qwen3"), "model.layers.1.mlp.up_proj.weight"
+
+    def body(rank, world_size):
+        with engine_at(paths[0], rank, world_size) as engine:
+            policy, found = HfPolicy(paths[1]), []
+            if rank == 1:
+                for tensor in (policy.tensors[name], policy.model.get_parameter(name).data):
+                    tensor[0, 0] = float("nan")
+            policy.score = lambda sequences, **how: [np.full(len(one.token_ids), np.nan) for one in sequences]  # as all ranks are told
+            for version, verify in ((1, False), (2, True)):
+                with pytest.raises(WeightsNotFiniteError) as error:
+                    sync(policy, engine, version=version, verify=verify)
+                found.append(str(error.value))
+            return found
+
+    sentence = f"The run ends: the weights are not finite (rank 1: {name}), so no further step can succeed."
+    assert run_ranks(body, 2) == [[sentence] * 2] * 2
 
 
 def test_bfloat16_passes_and_a_stale_head_does_not(checkpoints):

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.core.base.activity import Timers
-from megatron_grpo.core.base.errors import NoRolloutServerError, RunError, RunInterruptedError
+from megatron_grpo.core.base.errors import NoRolloutServerError, RunError, RunInterruptedError, WeightsNotFiniteError
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.batching.split import BatchPartitioner
 from megatron_grpo.core.grpo.advantages import advantages
@@ -479,6 +479,48 @@ def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_goo
     named = [(row["rollout"], row["row"], row["prompt_number"], row["dataset_row"]) for row in record["bad_micro_batches"][0]["rows"]]
     assert named == [(3, 0, 6, 106), (3, 1, 6, 106)]
     assert "rank 0, micro-batch 0: row 0 of rollout 3 (prompt 6, row 106 of the data set)" in lines[0]
+
+
+def test_weights_that_are_not_finite_end_the_run_at_once_with_the_tensors_and_the_last_good_checkpoint():
+    """Not after `max_skipped_steps`, nor at the next push: the weights of every later step would be the same."""
+    case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({4}), max_skipped_steps=3), Disk(every=1), RecordingLogger()
+    policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
+    step = policy.train_step
+
+    def train_step(batch, beside=None):
+        trained = step(batch, beside)
+        if trained.skipped_step is not None:
+            trained.skipped_step = replace(trained.skipped_step, weights=((1, "decoder.w"),))
+        return trained
+
+    policy.train_step = train_step
+    with pytest.raises(WeightsNotFiniteError) as error:
+        train(run_of(case, policy, logger, disk, is_dropped_at=None))
+    assert str(error.value) == (
+        "The run ends at optimizer step 5: the weights are not finite (rank 1: decoder.w), so no further step can succeed. "
+        "The last good checkpoint is checkpoint 2; continue with --resume checkpoint 2."
+    )
+    assert max(policy.trained) == 4 and logger.refused[5][1] == [
+        "the weights are not finite (rank 1: decoder.w), so no further step can succeed"
+    ]
+
+
+def test_a_push_of_weights_that_are_not_finite_ends_the_run_with_the_last_good_checkpoint():
+    case, disk = Case((1, 2, 1), 9, depth=0), Disk(every=1)
+    policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
+    run = run_of(case, policy, RecordingLogger(), disk, is_dropped_at=None)
+    push = run.weight_sync.sync_weights
+
+    def sync_weights(version):
+        if version >= 3:
+            raise WeightsNotFiniteError("The run ends: the weights are not finite (rank 0: w), so no further step can succeed.")
+        push(version)
+
+    run.weight_sync.sync_weights = sync_weights
+    with pytest.raises(
+        WeightsNotFiniteError, match=r"\(rank 0: w\), .* succeed\. The last good checkpoint is checkpoint \d; continue with"
+    ):
+        train(run)
 
 
 def test_refusals_in_a_row_are_counted_over_a_resume():

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.parallel.collectives import Node
+from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo
 from megatron_grpo.core.types import Progress
+from megatron_grpo.run.assemble.output import version_check
 from megatron_grpo.run.metrics import Metrics
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.rollout import Completions
@@ -232,3 +234,19 @@ def test_drift_is_said_again_when_it_has_doubled():
     assert LogpDifferenceMonitor(bound=None, dtype="bfloat16").warning({"sampling/sampling_logp_difference/max": 0.9}) is None
     assert LogpDifferenceMonitor(bound=0.0, dtype="bfloat16").warning({"loss": 1.0}) is None
     assert LogpDifferenceMonitor(bound=0.0, dtype="bfloat16").warning({"sampling/sampling_logp_difference/max": 1e-9})
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, True),
+        ({"tuner_type": "lora"}, True),
+        ({"tuner_type": "lora", "lora_dropout": 0.1}, False),
+        ({"lora_dropout": 0.1}, True),  # full training has no adapter that drops anything
+        ({"tuner_type": "lora", "lora_dropout": 0.1, "logprob_diff_warn": 0.5}, True),
+        ({"async_rollout_depth": 1}, False),
+    ],
+)
+def test_the_noise_of_dropout_is_no_mismatch_unless_a_bound_is_asked_for(settings, warns):
+    watch = version_check(Config().with_values({"torch_dtype": "float32"} | settings))
+    assert (watch({"sampling/sampling_logp_difference/max": 0.6}) is not None) == warns
