@@ -291,8 +291,9 @@ class _Config:
     def _numbers(self, prefix: str, section: Mapping[str, Any]) -> None:
         for key in _ROPE_FLOATS:
             value = section.get(key)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-            is_number = is_number and not (key in _POSITIVE and value == 0)
+            is_number = False
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                is_number = (0 < value if key in _POSITIVE else 0 <= value) and value < math.inf
             is_absent = key not in section or (value is None and key != "rope_theta")
             number = "a positive number" if key in _POSITIVE else "a number"
             self.require(is_absent or is_number, f"{prefix}{key} must be {number} or absent, got {value!r}.")

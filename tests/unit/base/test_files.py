@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import megatron_grpo
+import megatron_grpo_referee
 from megatron_grpo.core.base.files import (
     MARK,
     MOST_LEVELS,
@@ -173,5 +174,7 @@ def test_json_and_yaml_of_others_are_read_in_one_place():
         "hang_report": "its note", "output": "a lock's note",
     }  # fmt: skip
     reads = re.compile(r"\bjson\.loads?\(|yaml\.(safe_)?load\(")
-    found = {path.stem for path in Path(megatron_grpo.__file__).parent.rglob("*.py") if reads.search(path.read_text(encoding="utf-8"))}
+    folders = [Path(package.__file__).parent for package in (megatron_grpo, megatron_grpo_referee)]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    found = {path.stem for path in files if reads.search(path.read_text(encoding="utf-8"))}
     assert found == set(own)
