@@ -117,8 +117,6 @@ class ModelShape:
             "max_position_embeddings": config["max_position_embeddings"],
             "norm_epsilon": config["rms_norm_eps"],
             "tied_embeddings": config["tie_word_embeddings"],
-            # A negative number counts from the end of the vocabulary.
-            "padding_idx": None if (pad := config.get("pad_token_id")) is None else pad + config["vocab_size"] * (pad < 0),
         }
         reader.require(common["head_dim"] > 0, f"hidden_size ({hidden}) is less than num_attention_heads ({heads}).")
         reader.require(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups}).")
@@ -139,8 +137,7 @@ class ModelShape:
             f"layer_types is {kinds!r}, but transformers reads the windows of {architecture} from other fields. Leave it out.",
         )
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
-        rope_configs = family.ropes(config) if family.ropes else (config,)
-        ropes = [rope_from_hf(rope_config, rotated, family, reader) for rope_config in rope_configs]
+        ropes = [rope_from_hf(part, rotated, family, reader) for part in (family.ropes(config) if family.ropes else (config,))]
         reader.stop_if_wrong()
         rope, *other_ropes = (rope_shape for rope_shape in ropes if rope_shape)
         merged["local_rope"] = next((other_rope for other_rope in other_ropes if other_rope != rope), None)
@@ -148,7 +145,7 @@ class ModelShape:
             rope = with_axes(rope, outer_config, family.tower, reader.require)
             merged["vision"] = vision_of(outer_config, family.tower, reader.require, hidden=hidden)
         reader.stop_if_wrong()
-        return cls(**merged, rope=rope)
+        return cls(**merged, rope=rope, padding_idx=_padding_idx(config))
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelShape:
@@ -253,6 +250,12 @@ class ModelShape:
 _POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor",
              "beta_fast", "beta_slow", "attention_factor")  # fmt: skip
 _ROPE_FLOATS = (*_POSITIVE, "mscale", "mscale_all_dim")
+
+
+def _padding_idx(config: Mapping[str, Any]) -> int | None:
+    """Return the padding token; a negative number counts from the end of the vocabulary."""
+    pad = config.get("pad_token_id")
+    return pad + config["vocab_size"] if pad is not None and pad < 0 else pad
 
 
 def flat_values(shape: ModelShape) -> dict[str, Any]:
