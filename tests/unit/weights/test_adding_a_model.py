@@ -55,5 +55,6 @@ def test_the_page_names_every_family():
 )
 def test_files_that_the_page_points_to_exist(path):
     root = PAGE.parents[1]
-    folders = (root, root / "megatron_grpo", root / "megatron_grpo" / "weights")
+    package = root / "megatron_grpo"
+    folders = (root, package, package / "core" / "weights")
     assert any((folder / path).is_file() for folder in folders) or path == "config.json"
