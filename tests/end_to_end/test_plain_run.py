@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -42,6 +43,9 @@ print(json.dumps([code, len(calls), list(files), [name for name, file in files.i
 """
 
 
+PAGE = Path(__file__).parents[2] / "docs/architecture.md"
+
+
 def test_a_plain_run_imports_no_plug_in_and_no_other_command(tmp_path):
     flags = [*runs.write_inputs(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_steps", "3"]
     flags += ["--logprob_diff_warn", "1"]  # the scripted log-probs are a little off, and a step that is kept is no plain one
@@ -51,6 +55,9 @@ def test_a_plain_run_imports_no_plug_in_and_no_other_command(tmp_path):
     assert code == 0 and "megatron_grpo.core.policy.policy" in files
     assert [name for name in files if name.removeprefix("megatron_grpo.").startswith(UNUSED)] == []
     assert completions == 3 * 16 and "megatron_grpo.core.trainer.sample_buffer" in of_a_step
+    entered = {name.replace(".", "/") + ".py" for name in of_a_step if name.startswith("megatron_grpo.core.")}
+    documented = re.findall(r"^\| `(core/[\w/]+\.py)` \| .* \| step \|$", PAGE.read_text(), re.M)
+    assert entered - {f"megatron_grpo/{path}" for path in documented} == set()
     limits, most = size_ledger.read(), f"{len(files)} files are imported, and a step enters {len(of_a_step)}"
     assert len(files) <= limits["plain_run_files"] and len(of_a_step) <= limits["step_files"], most
 

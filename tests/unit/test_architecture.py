@@ -69,6 +69,21 @@ def test_the_picture_of_a_step_is_the_loop():
     assert words == re.findall(r"# ([A-Z]{4,}) ", inspect.getsource(train.train))
 
 
+def test_the_walk_names_every_file_of_core_once():
+    walked = re.findall(r"^\| `core/([\w/]+\.py)` \|", section("Files of core"), re.M)
+    there = [str(path.relative_to(PACKAGE / "core")) for path in (PACKAGE / "core").rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(walked) == sorted(there)
+
+
+def test_places_of_new_parts_and_of_failures_exist():
+    """Folders and files, and the functions that `What happens when` names with them."""
+    places = re.findall(r"`((?:core|run|plugins|commands)/[\w/.]*)`", section("Where do I put a new part") + section("What happens when"))
+    assert len(places) > 40 and [place for place in places if not (PACKAGE / place).exists()] == []
+    for path, text in re.findall(r"^\d\. `([\w/]+\.py)`(.*)", section("What happens when"), re.M):
+        for name in re.findall(r"`([a-z]+_[a-z_]+|[A-Z]\w+)`", text):
+            assert name in (PACKAGE / path).read_text(), (path, name)
+
+
 def lines_of(path: str) -> int:
     return len((PACKAGE / path).read_text().splitlines())
 
