@@ -148,7 +148,7 @@ def test_files_that_differ_between_machines_are_refused_on_all_ranks_and_named(t
     results = run_ranks(refused_on_its_own_machine, 2, flags)
     told = "".join(text for _, text in results)
     assert [code for code, _ in results] == [2, 2] and "Traceback" not in told, told
-    for name in ("teacher", "data set", "reward ./reward.py:even"):
+    for name in ("teacher", "data set", "reward reward.py:even"):
         assert told.count(f"The {name} differs between ranks: rank 0 has ") == 1, told
     assert "The model " not in told
     assert not (tmp_path / "out" / "config.yaml").exists()
