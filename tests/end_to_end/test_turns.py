@@ -30,8 +30,8 @@ class Counts(Environment):
         message = {"role": "user", "content": f"{self.columns['answer']} {len(turn.text)}"}
         return StepOutput(messages=[message], reward=len(turn.text) % 3 / 2)
 
-def short(completions, turn_rewards, num_turns, finish_reason, ended, messages):
-    assert all(len(rewards) == turns for rewards, turns in zip(turn_rewards, num_turns)) and ended == finish_reason
+def short(completions, turn_rewards, num_turns, finish_reason, messages):
+    assert all(len(rewards) == turns for rewards, turns in zip(turn_rewards, num_turns)) and all(finish_reason)
     return [1.0 / (1 + len(said[0]["content"])) for said in completions]
 """
 
