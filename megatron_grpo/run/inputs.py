@@ -20,7 +20,7 @@ from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape, read_config
 from megatron_grpo.run.assemble import plug_ins
 from megatron_grpo.run.config import remote_code
-from megatron_grpo.run.config.evaluation import data_of, flag_of, longest_completion, sets_of
+from megatron_grpo.run.config.evaluation import choose_data_config, flag_of, longest_completion, sets_of
 from megatron_grpo.run.config.rules.layout import length_problems
 from megatron_grpo.run.config.sampling_mask import structured_outputs_problems
 from megatron_grpo.run.data.chat import (  # fmt: skip
@@ -428,7 +428,7 @@ def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) ->
     from megatron_grpo.run.data.prompts import load_rows, open_stream
 
     flag = flag_of(name, cfg)
-    cfg_data = data_of(cfg, flag)
+    cfg_data = choose_data_config(cfg, flag)
     if inputs.tokenizer:
         tools = inputs.environment.tools if inputs.environment is not None else None
         stream = open_stream(
@@ -526,7 +526,7 @@ def find_row_notes(cfg: Config, inputs: ValidatedInputs) -> Iterator[str]:
     from megatron_grpo.run.data.checks import find_notes, find_shared
 
     for flag, rows in inputs.sets:
-        yield from find_notes(rows, cfg.data if rows is inputs.rows else data_of(cfg, flag), flag)
+        yield from find_notes(rows, cfg.data if rows is inputs.rows else choose_data_config(cfg, flag), flag)
         if rows is not inputs.rows and inputs.rows is not None:
             with suppress(ImageError):  # `plan` has looked at some images only
                 yield from find_shared(inputs.rows, rows, flag)

@@ -77,7 +77,7 @@ def flag_of(name: str, cfg: Config) -> str:
     return "eval_dataset" if cfg.eval.eval_dataset else SPLIT
 
 
-def data_of(cfg: Config, flag: str) -> DataConfig:
+def choose_data_config(cfg: Config, flag: str) -> DataConfig:
     """Return the data settings of a held-out set; those of the training set where it is a part of it.
 
     Args:

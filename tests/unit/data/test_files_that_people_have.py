@@ -8,7 +8,7 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.settings import Config, DataConfig
-from megatron_grpo.run.config.evaluation import SPLIT, data_of
+from megatron_grpo.run.config.evaluation import SPLIT, choose_data_config
 from megatron_grpo.run.data.checks import check_for_episodes, find_notes, find_shared
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.data.streamed import rows_to_check
@@ -33,7 +33,7 @@ def loaded(name: str, **settings):
 
 def held_out(name: str, **settings):
     cfg = Config().with_values({"dataset": name, "eval_dataset": name, **settings})
-    rows = load_rows(data_of(cfg, "eval_dataset"), dataset=name, flag="eval_dataset")
+    rows = load_rows(choose_data_config(cfg, "eval_dataset"), dataset=name, flag="eval_dataset")
     return [rows.raw(index) for index in range(len(rows))]
 
 
@@ -187,11 +187,14 @@ def test_a_dictionary_of_splits_saved_by_datasets_is_read_by_split(tmp_path):
 
 def test_columns_and_truncation_of_a_held_out_set_are_its_own_where_they_are_set():
     cfg = Config().with_values({"eval_dataset": "x", "columns": {"q": "prompt"}, "truncation_strategy": "delete", "dataset_split": "a"})
-    assert data_of(cfg, "eval_dataset").columns == {"q": "prompt"} and data_of(cfg, "eval_dataset").truncation_strategy == "delete"
+    assert (
+        choose_data_config(cfg, "eval_dataset").columns == {"q": "prompt"}
+        and choose_data_config(cfg, "eval_dataset").truncation_strategy == "delete"
+    )
     own = cfg.with_values({"eval_columns": {"problem": "prompt"}, "eval_truncation_strategy": "raise"})
-    data = data_of(own, "eval_dataset")
+    data = choose_data_config(own, "eval_dataset")
     assert (data.columns, data.truncation_strategy, data.dataset_split) == ({"problem": "prompt"}, "raise", "")
-    part = data_of(own, SPLIT)
+    part = choose_data_config(own, SPLIT)
     assert (part.columns, part.truncation_strategy, part.dataset_split) == ({"q": "prompt"}, "raise", "a"), "rows of the training set"
 
 
