@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base import python_objects
-from megatron_grpo.core.base.errors import config_error, first_line, one_line
+from megatron_grpo.core.base.errors import ConfigError, config_error, first_line, one_line
 from megatron_grpo.core.base.files import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
@@ -88,8 +88,10 @@ def choose_split(splits: Sequence[str], split: str, dataset: str, flag: str) -> 
     chosen = split or (splits[0] if len(splits) == 1 else "test")
     if chosen in splits:
         return chosen
-    setting = "eval_dataset_split" if flag.startswith("eval_") else "dataset_split"
-    message = f"{flag} {dataset!r} has no split {chosen}; it has {', '.join(splits)}. Use {setting} {splits[0]}."
+    is_held_out = flag.startswith("eval_")
+    setting = "eval_dataset_split" if is_held_out else "dataset_split"
+    use = next((name for name in splits if name != "train"), splits[0]) if is_held_out else splits[0]
+    message = f"{flag} {dataset!r} has no split {chosen}; it has {', '.join(splits)}. Use {setting} {use}."
     raise config_error((setting, flag), message)
 
 
@@ -102,12 +104,18 @@ def saved_by_datasets(directory: str, split: str, flag: str) -> Any:
         flag: Setting that names the data set, for error messages.
 
     Raises:
-        ConfigError: If the split does not exist, or the package `datasets` is not installed.
+        ConfigError: If the split does not exist, files are missing or damaged, or the package `datasets` is not installed.
     """
-    path = Path(directory)
-    if (path / "dataset_dict.json").is_file():
-        path /= choose_split(parse_json((path / "dataset_dict.json").read_text())["splits"], split, directory, flag)
-    return _datasets(flag).load_from_disk(str(path))
+    datasets, path = _datasets(flag), Path(directory)
+    try:
+        if (path / "dataset_dict.json").is_file():
+            path /= choose_split(parse_json((path / "dataset_dict.json").read_text())["splits"], split, directory, flag)
+        return datasets.load_from_disk(str(path))
+    except ConfigError:
+        raise
+    except Exception as error:  # files that are missing or damaged: whatever their readers raise
+        message = f"{flag} {directory!r} cannot be read as saved by `save_to_disk`: {one_line(error, first_line)}. Save it again."
+        raise config_error(flag, message) from error
 
 
 def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -147,7 +148,7 @@ def test_a_held_out_set_is_read_from_a_split_of_its_own(tmp_path):
     assert held_out(both, eval_dataset_split="train") == ["a"]
     assert held_out(folder(tmp_path / "plain", x_jsonl="p")) == ["p"], "the only split there is"
     dev = folder(tmp_path / "dev", train_jsonl="a", dev_jsonl="d")
-    with pytest.raises(ConfigError, match="has no split test; it has train, validation. Use eval_dataset_split train"):
+    with pytest.raises(ConfigError, match="has no split test; it has train, validation. Use eval_dataset_split validation"):
         held_out(dev)
     assert held_out(dev, eval_dataset_split="validation") == held_out(dev, eval_dataset_split="val") == ["d"]
     with pytest.raises(ConfigError, match="has no split train; it has test. Use dataset_split test"):
@@ -183,6 +184,17 @@ def test_a_dictionary_of_splits_saved_by_datasets_is_read_by_split(tmp_path):
     assert loaded(str(tmp_path / "dict")).raw(0) == "train" and held_out(str(tmp_path / "dict")) == ["test"]
     with pytest.raises(ConfigError, match="has no split dev; it has train, test. Use dataset_split train"):
         loaded(str(tmp_path / "dict"), dataset_split="dev")
+
+
+def test_a_saved_data_set_with_missing_or_damaged_files_is_refused_in_a_sentence(tmp_path):
+    pytest.importorskip("datasets")
+    without_folder = write(tmp_path / "a" / "dataset_dict.json", '{"splits": ["train"]}')
+    damaged = write(tmp_path / "b" / "dataset_dict.json", "nonsense")
+    without_rows = write(tmp_path / "c" / "state.json", '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    write(tmp_path / "c" / "dataset_info.json", "{}")
+    for file in (without_folder, damaged, without_rows):
+        with pytest.raises(ConfigError, match="cannot be read as saved by `save_to_disk`: .*Save it again"):
+            loaded(str(Path(file).parent))
 
 
 def test_columns_and_truncation_of_a_held_out_set_are_its_own_where_they_are_set():
