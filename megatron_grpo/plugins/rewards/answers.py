@@ -11,8 +11,13 @@ from megatron_grpo.core.settings import Config
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _HASHES = re.compile(r"^####\s*(.+?)\s*$", re.MULTILINE)
-# "answer is" or "answer:", with or without bold type; the bare word "answer" is part of many answers and of many last sentences.
-_SAID = re.compile(r"\banswer(?:\*\*)?(?:\s+is\b\s*:?|\s*:)(?:\*\*)?\s+(.+?)\s*$", re.MULTILINE | re.IGNORECASE)
+# "answer is" or "answer:" (or a full-width colon), with or without bold type; the bare word "answer" is part of many answers and of many
+# last sentences. Of a line, all is the answer, or the number before the next sentence.
+_SAID = re.compile(
+    r"\banswer(?:\*\*)?(?:\s+is\b\s*[:\uff1a]?|\s*[:\uff1a])(?:\*\*(?=\s|[^*\n]*$))?\s*"
+    r"([*$]*[-+\u2212]?\d[\d,]*(?:\.\d+)?[*$]*(?=[.!]\s+[A-Z])|.+?(?=\s*$))",
+    re.MULTILINE | re.IGNORECASE,
+)
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
@@ -53,7 +58,8 @@ def final_answer(text: str) -> str:
     r"""Return the final answer of a text, without surrounding space.
 
     Only text after the last `</think>` counts. In it, the first match in this order: the last `<answer>` tag, the last `\boxed{}`, a
-    line `#### x`, the text after the last "answer is" or "answer:" on its line, or else the whole text.
+    line `#### x`, the text after the last "answer is" or "answer:" on its line (a number
+    ends where the next sentence begins), or else the whole text.
 
     Args:
         text: Text of the completion.
