@@ -58,8 +58,8 @@ def final_answer(text: str) -> str:
     r"""Return the final answer of a text, without surrounding space.
 
     Only text after the last `</think>` counts. In it, the first match in this order: the last `<answer>` tag, the last `\boxed{}`, a
-    line `#### x`, the text after the last "answer is" or "answer:" on its line (a number
-    ends where the next sentence begins), or else the whole text.
+    line `#### x`, the text after the last "answer is" or "answer:" on its line (a number ends where the next sentence begins), or else
+    the whole text.
 
     Args:
         text: Text of the completion.
