@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ import numpy as np
 from megatron_grpo.commands.analysis.args import MismatchArgs
 from megatron_grpo.commands.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.run.metrics.plots import apply_style, can_draw, new_figure, write_png
+from megatron_grpo.run.metrics.plots import BLUE, GREY, RED, write_figure, write_panels
 
 BINS = 40
 DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl
-PANELS = (
-    ("cosine with the run's gradient", lambda outcome: outcome.cosine or 0.0),
-    ("gradient norm", lambda outcome: outcome.grad_norm),
-    ("clipped share of tokens", lambda outcome: outcome.clip_low + outcome.clip_high),
-    ("effective sample size", lambda outcome: outcome.ess),
-)
+PANELS: dict[str, Callable[[Any], float]] = {
+    "cosine with the run's gradient": lambda outcome: outcome.cosine or 0.0,
+    "gradient norm": lambda outcome: outcome.grad_norm,
+    "clipped share of tokens": lambda outcome: outcome.clip_low + outcome.clip_high,
+    "effective sample size": lambda outcome: outcome.ess,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -257,16 +258,9 @@ def draw(path: Path, report: MismatchReport) -> bool:
     Returns:
         False if matplotlib is not installed, and no file was written.
     """
-    if not can_draw():
-        return False
     panels = [_histogram, _tokens, *([_operations] if report.operations else []), *([_drift] if report.drift else [])]
-    figure = new_figure(11, 4 * (len(panels) + 1) // 2, dpi=100)
-    for number, panel in enumerate(panels):
-        axes = figure.add_subplot((len(panels) + 1) // 2, 2, number + 1)
-        panel(axes, report)
-        apply_style(axes)
-    write_png(figure, path)
-    return True
+    fillers = [partial(panel, report=report) for panel in panels]
+    return write_panels(path, fillers, columns=2, width=11, height=4 * (len(panels) + 1) // 2, dpi=100)
 
 
 def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
@@ -280,24 +274,21 @@ def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
     Returns:
         A line with the path of the image, or the reason why there is none.
     """
-    if not can_draw():
-        return "No figure: matplotlib is not installed (pip install megatron-grpo[plot])."
-    figure = new_figure(13, 1.2 + 0.42 * len(outcomes))
-    axes = figure.subplots(1, len(PANELS), sharey=True)
-    for axis, (title, value) in zip(axes, PANELS, strict=True):
+
+    def fill(axes: Any, title: str, value: Callable[[Any], float]) -> None:
         values = [value(outcome) for outcome in outcomes]
-        bars = axis.barh(range(len(outcomes)), values, color=["#5b6770", *["#2563a8"] * (len(outcomes) - 1)])
-        axis.bar_label(bars, labels=[f"{bar_value:.3g}" for bar_value in values], padding=3, fontsize=8)
-        axis.set_title(title, fontsize=10)
-        axis.margins(x=0.2)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(outcomes)), [outcome.name for outcome in outcomes])
-    axes[0].invert_yaxis()
-    figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
-    return f"Figure: {write_png(figure, path)}"
+        bars = axes.barh(range(len(outcomes)), values, color=["#5b6770", *["#2563a8"] * (len(outcomes) - 1)])
+        axes.bar_label(bars, labels=[f"{bar_value:.3g}" for bar_value in values], padding=3, fontsize=8)
+        axes.set_title(title, fontsize=10)
+        axes.margins(x=0.2)
+        axes.grid(visible=False)
+        names = [outcome.name if axes.get_subplotspec().is_first_col() else "" for outcome in outcomes]
+        axes.set_yticks(range(len(outcomes)), names)
+        axes.invert_yaxis()
+        axes.figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
 
-
-BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"
+    panels = [partial(fill, title=title, value=value) for title, value in PANELS.items()]
+    return write_figure(path, panels, columns=len(PANELS), width=13, height=1.2 + 0.42 * len(outcomes))
 
 
 def _histogram(axes: Any, report: MismatchReport) -> None:

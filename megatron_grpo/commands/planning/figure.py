@@ -12,6 +12,7 @@ from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.base.files import PAINTER
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.batching.schedule import MicroStep, TrainingSchedule
+from megatron_grpo.run.metrics.records import can_draw
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -37,18 +38,16 @@ def shown_rows(schedule: TrainingSchedule, num_rollouts: int, *, max_rows: int =
     """
     sizes = schedule.sizes
     total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
-    rows: list[MicroStep | range] = []
     if total <= max_rows:
         return [schedule.micro_step(s) for s in range(total)]
+    rows: list[MicroStep | range] = []
     for stretch in _stretches(schedule, total):
         if len(rows) >= max_rows:
-            rows.append(range(stretch.start, total))
-            break
-        if len(stretch) <= HEAD + TAIL + 1:
-            rows += [schedule.micro_step(s) for s in stretch]
-            continue
-        first, last = ([schedule.micro_step(s) for s in end] for end in (stretch[:HEAD], stretch[-TAIL:]))
-        rows += [*first, stretch[HEAD:-TAIL], *last]
+            return [*rows, range(stretch.start, total)]
+        head = HEAD if len(stretch) > HEAD + TAIL + 1 else len(stretch)
+        rows += map(schedule.micro_step, stretch[:head])
+        if hidden := stretch[head:-TAIL]:
+            rows += [hidden, *map(schedule.micro_step, stretch[-TAIL:])]
     return rows
 
 
@@ -97,18 +96,6 @@ def cell(prompts: range) -> str:
     return f"{prompts[0]}-{prompts[-1]}"
 
 
-def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | range], ranks: Sequence[int | None]) -> int:
-    """Return the width in characters of the longest text in a column, its header included.
-
-    Args:
-        sizes: Batch sizes and layout.
-        rows: Shown micro-steps, from `shown_rows`.
-        ranks: Shown ranks, from `shown_ranks`.
-    """
-    cells = [cell(prompts_of(sizes, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
-    return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
-
-
 def draw(schedule: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> list[Text]:
     """Draw the figure as styled lines, none wider than `width` columns.
 
@@ -121,48 +108,45 @@ def draw(schedule: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> l
 
     sizes, rows = schedule.sizes, shown_rows(schedule, num_rollouts)
     steps = [row for row in rows if isinstance(row, MicroStep)]
-    widest = max(widest_cell(sizes, rows, shown_ranks(sizes.dp_size, MOST_RANKS)), 2) + 1
-    left_width = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3 + 7
+    possible = [rank for rank in shown_ranks(sizes.dp_size, MOST_RANKS) if rank is not None]
+    cells = [str(possible[-1]), *(cell(prompts_of(sizes, row, rank)) for row in steps for rank in possible)]
+    widest = max(2, *map(len, cells)) + 1
+    left = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3
     note = ", end of epoch 00" * any(schedule.ends_epoch(row) is not None for row in steps)
     right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2 + len(note)
-    ranks = shown_ranks(sizes.dp_size, max(1, (width - left_width - right) // widest))
+    ranks = shown_ranks(sizes.dp_size, max(1, (width - left - 7 - right) // widest))
     heads = "".join(("…" if rank is None else str(rank)).rjust(widest) for rank in ranks)
     lines = [
-        Text(
-            f"{'optimizer':<{left_width - 7}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left_width + len(heads)) + "  old",
-            style="bold",
-        ),
-        Text(f"{'step':<{left_width - 7}}{'step':>6} {heads}  stale log-probs     rollout", style="bold"),
+        Text(f"{'optimizer':<{left}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left + 7 + len(heads)) + "  old", style="bold"),
+        Text(f"{'step':<{left}}{'step':>6} {heads}  stale log-probs     rollout", style="bold"),
     ]
     for index, row in enumerate(rows):
         if isinstance(row, range):
-            more_text = f"  … {len(row):,} more, to {row[-1]}"[: len(heads) + 6 + 13 + 1]
-            lines.append(Text(f"{'│':<{left_width - 7}}{'⋮':>6} {more_text:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
-            continue
-        lines.append(_line(schedule, index, row, ranks, widest, left_width))
+            hidden = f"  … {len(row):,} more, to {row[-1]}"[: len(heads) + 20]
+            lines.append(Text(f"{'│':<{left}}{'⋮':>6} {hidden:<{len(heads) + 21}}│", style="dim"))
+        else:
+            lines.append(_line(schedule, index, row, ranks, widest, left))
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     return lines
 
 
-def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left_width: int) -> Text:
+def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
     from rich.text import Text
 
     sizes, step = schedule.sizes, row.optimizer_step
-    length = sizes.micro_steps_per_rollout * sizes.num_iterations
-    stale, text = row.staleness > 0, Text()
     begins, ends = row.micro_step == schedule.first_of(step), row.micro_step + 1 == schedule.first_of(step + 1)
     label = f"step {step}" if begins or index == 0 else ""
-    text.append(f"{bracket_of(begins, ends)} {label}".ljust(left_width - 7), style="bold" if label else "")
-    text.append(f"{row.micro_step:>6} ")
+    text = Text.assemble((f"{bracket_of(begins, ends)} {label}".ljust(left), "bold" if label else ""), f"{row.micro_step:>6} ")
     for rank in ranks:
         if rank is None:
             text.append("…".rjust(widest), style="dim")
-            continue
-        prompts = prompts_of(sizes, row, rank)
-        text.append(cell(prompts).rjust(widest), style=PALETTE[prompts[0] % len(PALETTE)])
-    mark = f"+{row.staleness}" if stale else "·"
-    text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if stale else "dim")
+        else:
+            prompts = prompts_of(sizes, row, rank)
+            text.append(cell(prompts).rjust(widest), style=PALETTE[prompts[0] % len(PALETTE)])
+    mark = f"+{row.staleness}" if row.staleness else "·"
+    text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if row.staleness else "dim")
+    length = sizes.micro_steps_per_rollout * sizes.num_iterations
     position = row.micro_step % length
     first, last = position == 0, position == length - 1
     has_several_versions = sizes.partial_rollouts and row.on_policy_version > row.sampled_by_version
@@ -173,7 +157,7 @@ def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequenc
     if (epoch := schedule.ends_epoch(row)) is not None:
         notes.append(f"end of epoch {epoch}")
     text.append(f"{bracket_of(first, last, right=True)} {', '.join(notes)}".rstrip(), style="bold" if first else "")
-    if stale:
+    if row.staleness:
         text.stylize("on #3a2f00")
     return text
 
@@ -216,10 +200,9 @@ def draw_png(schedule: TrainingSchedule, num_rollouts: int, path: str) -> None:
     Raises:
         ConfigError: If matplotlib is not installed, or does not know the suffix.
     """
-    from megatron_grpo.run.metrics.plots import can_draw, new_figure
-
     if not can_draw():
         raise ConfigError([Problem(flags=("png",), message="png needs matplotlib: pip install 'megatron-grpo[plot]'.")])
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.style import Style
     from rich.text import Text
@@ -228,7 +211,7 @@ def draw_png(schedule: TrainingSchedule, num_rollouts: int, path: str) -> None:
     lines = [*draw(schedule, num_rollouts, width=COLUMNS), Text(), *map(Text, legend(schedule.sizes))]
     columns = max(line.cell_len for line in lines)
     width, height = (columns + 2) * WIDTH / DPI, (len(lines) + 2) * POINTS * 1.5 / 72
-    figure = new_figure(width, height, dpi=DPI, layout=None, facecolor=PAPER)
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
     for row, line in enumerate(lines, 1):
         column = 1
         for segment in line.render(terminal):

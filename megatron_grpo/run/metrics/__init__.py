@@ -5,9 +5,10 @@ Only rank 0 writes; on other ranks every method returns at once. docs/metrics.md
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from rich.console import Console
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.types import Progress
 from megatron_grpo.run.config.evaluation import curve_of
-from megatron_grpo.run.metrics import plots, registry
+from megatron_grpo.run.metrics import registry
 from megatron_grpo.run.metrics.display import Display
 from megatron_grpo.run.metrics.evaluations import EvaluationResult, Evaluations, compare_evaluations, curves_in, describe, score_of_record
-from megatron_grpo.run.metrics.records import EVENTS, BestEffort, Events, Records, to_python_number
+from megatron_grpo.run.metrics.records import EVENTS, BestEffort, Events, History, Records, can_draw, remember, to_python_number
 from megatron_grpo.run.metrics.reporters import REPORTERS, BackgroundReporter, ReporterInit, Table, report_to_problems, services
 from megatron_grpo.run.metrics.summary import LearningSignal, TimeSummary
 
 __all__ = ["Metrics", "report_to_problems"]
 
+logger = logging.getLogger(__name__)
 WARNING = "WARNING: "  # start of printed lines that are warnings
 TRAINING_ROWS = {"reward": "reward while training", "completions/mean_length": "tokens per completion"}
 
@@ -76,7 +78,7 @@ class Metrics:
         self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
         self._events = Events(self.output_dir / EVENTS)
         self._skipped = Records(self.output_dir / "skipped.jsonl")
-        self._history: dict[str, list[tuple[int, float]]] = {}
+        self._history: History = {}
         self.learnt = LearningSignal(
             compares_groups=bool(self.config.get("reward_funcs")) and self.config.get("advantage_estimator") != "reinforce_plus_plus"
         )
@@ -104,7 +106,7 @@ class Metrics:
             self._remember(record)
         self._skipped.cut(progress.step)
         self.evaluations.start(progress.step or -1)  # without a checkpoint, the evaluation before step 1 is dropped too
-        self._remember_evaluations()
+        self._show_evaluations()
         begin = ReporterInit(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
         for name in self._services:
             self._reporters[name] = BackgroundReporter(name, partial(REPORTERS[name], begin))
@@ -177,7 +179,7 @@ class Metrics:
         if not self._started:
             self.start(progress)
         records = [self.evaluations.add(progress.step, evaluation) for evaluation in evaluated]
-        self._remember_evaluations()
+        self._show_evaluations()
         values = {f"{curve_of(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
         self._report(progress.step, values)
         self._on_metrics(progress.step, values)
@@ -195,9 +197,14 @@ class Metrics:
             self._skipped.append({"step": progress.step, **record})
 
     def refresh_plots(self) -> list[Path]:
-        """Draw plots/*.png from everything logged so far and return their paths."""
-        with self._best_effort("plots"):
-            return plots.refresh(self.output_dir, self._history) if self.is_logging else []
+        """Draw plots/*.png from everything logged so far and return their paths. Without matplotlib a warning is logged once."""
+        if self.is_logging and not can_draw():
+            _warn_without_matplotlib()
+        elif self.is_logging:
+            with self._best_effort("plots"):
+                from megatron_grpo.run.metrics import plots
+
+                return plots.refresh(self.output_dir, self._history | curves_in(self.evaluations.records))
         return []
 
     def print_line(self, text: str) -> None:
@@ -285,14 +292,15 @@ class Metrics:
 
     def _remember(self, record: Mapping[str, Any]) -> None:
         self.learnt.take(record)
-        plots.remember(self._history, record)
+        remember(self._history, record)
 
-    def _remember_evaluations(self) -> None:
-        curves = curves_in(self.evaluations.records)
-        for name in [name for name in self._history if plots.is_held_out(name)]:
-            del self._history[name]
-        self._history |= curves
-        self._display.show(**{name: points[-1][1] for name, points in curves.items()})
+    def _show_evaluations(self) -> None:
+        self._display.show(**{name: points[-1][1] for name, points in curves_in(self.evaluations.records).items()})
+
+
+@cache
+def _warn_without_matplotlib() -> None:
+    logger.warning("plots/ is not drawn: matplotlib is not installed (pip install 'megatron-grpo[plot]')")
 
 
 def _mean(values: Sequence[Any]) -> Any:

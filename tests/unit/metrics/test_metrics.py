@@ -245,9 +245,9 @@ def test_plots_are_pictures_of_what_was_logged(tmp_path):
 def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypatch, caplog):
     import importlib.util
 
-    from megatron_grpo.run.metrics import plots as plots
+    from megatron_grpo.run import metrics as module
 
-    monkeypatch.setattr(plots, "_warned", False)
+    module._warn_without_matplotlib.cache_clear()
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest))
     metrics = metrics_in(tmp_path, plot_steps=1)
@@ -678,10 +678,13 @@ def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_bein
 
 
 def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
-    from megatron_grpo.run.metrics.plots import PLOTS, _curves, plotted_metrics
+    from megatron_grpo.run.metrics.plots import PLOTS, _curves
+    from megatron_grpo.run.metrics.records import remember
 
     record = {"step": 1, "reward": 1.5, "rewards/format/mean": 1.0, "rewards/task/mean": 0.25, "rewards/task/std": 0.1, "loss": 0.0}
-    history = {name: [(1, record[name])] for name in plotted_metrics(record)} | {"eval": [(0, 0.5)]}
+    history = {"eval": [(0, 0.5)]}
+    remember(history, record)
+    assert "loss" not in history and "rewards/task/std" not in history
     assert [label for _, label, _ in _curves(PLOTS[0], history)] == [
         "training (weighted sum, mean of a rollout)",
         "format",

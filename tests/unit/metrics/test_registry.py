@@ -10,6 +10,7 @@ from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.evaluation import _training
 from megatron_grpo.run.metrics import registry
 from megatron_grpo.run.metrics.plots import PLOTS
+from megatron_grpo.run.metrics.records import remember
 from megatron_grpo.run.metrics.rollout import ENDS
 
 PACKAGE = Path(megatron_grpo.__file__).parent
@@ -47,3 +48,9 @@ def test_plots_and_metric_for_best_model_use_registered_names():
     plotted = [name for plot in PLOTS for name in plot.curves]
     asked = parse("--reward_funcs math --beta 0.1 --log_entropy true --dynamic_sample true".split()).config
     assert [name for name in (*plotted, *_training(asked)) if registry.find(name) is None] == []
+
+
+def test_a_run_remembers_every_metric_that_a_plot_shows():
+    history = {}
+    remember(history, {"step": 1} | {name: 0.5 for plot in PLOTS for name in plot.curves})
+    assert set(history) == {name for plot in PLOTS for name in plot.curves}
