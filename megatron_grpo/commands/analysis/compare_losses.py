@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from megatron_grpo.commands.analysis.args import CompareLossesArgs, Variant, read_compare_losses_args
-from megatron_grpo.commands.analysis.printing import print_report, table_lines
+from megatron_grpo.commands.analysis.printing import format_cell, print_report, table_lines
 from megatron_grpo.commands.analysis.replay import open_policy
-from megatron_grpo.commands.analysis.report import draw_variants, metrics_records
+from megatron_grpo.commands.analysis.report import draw_variants
 from megatron_grpo.core.base.errors import EXIT_DONE, config_error
 from megatron_grpo.core.base.files import parse_json, plot_obstacle
 from megatron_grpo.core.grpo.entropy import AdaptiveEntropy
@@ -42,6 +42,7 @@ from megatron_grpo.run.checkpoint.samples import read_samples
 from megatron_grpo.run.checkpoint.saving import RECORDED
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.metrics.records import Records
 from megatron_grpo.run.open_checkpoint import load_weights
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,11 @@ class VariantResult:
     clip_low: float
     clip_high: float
     kl: float | None
+
+
+# Headings of the table, and formats of the fields of `VariantResult` in their order.
+COLUMNS = {"": "", "rows": "", "loss": ".5g", "grad_norm": ".5g", "cosine": ".6f", "KL sampler": ".3g", "ESS": ".4f",
+           "clip low": ".2%", "clip high": ".2%", "KL ref": ".3g"}  # fmt: skip
 
 
 class AcceptAllCheck:
@@ -136,22 +142,18 @@ def compare_losses(args: CompareLossesArgs) -> list[VariantResult]:
     samples = read_samples(args.checkpoint / RECORDED)
     left_out = _left_out(cfg, samples, args.step)
     adaptive, entropy = policy.entropy, _entropy_of(policy, args.checkpoint)
-    gradient, outcomes = None, list[VariantResult]()
-    stale = {variant.staleness for variant in args.variants} - {0}
-    with_old_logprobs = _with_old_logprobs(policy, samples) if stale else []
-    for staleness in sorted({0, *stale}):
-        if staleness:
-            load_weights(policy.chunks, args.later[staleness])
-        rows = with_old_logprobs if staleness else samples
-        for variant in args.variants:
-            if variant.staleness == staleness:
-                policy.entropy = (
-                    entropy if adaptive and variant.cfg.grpo.entropy_coef == adaptive.coef else None
-                )  # else the variant's coefficient
-                outcome, gradient = _take(policy, variant, rows, args.step + staleness, gradient, left_out)
-                outcomes.append(outcome)
-    order = [variant.name for variant in args.variants]
-    return sorted(outcomes, key=lambda outcome: order.index(outcome.name))
+    variants = sorted(args.variants, key=lambda variant: variant.staleness)  # the run's own settings stay the first
+    with_old_logprobs = _with_old_logprobs(policy, samples) if variants[-1].staleness else []
+    gradient, loaded, outcomes = None, 0, dict[str, VariantResult]()
+    for variant in variants:
+        if variant.staleness != loaded:
+            loaded = variant.staleness
+            load_weights(policy.chunks, args.later[loaded])
+        is_own_entropy = adaptive is not None and variant.cfg.grpo.entropy_coef == adaptive.coef
+        policy.entropy = entropy if is_own_entropy else None  # None: the variant's coefficient
+        rows = with_old_logprobs if loaded else samples
+        outcomes[variant.name], gradient = _take(policy, variant, rows, args.step + loaded, gradient, left_out)
+    return [outcomes[variant.name] for variant in args.variants]
 
 
 def _left_out(cfg: Config, samples: Sequence[Sample], step: int) -> frozenset[RowKind]:
@@ -185,9 +187,8 @@ def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample
     for key, sample in scored.rows.sequences.items():
         routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
         local[key] = sample if hasattr(sample, "old_logprobs") else routed.with_old_logprobs(scored.logprobs[key], "recompute")
-    merged = {
-        key: row for part in collectives.exchange({0: local if policy.parallel.is_model_parallel_src else {}}) for key, row in part.items()
-    }
+    parts = collectives.exchange({0: local if policy.parallel.is_model_parallel_src else {}})
+    merged = {key: row for part in parts for key, row in part.items()}
     return [merged[sample.key] for sample in samples] if merged else []
 
 
@@ -230,10 +231,10 @@ def _take(
     batch = _batch(policy, variant_samples, index, left_out)
     trained = policy.train_step(batch)
     norm, buffers = trained.metrics.get("grad_norm", 0.0), list(_buffers(policy))
+    gradients = [buffer.clone() for buffer in buffers]
     if reference is None:
-        reference, cosine = [buffer.clone() for buffer in buffers], 1.0 if norm else None
+        reference, cosine = gradients, 1.0 if norm else None
     else:
-        gradients = [buffer.clone() for buffer in buffers]
         cosine = _cosine(policy, buffers, reference, gradients)
     kl, ess = _off_policy(policy, batch, trained.logprobs)
     get = trained.metrics.get
@@ -268,11 +269,9 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
     sums = np.zeros(4)
     for micro in batch.micro_batches if policy.parallel.reports_its_rows else ():
         for index, row in enumerate(micro.rows):
-            index_of_tokens = (micro.sequence == index) & (micro.token_weights > 0)
-            log_rho = (
-                np.asarray(logprobs[row], dtype=np.float64)[index_of_tokens[micro.sequence == index]]
-                - micro.sampler_logprobs[index_of_tokens]
-            )
+            tokens = micro.sequence == index
+            is_trained = micro.token_weights[tokens] > 0
+            log_rho = (np.asarray(logprobs[row], dtype=np.float64) - micro.sampler_logprobs[tokens])[is_trained]
             log_rho = log_rho[~np.isnan(log_rho)].clip(-20, 20)
             rho = np.exp(log_rho)
             sums += [len(rho), (rho - log_rho - 1).sum(), rho.sum(), (rho * rho).sum()]
@@ -282,7 +281,7 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
 
 def _recorded(args: CompareLossesArgs) -> dict[str, float] | None:
     """Return the run's own loss and gradient norm of the step, from metrics.jsonl; None if they were not logged."""
-    logged = next((record for record in reversed(metrics_records(args.run)) if record.get("step") == args.step + 1), None)
+    logged = next((record for record in reversed(Records(args.run / "metrics.jsonl").all()) if record["step"] == args.step + 1), None)
     return {name: logged[name] for name in ("loss", "grad_norm") if name in logged} if logged else None
 
 
@@ -297,10 +296,5 @@ def report_lines(args: CompareLossesArgs, outcomes: Sequence[VariantResult], rec
     lines = [f"Optimizer step {args.step + 1} of {args.run}, rows as recorded, weights of {args.checkpoint.name}."]
     if recorded:
         lines.append("The run logged: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")
-    rows = [("", "rows", "loss", "grad_norm", "cosine", "KL sampler", "ESS", "clip low", "clip high", "KL ref")]
-    for outcome in outcomes:
-        share = (f"{outcome.kl_sampler:.3g}", f"{outcome.ess:.4f}", f"{outcome.clip_low:.2%}", f"{outcome.clip_high:.2%}")
-        cosine = "-" if outcome.cosine is None else f"{outcome.cosine:.6f}"
-        of_reference = "-" if outcome.kl is None else f"{outcome.kl:.3g}"
-        rows.append((outcome.name, str(outcome.rows), f"{outcome.loss:.5g}", f"{outcome.grad_norm:.5g}", cosine, *share, of_reference))
-    return [*lines, "", *table_lines(rows)]
+    values = [[format_cell(value, spec) for value, spec in zip(astuple(outcome), COLUMNS.values(), strict=True)] for outcome in outcomes]
+    return [*lines, "", *table_lines([list(COLUMNS), *values])]

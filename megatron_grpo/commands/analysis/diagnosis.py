@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from megatron_grpo.commands.analysis.printing import format_columns
 from megatron_grpo.commands.analysis.step_dump import StepDump
 from megatron_grpo.core.types import RowKey
 from megatron_grpo.run.metrics.summary import USUAL
 
 SHOWN = 8  # maximum rows and tensors that are listed
+ROW_COLUMNS = {"rollout": ">8", "row": ">6", "prompt": ">8", "tokens": ">8", "norm alone": ">13.5g", "share": ">8.0%",
+               "vs run": ">10.2g", "vs sampler": ">12.3g", "  not finite": ""}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,35 +73,30 @@ class Diagnosis:
 
     def lines(self) -> list[str]:
         """Format the diagnosis as lines of text."""
-        weights = self.weights
-        weights_text = f"{weights['same']} of {weights['tensors']} tensors are those of the run, bit for bit" if weights["recorded"] else (
-            "not compared: none were recorded")  # fmt: skip
-        lines = [
+        weights = "not compared: none were recorded"
+        if self.weights["recorded"]:
+            weights = f"{self.weights['same']} of {self.weights['tensors']} tensors are those of the run, bit for bit"
+        losses = [(name, self.numbers[name], self.was.get(name, math.nan)) for name in ("loss", "grad_norm")]
+        total = math.fsum(row.norm for row in self.rows if math.isfinite(row.norm))
+        worst = sorted(self.rows, key=lambda row: (not row.what, math.isfinite(row.norm), -row.norm if math.isfinite(row.norm) else 0.0))
+        rows = []
+        for row in worst[:SHOWN]:
+            share = row.norm / total if total and math.isfinite(row.norm) else None
+            rows.append((*row.key, row.prompt_number, row.num_tokens, row.norm, share, row.forward, row.gap, f"  {row.what}"))
+        return [
             f"kept because {self.why}",
             f"replayed on {self.ranks}",
-            f"weights: {weights_text}",
+            f"weights: {weights}",
             *(f"not in the step dump: {missing}" for missing in self.lacks),
             "",
-            f"{'':14}{'here':>14}{'in the run':>14}",
-        ]
-        for name in ("loss", "grad_norm"):
-            lines.append(f"{name:14}{self.numbers[name]:>14.6g}{self.was.get(name, math.nan):>14.6g}")
-        total = math.fsum(row.norm for row in self.rows if math.isfinite(row.norm))
-        lines += [
+            *format_columns({"": "<14", "here": ">14.6g", "in the run": ">14.6g"}, losses),
             "",
-            f"{'rollout':>8}{'row':>6}{'prompt':>8}{'tokens':>8}{'norm alone':>13}{'share':>8}{'vs run':>10}{'vs sampler':>12}  not finite",
+            *format_columns(ROW_COLUMNS, rows),
+            *([f"    and {len(worst) - SHOWN} more rows (--json true lists all)"] if len(worst) > SHOWN else []),
+            *("with rank {rank}'s copy of {name}: loss {loss:.6g}, grad_norm {grad_norm:.6g}".format(**copy) for copy in self.copies),
+            "",
+            *self.verdict,
         ]
-        worst = sorted(self.rows, key=lambda row: (not row.what, math.isfinite(row.norm), -row.norm if math.isfinite(row.norm) else 0.0))
-        for row in worst[:SHOWN]:
-            share = f"{row.norm / total:.0%}" if total and math.isfinite(row.norm) else "-"
-            run = "-" if row.forward is None else f"{row.forward:.2g}"
-            lines.append(f"{row.key[0]:>8}{row.key[1]:>6}{row.prompt_number:>8}{row.num_tokens:>8}{row.norm:>13.5g}{share:>8}{run:>10}"
-                         f"{row.gap:>12.3g}  {row.what}")  # fmt: skip
-        if len(worst) > SHOWN:
-            lines.append(f"    and {len(worst) - SHOWN} more rows (--json true lists all)")
-        for copy in self.copies:
-            lines.append(f"with rank {copy['rank']}'s copy of {copy['name']}: loss {copy['loss']:.6g}, grad_norm {copy['grad_norm']:.6g}")
-        return [*lines, "", *self.verdict]
 
 
 def diagnose(
@@ -120,24 +119,17 @@ def diagnose(
     verdict = [*_weights(weights), *_differing_elements(step_dump)]
     verdict += _rows_not_finite(rows, first, has_bad_weight=bool(weights["not_finite"]))
     if not verdict:
-        verdict = _finite_in_replay(step_dump, numbers, recorded, weights, rows)
-    ranks = (
-        "1 rank"
-        if layout.world_size == 1
-        else f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
-    )
-    return Diagnosis(why=step_dump.facts["why"], verdict=verdict, numbers=numbers, was=recorded, weights=weights, rows=list(rows),
-    ranks=ranks,
-                copies=copies, lacks=step_dump.lacks())  # fmt: skip
+        verdict = _finite_in_replay(step_dump, recorded, weights, rows)
+    sizes = f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
+    return Diagnosis(
+        why=step_dump.facts["why"], verdict=verdict, numbers=numbers, was=recorded, weights=weights, rows=list(rows),
+        ranks="1 rank" if layout.world_size == 1 else sizes, copies=copies, lacks=step_dump.lacks(),
+    )  # fmt: skip
 
 
 def _weights(weights: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f"FAULT: the weight {name} is not finite ({description})." for name, description in list(weights["not_finite"].items())[:SHOWN]
-    ]
-    if num_more := len(weights["not_finite"]) - SHOWN:
-        lines += [f"and {num_more} more weights."] if num_more > 0 else []
-    return lines
+    bad = [f"FAULT: the weight {name} is not finite ({description})." for name, description in weights["not_finite"].items()]
+    return [*bad[:SHOWN], *([f"and {len(bad) - SHOWN} more weights."] if len(bad) > SHOWN else [])]
 
 
 def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None, *, has_bad_weight: bool) -> list[str]:
@@ -156,9 +148,8 @@ def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None, *, has_bad_
 
 
 def _finite_in_replay(
-    step_dump: StepDump, numbers: Mapping[str, float], recorded: Mapping[str, float], weights: Mapping[str, Any], rows:
-    Sequence[IsolatedRow]
-) -> list[str]:  # fmt: skip
+    step_dump: StepDump, recorded: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[IsolatedRow]
+) -> list[str]:
     lines = []
     if not math.isfinite(recorded.get("grad_norm", 0.0)):
         lines.append("All values are finite here but were not in the run, with the same rows and weights: the cause is "
@@ -169,17 +160,13 @@ def _finite_in_replay(
         lines.append(f"{weights['tensors'] - weights['same']} tensors differ from those of the run, so its values may not be reproduced.")
     elif max_difference is not None and max_difference > usual:
         lines.append(f"The forward pass of the run is not reproduced with these weights: log-probs differ by up to {max_difference:.3g} "
-            "nats. "
-                     "Check the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
+                     "nats. Check the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
     if step_dump.facts["kind"] == "logp_gap":
         worst = max(rows, key=lambda row: row.gap)
-        reproduced_text = (
-            "the run's forward pass is reproduced, so"
-            if max_difference is not None and max_difference <= usual
-            else "if the forward pass is reproduced,"
-        )
+        is_reproduced = max_difference is not None and max_difference <= usual
+        forward = "the run's forward pass is reproduced, so" if is_reproduced else "if the forward pass is reproduced,"
         lines.append(f"The largest difference from the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
-                     f"{reproduced_text} check the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
+                     f"{forward} check the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
     if step_dump.facts["kind"] == "spike" and rows:
         worst = max(rows, key=lambda row: row.norm)
         total = math.fsum(row.norm for row in rows)
@@ -199,10 +186,9 @@ def _differing_elements(step_dump: StepDump) -> list[str]:
     for label in labels[:SHOWN]:
         name, dtype, shape = label.split("|")
         of_label = [(rank, of_rank[label]) for rank, of_rank in sorted(copies.items()) if label in of_rank]
-        for (first, a), (second, b) in zip(of_label, of_label[1:]):
-            if a.nbytes != b.nbytes or (a == b).all():
-                continue
-            lines.append(f"FAULT: {name} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
+        for (first, a), (second, b) in pairwise(of_label):
+            if a.nbytes == b.nbytes and not (a == b).all():
+                lines.append(f"FAULT: {name} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
     return lines
 
 
@@ -215,11 +201,9 @@ def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
     differs = (a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1)
     first_index = int(np.flatnonzero(differs)[0])
     coordinates = [int(i) for i in np.unravel_index(first_index, [int(n) for n in shape.split(",")])] if shape else []
-    bits = int.from_bytes(a[first_index * width : (first_index + 1) * width].tobytes(), "little") ^ int.from_bytes(
-        b[first_index * width : (first_index + 1) * width].tobytes(), "little"
-    )
-    flipped = [bit for bit in range(8 * width) if bits >> bit & 1]
-    bits_text = f"bit {flipped[0]} of {8 * width}" if len(flipped) == 1 else f"{len(flipped)} of {8 * width} bits"
+    first = slice(first_index * width, (first_index + 1) * width)
+    bits = np.unpackbits(a[first] ^ b[first], bitorder="little")
+    bits_text = f"bit {int(bits.argmax())} of {len(bits)}" if bits.sum() == 1 else f"{bits.sum()} of {len(bits)} bits"
     values = f"{x[first_index].item():g} and {y[first_index].item():g}, which differ in {bits_text}"
     return f"{int(differs.sum())} of {len(differs)} values, the first at {coordinates}: {values}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -29,6 +29,27 @@ def table_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [[cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))] for row in rows]
     return ["  ".join(cells).rstrip() for cells in aligned]
+
+
+def format_columns(columns: Mapping[str, str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """Align the cells of a table whose columns have fixed widths.
+
+    Args:
+        columns: Format of the numbers in each column by its heading, such as `>9.4f`; the part before the point is that of texts too.
+        rows: Numbers and texts of each row; None is shown as `-`.
+    """
+    return ["".join(format_cell(value, columns[name]) for name, value in zip(columns, row, strict=True)) for row in (columns, *rows)]
+
+
+def format_cell(value: Any, numbers: str) -> str:
+    """Format a number or a text; None is `-`.
+
+    Args:
+        value: Number, text or None.
+        numbers: Format of numbers; the part before the point is that of texts too.
+    """
+    text = "-" if value is None else value
+    return format(text, numbers.partition(".")[0] if isinstance(text, str) else numbers)
 
 
 def _finite(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,9 @@ import numpy as np
 
 from megatron_grpo.commands.analysis.args import MismatchArgs
 from megatron_grpo.commands.analysis.operations import ASIDE, ComparedRow, Operation, first_difference
-from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.commands.analysis.printing import format_columns
 from megatron_grpo.run.metrics.plots import BLUE, GREY, RED, write_figure, write_panels
+from megatron_grpo.run.metrics.records import Records
 
 BINS = 40
 DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl
@@ -76,21 +76,17 @@ class MismatchReport:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Statistics of |trainer - sampler|, from `quantiles`."""
-        return quantiles(self.rows, self.bound)
-
-
-def metrics_records(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's metrics.jsonl. A line that is only partly written is skipped.
-
-    Args:
-        run: Output directory of the run.
-    """
-    path, records = run / "metrics.jsonl", []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            records.append(parse_json(line))
-    return [record for record in records if isinstance(record, dict)]
+        """Statistics of |trainer - sampler| in nats over all sampled tokens; `beyond` is the fraction above `bound`, with NaN above."""
+        differences = np.abs(np.concatenate([row.differences for row in self.rows]))
+        return {
+            "tokens": len(differences),
+            "mean": float(differences.mean()),
+            "median": float(np.median(differences)),
+            "90 %": float(np.quantile(differences, 0.9)),
+            "99 %": float(np.quantile(differences, 0.99)),
+            "largest": float(differences.max()),
+            "beyond": float((~(differences <= self.bound)).mean()),
+        }
 
 
 def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:
@@ -110,32 +106,30 @@ def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:
         + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
         + f"; beyond {report.bound:g}: {numbers['beyond']:.1%}",
         "",
-        f"{'row':>5} {'position':>8}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
-        *("{row:>5} {place:>8}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**token) for token in report.tokens),
+        *format_columns(
+            {"row": ">5", "position": ">9", "sampler": ">11.4f", "trainer": ">10.4f", "difference": ">12.2e", "  token": ""},
+            ((t["row"], t["place"], t["sampler"], t["trainer"], t["difference"], f"  {t['text']!r}") for t in report.tokens),
+        ),
     ]
     if report.drift:
         (first, mean, _), (last, last_mean, _) = report.drift[0], report.drift[-1]
         step, _, largest = max(report.drift, key=lambda entry: entry[2])
-        lines += [
-            "",
-            f"While the run trained: mean {mean:.2g} at step {first}, {last_mean:.2g} at step {last}; largest {largest:.2g} at step {step}",
-        ]
+        text = f"mean {mean:.2g} at step {first}, {last_mean:.2g} at step {last}; largest {largest:.2g} at step {step}"
+        lines += ["", f"While the run trained: {text}"]
     if report.operations:
         row = report.rows[report.row]
         lines += [
             "",
             f"Row {report.row} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
             f"sampler's inputs; over: more than {report.limit:g}",
-            f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
-            *(_line(operation) for operation in _shortened(report.operations)),
+            *format_columns(
+                {"operation": "<24", "of its size": ">12.1e", "largest": ">11.1e", "equal bits": ">12.1%", "": ""},
+                ((op.describe, op.difference, op.largest, op.equal, "  <- over" * op.is_over) for op in _shortened(report.operations)),
+            ),
         ]
-    lines += ["", *report.notes, *([report.weight_sync_problem] if report.weight_sync_problem else [])]
-    lines.append(report.verdict or "Nothing differs by more than rounding.")
-    return [*lines, *([f"Figure: {figure}"] if figure else [])]
-
-
-def _line(op: Operation) -> str:
-    return f"{op.describe:<24} {op.difference:>11.1e} {op.largest:>10.1e} {op.equal:>11.1%}{'  <- over' if op.is_over else ''}"
+    verdict = report.verdict or "Nothing differs by more than rounding."
+    ending = [report.weight_sync_problem, verdict, f"Figure: {figure}" if figure else ""]
+    return [*lines, "", *report.notes, *filter(None, ending)]
 
 
 def _shortened(operations: Sequence[Operation]) -> list[Operation]:
@@ -177,25 +171,6 @@ def as_json(report: MismatchReport) -> dict[str, Any]:
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------------------------
-
-
-def quantiles(rows: Sequence[ComparedRow], bound: float) -> dict[str, float]:
-    """Return statistics of |trainer - sampler| in nats over all sampled tokens.
-
-    Args:
-        rows: Compared rows.
-        bound: Difference in nats; `beyond` is the fraction of tokens above it. NaN counts as above.
-    """
-    differences = np.abs(np.concatenate([row.differences for row in rows]))
-    return {
-        "tokens": len(differences),
-        "mean": float(differences.mean()),
-        "median": float(np.median(differences)),
-        "90 %": float(np.quantile(differences, 0.9)),
-        "99 %": float(np.quantile(differences, 0.99)),
-        "largest": float(differences.max()),
-        "beyond": float((~(differences <= bound)).mean()),
-    }
 
 
 def worst_row(rows: Sequence[ComparedRow]) -> int:
@@ -240,8 +215,8 @@ def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
     """
     return [
         (record["step"], *(float(record[name]) for name in DRIFT))
-        for record in (metrics_records(run) if run is not None else [])
-        if all(isinstance(record.get(name), (int, float)) for name in ("step", *DRIFT))
+        for record in (Records(run / "metrics.jsonl").all() if run is not None else [])
+        if all(isinstance(record.get(name), (int, float)) for name in DRIFT)
     ]
 
 
