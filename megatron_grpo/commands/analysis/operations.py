@@ -286,10 +286,8 @@ def _logits_of_all(logits: torch.Tensor | None, num: int) -> torch.Tensor:
 # ---- why an operation differs: other weights, other settings, or another computation with the same ones --------------------------------
 
 _ROWS = 1024  # rows of the identity matrix per product
-_LINEAR = {"qkv": ("linear_qkv", "qkv_proj"), "o proj": ("linear_proj", "o_proj"), "gate up": ("linear_fc1", "gate_up_proj"),
-           "down": ("linear_fc2", "down_proj"), "router": ("router", "gate")}  # fmt: skip
-_NORMS = {"norm 1": ("input_layernorm", "input_layernorm"), "norm 2": ("pre_mlp_layernorm", "post_attention_layernorm"),
-          "q norm": ("q_layernorm", "q_norm"), "k norm": ("k_layernorm", "k_norm")}  # fmt: skip
+_LINEAR = ("qkv", "o proj", "gate up", "down", "router")
+_NORMS = ("norm 1", "norm 2", "q norm", "k norm")
 SAME = "its weights are equal, so its arithmetic differs"
 
 
@@ -314,31 +312,22 @@ def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
         return _norm(model.decoder.final_layernorm, sampler.model.norm)
     if not layer[1:].isdecimal():
         return ""
-    trainer_layer, sampler_layer = model.decoder.layers[int(layer[1:])], sampler.model.layers[int(layer[1:])]
+    number = int(layer[1:])
+    trainer_modules = traced.find_modules(model.decoder.layers[number])
+    sampler_modules = vllm_traced.find_modules(sampler.model.layers[number])
     if kind in _NORMS:
-        trainer_name, sampler_part = _NORMS[kind]
-        is_in_attention = kind in ("q norm", "k norm")
-        return _norm(
-            getattr(trainer_layer.self_attention if is_in_attention else trainer_layer, trainer_name),
-            getattr(sampler_layer.self_attn if is_in_attention else sampler_layer, sampler_part),
-        )
+        return _norm(trainer_modules[kind], sampler_modules[kind])
     if kind in _LINEAR:
-        (trainer_name, its_name), of_attention = _LINEAR[kind], kind in ("qkv", "o proj")
-        if hasattr(sampler_layer, "linear_attn") and of_attention:
-            linear, sampler_part = trainer_layer.self_attention.out_proj, sampler_layer.linear_attn.out_proj
-        else:
-            linear = getattr(trainer_layer.self_attention if of_attention else trainer_layer.mlp, trainer_name)
-            sampler_part = getattr(sampler_layer.self_attn if of_attention else vllm_traced.block_of(sampler_layer), its_name)
-        weight = linear.merged() if hasattr(linear, "lora_a") else linear.weight
-        bias = getattr(linear, "bias", None)
-        if kind == "qkv":
-            weight, bias = (_in_their_order(x, model) for x in (weight, bias))
-        return (
-            _weights(weight, _read_by_kernel(sampler_part, weight.shape[1])) or _biases(bias, getattr(sampler_part, "bias", None)) or SAME
-        )
-    if kind == "attention":
-        return _of_attention(trainer_layer.self_attention.core_attention, sampler_layer.self_attn.attn.impl)
-    return ""
+        return _linear(trainer_modules[kind], sampler_modules[kind], model if kind == "qkv" else None)
+    return _of_attention(trainer_modules[kind], sampler_modules[kind].impl) if kind == "attention" else ""
+
+
+def _linear(trainer: Any, sampler: Any, fused: PolicyModel | None = None) -> str:
+    """Compare weights and biases. `fused`: the model, if this is the fused projection of queries, keys and values."""
+    weight, bias = trainer.merged() if hasattr(trainer, "lora_a") else trainer.weight, getattr(trainer, "bias", None)
+    if fused is not None:
+        weight, bias = (_in_their_order(x, fused) for x in (weight, bias))
+    return _weights(weight, _read_by_kernel(sampler, weight.shape[1])) or _biases(bias, getattr(sampler, "bias", None)) or SAME
 
 
 def _weights(trainer: torch.Tensor, sampler: torch.Tensor) -> str:

@@ -54,6 +54,24 @@ def not_traced(model: PolicyModel) -> str | None:
     return None
 
 
+def find_modules(layer: Any) -> dict[str, Any]:
+    """Return the modules of a layer whose outputs are operations, by the operation.
+
+    Args:
+        layer: Layer of the trainer's model.
+    """
+    attention, block = layer.self_attention, layer.mlp
+    modules = {"norm 1": layer.input_layernorm, "norm 2": layer.pre_mlp_layernorm}
+    if isinstance(attention, PackedGatedDeltaNet):
+        modules["o proj"] = attention.out_proj
+    else:
+        modules |= {"qkv": attention.linear_qkv, "attention": attention.core_attention, "o proj": attention.linear_proj}
+        if isinstance(attention.q_layernorm, (Norm, WholeNorm)):
+            modules |= {"q norm": attention.q_layernorm, "k norm": attention.k_layernorm}
+    is_sparse = hasattr(block, "router")
+    return modules | ({"router": block.router, "experts": block} if is_sparse else {"gate up": block.linear_fc1, "down": block.linear_fc2})
+
+
 def by_kind(x: torch.Tensor, config: Any, *, dim: int) -> list[torch.Tensor]:
     """Split the fused projection of query groups into queries, keys and values.
 
@@ -125,28 +143,19 @@ class _Tracer:
 
             on(model.embedding, self.output("embedding"))
             for i, layer in enumerate(model.decoder.layers):
-                attention, block = layer.self_attention, layer.mlp
-                on(layer.input_layernorm, self.output(f"L{i} norm 1"))
-                if isinstance(attention, PackedGatedDeltaNet):
-                    before(attention.out_proj, self.in_place(f"L{i} delta rule"))
-                    on(attention.out_proj, self.output(f"L{i} o proj"))
+                modules = find_modules(layer)
+                for name, module in modules.items():
+                    if name == "router":
+                        hooks.add(self.gate(f"L{i} router", module))
+                    else:
+                        on(module, self.mixed(f"L{i} qkv") if name == "qkv" else self.output(f"L{i} {name}"))
+                if "attention" in modules:
+                    before(modules["attention"], self.rotated(f"L{i}"))
                 else:
-                    on(attention.linear_qkv, self.mixed(f"L{i} qkv"))
-                    if isinstance(attention.q_layernorm, (Norm, WholeNorm)):
-                        on(attention.q_layernorm, self.output(f"L{i} q norm"))
-                        on(attention.k_layernorm, self.output(f"L{i} k norm"))
-                    before(attention.core_attention, self.rotated(f"L{i}"))
-                    on(attention.core_attention, self.output(f"L{i} attention"))
-                    on(attention.linear_proj, self.output(f"L{i} o proj"))
-                before(layer.pre_mlp_layernorm, self.in_place(f"L{i} residual 1"))
-                on(layer.pre_mlp_layernorm, self.output(f"L{i} norm 2"))
-                if hasattr(block, "router"):
-                    hooks.add(self.gate(f"L{i} router", block.router))
-                    on(block, self.output(f"L{i} experts"))
-                else:
-                    on(block.linear_fc1, self.output(f"L{i} gate up"))
-                    before(block.linear_fc2, self.in_place(f"L{i} act"))
-                    on(block.linear_fc2, self.output(f"L{i} down"))
+                    before(modules["o proj"], self.in_place(f"L{i} delta rule"))
+                before(modules["norm 2"], self.in_place(f"L{i} residual 1"))
+                if "down" in modules:
+                    before(modules["down"], self.in_place(f"L{i} act"))
                 on(layer, self.output(f"L{i} residual 2"))
             on(model.decoder.final_layernorm, self.output("final norm"))
             before(model.output_layer, self.logits)

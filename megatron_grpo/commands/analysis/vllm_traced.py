@@ -130,49 +130,29 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
         def on(module: Any, hook: Callable[[Any], None]) -> None:
             hooks.add(module.register_forward_hook(lambda _, inputs, output: hook(output)).remove)
 
-        def first(name: str) -> Callable[[Any], None]:
-            return lambda output: keep(name, output[0] if isinstance(output, tuple) else output)
-
-        def norm(name: str, residual: str | None) -> Callable[[Any], None]:
-            """Return a hook for a norm. A norm with a residual returns (normed, sum); the first one of the model has no residual."""
+        def record(module: Any, name: str, residual: str = "") -> None:
+            """Keep a module's output. A norm with a residual returns (normed, sum); the first one of the model has no residual."""
 
             def hook(output: Any) -> None:
-                if isinstance(output, tuple):
-                    normed, total = output
-                    keep(str(residual), total)
-                    keep(name, normed)
-                else:
-                    keep(name, output)
+                value, *sums = output if isinstance(output, tuple) else (output,)
+                if residual and sums:
+                    keep(residual, sums[0])
+                keep(name, value)
 
-            return hook
+            on(module, hook)
 
-        def watch_attention(i: int, attention: Any) -> None:
-            on(attention.qkv_proj, first(f"L{i} qkv"))
-            for letter in "qk" if hasattr(attention, "q_norm") else "":
-                on(getattr(attention, f"{letter}_norm"), first(f"L{i} {letter} norm"))
-            hooks.add(attention.attn.register_forward_pre_hook(_rotated(f"L{i}", keep)).remove)
-            on(attention.attn, first(f"L{i} attention"))
-            on(attention.o_proj, first(f"L{i} o proj"))
-
-        on(model.model.embed_tokens, first("embedding"))
-        for i, layer in enumerate(model.model.layers):
-            attention, block = getattr(layer, "self_attn", None), block_of(layer)
-            on(layer.input_layernorm, norm(f"L{i} norm 1", f"L{i - 1} residual 2"))
-            if attention is None:
-                out_proj = layer.linear_attn.out_proj
-                hooks.add(out_proj.register_forward_pre_hook(lambda _, inputs, i=i: keep(f"L{i} delta rule", inputs[0])).remove)
-                on(out_proj, first(f"L{i} o proj"))
+        inner = model.model
+        record(inner.embed_tokens, "embedding")
+        for i, layer in enumerate(inner.layers):
+            modules, residuals = find_modules(layer), {"norm 1": f"L{i - 1} residual 2", "norm 2": f"L{i} residual 1"}
+            for name, module in modules.items():
+                record(module, f"L{i} {name}", residuals.get(name, ""))
+            if "attention" in modules:
+                hooks.add(modules["attention"].register_forward_pre_hook(_rotated(f"L{i}", keep)).remove)
             else:
-                watch_attention(i, attention)
-            on(layer.post_attention_layernorm, norm(f"L{i} norm 2", f"L{i} residual 1"))
-            if hasattr(block, "experts"):
-                on(block.gate, first(f"L{i} router"))
-                on(block, first(f"L{i} experts"))
-            else:
-                on(block.gate_up_proj, first(f"L{i} gate up"))
-                on(block.act_fn, first(f"L{i} act"))
-                on(block.down_proj, first(f"L{i} down"))
-        on(model.model.norm, norm("final norm", f"L{len(model.model.layers) - 1} residual 2"))
+                hook = modules["o proj"].register_forward_pre_hook(lambda _, inputs, i=i: keep(f"L{i} delta rule", inputs[0]))
+                hooks.add(hook.remove)
+        record(inner.norm, "final norm", f"L{len(inner.layers) - 1} residual 2")
         on(model.logits_processor, lambda output: None if output is None else keep("logits", output.float()))
         yield
 
@@ -185,6 +165,24 @@ def _rotated(layer: str, keep: Callable[[str, torch.Tensor], None]) -> Callable[
         keep(f"{layer} rope k", inputs[1])
 
     return hook
+
+
+def find_modules(layer: Any) -> dict[str, Any]:
+    """Return the modules of a layer whose outputs are operations, by the operation.
+
+    Args:
+        layer: Layer of vLLM's model.
+    """
+    modules, block = {"norm 1": layer.input_layernorm, "norm 2": layer.post_attention_layernorm}, block_of(layer)
+    if (attention := getattr(layer, "self_attn", None)) is None:
+        modules["o proj"] = layer.linear_attn.out_proj
+    else:
+        modules |= {"qkv": attention.qkv_proj, "attention": attention.attn, "o proj": attention.o_proj}
+        if hasattr(attention, "q_norm"):
+            modules |= {"q norm": attention.q_norm, "k norm": attention.k_norm}
+    if hasattr(block, "experts"):
+        return modules | {"router": block.gate, "experts": block}
+    return modules | {"gate up": block.gate_up_proj, "act": block.act_fn, "down": block.down_proj}
 
 
 def block_of(layer: Any) -> Any:
