@@ -11,6 +11,7 @@ from typing import Any
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import Sample
+from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.checkpoint.manifest import MANIFEST, Folder, Manifest, find_damage
 from megatron_grpo.run.checkpoint.samples import read_samples
 from megatron_grpo.run.checkpoint.saving import RECORDED
@@ -90,14 +91,12 @@ def _subject(path: Path, parsed: ParsedConfig, parse: Parse) -> MismatchArgs:
         run_directory = path.parent.parent
         return _of_checkpoint(path, typed_cfg, run=run_directory if (run_directory / "metrics.jsonl").is_file() else None)
     if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
-        candidates = Folder(path / "checkpoints").candidates()
-        newest = next((candidate for candidate in candidates if isinstance(candidate, Manifest)), None)
-        if newest is not None:
-            return _of_checkpoint(newest.directory, typed_cfg, run=path)
+        if checkpoints := Folder(path / "checkpoints").complete_checkpoints():
+            return _of_checkpoint(checkpoints[0].directory, typed_cfg, run=path)
         if not (path / "config.yaml").is_file():
             raise config_error("mismatch", f"mismatch: {path} has neither a checkpoint nor a config.yaml, so its model is not known.")
         of_run = parse(["--config", str(path / "config.yaml")]).config
-        cfg = settings_over(typed_cfg, {name: value for section in of_run.groups().values() for name, value in vars(section).items()})
+        cfg = settings_over(typed_cfg, settings_of(of_run))
         return MismatchArgs(name=f"{path}, which has no checkpoint: the weights it began with", run=path, cfg=cfg)
     if (path / "config.json").is_file():
         return MismatchArgs(name=str(path), cfg=typed_cfg.with_values({"model": str(path)}))
@@ -189,7 +188,10 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
     manifest, later_checkpoints = _checkpoint(run, steps[-1] if steps else None)
     samples = read_samples(manifest.directory / RECORDED)
     cfg = _settings(parsed.config, manifest)
-    problems = [*parsed.problems, *_moving(cfg, manifest, variant_texts)]
+    problems = list(parsed.problems)
+    if manifest.origin.settings.get("sync_ref_model") and (cfg.grpo.beta or any("beta" in text for text in variant_texts)):
+        problems.append(problem_with("sync_ref_model", "compare-losses: the reference of the run changes (sync_ref_model): not supported. "
+                                                       "Name a run with a fixed reference, or without one."))  # fmt: skip
     variants = [Variant(name=OWN, cfg=cfg, num_rows=len(samples))]
     for text in variant_texts:
         variant, variant_problems = _variant(text, cfg, samples, later_checkpoints, parse)
@@ -203,16 +205,14 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
 
 
 def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]:
-    manifests = {candidate.step: candidate for candidate in Folder(run / "checkpoints").candidates() if isinstance(candidate, Manifest)}
+    manifests = {manifest.step: manifest for manifest in Folder(run / "checkpoints").complete_checkpoints()}
     recorded = [number for number in sorted(manifests) if (manifests[number].directory / RECORDED).is_file()]
     if not recorded:
         raise _refused(f"compare-losses: {run} has no checkpoint with recorded rows. Train with --record_rows true and --save_steps: the "
                        "rows that a checkpoint's first step trains are recorded beside it.")  # fmt: skip
     if step is not None and (not step.isdecimal() or int(step) not in recorded):
-        raise config_error(
-            "compare-losses",
-            f"compare-losses: step {step} has no recorded rows. Checkpoints that have them: {', '.join(map(str, recorded))}.",
-        )
+        those = ", ".join(map(str, recorded))
+        raise _refused(f"compare-losses: step {step} has no recorded rows. Checkpoints that have them: {those}.")
     chosen = manifests[recorded[-1] if step is None else int(step)]
     if faults := find_damage(chosen.directory, chosen.files):
         raise _refused(f"compare-losses: {chosen.directory} is damaged: {faults[0]}.")
@@ -226,13 +226,6 @@ def _settings(typed_cfg: Config, manifest: Manifest) -> Config:
     return settings_over(typed_cfg, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | changes | beta)
 
 
-def _moving(cfg: Config, manifest: Manifest, variant_texts: Sequence[str]) -> list[Problem]:
-    if manifest.origin.settings.get("sync_ref_model") and (cfg.grpo.beta or any("beta" in text for text in variant_texts)):
-        return [problem_with("sync_ref_model", "compare-losses: the reference of the run changes (sync_ref_model): not supported. "
-                                              "Name a run with a fixed reference, or without one.")]  # fmt: skip
-    return []
-
-
 def _variant(
     text: str, cfg: Config, samples: Sequence[Sample], later_checkpoints: Mapping[int, Path], parse: Parse
 ) -> tuple[Variant | None, list[Problem]]:
@@ -241,38 +234,38 @@ def _variant(
         example = '--variant "loss_type=dapo epsilon_high=0.28"'
         return None, [_problem(f"variant ({text}) needs name=value, several in one pair of quotes: {example}.")]
     texts = {name.replace("-", "_"): value for name, _, value in pairs}
-    num_rows, staleness, problems = len(samples), 0, list[Problem]()
-    group = cfg.batch.num_generations
-    if "global_batch_size" in texts:
-        word = texts.pop("global_batch_size")
-        num_rows = int(word) if word.isdecimal() else 0
+    batch, later = (texts.pop(name, None) for name in SIZES)
+    group, num_rows, staleness = cfg.batch.num_generations, len(samples), 0
+    problems = list[Problem]()
+    if batch is not None:
+        num_rows = int(batch) if batch.isdecimal() else 0
         if not 0 < num_rows <= len(samples) or num_rows % group:
             nearest = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
-            problems.append(_problem(f"variant: global_batch_size ({word}) must be whole groups of {group} of the {len(samples)} rows that "
-                                  f"the step trained, for example {' or '.join(map(str, nearest))}."))  # fmt: skip
-    if "staleness" in texts:
-        word = texts.pop("staleness")
-        staleness = int(word) if word.isdecimal() else -1
+            problems.append(_problem(f"variant: global_batch_size ({batch}) must be whole groups of {group} of the {len(samples)} rows "
+                                     f"that the step trained, for example {' or '.join(map(str, nearest))}."))  # fmt: skip
+    if later is not None:
+        staleness = int(later) if later.isdecimal() else -1
         if staleness and staleness not in later_checkpoints:
             available = ", ".join(map(str, sorted(later_checkpoints))) or "none"
-            problems.append(
-                _problem(f"variant: staleness ({word}) needs a checkpoint of the run that many steps later. Available: {available}.")
-            )
+            message = f"variant: staleness ({later}) needs a checkpoint of the run that many steps later. Available: {available}."
+            problems.append(_problem(message))
     parsed = parse([part for name, value in texts.items() for part in (f"--{name}", value)])
-    problems += parsed.problems
     typed_names = set(parsed.config.typed)
-    if not_allowed := sorted(typed_names - TRIED):
-        problems.append(_problem(
-            f"variant: {', '.join(not_allowed)} changes which rows are sampled or their rewards, but the rows are those that the run "
-            f"recorded. Supported: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
     values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed_names & TRIED}
     changed = cfg.with_values(values)
-    problems += validation.problems(changed)
-    if changed.grpo.kl_in_reward and values.get("beta") is not None:
-        problems.append(_problem("variant: beta is in the reward of this run (kl_in_reward), so the recorded advantages contain it."))
-    if "teacher_kl_coef" in values and cfg.grpo.teacher_flag is None:
-        problems.append(_problem("variant: teacher_kl_coef weights a teacher's log-probs, and this run had no teacher."))
-    keys = {(sample.rollout, sample.prompt_number) for sample in samples[:num_rows]}
-    if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
-        problems.append(_problem("variant: loss_type real needs whole groups, and the recorded step has incomplete ones."))
+    not_allowed = ", ".join(sorted(typed_names - TRIED))
+    groups = {(sample.rollout, sample.prompt_number) for sample in samples[:num_rows]}
+    faults = [
+        (changed.grpo.kl_in_reward and values.get("beta") is not None,
+         "beta is in the reward of this run (kl_in_reward), so the recorded advantages contain it."),
+        ("teacher_kl_coef" in values and cfg.grpo.teacher_flag is None,
+         "teacher_kl_coef weights a teacher's log-probs, and this run had no teacher."),
+        (changed.grpo.loss_type == "real" and len(groups) * group != num_rows,
+         "loss_type real needs whole groups, and the recorded step has incomplete ones."),
+    ]  # fmt: skip
+    problems += parsed.problems
+    if not_allowed:
+        problems.append(_problem(f"variant: {not_allowed} changes which rows are sampled or their rewards, but the rows are those that the "
+                                 f"run recorded. Supported: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
+    problems += [*validation.problems(changed), *(_problem(f"variant: {message}") for is_wrong, message in faults if is_wrong)]
     return (None if problems else Variant(name=" ".join(text.split()), cfg=changed, num_rows=num_rows, staleness=staleness)), problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron_grpo.run.assemble import PolicyParts
 from megatron_grpo.run.assemble.output import start_parallel
 from megatron_grpo.run.assemble.policy import build_policy
 from megatron_grpo.run.checkpoint import rng_state
+from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.table import InvalidValueError, Setting, read_value, table
 from megatron_grpo.run.data.hub import find_model
@@ -55,10 +57,8 @@ def run_replay(words: Sequence[str], parsed: ParsedConfig) -> int:
     """
     problems = list(parsed.problems)
     if len(words) != 1:
-        problems.append(
-            problem_with("replay", "replay needs one step dump: megatron-grpo replay OUTPUT_DIR/debug_dump/step_000012_not_finite")
-        )
-        raise ConfigError(problems)
+        message = "replay needs one step dump: megatron-grpo replay OUTPUT_DIR/debug_dump/step_000012_not_finite"
+        raise ConfigError([*problems, problem_with("replay", message)])
     try:
         step_dump = StepDump(words[0])
     except ValueError as error:
@@ -81,7 +81,7 @@ def _settings(step_dump: StepDump, typed_cfg: Config) -> tuple[Config, Path, Pat
     facts, known_settings = step_dump.facts, table()
     known_names = known_settings.keys() - set(_OTHERS)
     values = {name: _read(known_settings[name], value) for name, value in facts["settings"].items() if name in known_names}
-    flags = {name: getattr(section, name) for section in typed_cfg.groups().values() for name in vars(section) if name in typed_cfg.typed}
+    flags = {name: value for name, value in settings_of(typed_cfg).items() if name in typed_cfg.typed}
     weights, checkpoint = facts["weights"], None
     if facts["has_images"]:
         raise config_error("replay", "its rows have images, which a step dump does not contain: replay supports text only.")
@@ -293,20 +293,13 @@ def _weights(step_dump: StepDump, policy: Policy) -> dict[str, Any]:
     recorded: dict[str, str] = step_dump.facts["weights"].get("fingerprints", {})
     marks: dict[str, str] = {}
     faults: dict[str, str] = {}
-
-    def check(stream: Any) -> None:
-        for name, tensor in with_fingerprints(stream, marks):
-            finite = torch.isfinite(tensor)
-            if not bool(finite.all()):
-                first_index = torch.nonzero(~finite)[0].tolist()
-                faults[name] = (
-                    f"{int((~finite).sum())} of its {tensor.numel()} values, the first at {first_index}: "
-                    f"{float(tensor[tuple(first_index)]):g}"
-                )
-
-    check(policy.exchange.stream(policy.tensors(), "weights"))
-    if policy.adapters is not None:
-        check(policy.named_adapters())
+    adapters = policy.named_adapters() if policy.adapters is not None else ()
+    for name, tensor in with_fingerprints(chain(policy.exchange.stream(policy.tensors(), "weights"), adapters), marks):
+        indices = torch.nonzero(~torch.isfinite(tensor))
+        if len(indices):
+            first = indices[0].tolist()
+            value = float(tensor[tuple(first)])
+            faults[name] = f"{len(indices)} of its {tensor.numel()} values, the first at {first}: {value:g}"
     equal = [name for name, mark in marks.items() if recorded.get(name) == mark]
     return {"tensors": len(marks), "recorded": len(recorded), "same": len(equal), "not_finite": faults}
 
@@ -323,17 +316,15 @@ def _rows(
         norms[key] = norm
         if logprobs is not None:
             _, cause = non_finite_rows(micro, logprobs, gradient.references.get(key))
-            run = recorded.get(key)
-            gap = np.abs(gradient.logprobs[key] - micro.sampler_logprobs)
+            forward, run = gradient.logprobs[key], recorded.get(key)
+            gap, token = _largest(np.abs(forward - micro.sampler_logprobs))
             measured[key] = IsolatedRow(
-                key=key, norm=norm, what=cause, num_tokens=len(logprobs),
-                forward=None if run is None else _largest(np.abs(gradient.logprobs[key] - run))[0],
-                gap=_largest(gap)[0], token=_largest(gap)[1], prompt_number=prompts[key],
+                key=key, norm=norm, what=cause, num_tokens=len(logprobs), gap=gap, token=token, prompt_number=prompts[key],
+                forward=None if run is None else _largest(np.abs(forward - run))[0],
             )  # fmt: skip
     merged: dict[RowKey, IsolatedRow] = {}
     for rows, norms_of_rank in collectives.all_gather_object((measured, norms)):
-        for key, row in rows.items():
-            merged.setdefault(key, row)
+        merged = rows | merged
         for key, norm in norms_of_rank.items():
             if key in merged and not norm <= merged[key].norm:
                 merged[key] = replace(merged[key], norm=norm)

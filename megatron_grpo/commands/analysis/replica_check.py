@@ -61,17 +61,17 @@ class ReplicaMismatch:
     copies: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:
+        rank = self.copies[0][0] if self.copies else None
         if self.kind == "group":
-            [(rank, _)] = self.copies
             return f"{self.name} of rank {rank} is not the group of its {GROUPS[self.over]}"
         if self.kind == "mark":
             message = f"{self.name} is sharded over {GROUPS[self.over]} and not marked as sharded: the gradient norm counts "
             return message + "the first rank's part alone"
         if not self.over:
-            [(rank, _)] = self.copies
             return f"{self.name} of rank {rank} differs from its rounded float32 copy"
-        noun = self.name if self.kind in ("list", "number", "data") else f"the {self.kind} of {self.name}"
-        noun = {"log-probs": f"the {self.name}", "weight": self.name, "reference": f"the reference's {self.name}"}.get(self.kind, noun)
+        nouns = {"log-probs": f"the {self.name}", "reference": f"the reference's {self.name}"}
+        nouns |= dict.fromkeys(("list", "number", "data", "weight"), self.name)
+        noun = nouns.get(self.kind, f"the {self.kind} of {self.name}")
         return f"values of {noun} differ between the {GROUPS[self.over]} {self._sides()}"
 
     def _sides(self) -> str:
@@ -181,15 +181,11 @@ class ReplicaCheck:
             return []
         values = [None if bool(absent[i]) else int(numbers[i]) for i in differs]
         copies = collectives.all_gather_object((parallel.rank, values), group)
-        return [
-            ReplicaMismatch(
-                kind=values_held[index][0],
-                name=values_held[index][1],
-                over=group_name,
-                copies=tuple((rank, of_rank[n]) for rank, of_rank in copies if of_rank[n] is not None),
-            )
-            for n, index in enumerate(differs)
-        ]
+        mismatches = []
+        for n, (kind, name, *_) in enumerate(values_held[index] for index in differs):
+            having = tuple((rank, of_rank[n]) for rank, of_rank in copies if of_rank[n] is not None)
+            mismatches.append(ReplicaMismatch(kind=kind, name=name, over=group_name, copies=having))
+        return mismatches
 
 
 def groups_of(parallel: ParallelState) -> dict[str, Any]:
@@ -204,8 +200,9 @@ def groups_of(parallel: ParallelState) -> dict[str, Any]:
 
 # ---- values that must be equal ---------------------------------------------------------------------------------------------------------
 
-_HELD = {"tp_group": "TP", "_tp_group": "TP", "cp_group": "CP", "ep_group": "EP"}  # attributes of modules
-_COLLECTED = {"tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP", "expt_tp": "ETP"}  # and of their shared `pg_collection`
+# Attributes of modules and of their shared `pg_collection`.
+_HELD = {"tp_group": "TP", "_tp_group": "TP", "cp_group": "CP", "ep_group": "EP", "pg_collection.tp": "TP", "pg_collection.cp": "CP",
+         "pg_collection.pp": "PP", "pg_collection.ep": "EP", "pg_collection.expt_tp": "ETP"}  # fmt: skip
 _ABSENT = torch.zeros(0)  # this rank has no such tensor
 
 
@@ -345,18 +342,15 @@ def _strange_groups(policy: Any) -> list[ReplicaMismatch]:
     checked: set[tuple[int, str]] = set()
     for chunk in policy.chunks:
         for name, module in chunk.named_modules():
-            groups_of_module = [(f"{name}.{attr}", over, getattr(module, attr, None)) for attr, over in _HELD.items()]
-            collection = getattr(module, "pg_collection", None)
-            groups_of_module += [
-                (f"{name}.pg_collection.{attr}", over, getattr(collection, attr, None)) for attr, over in _COLLECTED.items()
-            ]
-            for label, over, group in groups_of_module:
-                its = "ETP" if over == "TP" and ".experts" in name and ".pg_collection" not in label else over
+            for attribute, over in _HELD.items():
+                owner, _, attr = attribute.rpartition(".")
+                group = getattr(getattr(module, owner, None) if owner else module, attr, None)
+                its = "ETP" if over == "TP" and ".experts" in name and not owner else over
                 if group is None or (id(group), its) in checked:
                     continue
                 checked.add((id(group), its))
                 if not isinstance(group, list) and collectives.members(group) != ranks[its]:
-                    mismatches.append(ReplicaMismatch(kind="group", name=label, over=its, copies=((p.rank, 0),)))
+                    mismatches.append(ReplicaMismatch(kind="group", name=f"{name}.{attribute}", over=its, copies=((p.rank, 0),)))
     return mismatches
 
 

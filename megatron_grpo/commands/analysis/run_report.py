@@ -73,23 +73,6 @@ FIGURES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportCurve:
-    """A curve of a figure: its label, the number of its run, its place in the figure, its points, and whether they are drawn as dots."""
-
-    label: str
-    run: int
-    place: int
-    points: Points
-    is_dotted: bool
-
-    def describe(self) -> str:
-        """Describe the curve in words."""
-        (first, start), (last, end) = self.points[0], self.points[-1]
-        values = [value for _, value in self.points]
-        return f"{self.label}: {start:.3g} at step {first}, {end:.3g} at step {last}, minimum {min(values):.3g}, maximum {max(values):.3g}"
-
-
 def run_report(argv: list[str]) -> int:
     """Write the page of one run, or of several.
 
@@ -177,30 +160,40 @@ def figure_data(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any
         figure: Figure to draw.
         runs: Files of each run.
     """
-    curves, names = [], dict[str, None]()
+    names, series, curves = dict[str, None](), list[dict[str, Any]](), list[Points]()
     for number_of_run, run in enumerate(runs):
         for number, (metric, label, points) in enumerate(curves_of(figure, run)):
             if any(value for _, value in points):
                 names[metric] = None
                 label = label if len(runs) == 1 else f"{run.name}: {label}"
-                thin = downsample(points, MOST_POINTS)
-                curves.append(ReportCurve(label=label, run=number_of_run, place=number, points=thin, is_dotted=metric == HELD_OUT))
+                series.append({"label": label, "run": number_of_run, "place": number, "dots": metric == HELD_OUT})
+                curves.append(downsample(points, MOST_POINTS))
     if not curves:
         return None
-    values = [dict(curve.points) for curve in curves]
+    values = [dict(points) for points in curves]
     steps = sorted({step for col in values for step in col})
     columns = [[format_significant(col.get(step)) for step in steps] for col in values]
-    is_log = figure.is_log and all(value > 0 for curve in curves for _, value in curve.points)
+    is_log = figure.is_log and all(value > 0 for points in curves for _, value in points)
     listed = {*steps[:: -(-len(steps) // MOST_ROWS)], steps[-1], *(s for col in values if len(col) <= MOST_ROWS for s in col)}
-    series = [{"label": c.label, "run": c.run, "place": c.place, "dots": c.is_dotted} for c in curves]
+    labels = [curve["label"] for curve in series]
     return {
         "figure": figure,
         "names": list(names),
-        "labels": [curve.label for curve in curves],
-        "words": "; ".join(curve.describe() for curve in curves),
+        "labels": labels,
+        "words": "; ".join(f"{label}: {describe_points(points)}" for label, points in zip(labels, curves, strict=True)),
         "rows": [(step, [column[index] for column in columns]) for index, step in enumerate(steps) if step in listed],
         "data": {"series": series, "log": is_log, "exact": figure.is_exact, "values": [steps, *columns]},
     }
+
+
+def describe_points(points: Points) -> str:
+    """Describe a curve in words.
+
+    Args:
+        points: Its points; not empty.
+    """
+    (first, start), (last, end), values = points[0], points[-1], [value for _, value in points]
+    return f"{start:.3g} at step {first}, {end:.3g} at step {last}, minimum {min(values):.3g}, maximum {max(values):.3g}"
 
 
 def curves_of(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
@@ -321,11 +314,9 @@ def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]
     Args:
         runs: Files of each run.
     """
-    known_settings = table()
-    changed_names = {
-        name for run in runs for name, value in run.settings.items() if name in known_settings and value != known_settings[name].default
-    }
-    return compare_values([{name: value for name, value in run.settings.items() if name in changed_names} for run in runs])
+    defaults = {name: setting.default for name, setting in table().items()}
+    changed = {name for run in runs for name, value in run.settings.items() if name in defaults and value != defaults[name]}
+    return compare_values([{name: value for name, value in run.settings.items() if name in changed} for run in runs])
 
 
 def compare_values(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:

@@ -181,15 +181,12 @@ class StepDumps:
         else:
             deque(stream, maxlen=0)
         if policy.adapters is not None:
-            adapter_marks: dict[str, str] = {}
-            with (
-                errors_on_all_ranks(f"writing {partial / 'adapter'}"),
-                drain_rest(with_fingerprints(policy.named_adapters(), adapter_marks)) as remaining,
-            ):
+            stream = with_fingerprints(policy.named_adapters(), marks)
+            with errors_on_all_ranks(f"writing {partial / 'adapter'}"), drain_rest(stream) as remaining:
                 if first:
                     peft_tensors = ((peft_name(name, exchange.map.shape), tensor) for name, tensor in remaining)
                     write_adapter(partial / "adapter", peft_tensors, policy.adapters.config, {})
-            marks, facts = marks | adapter_marks, {"folder": "adapter", "bytes": 0, "base": str(self.model_path)}
+            facts = {"folder": "adapter", "bytes": 0, "base": str(self.model_path)}
         return facts | {"fingerprints": marks}
 
     def _elsewhere(self, size: int) -> dict[str, Any]:
@@ -311,18 +308,16 @@ def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: 
         arrays = {f"logprobs/{r}/{i}": values for (r, i), values in gradient.logprobs.items()}
         arrays |= {f"references/{r}/{i}": values for (r, i), values in gradient.references.items()}
         (partial / "forward" / name).write_bytes(_npz(arrays))
-    if moment.finding is not None and policy.parallel.rank in {
-        rank for mismatch in moment.finding.mismatches[:1] for rank, _ in mismatch.copies
-    }:
-        saved_arrays: dict[str, np.ndarray] = {}
-        for label, tensor in moment.finding.mine.items():
-            if sum(array.nbytes for array in saved_arrays.values()) + tensor.nbytes <= MAX_REPLICA_BYTES:
+    finding = moment.finding
+    if finding is not None and policy.parallel.rank in {rank for mismatch in finding.mismatches[:1] for rank, _ in mismatch.copies}:
+        copies: dict[str, np.ndarray] = {}
+        for label, tensor in finding.mine.items():
+            if sum(array.nbytes for array in copies.values()) + tensor.nbytes <= MAX_REPLICA_BYTES:
                 raw = tensor.detach().cpu().contiguous()
-                saved_arrays[f"{label}|{str(raw.dtype).removeprefix('torch.')}|{','.join(map(str, raw.shape))}"] = (
-                    raw.reshape(-1).view(torch.uint8).numpy().copy()
-                )
-        if saved_arrays:
-            (partial / "replicas" / name).write_bytes(_npz(saved_arrays))
+                described = f"{label}|{str(raw.dtype).removeprefix('torch.')}|{','.join(map(str, raw.shape))}"
+                copies[described] = raw.reshape(-1).view(torch.uint8).numpy()
+        if copies:
+            (partial / "replicas" / name).write_bytes(_npz(copies))
 
 
 def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:

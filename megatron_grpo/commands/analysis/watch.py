@@ -120,14 +120,9 @@ def completions(run: RunFiles) -> list[Table]:
     groups = run.last_groups()[:2]
     if not groups:
         return []
-    table = Table(
-        "prompt", "completion", "reward", title=f"Sampled after step {groups[0][0]['version']}", title_justify="left", expand=True
-    )
-    for rows in groups:
-        for row in (rows[0], rows[-1]):
-            table.add_row(
-                Text(text_of(row["prompt"], max_characters=120)),
-                Text(text_of(row["completion"], max_characters=300)),
-                f"{row['reward']:.3g}",
-            )
+    title = f"Sampled after step {groups[0][0]['version']}"
+    table = Table("prompt", "completion", "reward", title=title, title_justify="left", expand=True)
+    for row in (row for rows in groups for row in (rows[0], rows[-1])):
+        texts = text_of(row["prompt"], max_characters=120), text_of(row["completion"], max_characters=300)
+        table.add_row(*map(Text, texts), f"{row['reward']:.3g}")
     return [table]
