@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
-from megatron_grpo.core.batching.batch_sizes import BatchSizes, with_derived_sizes
-from megatron_grpo.core.batching.sizes import SizeModel
+from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.rollout.adapters import lora_sync
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import LoraSettings, linear_modules
@@ -22,10 +21,11 @@ from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_vali
 from megatron_grpo.run.config.rules import grpo as grpo_validation
 from megatron_grpo.run.config.rules import in_typed_names, stages
 from megatron_grpo.run.config.rules import policy as policy_validation
-from megatron_grpo.run.config.rules.batch_sizes import checked_sizes, size_problems
+from megatron_grpo.run.config.rules.batch_sizes import checked_sizes, size_problems, with_derived_sizes
 from megatron_grpo.run.config.rules.layout import engine_problems, length_problems
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.rules.tuner import are_names_readable, freezing_problems
+from megatron_grpo.run.config.sizes import SizeModel
 from megatron_grpo.run.models import read_shape, read_teacher, rules_of, teacher_problems
 
 _SEES = "false (vision-language model)"

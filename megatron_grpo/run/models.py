@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, problem_with
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.batching.sizes import SizeModel
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.families import FAMILIES, NOT_YET_BY_NAME
 from megatron_grpo.core.weights.shape import ModelShape
@@ -23,6 +22,7 @@ from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_vali
 from megatron_grpo.run.config.rules import policy as validation
 from megatron_grpo.run.config.rules import stages
 from megatron_grpo.run.config.rules.layout import layout_problems, length_problems
+from megatron_grpo.run.config.sizes import SizeModel
 
 FLAG = "teacher_model"
 _ANY_DEPTH = {name: None for name in stages.OF_ONE_DEPTH} | dict.fromkeys(stages.ACCOUNTS, False)

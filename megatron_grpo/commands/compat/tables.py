@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.commands.compat.foreign_args import OFF, Dialect, DialectDefault, ForeignArg
-from megatron_grpo.core.batching.sizes import SIZES
 from megatron_grpo.run.config.read import format_value
+from megatron_grpo.run.config.sizes import SIZES
 from megatron_grpo.run.config.table import Setting
 
 FOLDER = Path(__file__).parent

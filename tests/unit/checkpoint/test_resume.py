@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.batching.batch_sizes import with_derived_sizes as with_sizes
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.types import Progress
 from megatron_grpo.run.checkpoint.fingerprints import DAY, settings_of
@@ -20,6 +19,7 @@ from megatron_grpo.run.checkpoint.resume import find_checkpoints, plan_resume
 from megatron_grpo.run.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
+from megatron_grpo.run.config.rules.batch_sizes import with_derived_sizes as with_sizes
 from megatron_grpo.run.config.table import table
 from tests.checkpoint_files import fingerprints
 from tests.tiny_models import write_tiny

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megatron_grpo.cli import main
 from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.batching.sizes import SizeModel
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes, size_problems
+from megatron_grpo.run.config.sizes import SizeModel
 
 NAMES = {
     "ws": "world_size",

@@ -8,10 +8,26 @@ from math import gcd, isqrt, lcm
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
-from megatron_grpo.core.batching.sizes import SIZES, WORLD, SizeInputs, SizeModel, SizeRule, inputs_of
+from megatron_grpo.core.parallel.layout import Layout
 from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.rules.settings import validate
-from megatron_grpo.run.config.rules.sizes import lower_bounds, minimum, rules
+from megatron_grpo.run.config.rules.sizes import SizeRule, lower_bounds, minimum, rules
+from megatron_grpo.run.config.sizes import (
+    CP,
+    EP,
+    ETP,
+    GROUP,
+    PASSES,
+    PP,
+    SIZES,
+    STEPS,
+    TP,
+    VPP,
+    WORLD,
+    DerivedSizes,
+    SizeInputs,
+    SizeModel,
+)
 
 
 def checked_sizes(
@@ -31,7 +47,43 @@ def checked_sizes(
     model = model or SizeModel(num_layers=num_layers, num_experts=num_experts)
     if problems := size_problems(cfg, model, others_pass=not validate(cfg)):
         raise ConfigError(problems)
-    return BatchSizes.from_config(cfg, model)
+    inputs = SizeInputs.from_config(cfg, model)
+    v, sizes = inputs.values, DerivedSizes.from_inputs(inputs)
+    return BatchSizes(
+        layout=Layout(world_size=v[WORLD], tp=v[TP], pp=v[PP], vpp=v.get(VPP), cp=v[CP], ep=v[EP], etp=v[ETP]),
+        micro_batch_size=int(sizes.micro),
+        global_batch_size=int(sizes.global_batch.value),
+        generation_batch_size=int(sizes.generation.value),
+        num_generations=v[GROUP],
+        num_iterations=v.get(PASSES, 1),
+        # R2 replays the routing of the old log-prob pass.
+        old_logprobs="always" if cfg.grpo.router_replay_mode == "R2" else cfg.batch.old_logprobs,
+        async_rollout_depth=cfg.rollout.async_rollout_depth,
+        partial_rollouts=cfg.rollout.partial_rollouts,
+        has_servers=cfg.rollout.vllm_mode == "server",
+    )
+
+
+def with_derived_sizes(cfg: Config, sizes: BatchSizes) -> Config:
+    """Return the configuration with the derived sizes filled in, so that what a run records is complete and in native names.
+
+    Args:
+        cfg: The configuration.
+        sizes: The sizes derived from it.
+    """
+    values = {name: getattr(sizes, name) for name in SIZES}
+    if not isinstance(sizes.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
+        del values[STEPS]
+    sources = {}
+    for name, value in values.items():
+        if name in cfg.origins and cfg.origins[name].text:
+            sources[name] = f"derived from {cfg.origins[name].text}"
+        elif cfg.origins or getattr(cfg.batch, name) != value:
+            sources[name] = "derived from the other sizes"
+    return cfg.with_values(values, sources=sources)
+
+
+# ---- the problems, and the nearest valid values
 
 
 # Rules that are not about multiples (uneven pipeline stages) cannot narrow the search; past this many misses a side counts as empty.
@@ -50,7 +102,7 @@ def size_problems(
             nearest values are offered.
         unreadable: Settings whose values could not be parsed; rules about them are skipped.
     """
-    inputs = inputs_of(cfg, model)
+    inputs = SizeInputs.from_config(cfg, model)
     names = {flag: cfg.origins[flag].name if flag in cfg.origins else cfg.typed.get(flag, flag) for flag in inputs.values}
     unread = {flag for flag, name in names.items() if name in unreadable} | set(unreadable)
     broken = [rule for rule in broken_rules(inputs) if not unread & set(rule.flags)]
@@ -70,7 +122,7 @@ def size_problems(
             Problem(
                 flags=tuple(names.get(flag, flag) for flag in blamed),
                 nearest=proposals,
-                message=_sentence(rule.text(), proposals or other_proposals),
+                message=_sentence(rule.text, proposals or other_proposals),
             )
         )
     return problems
@@ -128,14 +180,19 @@ def nearest(inputs: SizeInputs, flag: str) -> list[int]:
         higher = iter(range(-(-first // step) * step, first + step * (MOST_CANDIDATES + 1), step))
     result: list[int] = []
     for side in (lower, higher):
-        result += islice((v for v in islice(side, MOST_CANDIDATES) if not broken_rules(inputs.with_value(flag, v))), 1)
+        result += islice((v for v in islice(side, MOST_CANDIDATES) if _all_hold(inputs.with_value(flag, v))), 1)
     return result
+
+
+def _all_hold(inputs: SizeInputs) -> bool:
+    """Return whether no rule is violated; assumes that `lower_bounds` hold."""
+    return not any(rule.broken for rule in rules(inputs))
 
 
 def _sieve(inputs: SizeInputs, flag: str) -> tuple[int, int | None]:
     """Return (s, n): every value that violates no rule is a multiple of s and, unless n is None, divides n.
 
-    Both sides of a rule are products of flags, so a flag enters each side linearly or not at all; two evaluations tell which.
+    Both sides of a rule are products of flags, so a flag multiplies or divides their ratio or leaves it; two evaluations tell which.
     """
     rules_at_1, rules_at_2 = ({rule.key: rule for rule in rules(inputs.with_value(flag, value))} for value in (1, 2))
     step, bound = 1, None
@@ -143,18 +200,13 @@ def _sieve(inputs: SizeInputs, flag: str) -> tuple[int, int | None]:
         a, b = rules_at_1[key], rules_at_2[key]
         if not a.holds and (flag not in a.flags or a.needs_removal):
             return 1, 0  # broken, and not by the value of this flag
-        sides = [(*a.ratio, *b.ratio), *([(*a.ratio[::-1], *b.ratio[::-1])] if a.equal else [])]
-        for top, bottom, top_two, bottom_two in sides:
-            if top * bottom_two == top_two * bottom:
-                if bottom == 0 or top % bottom:
-                    return 1, 0  # broken whatever the value
-            elif top_two == 2 * top and bottom_two == bottom:
-                step = lcm(step, bottom // gcd(bottom, top))
-            elif top_two == top and bottom_two == 2 * bottom:
-                quotient = top // bottom if top % bottom == 0 else 0
-                if not quotient:
-                    return 1, 0  # no value can mend this rule
-                bound = quotient if bound is None else gcd(bound, quotient)
+        for at_1, at_2 in ((a.ratio, b.ratio), *(((1 / a.ratio, 1 / b.ratio),) if a.equal else ())):
+            if at_2 == 2 * at_1:
+                step = lcm(step, at_1.denominator)
+            elif at_1.denominator > 1:
+                return 1, 0  # broken whatever the value
+            elif at_1 == 2 * at_2:
+                bound = at_1.numerator if bound is None else gcd(bound, at_1.numerator)
     return step, bound
 
 

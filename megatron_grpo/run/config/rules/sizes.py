@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
-from megatron_grpo.core.batching.sizes import (
+from megatron_grpo.core.settings import SizeOrigin
+from megatron_grpo.run.config.rules.stages import ACCOUNTS, counted_layers
+from megatron_grpo.run.config.sizes import (
     ACCUMULATION,
     CP,
     EP,
@@ -23,17 +26,73 @@ from megatron_grpo.core.batching.sizes import (
     VPP,
     WORLD,
     DerivedSizes,
-    Fraction,
-    SizeFormatter,
+    Size,
     SizeInputs,
     SizeModel,
-    SizeRule,
-    cross,
-    derive,
-    remainder,
+    format_size,
 )
-from megatron_grpo.core.settings import SizeOrigin
-from megatron_grpo.run.config.rules.stages import ACCOUNTS, counted_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRule:
+    """One rule on sizes.
+
+    Args:
+        key: Name of the rule, unique.
+        flags: Flags that take part in it.
+        text: Sentence of a violation, without its end.
+        ratio: Quotient of two sizes, which must be an integer.
+        equal: Whether `ratio` must be 1 instead.
+        holds: Further condition; without a `ratio` the only one.
+        needs_removal: No value satisfies the rule; one of the flags must be removed.
+        after: Keys of rules that must hold before this one is meaningful.
+    """
+
+    key: str
+    flags: Sequence[str]
+    text: str
+    ratio: Fraction = Fraction(1)
+    equal: bool = False
+    holds: bool = True
+    needs_removal: bool = False
+    after: Sequence[str] = ()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the rule is violated."""
+        return not self.holds or (self.ratio != 1 if self.equal else self.ratio.denominator != 1)
+
+    @classmethod
+    def require_multiple(
+        cls, key: str, size: Size, divisor: Size, *, after: Sequence[str] = (), reason: str = "", remark: str = ""
+    ) -> SizeRule:
+        """Return the rule that a size is a multiple of another one.
+
+        Args:
+            key: Name of the rule.
+            size: The multiple.
+            divisor: The divisor.
+            after: As in `SizeRule`.
+            reason: End of the sentence. Default: the division with its remainder, `96 = 1 x 64 + 32`.
+            remark: Added to the sentence.
+        """
+        top, bottom = int(size.value), max(1, int(divisor.value))  # below 1 if another rule is broken, whose sentence is said instead
+        division = reason or f"{top} = {top // bottom} x {bottom} + {top % bottom}"
+        text = f"{size} must be a multiple of {divisor}: {division}{remark}"
+        return cls(key=key, flags=(*size.flags, *divisor.flags), ratio=size.value / divisor.value, after=after, text=text)
+
+    @classmethod
+    def require_equality(cls, key: str, size: Size, other: Size, *, after: Sequence[str]) -> SizeRule:
+        """Return the rule that two sizes, which both determine one, are equal.
+
+        Args:
+            key: Name of the rule.
+            size: The one.
+            other: The other.
+            after: As in `SizeRule`.
+        """
+        text = f"{size} must equal {other}. Leave one of the two out, or make them equal"
+        return cls(key=key, flags=(*size.flags, *other.flags), ratio=size.value / other.value, equal=True, after=after, text=text)
 
 
 def minimum(inputs: SizeInputs, flag: str) -> int:
@@ -69,7 +128,7 @@ _WHY = {
 def _lower_bound(flag: str, value: int, least: int, origin: SizeOrigin | None) -> SizeRule:
     origin_text = f" ({origin.text})" if origin and origin.text and origin.name != flag else ""
     text = f"{flag} must be at least {least}, not {value}{origin_text}{_WHY[flag] if least == 2 else ''}"
-    return SizeRule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: text)
+    return SizeRule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=text)
 
 
 def rules(inputs: SizeInputs) -> Iterator[SizeRule]:
@@ -78,245 +137,141 @@ def rules(inputs: SizeInputs) -> Iterator[SizeRule]:
     Args:
         inputs: The typed sizes.
     """
-    v, d = inputs.values, derive(inputs)
-    words = SizeFormatter(inputs, d)
-    yield SizeRule(
-        key="ranks",
-        flags=(WORLD, TP, PP, CP),
-        ratio=(v[WORLD], d.ranks_per_replica),
-        text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((TP, PP, CP))}: {remainder(v[WORLD], d.ranks_per_replica)}",
-    )
-    expert = v[ETP] * v[EP] * v[PP]
+    v, sizes, world = inputs.values, DerivedSizes.from_inputs(inputs), inputs.size(WORLD)
+    yield SizeRule.require_multiple("ranks", world, inputs.product(TP, PP, CP))
     if v[ETP] * v[EP] > 1:  # otherwise "ranks" has said it
-        yield SizeRule(
-            key="expert ranks",
-            flags=(WORLD, ETP, EP, PP),
-            ratio=(v[WORLD], expert),
-            text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((ETP, EP, PP))}: {remainder(v[WORLD], expert)}",
-        )
-    yield SizeRule(
-        key="engine ranks",
-        flags=(WORLD, VLLM_TP),
-        ratio=(v[WORLD], v[VLLM_TP]),
-        text=lambda: (
-            f"{words.flag(WORLD)} must be a multiple of {words.flag(VLLM_TP)}, the ranks that share one engine: "
-            f"{remainder(v[WORLD], v[VLLM_TP])}"
-        ),
-    )
-    yield from _global_batch_rules(inputs, d, words)
-    yield from _rollout_rules(inputs, d, words)
-    yield from _interleaving_rules(inputs, d, words)
-    yield from _layer_rules(inputs, words)
-    yield from _dense_rule(inputs, words)
-    yield from _model_rules(inputs, words, inputs.model, "model")
-    if inputs.model.teacher is not None:
-        yield from _teacher_layer_rule(inputs, words, inputs.model.teacher)
-        yield from _model_rules(inputs, words, inputs.model.teacher, "teacher")
+        yield SizeRule.require_multiple("expert ranks", world, inputs.product(ETP, EP, PP))
+    engine = inputs.size(VLLM_TP)
+    yield SizeRule.require_multiple("engine ranks", world, engine.with_text(f"{engine}, the ranks that share one engine"))
+    yield from _global_batch_rules(inputs, sizes)
+    yield from _rollout_rules(inputs, sizes)
+    yield from _interleaving_rules(inputs, sizes)
+    yield from _layer_rules(inputs)
+    yield from _dense_rule(inputs)
+    yield from _model_rules(inputs, inputs.model, "model")
+    if (teacher := inputs.model.teacher) is not None:
+        if teacher.num_layers is not None and teacher.num_layers != inputs.model.num_layers:
+            yield _even_layers(inputs, "teacher layers", teacher.num_layers, f"the teacher's {teacher.num_layers} layers")
+        yield from _model_rules(inputs, teacher, "teacher")
     yield SizeRule(
         key="sequence parallel",
         flags=("sequence_parallel", TP),
-        holds=inputs.values[TP] > 1 or not inputs.sequence_parallel,
-        text=lambda: f"sequence_parallel needs {TP} above 1: a sequence is split over tensor-parallel ranks",
+        holds=v[TP] > 1 or not inputs.sequence_parallel,
+        text=f"sequence_parallel needs {TP} above 1: a sequence is split over tensor-parallel ranks",
     )
 
 
-def _global_batch_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) -> Iterator[SizeRule]:
-    v, unit, glob = inputs.values, d.unit, d.global_batch
+def _global_batch_rules(inputs: SizeInputs, sizes: DerivedSizes) -> Iterator[SizeRule]:
+    v, size, unit = inputs.values, inputs.size, sizes.unit
     if MICRO not in v:
-        yield SizeRule(
-            key="micro",
-            flags=(*inputs.flags(GLOBAL), ACCUMULATION, WORLD, TP, PP, CP),
-            ratio=(d.micro.top, d.micro.bottom),
-            after=("ranks",),
-            text=lambda: (
-                f"{words.flag(GLOBAL)} must be a multiple of "
-                f"{words.flag(ACCUMULATION)} x {words.dp()}: a micro-batch would hold {d.micro} completions"
-            ),
-        )
+        divisor = size(ACCUMULATION) * inputs.dp_size()
+        reason = f"a micro-batch would hold {format_size(sizes.micro)} completions"
+        yield SizeRule.require_multiple("micro", size(GLOBAL), divisor.with_text(divisor.product), after=("ranks",), reason=reason)
     elif GLOBAL in v and ACCUMULATION in v:
-        yield SizeRule(
-            key="batch",
-            equal=True,
-            ratio=cross(glob, Fraction(v[ACCUMULATION] * unit.top, unit.bottom)),
-            after=("ranks",),
-            flags=(*inputs.flags(GLOBAL), ACCUMULATION, *words.unit_flags()),
-            text=lambda: f"{words.flag(GLOBAL)} must equal {words.accumulated()}. Leave one of the two out, or make them equal",
-        )
+        yield SizeRule.require_equality("batch", size(GLOBAL), size(ACCUMULATION) * unit, after=("ranks",))
     elif GLOBAL in v:
-        yield SizeRule(
-            key="batch",
-            ratio=cross(glob, unit),
-            after=("ranks",),
-            flags=(*inputs.flags(GLOBAL), *words.unit_flags()),
-            text=lambda: f"{words.flag(GLOBAL)} must be a multiple of {words.unit()}: {remainder(glob.as_int(), unit.as_int())}",
-        )
+        yield SizeRule.require_multiple("batch", size(GLOBAL), unit, after=("ranks",))
 
 
-def _rollout_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) -> Iterator[SizeRule]:
-    v, unit, gen = inputs.values, d.unit, d.generation
-    is_product = GENERATION in v or (GLOBAL in v and not inputs.counts(STEPS, "micro-steps"))
-    yield SizeRule(
-        key="group",
-        ratio=cross(gen, Fraction(d.group)),
-        flags=(*words.generation_flags(), GROUP),
-        after=() if is_product else ("ranks",),
-        text=lambda: f"{words.generation()} must be a multiple of {words.flag(GROUP)}: {remainder(gen.as_int(), d.group)}",
-    )
+def _rollout_rules(inputs: SizeInputs, sizes: DerivedSizes) -> Iterator[SizeRule]:
+    v, size, rollout, global_batch = inputs.values, inputs.size, sizes.generation, sizes.global_batch
+    in_micro_steps = inputs.counts(STEPS, "micro-steps")
+    is_product = GENERATION in v or (GLOBAL in v and not in_micro_steps)
+    named = rollout if GENERATION in v else rollout.with_text(f"a rollout of {rollout} completions")
+    yield SizeRule.require_multiple("group", named, size(GROUP), after=() if is_product else ("ranks",))
     if GENERATION not in v:
         return
-    yield SizeRule(
-        key="window",
-        ratio=cross(gen, unit),
-        after=("ranks", "micro"),
-        flags=(*words.generation_flags(), *words.unit_flags()),
-        text=lambda: f"{words.flag(GENERATION)} must be a multiple of {words.unit()}: {remainder(gen.as_int(), unit.as_int())}",
-    )
-    yield from _rollout_of_steps_rules(inputs, d, words)
-
-
-def _rollout_of_steps_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) -> Iterator[SizeRule]:
-    """Yield the rules between an explicit rollout size and the optimizer steps that train it."""
-    v, glob, gen = inputs.values, d.global_batch, d.generation
+    yield SizeRule.require_multiple("window", rollout, sizes.unit.with_text(sizes.unit.equation), after=("ranks", "micro"))
+    # An explicit size of a rollout, and the optimizer steps that train it.
     global_after = () if GLOBAL in v else ("ranks", "micro")
-    if inputs.counts(STEPS, "micro-steps"):
+    if in_micro_steps:
         yield SizeRule(
             key="conflict",
             holds=False,
             needs_removal=True,
-            flags=(*inputs.flags(GENERATION), STEPS),
-            text=lambda: f"{words.flag(GENERATION)} and {words.flag(STEPS)} both set the size of a rollout. Keep one of them",
+            flags=(*rollout.flags, STEPS),
+            text=f"{rollout} and {size(STEPS)} both set the size of a rollout. Keep one of them",
         )
     elif STEPS in v:
-        of_steps = Fraction(glob.top * v[STEPS], glob.bottom)
-        yield SizeRule(
-            key="steps",
-            equal=True,
-            ratio=cross(gen, of_steps),
-            after=global_after,
-            text=lambda: (
-                f"{words.flag(GENERATION)} must equal {words.rollout_of_steps(of_steps)}. Leave one of the two out, or make them equal"
-            ),
-            flags=(*words.generation_flags(), *words.global_flags(), STEPS),
-        )
+        yield SizeRule.require_equality("steps", rollout, global_batch * size(STEPS), after=global_after)
     elif inputs.aligned:
-        yield SizeRule(
-            key="aligned",
-            ratio=cross(gen, glob),
-            after=global_after,
-            flags=(*words.generation_flags(), *words.global_flags()),
-            text=lambda: (
-                f"{words.flag(GENERATION)} must be a multiple of {words.global_batch()}: {remainder(gen.as_int(), glob.as_int())} "
-                "(allow_unaligned_generation true allows it)"
-            ),
-        )
+        remark = " (allow_unaligned_generation true allows it)"
+        yield SizeRule.require_multiple("aligned", rollout, global_batch, after=global_after, remark=remark)
 
 
-def _interleaving_rules(inputs: SizeInputs, d: DerivedSizes, words: SizeFormatter) -> Iterator[SizeRule]:
-    v = inputs.values
+def _interleaving_rules(inputs: SizeInputs, sizes: DerivedSizes) -> Iterator[SizeRule]:
+    v, chunks = inputs.values, inputs.name(VPP)
     if VPP not in v:
         return
-    yield SizeRule(
-        key="chunks",
-        flags=(VPP, PP),
-        holds=v[PP] > 1,
-        text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: interleaving needs at least two stages",
-    )
+    text = f"{inputs.describe(VPP)} needs {inputs.name(PP)} above 1: interleaving needs at least two stages"
+    yield SizeRule(key="chunks", flags=(VPP, PP), holds=v[PP] > 1, text=text)
     yield SizeRule(
         key="interleave",
-        ratio=(d.accumulation.top, d.accumulation.bottom * v[PP]),
+        ratio=sizes.accumulation / v[PP],
         after=("ranks", "batch", "micro", "chunks"),
-        flags=(*words.global_flags(), *words.unit_flags(), PP, VPP),
-        text=lambda: (
-            f"the interleaved schedule ({words.name(VPP)} {v[VPP]}) needs a number of micro-steps per optimizer step that is a "
-            f"multiple of {words.flag(PP)}; {words.global_batch()} gives {d.accumulation}"
+        flags=(*sizes.global_batch.flags, *sizes.unit.flags, PP, VPP),
+        text=(
+            f"the interleaved schedule ({chunks} {v[VPP]}) needs a number of micro-steps per optimizer step that is a "
+            f"multiple of {inputs.describe(PP)}; {sizes.global_batch} gives {format_size(sizes.accumulation)}"
         ),
     )
 
 
-def _layer_rules(inputs: SizeInputs, words: SizeFormatter) -> Iterator[SizeRule]:
+def _layer_rules(inputs: SizeInputs) -> Iterator[SizeRule]:
     """Yield the rules on how the model's layers divide into stages and chunks; the first and last stage may have sizes set separately."""
-    v, layers = inputs.values, inputs.model.num_layers
+    v, stage_flag, own_layers = inputs.values, inputs.name(PP), inputs.model.num_layers
     if inputs.parallel.pipeline_model_parallel_layout:  # sets every stage (`batching.stages`)
         return
     if accounts := [name for name in ACCOUNTS if getattr(inputs.parallel, name)]:
-        text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {words.name(PP)} above 1"
-        yield SizeRule(key="accounts", flags=(*accounts, PP), holds=v[PP] > 1, text=lambda: text)
-    model_layers = layers
-    layers = counted_layers(inputs.parallel, layers) if layers else layers
-    noun = f"the model's {model_layers} layers" + (
-        f" and {layers - model_layers} at its ends" if layers and model_layers and layers > model_layers else ""
-    )
+        text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {stage_flag} above 1"
+        yield SizeRule(key="accounts", flags=(*accounts, PP), holds=v[PP] > 1, text=text)
     ends, chunks = [flag for flag in (FIRST, LAST) if flag in v], v.get(VPP, 1)
     if ends:
-        yield SizeRule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
+        text = f"{inputs.describe(ends[0])} needs {stage_flag} above 1"
+        yield SizeRule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=text)
     if chunks > 1:
-        yield from (_chunked_end(flag, v[flag], chunks, words) for flag in ends)
-    if not layers:
+        for flag in ends:
+            yield SizeRule.require_multiple(f"chunked {flag}", inputs.size(flag), inputs.size(VPP))
+    if not own_layers:
         return
+    layers = counted_layers(inputs.parallel, own_layers)
     if not ends:
-        yield _even_layers("layers", noun, layers, v, words)
+        ends_text = f" and {layers - own_layers} at its ends" if layers > own_layers else ""
+        yield _even_layers(inputs, "layers", layers, f"the model's {own_layers} layers{ends_text}")
         return
     middle, stages = layers - sum(v[flag] for flag in ends), v[PP] - len(ends)
-    is_divisible = middle % (stages * chunks) == 0 and middle > 0 if stages > 0 else middle == 0
     yield SizeRule(
         key="layers",
         flags=(*ends, PP, VPP),
-        holds=is_divisible,
+        holds=middle % (stages * chunks) == 0 and middle > 0 if stages > 0 else middle == 0,
         after=("ends",),
-        text=lambda: (
-            f"the model's {layers} layers less {' and '.join(words.flag(flag) for flag in ends)} leave {middle} for {stages} stages"
+        text=(
+            f"the model's {layers} layers less {' and '.join(map(inputs.describe, ends))} leave {middle} for {stages} stages"
             f"{f' of {chunks} chunks' if chunks > 1 else ''}, which does not divide"
         ),
     )
 
 
-def _even_layers(key: str, noun: str, layers: int, v: Mapping[str, int], words: SizeFormatter) -> SizeRule:
+def _even_layers(inputs: SizeInputs, key: str, layers: int, noun: str) -> SizeRule:
     """Return the rule that each chunk of each stage has the same number of layers.
 
     Args:
         noun: The owner of the layers and their number, for the message.
     """
-    chunks = v.get(VPP, 1)
-    return SizeRule(
-        key=key,
-        flags=(PP, VPP),
-        ratio=(layers, v[PP] * chunks),
-        text=lambda: (
-            f"{noun} must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: {remainder(layers, v[PP] * chunks)}"
-        ),
-    )
+    return SizeRule.require_multiple(key, Size(Fraction(layers), (), (noun,)), inputs.product(PP, VPP))
 
 
-def _chunked_end(flag: str, layers: int, chunks: int, words: SizeFormatter) -> SizeRule:
-    return SizeRule(
-        key=f"chunked {flag}",
-        flags=(flag, VPP),
-        ratio=(layers, chunks),
-        text=lambda: f"{words.flag(flag)} must be a multiple of {words.flag(VPP)}: {remainder(layers, chunks)}",
-    )
-
-
-def _teacher_layer_rule(inputs: SizeInputs, words: SizeFormatter, teacher: SizeModel) -> Iterator[SizeRule]:
-    layers = teacher.num_layers
-    if layers is not None and layers != inputs.model.num_layers:
-        yield _even_layers("teacher layers", f"the teacher's {layers} layers", layers, inputs.values, words)
-
-
-def _dense_rule(inputs: SizeInputs, words: SizeFormatter) -> Iterator[SizeRule]:
+def _dense_rule(inputs: SizeInputs) -> Iterator[SizeRule]:
     """Yield the rule that expert parallelism needs a model with experts."""
     v, teacher = inputs.values, inputs.model.teacher
     if inputs.model.num_experts != 0 or (teacher is not None and teacher.num_experts != 0):
         return
     reason = "the model has no experts" if teacher is None else "neither the model nor the teacher has experts"
-    yield SizeRule(
-        key="dense",
-        flags=(EP, ETP),
-        holds=v[EP] == 1 and v[ETP] == 1,
-        text=lambda: f"{words.flag(EP)} and {words.flag(ETP)} must be 1: {reason}",
-    )
+    text = f"{inputs.describe(EP)} and {inputs.describe(ETP)} must be 1: {reason}"
+    yield SizeRule(key="dense", flags=(EP, ETP), holds=v[EP] == 1 and v[ETP] == 1, text=text)
 
 
-def _model_rules(inputs: SizeInputs, words: SizeFormatter, model: SizeModel, name: str) -> Iterator[SizeRule]:
+def _model_rules(inputs: SizeInputs, model: SizeModel, name: str) -> Iterator[SizeRule]:
     """Yield the rules on the experts and dimensions of one model.
 
     Args:
@@ -325,18 +280,15 @@ def _model_rules(inputs: SizeInputs, words: SizeFormatter, model: SizeModel, nam
     v, experts = inputs.values, model.num_experts
     if experts:
         verb = "trains" if name == "model" else "scores"
-        yield SizeRule(
-            key=f"{name} experts",
-            flags=(EP,),
-            ratio=(experts, v[EP]),
-            text=lambda: f"the {name}'s {experts} experts must be a multiple of {words.flag(EP)}: {remainder(experts, v[EP])}",
+        yield SizeRule.require_multiple(
+            f"{name} experts", Size(Fraction(experts), (), (f"the {name}'s {experts} experts",)), inputs.size(EP)
         )
         yield SizeRule(
             key=f"{name} expert sequence",
             flags=(TP, "sequence_parallel"),
             holds=v[TP] == 1 or inputs.sequence_parallel,
-            text=lambda: f"a mixture-of-experts {name} with {words.flag(TP)} {verb} with sequence_parallel true only",
+            text=f"a mixture-of-experts {name} with {inputs.describe(TP)} {verb} with sequence_parallel true only",
         )
     for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
         text = sentence.replace("the model's", f"the {name}'s")
-        yield SizeRule(key=f"{name} {number}", flags=(flag,), holds=False, text=partial(str, text), after=(f"{name} experts", "dense"))
+        yield SizeRule(key=f"{name} {number}", flags=(flag,), holds=False, text=text, after=(f"{name} experts", "dense"))
