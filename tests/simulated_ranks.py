@@ -203,7 +203,7 @@ class OneRank:
     def logger(self):
         from megatron_grpo.core.base.activity import Timers
         from megatron_grpo.core.parallel import collectives
-        from megatron_grpo.run.metrics import Metrics
+        from megatron_grpo.run.metrics.display import Display
         from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
         from megatron_grpo.run.metrics.rollout import Completions
 
@@ -218,10 +218,7 @@ class OneRank:
         number = self.me // self.world.per_node
         node = collectives.Node(first=number * self.world.per_node, number=number, count=-(-self.world.size // self.world.per_node))
         self.completions = RecordingCompletions(self.folder, reward_names=["right"], rank=self.me, node=node)
-        return MetricsLogger(
-            Metrics(self.folder, rank=self.me), self.completions,
-            timers=Timers(), reward_weights=[1.0], logs_selection=False,
-        )  # fmt: skip
+        return MetricsLogger(self.completions, Display(folder=self.folder), timers=Timers(), config={})
 
 
 def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str, dict[str, int]]:

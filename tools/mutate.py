@@ -31,7 +31,7 @@ EPISODES = "tests/unit/environments"
 # Tests -> the modules that they mirror.
 ROOMS = {
     "quick": {
-        "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "core/base/activity run/metrics/__init__ "
+        "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "core/base/activity "
         "run/metrics/summary run/metrics/metrics_logger run/metrics/records run/metrics/rollout",  # without what takes seconds
         "tests/unit/trainer/test_rollouts.py": "core/trainer/rollouts",
         "tests/unit/trainer/test_partial_rollouts.py": "plugins/partial_rollouts/trainer plugins/partial_rollouts/engine",

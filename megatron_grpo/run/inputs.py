@@ -624,7 +624,7 @@ def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """
     if set(cfg.run.report_to) <= {"none"}:
         return ()
-    from megatron_grpo.run.metrics import report_to_problems
+    from megatron_grpo.run.metrics.reporters import report_to_problems
 
     return report_to_problems(cfg.run.report_to)
 

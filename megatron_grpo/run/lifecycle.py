@@ -206,7 +206,7 @@ def train_and_export(
                 export_model(policy, exports(cfg)[0], cfg=cfg, source=inputs.model_path, card=card)
         if parallel.is_rank_zero:
             check_output_dir(Path(cfg.run.output_dir))
-        if not_learnt := collectives.broadcast_object(run.logger.metrics.learnt.nothing(progress.step)):
+        if not_learnt := collectives.broadcast_object(run.logger.learnt.nothing(progress.step)):
             raise RunError(f"{not_learnt} {_WHERE_TO_LOOK} Other files of the run are in {Path(cfg.run.output_dir).resolve()}.")
     except RunInterruptedError:
         clean_up.add(run.logger.close)
@@ -225,7 +225,7 @@ def best_of(run: train.Run) -> Path | None:
     """
     best, path = run.checkpoints.best, None
     if best is not None and collectives.rank() == 0:
-        run.logger.metrics.print_line(best.describe() or "No checkpoint has a value of metric_for_best_model.")
+        run.logger.print_line(best.describe() or "No checkpoint has a value of metric_for_best_model.")
         path = best.folder.directory(best.step) if best.step is not None else None
     return collectives.broadcast_object(path)
 

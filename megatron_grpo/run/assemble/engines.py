@@ -299,7 +299,7 @@ def adapter_sync_mode(
         planned = lora_sync(cfg, inputs.shape, on_gpu=None)  # as the plan decides, without knowledge of machine and sampler
         for note in sync.notes:
             if planned is None or note not in planned.notes:
-                logger.metrics.print_line(note)
+                logger.print_line(note)
     return sync
 
 

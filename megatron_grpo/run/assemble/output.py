@@ -36,7 +36,8 @@ from megatron_grpo.run.checkpoint.saving import Checkpoints
 from megatron_grpo.run.config.evaluation import is_greater_better, metric_of
 from megatron_grpo.run.config.write import write_config
 from megatron_grpo.run.inputs import ValidatedInputs
-from megatron_grpo.run.metrics import Metrics, model_card
+from megatron_grpo.run.metrics import model_card
+from megatron_grpo.run.metrics.display import Display
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.rollout import Completions
 from megatron_grpo.run.metrics.summary import LogpDifferenceMonitor
@@ -45,6 +46,7 @@ from megatron_grpo.run.rewards.reward_manager import RewardManager
 
 if TYPE_CHECKING:
     from megatron_grpo.run.assemble import RunPlan
+    from megatron_grpo.run.metrics.reporters import TrackingServices
     from megatron_grpo.run.schedule import ScheduledRun
 
 logger = logging.getLogger(__name__)
@@ -256,31 +258,32 @@ def build_metrics_logger(
         on_metrics: Also called with each record: (optimizer step, metrics).
     """
     cfg, out, run_cfg = run.checked.config, Path(run.checked.config.run.output_dir), run.checked.config.run
-    metrics = Metrics(
+    config = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
+    services: TrackingServices | None = None
+    if not set(run_cfg.report_to) <= {"none"}:
+        from megatron_grpo.run.metrics.reporters import TrackingServices
+
+        services = TrackingServices(out, config)
+    completions = Completions(
         out,
-        report_to=run_cfg.report_to,
+        reward_names=reward_manager.names,
+        interval=run_cfg.log_completions_steps,
         rank=parallel.rank,
-        total_steps=run.schedule.num_steps,
-        plot_steps=run_cfg.save_steps,
-        config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
-        on_metrics=on_metrics,
+        node=collectives.node(),
+        most_nodes=run_cfg.log_completions_nodes,
+        write_table=services.keep_completions if services else None,
     )
     gap = version_check(cfg, run.checked.shape)
+    selects = cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1
     return MetricsLogger(
-        metrics,
-        Completions(
-            out,
-            reward_names=reward_manager.names,
-            interval=run_cfg.log_completions_steps,
-            rank=parallel.rank,
-            node=collectives.node(),
-            most_nodes=run_cfg.log_completions_nodes,
-            write_table=metrics.completions,
-        ),
+        completions,
+        Display(total=run.schedule.num_steps, folder=out),
         timers=timers,
-        reward_weights=reward_manager.reward_weights,
-        logs_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
-        watches=[lambda progress, values: gap(values), *([lambda *_: check_output_dir(out)] if parallel.is_rank_zero else [])],
+        config=config,
+        services=services,
+        selection_weights=reward_manager.reward_weights if selects else None,
+        watches=[lambda progress, values: gap(values), lambda *_: check_output_dir(out)],
+        on_metrics=on_metrics,
     )
 
 

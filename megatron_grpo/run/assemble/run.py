@@ -98,15 +98,15 @@ def build_run(
     on_metrics = partial(_pass_metrics, checkpoints.best, parts.listener, stop)
     # Opened before any model loads: a tracking service that is not installed is an error.
     logger = build_metrics_logger(run, reward_manager, parallel, timers, on_metrics=on_metrics)
-    logger.metrics.open()
-    checkpoints.print_line = logger.metrics.print_line
+    logger.open()
+    checkpoints.print_line = logger.print_line
     if checkpoints.best:
-        checkpoints.best.print_line = logger.metrics.print_line
+        checkpoints.best.print_line = logger.print_line
     try:
         for line in printed:
-            logger.metrics.record_warning(line)
+            logger.record_warning(line)
         for note in inputs.notes:
-            logger.metrics.print_line(note)
+            logger.print_line(note)
         if isinstance(inputs.prompts, StreamedPrompts):
             inputs.prompts.agree_by(collectives.all_gather_object)
         return assemble_run(run, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
@@ -162,7 +162,7 @@ def assemble_run(
         teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, timers=timers, offload=offload)
     make = parts.engine or choose_engine_factory(cfg, checkpoints, lora=lora, bitwise_parity=parts.analysis.vllm_bitwise_parity)
     sampler = with_cancellation(start_engine(make, cfg, inputs, parallel, policy, checkpoints), stop)
-    weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.metrics.print_line, shape=inputs.shape)
+    weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.print_line, shape=inputs.shape)
     partial_rollouts = partial_rollouts_of(cfg, policy, sampler)
     sampled_cfg = settings_of_sampler(cfg, inputs.tokenizer)
     generator = generator_of(
@@ -195,7 +195,7 @@ def assemble_run(
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
-        step_callback=build_monitor(cfg, inputs, policy, checkpoints, parts.analysis, print_line=logger.metrics.print_line),
+        step_callback=build_monitor(cfg, inputs, policy, checkpoints, parts.analysis, print_line=logger.print_line),
     )
 
 

@@ -11,10 +11,13 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.core.base.errors import Problem, one_line, problem_with
+from megatron_grpo.core.base.errors import ConfigError, Problem, one_line, problem_with
+from megatron_grpo.run.metrics import registry
+from megatron_grpo.run.metrics.records import to_python_number
 
 logger = logging.getLogger(__name__)
 
@@ -273,6 +276,93 @@ class BackgroundReporter:
         if not self._is_off.is_set():
             self._is_off.set()
             logger.warning("%s failed, and the run continues without it: %s", self.name, reason)
+
+
+class TrackingServices:
+    """The services of `--report_to`, which receive the steps, evaluations and completions of a run. Rank 0 alone starts them.
+
+    Args:
+        output_dir: Directory of the run.
+        config: Resolved settings, flat.
+
+    Raises:
+        ConfigError: A service is unknown or not installed.
+    """
+
+    def __init__(self, output_dir: Path, config: Mapping[str, Any]):
+        if problems := report_to_problems(config["report_to"]):
+            raise ConfigError(problems)
+        self.output_dir, self.config = output_dir, config
+        self._reporters: list[BackgroundReporter] = []
+        self._completions: Table | None = None  # rows of a rollout that the next step trains
+        self._unsent: list[Mapping[str, Any]] = []  # steps not yet sent
+
+    def start(self, step: int) -> None:
+        """Start the services.
+
+        Args:
+            step: Optimizer steps done.
+        """
+        begin = ReporterInit(output_dir=self.output_dir, config=self.config, first_step=step + 1)
+        self._reporters = [BackgroundReporter(name, partial(REPORTERS[name], begin)) for name in services(self.config["report_to"])]
+
+    def keep_completions(self, version: int, table: Table) -> None:
+        """Keep rows of a rollout, which the services receive with the next step.
+
+        Args:
+            version: Version of the weights that sampled the rollout.
+            table: Values per completion, by column.
+        """
+        self._completions = table
+
+    def log_step(self, record: Mapping[str, Any], *, is_last: bool) -> None:
+        """Send an optimizer step, or keep it until `logging_steps` of them are sent together.
+
+        Args:
+            record: Line of metrics.jsonl.
+            is_last: Whether it is the last step of the run.
+        """
+        self._unsent.append(record)
+        if record["step"] % self.config.get("logging_steps", 1) == 0 or is_last:
+            self.send_steps()
+
+    def send_steps(self) -> None:
+        """Send the steps since the last call: the mean of each metric over the steps that have it, and current totals."""
+        if not self._unsent:
+            return
+        records, self._unsent = self._unsent, []
+        values: dict[str, list[Any]] = {}
+        for record in records:
+            for name, value in record.items():
+                values.setdefault(name, []).append(value)
+        means = {name: column[-1] if registry.is_total(name) else _mean(column) for name, column in values.items()}
+        self.log(records[-1]["step"], means)
+
+    def log(self, step: int, record: Mapping[str, Any]) -> None:
+        """Send the finite numbers of a record, and the completions that were kept.
+
+        Args:
+            step: Number of optimizer steps.
+            record: Values by name.
+        """
+        values = {name: to_python_number(value) for name, value in record.items() if name != "step"}
+        finite = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        for reporter in self._reporters:
+            reporter.log(step, finite)
+            if self._completions is not None:
+                reporter.completions(step, self._completions)
+        self._completions = None
+
+    def close(self) -> None:
+        """Wait for each service, as `BackgroundReporter.close` does."""
+        for reporter in self._reporters:
+            reporter.close()
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of the numbers; the last value if there are none."""
+    numbers = [number for number in map(to_python_number, values) if number is not None]
+    return sum(numbers) / len(numbers) if numbers else values[-1]
 
 
 def services(report_to: Sequence[str]) -> list[str]:

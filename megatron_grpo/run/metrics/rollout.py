@@ -19,12 +19,15 @@ from megatron_grpo.core.types import FAULTS, EpisodeRecord, Group, GroupMetadata
 from megatron_grpo.run.metrics.records import BestEffort, write_table
 
 
-def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]) -> dict[str, float]:
+def rollout_stats(
+    rollouts: Sequence[ScoredRollout], reward_names: Sequence[str], *, selection_weights: Sequence[float] | None = None
+) -> dict[str, float]:
     """Return the metrics of the rollouts of one optimizer step, named and defined as in TRL, over all their completions.
 
     Args:
         rollouts: Rollouts since the last step.
         reward_names: Name of each reward function.
+        selection_weights: Weight of each reward function if rollouts select among the sampled groups, else None.
     """
     metas = [meta for rollout in rollouts for meta in rollout.result.kept]
     lengths = np.array([length for meta in metas for length in meta.num_sampled])
@@ -45,8 +48,9 @@ def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]
         stats |= episode_stats(metas)
     for rollout in rollouts:
         stats |= rollout.arrived.metrics if rollout.arrived else {}
-    penalties = [rollout.penalty for rollout in rollouts if rollout.penalty is not None]
-    return stats | ({"kl_in_reward": float(np.concatenate(penalties).mean())} if penalties else {})
+    if penalties := [rollout.penalty for rollout in rollouts if rollout.penalty is not None]:
+        stats["kl_in_reward"] = float(np.concatenate(penalties).mean())
+    return stats | (selection_stats(rollouts, selection_weights) if selection_weights is not None else {})
 
 
 def episode_stats(metas: Sequence[GroupMetadata]) -> dict[str, float]:
@@ -134,7 +138,8 @@ class Completions:
         most_nodes: int | None = None,
         write_table: Callable[[int, Table], None] | None = None,
     ):
-        self.directory = Path(output_dir) / "completions"
+        self.output_dir = Path(output_dir)
+        self.directory = self.output_dir / "completions"
         self.reward_names, self.every, self.rank, self.node = tuple(reward_names), interval, rank, node
         self.most_nodes = most_nodes or node.count
         self._write_table = write_table

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.metrics import Metrics, reporters
+from megatron_grpo.run.metrics import reporters
+from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.rollout import Completions
+from tests.loggers import logger_in
 from tests.unit.metrics.test_metrics import rollout_of_two
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +34,7 @@ class Broken:
         raise SystemExit(1)
 
 
-def log_steps(metrics: Metrics, number: int):
+def log_steps(metrics: MetricsLogger, number: int):
     metrics.start(Progress())
     for step in range(1, number + 1):
         metrics.log(Progress(step=step, num_tokens=step), {"reward": 1.0, "time/step": 0.1})
@@ -40,7 +42,7 @@ def log_steps(metrics: Metrics, number: int):
 
 def test_a_service_that_fails_is_said_once_and_asked_no_more_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Broken)
-    metrics = Metrics(tmp_path, report_to=["tensorboard"])
+    metrics = logger_in(tmp_path, config={"report_to": ["tensorboard"]})
     log_steps(metrics, 4)
     metrics.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
@@ -51,14 +53,14 @@ def test_a_service_that_fails_is_said_once_and_asked_no_more_and_the_run_goes_on
 
 def test_plots_that_cannot_be_drawn_are_a_warning(tmp_path, caplog):
     (tmp_path / "plots").write_text("in the way")
-    metrics = Metrics(tmp_path, plot_steps=1)
+    metrics = logger_in(tmp_path, config={"save_steps": 1})
     log_steps(metrics, 2)
     metrics.close()
     assert "plots failed, and the run continues without it: FileExistsError" in caplog.text
 
 
 def test_a_run_that_failed_ends_without_a_summary(tmp_path, capsys):
-    metrics = Metrics(tmp_path)
+    metrics = logger_in(tmp_path)
     log_steps(metrics, 4)
     metrics.close(summary=False)
     assert "reward while training" not in capsys.readouterr().out
@@ -83,10 +85,9 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
     script = f"""
 import sys
 from pathlib import Path
-from megatron_grpo.run.metrics import Metrics
 from megatron_grpo.core.types import Progress
-from tests.unit.metrics.test_metrics import rollout_of_two
-metrics = Metrics({str(tmp_path)!r})
+from tests.loggers import logger_in
+metrics = logger_in(Path({str(tmp_path)!r}))
 metrics.start(Progress())
 sys.stdin.readline()  # the reader has gone
 for step in range(1, 4):

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.metrics import Metrics
 from megatron_grpo.run.metrics.evaluations import Evaluations, compare_evaluations, describe
 from tests.evaluated import evaluated
+from tests.loggers import logger_in
 
 
 def lines(folder, name="evaluations.jsonl"):
@@ -100,17 +100,17 @@ def test_a_run_killed_in_an_evaluation_leaves_nothing_to_compare_with(tmp_path, 
     dead = Evaluations(tmp_path)
     dead.add(step, evaluated(0.9, 0.9, question="a"))
     (tmp_path / "evaluations.jsonl").unlink()
-    metrics = Metrics(tmp_path, console=Console(file=io.StringIO()))
+    metrics = logger_in(tmp_path, console=Console(file=io.StringIO()))
     metrics.start(Progress(step=step))
-    metrics.log_evaluation(Progress(step=step), [evaluated(0.1, 0.1, question="a")])
-    metrics.log_evaluation(Progress(step=step + 1), [evaluated(0.5, 0.5, question="a")])
+    metrics.evaluation(Progress(step=step), [evaluated(0.1, 0.1, question="a")])
+    metrics.evaluation(Progress(step=step + 1), [evaluated(0.5, 0.5, question="a")])
     assert [line.get("change") for line in lines(tmp_path)] == [None, 0.4]
     assert [line["means"] for line in lines(tmp_path, "evaluations/eval/prompts.jsonl")] == [[0.1, 0.1], [0.5, 0.5]]
 
 
 def test_a_run_without_a_checkpoint_forgets_the_first_evaluation_of_the_one_before_it(tmp_path):
     Evaluations(tmp_path).add(0, replace(evaluated(0.9, name="gone", question="a"), table={"completion": ["x"]}))
-    Metrics(tmp_path, console=Console(file=io.StringIO())).start(Progress())
+    logger_in(tmp_path, console=Console(file=io.StringIO())).start(Progress())
     assert not lines(tmp_path) and not lines(tmp_path, "evaluations/gone/prompts.jsonl") and not list(tmp_path.rglob("*.parquet"))
 
 

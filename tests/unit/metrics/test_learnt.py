@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.metrics import Metrics
 from megatron_grpo.run.metrics.summary import LearningSignal
+from tests.loggers import logger_in
 
 ALIKE = {"grad_norm": 0.0, "frac_reward_zero_std": 1.0, "reward": 1.0, "rewards/one/mean": 1.0}
 NONE = {"grad_norm": 0.0, "frac_reward_zero_std": 1.0}
@@ -56,7 +56,7 @@ def test_groups_of_equal_rewards_matter_where_advantages_are_differences_within_
 @pytest.mark.parametrize(("config", "is_said"), [({"reward_funcs": ["one"]}, True), ({"reward_funcs": []}, False)])  # a teacher alone
 def test_a_run_says_after_two_steps_and_at_its_end_that_rewards_never_differ_and_a_resumed_one_counts_on(tmp_path, config, is_said):
     def metrics(*steps):
-        found = Metrics(tmp_path, config=config, console=Console(file=io.StringIO(), width=200))
+        found = logger_in(tmp_path, config=config, console=Console(file=io.StringIO(), width=200))
         found.start(Progress(step=steps[0] - 1))
         for step in steps:
             found.log(Progress(step=step, num_tokens=step), BY_THE_KL | {"time/step": 1.0})

@@ -22,11 +22,13 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.grpo.advantages import Advantages
 from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
 from megatron_grpo.core.types import DynamicSamplingResult, Group, GroupMetadata, Progress, Prompt, ScoredGroup, make_completion
-from megatron_grpo.run.metrics import Metrics, display, report_to_problems
+from megatron_grpo.run.metrics import display
 from megatron_grpo.run.metrics.display import describe_phase
+from megatron_grpo.run.metrics.reporters import report_to_problems
 from megatron_grpo.run.metrics.rollout import Completions, rollout_stats
 from megatron_grpo.run.metrics.summary import TimeSummary
 from tests.evaluated import evaluated
+from tests.loggers import logger_in
 from tests.ranks import run_ranks
 
 
@@ -43,7 +45,7 @@ class Terminal(io.StringIO):
 
 
 def metrics_in(folder, **settings):
-    return Metrics(folder, **{"console": Console(file=io.StringIO(), width=100)} | settings)
+    return logger_in(folder, **{"console": Console(file=io.StringIO(), width=100)} | settings)
 
 
 def told_by(metrics):
@@ -52,7 +54,8 @@ def told_by(metrics):
 
 def run(metrics, first, last, **stats):
     progress = Progress(step=first - 1, num_tokens=100 * (first - 1))
-    metrics.start(progress)
+    if not metrics._started:
+        metrics.start(progress)
     for _ in range(first, last + 1):
         progress = replace(progress, step=progress.step + 1, num_tokens=progress.num_tokens + 100)
         metrics.log(progress, {"reward": progress.step / 10, "loss": 0.5, "time/step": 0.25} | stats)
@@ -98,9 +101,12 @@ def test_numbers_that_json_lacks_are_null_and_numpys_are_plain(tmp_path):
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path):
-    metrics = metrics_in(tmp_path, rank=1, plot_steps=1)
-    progress = run(metrics, 1, 2)
-    metrics.log_evaluation(progress, [evaluated(1.0)])
+    metrics = metrics_in(tmp_path, rank=1, config={"save_steps": 1})
+    metrics.open()
+    metrics.start(Progress())
+    metrics.skipped_step(Progress(step=1), {"why": "its gradient is not finite"}, ["rank 1, micro-batch 0: row 3"])
+    metrics.evaluation(Progress(step=1), [evaluated(1.0)])
+    metrics.print_line("WARNING: a line")
     metrics.close()
     assert list(tmp_path.iterdir()) == [] and told_by(metrics) == ""
 
@@ -108,12 +114,12 @@ def test_other_ranks_write_and_print_nothing(tmp_path):
 def test_the_table_at_the_end_compares_the_first_and_the_last_evaluation_also_after_a_resume(tmp_path):
     first = metrics_in(tmp_path)
     first.start(Progress())
-    first.log_evaluation(Progress(), [evaluated(0.25, mean_length=9.0)])
+    first.evaluation(Progress(), [evaluated(0.25, mean_length=9.0)])
     progress = run(first, 1, 2)
-    first.log_evaluation(progress, [evaluated(0.5, mean_length=8.0)])
+    first.evaluation(progress, [evaluated(0.5, mean_length=8.0)])
     second = metrics_in(tmp_path)
     progress = run(second, 3, 4)
-    second.log_evaluation(progress, [evaluated(0.75, mean_length=7.0)])
+    second.evaluation(progress, [evaluated(0.75, mean_length=7.0)])
     second.close()
     assert re.search(r"step 0 .*step 4 .*change", told_by(second))
     assert re.search(r"mean@1 .*0\.25.*0\.75.*\+0\.5", told_by(second))
@@ -122,23 +128,27 @@ def test_the_table_at_the_end_compares_the_first_and_the_last_evaluation_also_af
 
 def test_an_evaluation_repeated_at_the_same_step_replaces_the_first(tmp_path):
     metrics = metrics_in(tmp_path)
+    metrics.start(Progress(step=3))
     for accuracy in (0.1, 0.2):
-        metrics.log_evaluation(Progress(step=3), [evaluated(accuracy)])
+        metrics.evaluation(Progress(step=3), [evaluated(accuracy)])
     [record] = records(tmp_path, "evaluations.jsonl")
     assert (record["step"], record["mean@1"]) == (3, 0.2)
     assert "Evaluation at step 3 (greedy)" in told_by(metrics)
 
 
-def test_a_step_that_is_the_first_thing_told_keeps_the_records_of_those_before_it(tmp_path):
-    for number in (1, 2, 3):
-        metrics_in(tmp_path).log(Progress(step=number), {"time/step": 1.0})
-    metrics_in(tmp_path).log(Progress(step=3), {"time/step": 2.0})
+def test_a_resumed_run_keeps_the_records_of_the_steps_before_it(tmp_path):
+    for number, seconds in ((1, 1.0), (2, 1.0), (3, 1.0), (3, 2.0)):
+        metrics = metrics_in(tmp_path)
+        metrics.start(Progress(step=number - 1))
+        metrics.log(Progress(step=number), {"time/step": seconds})
     assert [(record["step"], record["time/step"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 2)]
 
 
-def test_an_evaluation_that_is_the_first_thing_told_forgets_later_ones(tmp_path):
+def test_a_resumed_run_forgets_later_evaluations(tmp_path):
     for step in (2, 5, 3):
-        metrics_in(tmp_path).log_evaluation(Progress(step=step), [evaluated(step / 10)])
+        metrics = metrics_in(tmp_path)
+        metrics.start(Progress(step=step))
+        metrics.evaluation(Progress(step=step), [evaluated(step / 10)])
     assert [record["step"] for record in records(tmp_path, "evaluations.jsonl")] == [2, 3]
 
 
@@ -148,12 +158,13 @@ def test_the_score_is_in_the_line_and_in_the_plots_also_after_a_resume(tmp_path,
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
     first = metrics_in(tmp_path, total_steps=1)
-    first.log_evaluation(Progress(), [evaluated(0.25, mean_length=9.0)])
+    first.start(Progress())
+    first.evaluation(Progress(), [evaluated(0.25, mean_length=9.0)])
     run(first, 1, 1)
     assert "step 1/1  eval 0.25  reward 0.1" in told_by(first)
     second = metrics_in(tmp_path)
     second.start(Progress(step=1))
-    second.log_evaluation(Progress(step=1), [evaluated(0.5, mean_length=8.0)])
+    second.evaluation(Progress(step=1), [evaluated(0.5, mean_length=8.0)])
     second.refresh_plots()
     assert drawn[-1]["eval"] == [(0, 0.25), (1, 0.5)] and drawn[-1]["reward"] == [(1, 0.1)]
 
@@ -173,8 +184,9 @@ def test_the_table_at_the_end_compares_means_over_the_first_and_the_last_rollout
 
 def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_path):
     metrics = metrics_in(tmp_path)
+    metrics.start(Progress())
     for step, right in ((0, float("nan")), (1, 0.5)):
-        metrics.log_evaluation(Progress(step=step), [evaluated(0.25, right=right)])
+        metrics.evaluation(Progress(step=step), [evaluated(0.25, right=right)])
     metrics.close()
     table = told_by(metrics).partition("Held-out prompts")[2]
     assert "mean@1" in table and "right" not in table and not re.search(r"^\W*step\s+0\s+1\s", table, re.MULTILINE)
@@ -183,10 +195,10 @@ def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_pa
 def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monkeypatch):
     from megatron_grpo.run.metrics import reporters
 
-    begun = queue.Queue()
+    begun, config = queue.Queue(), {"report_to": ["tensorboard"], "lr": 1.0}
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", begun.put)
-    metrics_in(tmp_path, report_to=["tensorboard"], config={"lr": 1.0}).start(Progress(step=6))
-    assert begun.get(timeout=60) == reporters.ReporterInit(output_dir=tmp_path, config={"lr": 1.0}, first_step=7)
+    metrics_in(tmp_path, config=config).start(Progress(step=6))
+    assert begun.get(timeout=60) == reporters.ReporterInit(output_dir=tmp_path, config=config, first_step=7)
 
 
 def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):
@@ -195,8 +207,9 @@ def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatc
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
     metrics = metrics_in(tmp_path)
+    metrics.start(Progress(step=2))
     for step, length in ((2, 9.0), (3, 8.0), (3, 7.0)):
-        metrics.log_evaluation(Progress(step=step), [evaluated(length)])
+        metrics.evaluation(Progress(step=step), [evaluated(length)])
     metrics.refresh_plots()
     assert drawn == [{"eval": [(2, 9.0), (3, 7.0)]}]
     assert [(line["step"], line["mean@1"]) for line in records(tmp_path, "evaluations.jsonl")] == [(2, 9.0), (3, 7.0)]
@@ -233,8 +246,9 @@ def test_a_terminal_gets_one_line_that_is_redrawn_with_warnings_above_it(tmp_pat
 def test_plots_are_pictures_of_what_was_logged(tmp_path):
     from PIL import Image
 
-    metrics = metrics_in(tmp_path, plot_steps=30)
-    metrics.log_evaluation(Progress(), [evaluated(0.2)])
+    metrics = metrics_in(tmp_path, config={"save_steps": 30})
+    metrics.start(Progress())
+    metrics.evaluation(Progress(), [evaluated(0.2)])
     run(metrics, 1, 30, entropy=0.5, **{"completions/mean_length": 3.0, "time/rollout": 0.1, "time/train": 0.2, "kl": float("nan")})
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["entropy.png", "length.png", "reward.png", "step_time.png"]
     for path in (tmp_path / "plots").iterdir():
@@ -245,12 +259,9 @@ def test_plots_are_pictures_of_what_was_logged(tmp_path):
 def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypatch, caplog):
     import importlib.util
 
-    from megatron_grpo.run import metrics as module
-
-    module._warn_without_matplotlib.cache_clear()
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest))
-    metrics = metrics_in(tmp_path, plot_steps=1)
+    metrics = metrics_in(tmp_path, config={"save_steps": 1})
     run(metrics, 1, 3)
     [warning] = caplog.records
     assert "matplotlib is not installed (pip install 'megatron-grpo[plot]')" in warning.message
@@ -261,7 +272,7 @@ def test_a_service_that_is_not_installed_is_an_error_that_names_its_extra(tmp_pa
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'megatron-grpo[wandb]'")):
-        metrics_in(tmp_path, report_to=["wandb"])
+        metrics_in(tmp_path, config={"report_to": ["wandb"]})
 
 
 def test_an_unknown_service_is_an_error_that_suggests_the_nearest():
@@ -271,9 +282,9 @@ def test_an_unknown_service_is_an_error_that_suggests_the_nearest():
 
 def test_tensorboard_gets_the_finite_numbers_of_every_step(tmp_path):
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = metrics_in(tmp_path, report_to=["tensorboard"])
+    metrics = metrics_in(tmp_path, config={"report_to": ["tensorboard"]})
     progress = run(metrics, 1, 3, kl=float("nan"))
-    metrics.log_evaluation(progress, [evaluated(0.5)])
+    metrics.evaluation(progress, [evaluated(0.5)])
     metrics.close()
     events = loader.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -659,10 +670,9 @@ def test_where_the_time_went_is_the_last_page():
 
 def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
     for summary in (True, False):
-        metrics, spent = metrics_in(tmp_path), TimeSummary()
-        spent.before(2.0, step=0)
+        metrics = metrics_in(tmp_path)
         run(metrics, 1, 1)
-        metrics.close(summary=summary, times=spent)
+        metrics.close(summary=summary)
         assert ("Where the time went" in told_by(metrics)) == summary
 
 

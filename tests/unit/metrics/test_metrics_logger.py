@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.parallel.collectives import Node
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo
 from megatron_grpo.core.types import Progress
 from megatron_grpo.run.assemble.output import version_check
-from megatron_grpo.run.metrics import Metrics
-from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.rollout import Completions
 from megatron_grpo.run.metrics.summary import LogpDifferenceMonitor
+from tests.loggers import logger_in
 from tests.unit.metrics.test_metrics import rollout_of_two
 
 
@@ -45,12 +43,9 @@ def seconds(monkeypatch):
     return seconds
 
 
-def journal_in(folder, *, rank=0, **settings):
-    names = ["right", "short"]
-    metrics = Metrics(folder, rank=rank, console=Console(file=io.StringIO(), width=300), total_steps=9)
-    return MetricsLogger(
-        metrics, Completions(folder, reward_names=names, interval=0), timers=Timers(),
-        **dict(reward_weights=[1.0, 1.0], logs_selection=False) | settings,
+def journal_in(folder, **settings):
+    return logger_in(
+        folder, reward_names=("right", "short"), console=Console(file=io.StringIO(), width=300), total_steps=9, **settings
     )  # fmt: skip
 
 
@@ -67,7 +62,7 @@ def lines(folder, name="metrics.jsonl"):
 
 
 def told(logger):
-    return logger.metrics._display.console.file.getvalue()
+    return logger._display.console.file.getvalue()
 
 
 def test_the_first_step_begins_when_the_run_is_there_and_each_next_one_at_the_record_before_it(tmp_path, seconds):
@@ -108,13 +103,13 @@ def test_a_run_that_rests_between_a_rollout_and_its_step_tells_of_it_when_it_goe
     whole, rests = tmp_path / "whole", tmp_path / "rests"
     for folder in (whole, rests):
         folder.mkdir()
-        logger = journal_in(folder, logs_selection=True)
+        logger = journal_in(folder, selection_weights=[1.0, 1.0])
         logger.start(Progress())
         step(logger, 1)
         logger.rollout(rollout_of_two())
         if folder == rests:
             logger.keep(Progress(step=1, num_tokens=60))
-            logger = journal_in(folder, logs_selection=True)
+            logger = journal_in(folder, selection_weights=[1.0, 1.0])
             logger.start(Progress(step=1, num_tokens=60))
         step(logger, 2)
         step(logger, 3)
@@ -153,7 +148,7 @@ def test_the_table_of_a_rollout_that_is_in_the_checkpoint_stays(tmp_path, num_no
 
 
 def test_selection_is_told_where_rollouts_choose(tmp_path):
-    logger = journal_in(tmp_path, logs_selection=True)
+    logger = journal_in(tmp_path, selection_weights=[1.0, 1.0])
     logger.start(Progress())
     logger.rollout(rollout_of_two())
     step(logger, 1)
@@ -183,8 +178,8 @@ def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
 def test_other_ranks_write_no_schedule(tmp_path):
     logger = journal_in(tmp_path, rank=1)
     logger.start(Progress())
-    step(logger, 1)
-    assert list(tmp_path.iterdir()) == []
+    step(logger, 1, skipped="no token is trained")
+    assert list(tmp_path.iterdir()) == [] and told(logger) == ""
 
 
 def test_what_was_skipped_and_what_drifts_is_said(tmp_path):

@@ -16,21 +16,22 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.metrics import Metrics, report_to_problems, reporters
-from megatron_grpo.run.metrics.reporters import ReporterInit, services
+from megatron_grpo.run.metrics import reporters
+from megatron_grpo.run.metrics.reporters import ReporterInit, report_to_problems, services
 from tests.evaluated import evaluated
+from tests.loggers import logger_in
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = {"prompt": ["1+1=", "2+2="], "completion": ["2", "five"], "reward": [1.0, None]}
 
 
 def two_steps(folder, *names, **settings):
-    metrics = Metrics(folder, report_to=names, config={"lr": 1e-6, "reward_funcs": ["accuracy"], "beta": None, **settings})
+    metrics = logger_in(folder, config={"report_to": names, "lr": 1e-6, "reward_funcs": ["accuracy"], "beta": None, **settings})
     metrics.start(Progress())
     for step in (1, 2):
-        metrics.completions(step - 1, TABLE)
+        metrics._services.keep_completions(step - 1, TABLE)
         metrics.log(Progress(step=step, num_tokens=step), {"reward": step / 2, "kl": float("nan"), "time/step": 0.1})
-    metrics.log_evaluation(Progress(step=2), [evaluated(0.5, accuracy=0.5)])
+    metrics.evaluation(Progress(step=2), [evaluated(0.5, accuracy=0.5)])
     metrics.close()
 
 
@@ -71,7 +72,7 @@ def test_every_so_many_steps_a_service_hears_the_means_of_those_and_at_the_end_o
             told.append((step, values))
 
     monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Values)
-    metrics = Metrics(tmp_path, report_to=("tensorboard",), config={"logging_steps": 3}, total_steps=10)
+    metrics = logger_in(tmp_path, config={"report_to": ("tensorboard",), "logging_steps": 3}, total_steps=10)
     metrics.start(Progress())
     for step in range(1, 5):
         more = {"reward": float(step)} if step != 2 else {}  # a step without a rollout of its own

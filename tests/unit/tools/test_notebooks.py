@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.metrics import Metrics, registry
+from megatron_grpo.run.metrics import registry
 from megatron_grpo.run.metrics.evaluations import EvaluationResult
+from tests.loggers import logger_in
 
 jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed (pip install 'megatron-grpo[dev]')")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed (pip install 'megatron-grpo[dev]')")
@@ -36,9 +37,9 @@ def evaluated(scores, completions):
 @pytest.fixture
 def run(tmp_path):
     """A run of 12 steps whose answers to 2 of 4 prompts become right and to 1 wrong."""
-    metrics = Metrics(tmp_path)
+    metrics = logger_in(tmp_path)
     metrics.start(Progress())
-    metrics.log_evaluation(Progress(), [evaluated([0.0, 0.0, 1.0, 1.0], ["7", "8", "3", "4"])])
+    metrics.evaluation(Progress(), [evaluated([0.0, 0.0, 1.0, 1.0], ["7", "8", "3", "4"])])
     for step in range(1, STEPS + 1):
         stats = {
             "reward": step / STEPS, "frac_reward_zero_std": 0.25, "grad_norm": 1.0, "sampling/sampling_logp_difference/max": 1e-5 * step,
@@ -46,7 +47,7 @@ def run(tmp_path):
         }  # fmt: skip
         assert all(map(registry.find, stats)), "metrics that runs write"
         metrics.log(Progress(step=step, num_tokens=100 * step), stats)
-    metrics.log_evaluation(Progress(step=STEPS), [evaluated([1.0, 1.0, 0.0, 1.0], ["1", "2", "9", "4"])])
+    metrics.evaluation(Progress(step=STEPS), [evaluated([1.0, 1.0, 0.0, 1.0], ["1", "2", "9", "4"])])
     metrics.close()
     return tmp_path
 
