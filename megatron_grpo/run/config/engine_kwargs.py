@@ -10,11 +10,11 @@ import ast
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_grpo.run.config.remote_code import read_source
 from megatron_grpo.run.config.rules import Rule
 from megatron_grpo.run.config.table import close_to
 
@@ -90,15 +90,9 @@ def fields_of(package: str, file: str, name: str) -> Mapping[str, str]:
         file: Path of a file inside it.
         name: Name of the class.
     """
-    spec = find_spec(package)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder) / file
-        if path.is_file():
-            source = ast.parse(path.read_text(encoding="utf-8"))
-            body = next((node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == name), [])
-            lines = [line for line in body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-            return {line.target.id: ast.unparse(line.annotation) for line in lines if isinstance(line.target, ast.Name)}
-    return {}
+    tree = ast.parse(read_source(package, file) or "")
+    body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
+    return {ast.unparse(line.target): ast.unparse(line.annotation) for line in body if isinstance(line, ast.AnnAssign)}
 
 
 _PLAIN: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "None": (type(None),)}

@@ -103,12 +103,18 @@ def _configuration_alone_here(folder: Path) -> str | None:
 
 def _is_named(word: str, package: str, file: str) -> bool:
     """Return whether a source file of an installed package contains this name; true if the package is not installed."""
-    source, name = _source(package, file), re.escape(word.removesuffix("Fast"))
+    source, name = read_source(package, file), re.escape(word.removesuffix("Fast"))
     return source is None or re.search(rf"""["']{name}(?:Fast)?["']|^ +{name}=""", source, re.M) is not None
 
 
 @cache
-def _source(package: str, file: str) -> str | None:
+def read_source(package: str, file: str) -> str | None:
+    """Return the text of a file of an installed package, which is not imported; None if it is not there.
+
+    Args:
+        package: Name of the package.
+        file: Path of the file inside it.
+    """
     spec = find_spec(package)
     paths = [Path(folder) / file for folder in (spec.submodule_search_locations or ())] if spec else []
     return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), None)
