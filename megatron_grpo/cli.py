@@ -7,12 +7,15 @@ Exit codes: 0 done; 2 the configuration is wrong and nothing was started; 3 inte
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_grpo import __version__
@@ -26,56 +29,37 @@ if TYPE_CHECKING:
     from megatron_grpo.run.config import ParsedConfig
     from megatron_grpo.run.config.read import Read, TypedSetting
 
-Command = Callable[..., int]
+# The commands, in the order of --help. A row has the function to run and what it takes (see `_arguments`), what the process needs (see
+# `run`), the arguments as --help shows them, and the help, whose first line is that of the overview.
+COMMANDS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 LEAST_FILES = 128  # files that a process must be allowed to open: a rank that trains a tiny model and samples opens about 160
+
+
+def _by_need(function: str) -> Any:
+    """Return a method that imports the function `module:name`, below `commands`, when it is called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _imported(f"megatron_grpo.commands.{function}")(*args, **kwargs)
+
+    return staticmethod(call)
 
 
 class Analysis:
     """Implementation of `run.assemble.AnalysisHooks` that imports each analysis tool when it is used."""
 
-    def replica_check(self, interval: int) -> Any:
-        from megatron_grpo.commands.analysis.replica_check import ReplicaCheck
-
-        return ReplicaCheck(interval)
-
-    def step_dumps(self, **facts: Any) -> Any:
-        from megatron_grpo.commands.analysis.step_dump import StepDumps
-
-        return StepDumps(**facts)
-
-    def bitwise_parity(self) -> None:
-        from megatron_grpo.commands.analysis.bitwise_parity import switch_on
-
-        switch_on()
-
-    def vllm_bitwise_parity(self) -> None:
-        from megatron_grpo.commands.analysis.vllm_bitwise_parity import prepare
-
-        prepare()
+    replica_check = _by_need("analysis.replica_check:ReplicaCheck")
+    step_dumps = _by_need("analysis.step_dump:StepDumps")
+    bitwise_parity = _by_need("analysis.bitwise_parity:switch_on")
+    vllm_bitwise_parity = _by_need("analysis.vllm_bitwise_parity:prepare")
 
 
 class Planning:
     """Implementation of `run.assemble.Planner` that imports the planner when it is used."""
 
-    def make_plan(self, run: Any, *, rows: Any, image_spec: Any) -> Any:
-        from megatron_grpo.commands.planning.command import make_plan
-
-        return make_plan(run, rows=rows, image_spec=image_spec)
-
-    def print_report(self, plan: Any) -> None:
-        from megatron_grpo.commands.planning.report import print_report
-
-        print_report(plan, is_short=True)
-
-    def choose_offload(self, run: Any) -> dict[str, Any]:
-        from megatron_grpo.commands.planning.command import choose_offload
-
-        return choose_offload(run)
-
-    def describe_offload(self, offload: dict[str, Any]) -> str:
-        from megatron_grpo.commands.planning.report import describe_offload
-
-        return describe_offload(offload)
+    make_plan = _by_need("planning.command:make_plan")
+    print_report = _by_need("planning.report:print_report")
+    choose_offload = _by_need("planning.command:choose_offload")
+    describe_offload = _by_need("planning.report:describe_offload")
 
 
 class Dialects:
@@ -106,11 +90,8 @@ class Dialects:
         return DIALECTS.value_hint(name, raw)
 
 
-def train(argv: list[str], **parts: Any) -> int:
-    """Train a model with GRPO.
-
-    vLLM samples completions, reward functions score them, and Megatron-Core trains the model on them.
-    """
+def train(argv: list[str], parts: Mapping[str, Any]) -> int:
+    """Run the `train` command."""
     from megatron_grpo.run.signals import signals_before_run
 
     with signals_before_run():
@@ -174,10 +155,7 @@ def _not_launched(argv: list[str], config: Config, requested: tuple[str, int] | 
 
 
 def plan(argv: list[str]) -> int:
-    """Check a configuration and print the schedule, memory and cost of the run.
-
-    Needs no GPU and no launcher. Takes the settings of train.
-    """
+    """Run the `plan` command."""
     from megatron_grpo.commands.planning.report import run_plan
 
     parsed, world_size = _parse(argv, None), _launched_world_size()
@@ -186,154 +164,12 @@ def plan(argv: list[str]) -> int:
     return run_plan(parsed)
 
 
-def export(argv: list[str]) -> int:
-    """Export a checkpoint as a Hugging Face model or PEFT adapter.
-
-    Reads a checkpoint of any parallel layout. With --merge_lora true, adds an adapter to its base model.
-    """
-    parsed = _parsed(argv)
-    from megatron_grpo.run.export import run_export
-
-    return run_export(parsed)
-
-
-def evaluate(argv: list[str]) -> int:
-    """Evaluate a model, an export, an adapter or a checkpoint on held-out prompts.
-
-    --model names a model or an export, --adapters an adapter, --resume a checkpoint of any parallel layout.
-    """
-    parsed = _parsed(argv)
+def evaluate(parsed: ParsedConfig) -> int:
+    """Run the `eval` command."""
     with without_gc():
         from megatron_grpo.run.evaluating import run_eval
 
     return run_eval(parsed, Analysis().vllm_bitwise_parity)
-
-
-def serve(argv: list[str]) -> int:
-    """Run a rollout server for training with --vllm_mode server.
-
-    A training run claims the server, sends weights to it and samples from it.
-    """
-    parsed = _parsed(argv, is_launched=False)
-    from megatron_grpo.plugins.servers.serve_lifecycle import serve as serve_until_stopped
-
-    return serve_until_stopped(parsed)
-
-
-def doctor(argv: list[str]) -> int:
-    """Check what is installed, what each missing package switches off, and whether it works on this machine.
-
-    --json: print one JSON object.
-    """
-    from megatron_grpo.commands.start.doctor import run_doctor
-
-    return run_doctor(argv)
-
-
-def dry_run(argv: list[str]) -> int:
-    """Try the data set, chat template and rewards of a run on a few rows.
-
-    Takes the settings of train, and --rows (default 8). Loads no weights.
-    """
-    from megatron_grpo.commands.start.dry_run import run_dry_run
-
-    return run_dry_run(argv, _parsed)
-
-
-def mismatch(argv: list[str]) -> int:
-    """Compare the log-probs of trainer and sampler token by token, and name the operation where they diverge.
-
-    --rows: rows to compare. --row N: explain row N instead of the worst one. --dtype: dtype of both sides. Without settings it runs in one
-    process; with --tensor_model_parallel_size under torchrun it compares shard by shard. Exit codes: 0, no difference beyond rounding; 1, a
-    difference was found; 2, the arguments are wrong and nothing was loaded.
-    """
-    from megatron_grpo.commands.analysis.mismatch import run_mismatch
-
-    return run_mismatch(argv, _parsed)
-
-
-def replay(argv: list[str]) -> int:
-    """Repeat a dumped step of a run, in any parallel layout, and report what is wrong with it.
-
-    The run writes the newest steps to debug_dump/ in its output_dir. Takes --json.
-    """
-    words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    parsed = _parsed(argv[len(words) :])
-    from megatron_grpo.commands.analysis.replay import run_replay
-
-    return run_replay(words, parsed)
-
-
-def compare_losses(argv: list[str]) -> int:
-    """Compare losses, clipping, corrections, batch sizes or staleness on a recorded step.
-
-    --variant "loss_type=dapo" ... names the variants. --step: the recorded step. --png: file of a figure.
-    """
-    from megatron_grpo.commands.analysis.compare_losses import run_compare_losses
-
-    return run_compare_losses(argv, _parsed)
-
-
-def referee(argv: list[str]) -> int:
-    """Recompute a dumped step of slime, verl, TRL, Megatron-SWIFT or this package, and name the first difference.
-
-    --of names the system, --config its script or file; settings in its names follow. --step: the step of a directory of dumps. --weights: a
-    Hugging Face model with the weights of that step, to recompute log-probs. --png: file of a figure. Exit codes: 0, nothing differs beyond
-    rounding; 3, something does; 2, the arguments or the dump are wrong.
-    """
-    from megatron_grpo_referee.command import run_referee
-
-    return run_referee(argv, _parsed)
-
-
-def completion(argv: list[str]) -> int:
-    """Print a completion script for bash or zsh.
-
-    `source <(megatron-grpo completion bash)` completes commands, settings and their values.
-    """
-    from megatron_grpo.commands.start.completion import run_completion
-
-    return run_completion(argv, COMMANDS)
-
-
-def report(argv: list[str]) -> int:
-    """Write one HTML page of a run, or of several on the same axes.
-
-    The page shows curves, held-out answers, time by phase, warnings, settings and versions. It opens in any browser without a network.
-    Default file: report.html in OUTPUT_DIR; of several runs, in this directory.
-    """
-    from megatron_grpo.commands.analysis.run_report import run_report
-
-    return run_report(argv)
-
-
-def init(argv: list[str]) -> int:
-    """Write the files of a first run, and plan it: config.yaml, reward.py and run.sh.
-
-    Asks five questions: model, data, reward, number of GPUs and memory per GPU. Without a terminal it uses the defaults. Writes into
-    DIRECTORY, or else into the current directory. Exit codes: 0, the run can start; 2, it cannot: the message says what to correct in
-    config.yaml, or that nothing was written because the arguments are wrong or a file exists.
-    """
-    from megatron_grpo.commands.start.init import run_init
-
-    return run_init(argv, plan)
-
-
-def watch(argv: list[str]) -> int:
-    """Show a run from another terminal: its step, phase, metrics, scores and completions.
-
-    It reads the files of OUTPUT_DIR every two seconds and changes nothing. Ctrl-C ends it. --once: print once and end.
-    """
-    from megatron_grpo.commands.analysis.watch import run_watch
-
-    return run_watch(argv)
-
-
-COMMANDS: dict[str, Command] = {
-    "train": train, "plan": plan, "dry-run": dry_run, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
-    "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses, "referee": referee, "report": report, "watch": watch,
-    "init": init, "completion": completion,
-}  # fmt: skip
 
 
 class _ConfigShown(Exception):
@@ -379,15 +215,15 @@ _HELP, _HELP_SEARCH = ("-h", "--help", "help"), ("--help-search", "--help_search
 
 
 def _problems_of_process(command: str) -> Iterator[Problem]:
-    """Yield problems of the process itself that no command can work with: its directory, launcher and open-file limit."""
+    """Yield problems of the process itself that a command cannot work with: its directory, launcher and open-file limit."""
     try:
         os.getcwd()
     except FileNotFoundError:
         yield Problem(flags=(), message="the working directory of this command has been removed. Start it in another directory.")
-    if command not in ("serve", "doctor", "completion"):
+    if "launcher" in COMMANDS[command]["needs"]:
         yield from launcher.read().problems
     files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if command in ("train", "eval", "serve") and 0 <= files < LEAST_FILES:
+    if "files" in COMMANDS[command]["needs"] and 0 <= files < LEAST_FILES:
         message = (
             f"the limit of open files is {files}, and {command} needs more. Run `ulimit -n {max(hard_limit, 65536)}` before the command."
         )
@@ -414,7 +250,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
     if not argv or argv[0] in _HELP and len(argv) == 1:
         from megatron_grpo.commands.start.show import print_overview
 
-        print_overview(COMMANDS)
+        print_overview()
         return EXIT_DONE if argv else EXIT_CONFIG
     if argv[0] == "--version":
         print(__version__)
@@ -465,7 +301,8 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: If the command or its settings are wrong. Whatever else ends a command is raised too; see `exit_code`.
     """
-    if command not in COMMANDS:
+    row = COMMANDS.get(command)
+    if row is None:
         from megatron_grpo.run.config.table import close_to
 
         close = close_to(command, list(COMMANDS), limit=1)
@@ -474,22 +311,44 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
     if any(word in _HELP[:2] for word in words):
         from megatron_grpo.commands.start.show import print_help
 
-        print_help(command, COMMANDS[command], words[1:] if words[0] in _HELP[:2] else ())
+        print_help(command, words[1:] if words[0] in _HELP[:2] else ())
         return EXIT_DONE
     if words and words[0] in _HELP_SEARCH:
         from megatron_grpo.commands.start.show import print_matching
 
         print_matching(words[1:])
         return EXIT_DONE
-    if sys.platform != "linux" and command not in ("plan", "init", "completion"):
+    if sys.platform != "linux" and "linux" in row["needs"]:
         supported = "only `plan`, `init` and `completion` run (docs/dependencies.md)"
         raise ConfigError(f"{command} requires Linux; this is {sys.platform}, where {supported}.")
     if problems := list(_problems_of_process(command)):
         raise ConfigError(problems)
     if launcher.read().by_torchrun:
         die_with_parent()  # a script of the user's own has no supervisor
-    if command not in ("plan", "doctor", "init", "completion", "report", "watch"):  # these load no library that logs
+    if "quiet" in row["needs"]:
         from megatron_grpo.run.terminal import quiet_libraries
 
         quiet_libraries()
-    return COMMANDS[command](words, **(parts if command == "train" else {}))
+    values = _arguments(row, words, parts)
+    return _imported(row["run"])(*(values[name] for name in row["takes"]))
+
+
+def _arguments(row: Mapping[str, Any], words: list[str], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the function of a command may take, by name. Settings are parsed only if it takes them.
+
+    Args:
+        row: The command's row of `COMMANDS`.
+        words: Its arguments.
+        parts: Custom components for `train`.
+    """
+    values: dict[str, Any] = {"words": words, "parts": parts, "parse": _parsed, "plan": plan}
+    positional = list(takewhile(lambda word: not word.startswith("-"), words)) if "positional" in row["takes"] else []
+    if "settings" in row["takes"]:
+        values |= {"positional": positional, "settings": _parsed(words[len(positional) :], is_launched="launcher" in row["needs"])}
+    return values
+
+
+def _imported(function: str) -> Any:
+    """Import a function, or class, that is given as `module:name`."""
+    module, _, name = function.partition(":")
+    return getattr(import_module(module), name)

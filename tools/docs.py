@@ -111,15 +111,14 @@ def settings_page() -> str:
 
 def commands_page() -> str:
     """What `--help` of each command says before its settings."""
-    from megatron_grpo.cli import COMMANDS
-    from megatron_grpo.commands.start.show import print_help, print_overview
+    from megatron_grpo.commands.start.show import COMMANDS, print_help, print_overview
 
     os.environ["COLUMNS"] = "84"
     lines = ["# Command line", ""]
     for command in ("", *COMMANDS):
         shown = io.StringIO()
         with redirect_stdout(shown):
-            print_help(command, COMMANDS[command]) if command else print_overview(COMMANDS)
+            print_help(command) if command else print_overview()
         lines += [f"## `{' '.join(['megatron-grpo', *command.split()])}`", ""]
         lines += ["```text", re.split(r"\n(Names may be written|  --config)", shown.getvalue())[0].strip(), "```", ""]
     lines += [

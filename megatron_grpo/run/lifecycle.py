@@ -188,7 +188,7 @@ def train_and_export(
     cfg, plan = scheduled.checked.config, None
     if parallel.is_rank_zero:
         plan = parts.planner.make_plan(scheduled, rows=inputs.rows, image_spec=inputs.image_spec)
-        parts.planner.print_report(plan)
+        parts.planner.print_report(plan, is_short=True)
     run = build_run(scheduled, plan, inputs, parallel, signal, parts)
     clean_up.add(run.engine.close)
     if watchdog is not None:

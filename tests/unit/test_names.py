@@ -56,7 +56,7 @@ def documented_functions() -> Iterator[tuple[str, set[str], set[str]]]:
     """(place, arguments, names in the section Args) of every public function and method with a docstring.
 
     A constructor's arguments are in its docstring, or in that of its class. A method without a docstring implements a protocol, which has
-    it. The docstrings of `cli.py` are the text of --help.
+    it.
     """
 
     def walk(
@@ -72,7 +72,7 @@ def documented_functions() -> Iterator[tuple[str, set[str], set[str]]]:
         for function, owner in walk(ast.parse(path.read_text(encoding="utf-8")).body, None):
             is_constructor = owner is not None and function.name == "__init__"
             docstring = ast.get_docstring(function) or (ast.get_docstring(owner) if owner is not None and is_constructor else None)
-            if docstring is None or path.name == "cli.py" or (function.name.startswith("_") and not is_constructor):
+            if docstring is None or (function.name.startswith("_") and not is_constructor):
                 continue
             found = function.args
             plain = [*found.posonlyargs, *found.args]

@@ -108,15 +108,15 @@ def arm() -> None:
         around(FAULT["where"], before=lambda count, _: hurt(FAULT["do"]) if count == FAULT["call"] else None)
 
 
-def armed(argv, **parts):
+def armed(argv, parts):
     arm()
-    return train(argv, **parts)
+    return train(argv, parts)
 
 
 if "TORTURE_PLAIN" in os.environ:
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
-train = cli.COMMANDS["train"]
-cli.COMMANDS["train"] = armed
+train = cli.train
+cli.train = armed
 
 if __name__ == "__main__":
     raise SystemExit(cli.main(engine=engine))

@@ -6,9 +6,9 @@ A script contains everything that it offers, so a TAB starts no Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from megatron_grpo.commands.start.show import WORDS
+from megatron_grpo.commands.start.show import COMMANDS, WORDS
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.run.config.table import MAPS, Setting, keys, table
 from megatron_grpo.run.metrics.reporters import ALL, REPORTERS
@@ -96,12 +96,11 @@ if [[ $funcstack[1] == _megatron_grpo ]]; then _megatron_grpo "$@"; else compdef
 """
 
 
-def run_completion(words: Sequence[str], commands: Mapping[str, Callable]) -> int:
+def run_completion(words: Sequence[str]) -> int:
     """Print the completion script of a shell.
 
     Args:
         words: Name of the shell.
-        commands: Functions by command name; the first lines of their docstrings are descriptions.
 
     Raises:
         ConfigError: The word is not one of the shells.
@@ -111,20 +110,19 @@ def run_completion(words: Sequence[str], commands: Mapping[str, Callable]) -> in
         raise ConfigError(
             f"completion needs the name of a shell{typed_text}: `megatron-grpo completion bash` or `megatron-grpo completion zsh`."
         )
-    print(completion_script(words[0], commands), end="")
+    print(completion_script(words[0]), end="")
     return EXIT_DONE
 
 
-def completion_script(shell: str, commands: Mapping[str, Callable]) -> str:
+def completion_script(shell: str) -> str:
     """Return the completion script of a shell. In zsh it shows the first line of help of each command and setting.
 
     Args:
         shell: "bash" or "zsh".
-        commands: Functions by command name.
     """
     has_help = shell == "zsh"
-    helps = {name: (function.__doc__ or "").strip().splitlines()[0] for name, function in commands.items()}
-    arms = [f"('') flags={_listed(helps | {'--help': '', '--version': ''}, has_help)} ;;", *map(_arm, commands)]
+    helps = {name: row["help"][0] for name, row in COMMANDS.items()}
+    arms = [f"('') flags={_listed(helps | {'--help': '', '--version': ''}, has_help)} ;;", *map(_arm, COMMANDS)]
     parts = {
         "SHELL": shell,
         "SETTINGS": _listed({f"--{name}": text for name, text in _flags_with_help().items()}, has_help),
@@ -145,7 +143,7 @@ def _listed(texts: Mapping[str, str], has_help: bool) -> str:
 
 def _arm(command: str) -> str:
     """Return the arm of `case` for a command: its flags, and its positional argument: words to choose from, "file", or "" for none."""
-    usage = WORDS.get(command, "[settings]")
+    usage = WORDS[command]
     first = usage.split()[0].strip("[]")
     positional = first.replace("|", " ") if re.fullmatch(r"[a-z]+(\|[a-z]+)+", first) else "file" if first.isupper() else ""
     flags = [*(f"--{name}" for name in re.findall(r"--([\w-]+)", usage)), "--help", *["$settings"] * ("[settings]" in usage)]

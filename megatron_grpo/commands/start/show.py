@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
+import json
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import Any
 
+import megatron_grpo
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.table import MAPS, Setting, canonical, close_to, keys, table
 
-WORDS = {  # arguments of commands that take more, or less, than settings
-    "doctor": "[--json]",
-    "init": "[DIRECTORY]",
-    "completion": "bash|zsh",
-    "dry-run": "[--rows 8] [--json] [settings]",
-    "mismatch": "OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]",
-    "replay": "STEP_DUMP [--json] [settings]",
-    "watch": "OUTPUT_DIR [--once]",
-    "report": "OUTPUT_DIR [OUTPUT_DIR ...] [-o FILE | --output FILE]",
-    "referee": "DUMP --of slime|verl|trl|swift|native [--config FILE] [--step N] [--weights MODEL] [--png FILE] [--json] [settings]",
-    "compare-losses": 'OUTPUT_DIR [--step N] [--variant "NAME=VALUE ..."] [--png FILE] [--json] [settings]',
-}
+COMMANDS: dict[str, dict[str, Any]] = json.loads(Path(megatron_grpo.__file__).with_name("cli.json").read_text(encoding="utf-8"))
+WORDS = {name: row["usage"] for name, row in COMMANDS.items()}
 
 
-def print_overview(commands: Mapping[str, Callable]) -> None:
-    """Print the list of commands.
-
-    Args:
-        commands: Functions by command name; the first lines of their docstrings are shown.
-    """
+def print_overview() -> None:
+    """Print the list of commands."""
     print("usage: megatron-grpo <command> [--config file.yaml] [--name value ...]\n\nGRPO on Megatron-Core, sampled by vLLM.\n")
-    width = max(map(len, commands)) + 4
-    for name, function in commands.items():
-        text = f"  {name}".ljust(width) + (function.__doc__ or "").strip().splitlines()[0]
+    width = max(map(len, COMMANDS)) + 4
+    for name, row in COMMANDS.items():
+        text = f"  {name}".ljust(width) + row["help"][0]
         print(textwrap.fill(text, _width(), subsequent_indent=" " * width))
     print("\nOptions, also without a command:\n")
     print("  --help                list its settings, by section, with unit and default")
@@ -45,12 +34,11 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
     print("  --help-search WORD    find settings by a word, such as `--help-search lr`")
 
 
-def print_help(command: str, function: Callable, topics: Sequence[str] = ()) -> None:
+def print_help(command: str, topics: Sequence[str] = ()) -> None:
     """Print every setting by section with type, unit, default and one line of help; of a map its keys.
 
     Args:
         command: Name of the command.
-        function: Its function, whose docstring is shown.
         topics: Settings, maps and sections to explain alone, or "all".
 
     Raises:
@@ -62,13 +50,11 @@ def print_help(command: str, function: Callable, topics: Sequence[str] = ()) -> 
             raise ConfigError([_unknown(name, known_names) for name in unknown])
         print("\n".join(_by_section([setting for setting in table().values() if _names_of(setting) & {*requested}])))
         return
-    words = WORDS.get(command, "[settings]")
-    summary, _, details = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+    summary, *details = COMMANDS[command]["help"]
     print(summary)
-    print(f"\nusage: megatron-grpo {command} {words.replace('[settings]', '[--config file.yaml ...] [--name value ...]')}")
-    if details:
-        print("\n" + textwrap.fill(details, _width()))
-    if "[settings]" not in words:
+    print(f"\nusage: megatron-grpo {command} {WORDS[command].replace('[settings]', '[--config file.yaml ...] [--name value ...]')}")
+    print("\n" + textwrap.fill(" ".join(details), _width()))
+    if "[settings]" not in WORDS[command]:
         return
     lines = [
         "",

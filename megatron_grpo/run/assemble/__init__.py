@@ -65,12 +65,8 @@ class Planner(Protocol):
     def make_plan(self, run: ScheduledRun, *, rows: PromptRows | None, image_spec: ImageProcessorSpec | None) -> RunPlan:
         """As `commands.planning.command.make_plan`."""
 
-    def print_report(self, plan: Any) -> None:
-        """Print what `train` shows at its start.
-
-        Args:
-            plan: What `make_plan` returned.
-        """
+    def print_report(self, plan: Any, *, is_short: bool) -> None:
+        """As `commands.planning.report.print_report`."""
 
     def choose_offload(self, run: ScheduledRun) -> dict[str, Any]:
         """As `commands.planning.command.choose_offload`."""

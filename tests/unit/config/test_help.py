@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -21,11 +23,19 @@ def test_help_begins_with_what_the_command_does_and_says_once_how_it_is_used(com
     assert main([command, "--help"]) == 0
     told = capsys.readouterr().out
     what, usage = told.splitlines()[:3:2]
-    assert what == COMMANDS[command].__doc__.strip().splitlines()[0] and what.endswith(".") and len(what) <= 110
+    assert what == COMMANDS[command]["help"][0] and what.endswith(".") and len(what) <= 110
     assert usage.startswith(f"usage: megatron-grpo {command} ") and told.count("usage:") == 1
     assert ("--lora_rank" in told) == (command not in ("doctor", "init", "completion", "report", "watch")), "these take no settings"
     assert "\n\n\n" not in told
     assert not re.search(r"default:[^()]*\)\s\(default", told), "a default is told once"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_row_of_a_command_names_a_function_with_the_arguments_that_it_lists(command):
+    row = COMMANDS[command]
+    assert row.keys() == {"run", "takes", "needs", "usage", "help"} and set(row["needs"]) <= {"linux", "launcher", "files", "quiet"}
+    module, _, name = row["run"].partition(":")
+    inspect.signature(getattr(importlib.import_module(module), name)).bind(*row["takes"])
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

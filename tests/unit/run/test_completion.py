@@ -41,7 +41,7 @@ def completed(terminal):
 
 
 def test_a_tab_in_bash_completes_commands_settings_their_values_and_files(tmp_path):
-    (tmp_path / "completion.bash").write_text(completion_script("bash", COMMANDS) + ANSWER)
+    (tmp_path / "completion.bash").write_text(completion_script("bash") + ANSWER)
     (tmp_path / "my_rewards.py").touch()
     terminal = Terminal(["bash", "--norc", "-i"], tmp_path)
     try:
@@ -53,7 +53,7 @@ def test_a_tab_in_bash_completes_commands_settings_their_values_and_files(tmp_pa
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_a_tab_in_zsh_completes_the_same(tmp_path):
-    (tmp_path / "completion.zsh").write_text(completion_script("zsh", COMMANDS) + ANSWER)
+    (tmp_path / "completion.zsh").write_text(completion_script("zsh") + ANSWER)
     (tmp_path / "my_rewards.py").touch()
     (tmp_path / ".zshrc").touch()
     terminal = Terminal(["zsh", "-d", "-i"], tmp_path)
@@ -67,7 +67,7 @@ def test_a_tab_in_zsh_completes_the_same(tmp_path):
 def offered(tmp_path, *words):
     """What bash offers for the last word."""
     script = tmp_path / "completion.bash"
-    script.write_text(completion_script("bash", COMMANDS))
+    script.write_text(completion_script("bash"))
     line = ["megatron-grpo", *words]
     program = f"""source {script}; COMP_WORDS=({" ".join(f"'{word}'" for word in line)}); COMP_CWORD={len(line) - 1}
 _megatron_grpo 2>/dev/null; printf '%s\\n' "${{COMPREPLY[@]}}" """
@@ -107,7 +107,7 @@ def test_after_the_value_of_a_setting_come_settings_and_after_a_number_no_files(
 
 
 def test_scripts_have_the_syntax_of_their_shells(tmp_path):
-    for shell, script in (("bash", completion_script("bash", COMMANDS)), ("zsh", completion_script("zsh", COMMANDS))):
+    for shell, script in (("bash", completion_script("bash")), ("zsh", completion_script("zsh"))):
         if shutil.which(shell):
             assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).stderr == ""
 
@@ -115,7 +115,7 @@ def test_scripts_have_the_syntax_of_their_shells(tmp_path):
 def test_another_shell_is_refused_with_the_two_that_work():
     for words in ([], ["fish"], ["bash", "zsh"]):
         with pytest.raises(ConfigError, match="`megatron-grpo completion bash` or `megatron-grpo completion zsh`"):
-            run_completion(words, COMMANDS)
+            run_completion(words)
 
 
 def test_it_starts_without_torch():

@@ -31,7 +31,7 @@ def test_a_word_of_the_help_that_was_changed_is_shown_and_nothing_else(tmp_path)
 
     assert ask(same_as_before.ROOT, "--keep", tmp_path / "kept") == (0, [])
     assert compare() == (0, ["help: 18 of 18 the same"])
-    cli = tmp_path / "megatron_grpo" / "cli.py"
+    cli = tmp_path / "megatron_grpo" / "cli.json"
     cli.write_text(cli.read_text().replace("Check what is installed", "Check all that is installed"))
     code, lines = compare()
     assert code == 1 and lines[-1] == "help: 15 of 18 the same"
