@@ -27,7 +27,7 @@ from megatron_grpo.run.terminal import replace_unencodable
 if TYPE_CHECKING:
     from megatron_grpo.core.settings import Config
     from megatron_grpo.run.config import ParsedConfig
-    from megatron_grpo.run.config.read import Read, TypedSetting
+    from megatron_grpo.run.config.parse import ForeignNames
 
 # The commands, in the order of --help. A row has the function to run and what it takes (see `_arguments`), what the process needs (see
 # `run`), the arguments as --help shows them, and the help, whose first line is that of the overview.
@@ -62,32 +62,11 @@ class Planning:
     describe_offload = _by_need("planning.report:describe_offload")
 
 
-class Dialects:
-    """Implementation of `run.config.parse.ForeignNames` that imports `compat` when a script, --dialect or an unknown name needs it."""
+def load_dialects() -> ForeignNames:
+    """Return what `compat` knows of other systems' names and scripts."""
+    from megatron_grpo.commands.compat import DIALECTS
 
-    def read_program(self, text: str, path: str) -> Read:
-        from megatron_grpo.commands.compat import DIALECTS
-
-        return DIALECTS.read_program(text, path)
-
-    def translation(self, entries: Sequence[TypedSetting]) -> Any | None:
-        from megatron_grpo.run.config.read import is_from_script
-
-        if not is_from_script(entries) and all(entry.name.rpartition(".")[2] != "dialect" for entry in entries):
-            return None
-        from megatron_grpo.commands.compat import DIALECTS
-
-        return DIALECTS.translation(entries)
-
-    def unknown(self, names: Mapping[str, Sequence[str]], translation: Any | None) -> Sequence[Problem]:
-        from megatron_grpo.commands.compat import DIALECTS
-
-        return DIALECTS.unknown(names, translation)
-
-    def value_hint(self, name: str, raw: Any) -> str:
-        from megatron_grpo.commands.compat import DIALECTS
-
-        return DIALECTS.value_hint(name, raw)
+    return DIALECTS
 
 
 def train(argv: list[str], parts: Mapping[str, Any]) -> int:
@@ -200,7 +179,7 @@ def _launched_world_size() -> int | None:
 def _parse(argv: Sequence[str], world_size: int | None) -> ParsedConfig:
     from megatron_grpo.run.config import parse
 
-    return parse(argv, launcher_world_size=world_size, dialects=Dialects())
+    return parse(argv, launcher_world_size=world_size, dialects=load_dialects)
 
 
 def _print_config(config: Config) -> NoReturn:

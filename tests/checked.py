@@ -11,4 +11,4 @@ from megatron_grpo.run.config import parse
 
 def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> CheckedConfig:
     """Raises ConfigError with everything that is wrong."""
-    return check_parsed(parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS))
+    return check_parsed(parse(argv, launcher_world_size=launcher_world_size, dialects=lambda: DIALECTS))

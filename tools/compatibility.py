@@ -78,7 +78,7 @@ def problems(model: str, typed: str) -> list[str]:
             values = given[word] = []
         else:
             values.append(word)
-    parsed = parse([*(word for flag in given for word in (flag, *given[flag])), "--model", model], dialects=DIALECTS)
+    parsed = parse([*(word for flag in given for word in (flag, *given[flag])), "--model", model], dialects=lambda: DIALECTS)
     try:
         check_parsed(parsed)
     except ConfigError as error:

@@ -293,7 +293,7 @@ def _parse(settings: Mapping[str, Any], world_size: int | None) -> ParsedConfig:
     from megatron_grpo.run.config import parse
 
     with _command_line(settings) as words:
-        return parse(words, launcher_world_size=world_size, dialects=cli.Dialects())
+        return parse(words, launcher_world_size=world_size, dialects=cli.load_dialects)
 
 
 def _require_readable(parsed: ParsedConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.settings import Config
-from megatron_grpo.run.config.read import COMMAND_LINE, Read, TypedSetting, format_value, read_file, read_words, split_entry
+from megatron_grpo.run.config.read import COMMAND_LINE, Read, TypedSetting, format_value, is_from_script, read_file, read_words, split_entry
 from megatron_grpo.run.config.table import InvalidValueError, Setting, names, read_value, table
 
 
@@ -112,13 +112,16 @@ class ForeignNames(Protocol):
         """
 
 
-def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> Config:
+Dialects = Callable[[], ForeignNames]  # imports `compat`; called only if something may be another system's name
+
+
+def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: Dialects | None = None) -> Config:
     """Return the configuration of a command line, its `--config` files and the defaults; the command line wins.
 
     Args:
         argv: Arguments of the command line.
         launcher_world_size: Number of ranks that the launcher started; None without a launcher.
-        dialects: Knowledge of other systems' names.
+        dialects: Returns the knowledge of other systems' names.
 
     Raises:
         ConfigError: With everything that cannot be read: unknown names, wrong types, values outside the choices.
@@ -129,13 +132,13 @@ def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dial
     return parsed.config
 
 
-def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> ParsedConfig:
+def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: Dialects | None = None) -> ParsedConfig:
     """Parse as `resolve` does, but return the problems, so that a caller can add those that it finds later.
 
     Args:
         argv: Arguments of the command line.
         launcher_world_size: Number of ranks that the launcher started; None without a launcher.
-        dialects: Knowledge of other systems' names.
+        dialects: Returns the knowledge of other systems' names.
     """
     typed_entries, problems = read_words(argv)
     program_flags = ("config", "print_config", "help")  # flags of the program, not settings
@@ -143,21 +146,26 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     if any(entry.name == "config" and not entry.raw for entry in typed_entries):
         problems.append(Problem(flags=("config",), message="config requires the name of a file."))
     entries: list[TypedSetting] = []
+    read_program = (lambda text, path: dialects().read_program(text, path)) if dialects else None
     for path in files:
-        file_entries, file_problems = read_file(path, dialects.read_program if dialects else None)
+        file_entries, file_problems = read_file(path, read_program)
         entries += file_entries
         problems += file_problems
     entries += [entry for entry in typed_entries if entry.name not in program_flags]
     entries = [part for entry in entries for part in split_entry(entry)]
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
-    translation = dialects.translation(entries) if dialects else None
+    translation = dialects().translation(entries) if dialects and _may_be_foreign(entries) else None
     builder = _Builder(ParsedConfig(problems=problems, print_config=print_config), translation, dialects)
     for entry in translation.entries if translation else entries:
         builder.take(entry)
-    unknown = dialects.unknown(builder.unknown, translation) if dialects and builder.unknown else _unknown(builder.unknown)
+    unknown = dialects().unknown(builder.unknown, translation) if dialects and builder.unknown else _unknown(builder.unknown)
     builder.parsed.problems[builder.first : builder.first] = [*unknown, *(translation.unknowable() if translation else ())]
     return builder.finish(launcher_world_size)
+
+
+def _may_be_foreign(entries: Sequence[TypedSetting]) -> bool:
+    return is_from_script(entries) or any(entry.name.rpartition(".")[2] == "dialect" for entry in entries)
 
 
 def _unknown(names: Mapping[str, Sequence[str]]) -> list[Problem]:
@@ -167,7 +175,7 @@ def _unknown(names: Mapping[str, Sequence[str]]) -> list[Problem]:
 class _Builder:
     """Collects settings one by one and builds the configuration from them at the end."""
 
-    def __init__(self, parsed: ParsedConfig, translation: Any | None, dialects: ForeignNames | None):
+    def __init__(self, parsed: ParsedConfig, translation: Any | None, dialects: Dialects | None):
         self.parsed, self.translation, self.dialects = parsed, translation, dialects
         self.sizes: Mapping[str, Setting] = translation.sizes if translation else {}
         self.first = len(parsed.problems)  # problems with the files themselves come before all others
@@ -218,7 +226,7 @@ class _Builder:
     def _bad(self, name: str, setting: str, source: str, error: InvalidValueError, raw: Any = None) -> None:
         source_text = "" if source == COMMAND_LINE else f" ({source})"
         nearest = {name: error.suggestions} if error.suggestions else {}
-        hint = self.dialects.value_hint(setting, raw) if self.dialects else ""
+        hint = self.dialects().value_hint(setting, raw) if self.dialects else ""
         self.parsed.problems.append(Problem(flags=(name,), message=f"{name}{source_text} {error}.{hint}", nearest=nearest))
         self.parsed.unreadable.add(setting)
 

@@ -21,7 +21,7 @@ from megatron_grpo.run.config.write import write_config
 from megatron_grpo.run.metrics.rollout import token_columns
 from megatron_grpo.run.metrics.summary import LogpDifferenceMonitor
 
-read = partial(read_mismatch_args, parse=partial(parse, dialects=DIALECTS))
+read = partial(read_mismatch_args, parse=partial(parse, dialects=lambda: DIALECTS))
 
 
 @pytest.mark.parametrize(

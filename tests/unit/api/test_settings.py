@@ -15,7 +15,7 @@ from megatron_grpo.run.config import parse
 
 
 def parsed(args, tmp_path):
-    return parse(write_settings(tmp_path, explicit_settings(args)), dialects=DIALECTS)
+    return parse(write_settings(tmp_path, explicit_settings(args)), dialects=lambda: DIALECTS)
 
 
 def test_values_of_other_types_are_written_as_yaml_has_them(tmp_path):

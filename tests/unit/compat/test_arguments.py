@@ -81,7 +81,7 @@ def test_a_default_of_theirs_that_is_not_ours_is_used(system):
     `none` is no default but what their program works out.
     """
     dialect = DIALECTS[system]
-    cfg = parse(["--dialect", system], dialects=DIALECTS).config
+    cfg = parse(["--dialect", system], dialects=lambda: DIALECTS).config
     kept = {each.name for each in dialect.defaults if not each.native}
     unlike = []
     for name, default in arguments.theirs(arguments.SYSTEMS[system][0])[1].items():
@@ -155,9 +155,9 @@ def test_what_is_refused_is_refused_in_the_words_of_its_row_and_what_is_set_asid
     tasks = {name for name, row in rows.items() if row is not None and row.is_task}  # of which nothing else is said
     spoken = {name: row for name, row in rows.items() if row is not None and not (row.native or row.read) and name not in tasks}
     for name in tasks:
-        alone = parse(["--dialect", system, f"--{name}=something-else", "--lr", "x"], dialects=DIALECTS)
+        alone = parse(["--dialect", system, f"--{name}=something-else", "--lr", "x"], dialects=lambda: DIALECTS)
         assert [problem.message for problem in alone.problems] == [f"{name} (something-else): {rows[name].lacks}."]
-    parsed = parse(["--dialect", system, *(f"--{name}=something-else" for name in spoken)], dialects=DIALECTS)
+    parsed = parse(["--dialect", system, *(f"--{name}=something-else" for name in spoken)], dialects=lambda: DIALECTS)
     messages = "\n".join(problem.message for problem in parsed.problems)
     for name, row in spoken.items():
         assert (row.lacks or row.why or NOTHING) in arguments.here(dialect, name)

@@ -124,7 +124,7 @@ TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
     ],
 )
 def test_names_that_are_read_together(dialect, words, found):
-    cfg = check_parsed(parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)).config
+    cfg = check_parsed(parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)).config
     assert values(cfg, found) == found
 
 
@@ -153,14 +153,14 @@ def test_what_skyrl_would_not_take_is_refused(words, says):
     ],
 )
 def test_names_of_services_and_of_the_hub(dialect, words, found):
-    parsed = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)
+    parsed = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)
     assert parsed.problems == [] and values(parsed.config, found) == found
     assert ("has no effect without push_to_hub" in " ".join(parsed.notes)) == ("hub_model_id" in found and not found["push_to_hub"])
 
 
 def test_a_kl_that_was_typed_is_no_default():
     format_value = {
-        words: [row.name for row in parse(["--dialect", "skyrl", *words.split()], dialects=DIALECTS).defaults]
+        words: [row.name for row in parse(["--dialect", "skyrl", *words.split()], dialects=lambda: DIALECTS).defaults]
         for words in ("", "--algorithm.kl_loss_coef 0.5")
     }
     assert ["beta" in names or "algorithm.kl_loss_coef" in names for names in format_value.values()] == [True, False]
@@ -208,7 +208,7 @@ def test_turns_mean_what_they_mean_there(dialect, words, wanted):
     ],
 )  # fmt: skip
 def test_what_decides_rewards_and_episodes_there_is_listed_where_something_of_the_run_replaces_it(dialect, words, note, found):
-    parsed = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)
+    parsed = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)
     assert not parsed.problems and values(parsed.config, found) == found
     assert any(line.startswith(f"What differs: {note}") for line in parsed.notes), parsed.notes
 
@@ -223,16 +223,16 @@ def test_what_decides_rewards_and_episodes_there_is_listed_where_something_of_th
     ],
 )
 def test_what_nothing_replaces_is_refused_and_names_our_own_way(dialect, words, said):
-    problems = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS).problems
+    problems = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS).problems
     assert any(said in problem.message for problem in problems), problems
 
 
 def test_a_reward_of_ours_is_ours_under_the_dialects_of_swift():
     """GRPO there cannot call the class that it registers as `math`."""
     for dialect in ("swift", "ms-swift"):
-        parsed = parse(["--dialect", dialect, "--reward_funcs", "math", "accuracy_is_mine"], dialects=DIALECTS)
+        parsed = parse(["--dialect", dialect, "--reward_funcs", "math", "accuracy_is_mine"], dialects=lambda: DIALECTS)
         assert [problem.message.partition(" is a reward")[0] for problem in parsed.problems] == ["reward_funcs (accuracy_is_mine)"]
-        assert parse(["--dialect", dialect, "--reward_funcs", "math"], dialects=DIALECTS).config.rewards.reward_funcs == ["math"]
+        assert parse(["--dialect", dialect, "--reward_funcs", "math"], dialects=lambda: DIALECTS).config.rewards.reward_funcs == ["math"]
 
 
 @pytest.mark.parametrize("dialect", ["swift", "ms-swift"])
@@ -240,7 +240,7 @@ def test_the_place_of_the_kl_follows_the_estimator_in_both_trainers_of_swift(dia
     """ms-swift 4.6.0: `_init_grpo` of rlhf_args.py and of megatron_args.py."""
 
     def found(*words: str):
-        return parse(["--dialect", dialect, *words], dialects=DIALECTS)
+        return parse(["--dialect", dialect, *words], dialects=lambda: DIALECTS)
 
     assert [found("--advantage_estimator", name).config.grpo.kl_in_reward for name in ("grpo", "rloo", "reinforce_plus_plus")] == [
         False, True, True]  # fmt: skip
@@ -249,14 +249,14 @@ def test_the_place_of_the_kl_follows_the_estimator_in_both_trainers_of_swift(dia
 
 
 def test_skyrl_splits_sequences_with_its_default_strategy():
-    parsed = parse(["--dialect", "skyrl", "trainer.policy.sequence_parallel_size=2"], dialects=DIALECTS)
+    parsed = parse(["--dialect", "skyrl", "trainer.policy.sequence_parallel_size=2"], dialects=lambda: DIALECTS)
     assert not parsed.problems and parsed.config.parallel.context_parallel_size == 2
     (problem,) = parse(
-        ["--dialect", "skyrl", "trainer.policy.sequence_parallel_size=2", "trainer.strategy=megatron"], dialects=DIALECTS
+        ["--dialect", "skyrl", "trainer.policy.sequence_parallel_size=2", "trainer.strategy=megatron"], dialects=lambda: DIALECTS
     ).problems
     assert "splits sequences only with FSDP" in problem.message
 
 
 def test_a_limit_of_length_that_is_of_a_turn_there_is_said():
-    notes = " ".join(parse(["--dialect", "swift", "--gym_env", "e.py:E"], dialects=DIALECTS).notes)
+    notes = " ".join(parse(["--dialect", "swift", "--gym_env", "e.py:E"], dialects=lambda: DIALECTS).notes)
     assert "completion_length_limit_scope per_round" in notes and "max_turns is unlimited by default" in notes

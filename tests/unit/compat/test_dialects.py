@@ -89,7 +89,7 @@ def test_a_teacher_inside_megatron_is_the_one_that_the_ranks_hold(tmp_path):
 def test_the_table_of_defaults_is_true(dialect):
     """What it says is used is what the configuration holds, and every row differs from ours."""
     sizes = ["--train_batch_size", "16"] if dialect == "cs336" else []
-    parsed = parse(["--dialect", dialect, *sizes], dialects=DIALECTS)
+    parsed = parse(["--dialect", dialect, *sizes], dialects=lambda: DIALECTS)
     cfg = check_parsed(parsed).config
     shown = {row.name: row for row in parsed.defaults}
     for row in DIALECTS[dialect].defaults:
@@ -288,7 +288,7 @@ def test_a_budget_of_tokens_is_among_the_native_flags(capsys):
     ],
 )  # fmt: skip
 def test_what_does_nothing_there_is_said(dialect, words, said):
-    notes = [note for note in parse(["--dialect", dialect, *words.split()], dialects=DIALECTS).notes if "has no effect" in note]
+    notes = [note for note in parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS).notes if "has no effect" in note]
     assert len(notes) == len(said) and all(any(one in note for note in notes) for one in said)
 
 
@@ -329,15 +329,15 @@ WHERE_METRICS_GO = [
 
 @pytest.mark.parametrize(("dialect", "words", "services"), WHERE_METRICS_GO)
 def test_metrics_go_where_the_script_says(dialect, words, services):
-    assert parse(["--dialect", dialect, *words.split()], dialects=DIALECTS).config.run.report_to == services
+    assert parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS).config.run.report_to == services
 
 
 def test_a_tracker_that_is_not_there_is_said_and_one_that_the_script_leaves_open_is_left_out(tmp_path):
-    (message,) = [p.message for p in parse(["--dialect", "verl", "trainer.logger=[console,clearml]"], dialects=DIALECTS).problems]
+    (message,) = [p.message for p in parse(["--dialect", "verl", "trainer.logger=[console,clearml]"], dialects=lambda: DIALECTS).problems]
     assert "(clearml) is not supported. Supported: tensorboard, wandb" in message
     script = tmp_path / "run.sh"
     script.write_text("python main.py trainer.logger=$LOGGER trainer.policy.model.path=m")
-    left_open = parse(["--dialect", "skyrl", "--config", str(script)], dialects=DIALECTS)
+    left_open = parse(["--dialect", "skyrl", "--config", str(script)], dialects=lambda: DIALECTS)
     assert (left_open.problems, left_open.config.run.report_to) == ([], ["none"])
 
 
@@ -360,7 +360,7 @@ def test_gradient_checkpointing_false_of_skyrl_recomputes_nothing(strategy):
     [([], True), (["trainer.use_legacy_worker_impl=disable"], False), (["actor.loss_agg_mode=seq-mean-token-mean"], False)],
 )
 def test_the_token_mean_of_verls_legacy_workers_is_told_apart(words, said):
-    notes = " ".join(parse(["--dialect", "verl", *words], dialects=DIALECTS).notes)
+    notes = " ".join(parse(["--dialect", "verl", *words], dialects=lambda: DIALECTS).notes)
     assert ("legacy workers average token-mean over each micro-batch" in notes) == said
 
 
@@ -373,7 +373,7 @@ def test_the_token_mean_of_verls_legacy_workers_is_told_apart(words, said):
     ],
 )  # fmt: skip
 def test_a_name_in_another_section_than_its_own_is_not_taken(dialect, name):
-    messages = [problem.message for problem in parse(["--dialect", dialect, f"{name}=1"], dialects=DIALECTS).problems]
+    messages = [problem.message for problem in parse(["--dialect", dialect, f"{name}=1"], dialects=lambda: DIALECTS).problems]
     assert [message.startswith(f"{name} is not a setting.") for message in messages] == [True]
 
 

@@ -32,7 +32,7 @@ def test_a_file_is_read_as_the_command_line_of_trl_and_never_run(tmp_path):
     words = 'learning_rate=LR, beta=-0.0, num_generations=4, chat_template_kwargs={"enable_thinking": False, "effort": 2}'
     trainer = "model='m', reward_funcs=[right, accuracy_reward], train_dataset=load_dataset(NAME, split='train'), peft_config=lora"
     file.write_text(f"{START.format(mark=str(mark))}{lora}\nargs = GRPOConfig({words})\nGRPOTrainer(args=args, {trainer}).train()\n")
-    parsed = parse(["--dialect", "trl", "--config", str(file)], dialects=DIALECTS)
+    parsed = parse(["--dialect", "trl", "--config", str(file)], dialects=lambda: DIALECTS)
     cfg = parsed.config
     assert [problem.message for problem in parsed.problems] == []
     assert (cfg.optimizer.lr, cfg.data.dataset, cfg.rewards.reward_funcs) == (3e-6, "math.jsonl", [f"{file}:right", "math"])
@@ -45,7 +45,7 @@ def adapter(tmp_path, lora: str, *flags: str) -> tuple[dict, dict]:
     """The adapter's settings of a file with this LoraConfig, or of TRL's command line without one; and the defaults that plan lists."""
     file = tmp_path / "train.py"
     file.write_text(f"args = GRPOConfig(per_device_train_batch_size=8)\nGRPOTrainer(model='m', args=args, peft_config={lora})\n")
-    parsed = parse(["--dialect", "trl", *(["--config", str(file)] if lora else ["--use_peft"]), *flags], dialects=DIALECTS)
+    parsed = parse(["--dialect", "trl", *(["--config", str(file)] if lora else ["--use_peft"]), *flags], dialects=lambda: DIALECTS)
     assert not parsed.problems
     return vars(parsed.config.tuner), {row.name: row.theirs for row in parsed.defaults if row.name.startswith("lora_")}
 

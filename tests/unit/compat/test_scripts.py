@@ -79,17 +79,17 @@ def test_words_are_those_of_a_shell(text, words):
 def test_what_cannot_be_known_is_said(text, said, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(text)
-    problem = parse(["--config", str(script)], dialects=DIALECTS).problems[0]
+    problem = parse(["--config", str(script)], dialects=lambda: DIALECTS).problems[0]
     assert said in problem.message and "run.sh" in problem.message
 
 
 def test_what_cannot_be_known_is_no_matter_where_it_is_said_again_or_changes_nothing(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("run --seed $(date +%s) --lr 0.5")
-    parsed = parse(["--config", str(script), "--seed", "7"], dialects=DIALECTS)
+    parsed = parse(["--config", str(script), "--seed", "7"], dialects=lambda: DIALECTS)
     assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (7, 0.5)
     script.write_text("run --dataloader_num_workers $(nproc) --lr 0.5")
-    parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=DIALECTS)
+    parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=lambda: DIALECTS)
     assert not parsed.problems and parsed.config.optimizer.lr == 0.5
 
 
@@ -99,17 +99,17 @@ def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path, mo
     script = tmp_path / "run.sh"
     here = 'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"'
     script.write_text(f'{here}\nsource "$HERE/models/small.sh"\nrun ${{MODEL[@]}}\n')
-    parsed = parse(["--config", str(script)], dialects=DIALECTS)
+    parsed = parse(["--config", str(script)], dialects=lambda: DIALECTS)
     assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (5, 0.5)
     monkeypatch.chdir(tmp_path.parent)  # and named from elsewhere
-    assert parse(["--config", f"{tmp_path.name}/{script.name}"], dialects=DIALECTS).config.run.seed == 5
+    assert parse(["--config", f"{tmp_path.name}/{script.name}"], dialects=lambda: DIALECTS).config.run.seed == 5
 
 
 def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):
     """They were taken for a comment, and the run went on with the defaults."""
     script = tmp_path / "run.sh"
     script.write_text("megatron_grpo train --dataset 'rows#3' --eval_dataset rows#4 --lr 0.5 --seed 7 \\")
-    parsed = parse(["--config", str(script)], dialects=DIALECTS)
+    parsed = parse(["--config", str(script)], dialects=lambda: DIALECTS)
     assert not parsed.problems
     cfg = parsed.config
     assert (cfg.data.dataset, cfg.eval.eval_dataset, cfg.optimizer.lr, cfg.run.seed) == ("rows#3", "rows#4", 0.5, 7)
@@ -126,7 +126,7 @@ def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):
 def test_a_launcher_gives_the_number_of_ranks_and_none_of_its_flags(tmp_path, command):
     script = tmp_path / "run.sh"
     script.write_text(command)
-    parsed = parse(["--config", str(script)], dialects=DIALECTS)
+    parsed = parse(["--config", str(script)], dialects=lambda: DIALECTS)
     assert not parsed.problems
     assert (parsed.config.parallel.world_size, parsed.config.optimizer.lr) == (8, 0.5)
 
@@ -134,7 +134,7 @@ def test_a_launcher_gives_the_number_of_ranks_and_none_of_its_flags(tmp_path, co
 def test_the_command_that_trains_is_read_and_the_other_one_named(tmp_path):
     script = tmp_path / "both.sh"
     script.write_text("swift rollout --model /a --seed 1 &\nmegatron rlhf --model /b --lr 0.5\n")
-    parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=DIALECTS)
+    parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=lambda: DIALECTS)
     assert not parsed.problems and parsed.config.model.model == "/b" and parsed.config.run.seed == 42
     assert parsed.notes == ["both.sh: the flags of its last command are read, not those of swift rollout (model, seed)."]
 
@@ -152,7 +152,7 @@ def test_what_a_server_of_the_script_plays_is_what_the_run_plays(tmp_path, diale
         script = tmp_path / "both.sh"
         commands = [ROLLOUT.format(scheduler), TRAIN.format(program)]
         script.write_text("".join(reversed(commands) if is_server_last else commands))
-        return parse(["--config", str(script), "--dialect", dialect, *flags], dialects=DIALECTS)
+        return parse(["--config", str(script), "--dialect", dialect, *flags], dialects=lambda: DIALECTS)
 
     (problem,) = parsed("tip_trick").problems
     assert "multi_turn_scheduler (both.sh: swift rollout) (tip_trick) is a scheduler registered" in problem.message
@@ -182,12 +182,12 @@ def test_a_script_of_another_system_than_the_dialect_names_its_own(tmp_path, mon
     """Nothing else is said of it, because its names mean something else."""
     monkeypatch.setenv("DIR", "/opt")
     (tmp_path / "a.sh").write_text(f"{command} --lr 0.5 --nobody_knows 1 a.b=c\n")
-    found = parse(["--config", str(tmp_path / "a.sh"), "--dialect", dialect], dialects=DIALECTS)
+    found = parse(["--config", str(tmp_path / "a.sh"), "--dialect", dialect], dialects=lambda: DIALECTS)
     assert [problem.message for problem in found.problems if "--dialect" in problem.message] == [
         problem.message for problem in found.problems
     ]
     assert found.problems[0].message.endswith(f"whose names are those of --dialect {instead}."), found.problems
-    right = parse(["--config", str(tmp_path / "a.sh"), "--dialect", instead], dialects=DIALECTS)
+    right = parse(["--config", str(tmp_path / "a.sh"), "--dialect", instead], dialects=lambda: DIALECTS)
     assert not any("whose names are those of" in problem.message for problem in right.problems)
 
 
@@ -198,31 +198,32 @@ def test_a_script_that_starts_another_one_is_that_one_with_its_own_words_last(tm
     (tmp_path / "examples" / "base.sh").write_text('SEED=$1\nshift\npython3 t.py --seed $SEED --lr 0.5 --micro_batch_size 2 \\\n  "$@"\n')
     script = tmp_path / "examples" / "more" / "run.sh"  # its paths are from where it is started: two folders above it
     script.write_text(f'{call} 7 \\\n  --lr 0.25 "$@"\n')
-    parsed = parse(["--config", str(script)], dialects=DIALECTS)
+    parsed = parse(["--config", str(script)], dialects=lambda: DIALECTS)
     assert not parsed.problems
     cfg = parsed.config
     assert (cfg.run.seed, cfg.optimizer.lr, cfg.batch.micro_batch_size) == (7, 0.25, 2)
     assert parsed.repeated == ["lr is set twice in run.sh: the last value is used."]
     script.write_text("bash nowhere.sh --lr 0.25")
-    assert "run.sh: it starts nowhere.sh, which does not exist" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
+    problem = parse(["--config", str(script)], dialects=lambda: DIALECTS).problems[0]
+    assert "run.sh: it starts nowhere.sh, which does not exist" in problem.message
     script.write_text("bash run.sh --lr 0.25")
-    assert "it starts run.sh, which does not exist" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
+    assert "it starts run.sh, which does not exist" in parse(["--config", str(script)], dialects=lambda: DIALECTS).problems[0].message
 
 
 def test_a_file_that_a_script_names_as_config_is_read_before_its_words(tmp_path):
     (tmp_path / "values.yaml").write_text("lr: 0.5\nseed: 7\n")
     script = tmp_path / "run.sh"
     script.write_text("accelerate launch --config_file zero3.yaml t.py --config values.yaml --seed 8")
-    parsed = parse(["--config", str(script)], dialects=DIALECTS)
+    parsed = parse(["--config", str(script)], dialects=lambda: DIALECTS)
     assert not parsed.problems and (parsed.config.optimizer.lr, parsed.config.run.seed) == (0.5, 8)
     script.write_text("t.py --config nowhere.yaml --seed 8")
-    assert "config nowhere.yaml does not exist" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
+    assert "config nowhere.yaml does not exist" in parse(["--config", str(script)], dialects=lambda: DIALECTS).problems[0].message
 
 
 def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("echo nothing\ncd /tmp\n")
-    assert [problem.message for problem in parse(["--config", str(script)], dialects=DIALECTS).problems] == [
+    assert [problem.message for problem in parse(["--config", str(script)], dialects=lambda: DIALECTS).problems] == [
         "run.sh contains no command with flags that can be read."
     ]
 
@@ -230,7 +231,7 @@ def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
 def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("run --run_name a-$(date +%s) --lr 0.5 --seed $(x) --model $NOWHERE_7")
-    parsed = parse(["--config", str(script)], dialects=DIALECTS)
+    parsed = parse(["--config", str(script)], dialects=lambda: DIALECTS)
     assert parsed.config.run.run_name is None and parsed.notes == [
         "run.sh: run_name a-$(date +%s) cannot be determined from the script and is ignored."
     ]
@@ -269,4 +270,4 @@ DOUBLING = "A0=ab\n" + "".join(f"A{i}=$A{i - 1}$A{i - 1}\n" for i in range(1, 60
 def test_a_script_without_a_bottom_is_a_sentence(tmp_path, monkeypatch, name, text, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(text)
-    assert any(re.search(says, problem.message) for problem in parse(["--config", name], dialects=DIALECTS).problems)
+    assert any(re.search(says, problem.message) for problem in parse(["--config", name], dialects=lambda: DIALECTS).problems)

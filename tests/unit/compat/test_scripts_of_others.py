@@ -332,7 +332,7 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
     from megatron_grpo.commands.compat import DIALECTS
     from megatron_grpo.run.config import parse, table
 
-    parsed = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)
+    parsed = parse(["--dialect", dialect, *words.split()], dialects=lambda: DIALECTS)
     assert not parsed.problems, parsed.problems
     assert {name: getattr(getattr(parsed.config, table()[name].group), name) for name in values} == values
 

@@ -15,7 +15,7 @@ from tests.checked import check
 
 
 def said(*words: str) -> list[str]:
-    return [problem.message for problem in parse(words, dialects=DIALECTS).problems]
+    return [problem.message for problem in parse(words, dialects=lambda: DIALECTS).problems]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_names_that_no_system_knows_are_still_named_beside_it(tmp_path):
 
 
 def test_swift_is_short_for_swift_megatron():
-    assert parse(["--dialect", "swift"], dialects=DIALECTS).config.plan.dialect == "swift-megatron"
+    assert parse(["--dialect", "swift"], dialects=lambda: DIALECTS).config.plan.dialect == "swift-megatron"
 
 
 @pytest.mark.parametrize("name", ["optimizer.adam.beta2", "optim.beta2", "beta2"])

@@ -34,10 +34,10 @@ def test_other_values_make_another_configuration_whatever_their_groups():
 
 
 def test_a_check_leaves_what_was_parsed_as_it_was():
-    parsed = parse(["--generation_batch_size", "32"], dialects=DIALECTS)
+    parsed = parse(["--generation_batch_size", "32"], dialects=lambda: DIALECTS)
     checked = check_parsed(parsed)
     assert (parsed.config.batch.steps_per_generation, checked.config.batch.steps_per_generation) == (None, 2)
-    assert parsed.config.groups() == parse(["--generation_batch_size", "32"], dialects=DIALECTS).config.groups()
+    assert parsed.config.groups() == parse(["--generation_batch_size", "32"], dialects=lambda: DIALECTS).config.groups()
     assert check(["--generation_batch_size", "32"]).config == checked.config
 
 

@@ -58,5 +58,5 @@ def test_a_teacher_does_not_go_with_a_bound_and_other_names_mean_the_setting():
         "--dialect swift --structured_outputs_regex a",
         "--dialect trl --vllm_guided_decoding_regex a",
     ):
-        cfg = parse([*words.split(), "--top_k", "5"], dialects=DIALECTS).config
+        cfg = parse([*words.split(), "--top_k", "5"], dialects=lambda: DIALECTS).config
         assert cfg.rollout.vllm_structured_outputs_regex == "a" and training_structured_outputs(cfg.rollout) == {"regex": "a"}

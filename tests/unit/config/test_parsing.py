@@ -20,7 +20,7 @@ from tests.checked import check
 
 def problems(*argv: str, **kwargs) -> list:
     with pytest.raises(ConfigError) as error:
-        resolve(argv, dialects=DIALECTS, **kwargs)
+        resolve(argv, dialects=lambda: DIALECTS, **kwargs)
     return list(error.value.problems)
 
 
@@ -192,7 +192,7 @@ megatron rlhf \\
     --tensor_model_parallel_size ${TP:-2} # tail
 """,
     )
-    parsed = parse(["--config", script, "--dialect", "swift-megatron"], dialects=DIALECTS)
+    parsed = parse(["--config", script, "--dialect", "swift-megatron"], dialects=lambda: DIALECTS)
     cfg = parsed.config
     assert not parsed.problems
     assert (cfg.model.model, cfg.batch.micro_batch_size, cfg.batch.global_batch_size) == ("/models/qwen", 2, 32)

@@ -15,7 +15,7 @@ from tests.tiny_models import write_tiny
 
 
 def said(*words: str) -> list[str]:
-    return [problem.message for problem in validate(parse(words, dialects=DIALECTS).config)]
+    return [problem.message for problem in validate(parse(words, dialects=lambda: DIALECTS).config)]
 
 
 def test_patterns_are_read_from_words_json_and_yaml_alike_and_written_back(tmp_path):

@@ -72,7 +72,7 @@ def argv_of(values: dict) -> list[str]:
 
 
 def problems_of(values: dict):
-    parsed = parse(argv_of(values), dialects=DIALECTS)
+    parsed = parse(argv_of(values), dialects=lambda: DIALECTS)
     assert not parsed.problems
     return size_problems(parsed.config, SizeModel(num_layers=values.get("layers"), num_experts=values.get("experts"))), parsed.config
 
@@ -238,7 +238,7 @@ def dialect_argv(dialect: str, values: dict) -> list[str]:
 @given(data=st.data())
 def test_dialects_pass_and_are_mended_in_their_own_names(dialect, data):
     values = {key: data.draw(st.sampled_from(choices), label=key) for key, choices in DIALECT_CASES[dialect].items()}
-    parsed = parse(dialect_argv(dialect, values), dialects=DIALECTS)
+    parsed = parse(dialect_argv(dialect, values), dialects=lambda: DIALECTS)
     assert not parsed.problems
     problems = size_problems(parsed.config)
     assert (not problems) == passes_in_dialect(dialect, values), (values, problems)
@@ -275,13 +275,13 @@ MENDED = [
 
 @pytest.mark.parametrize(("words", "message"), MENDED)
 def test_a_size_of_another_system_is_named_natively_with_its_origin_and_says_what_to_change_there(words, message):
-    parsed = parse(["--dialect", *words.split()], dialects=DIALECTS)
+    parsed = parse(["--dialect", *words.split()], dialects=lambda: DIALECTS)
     assert message in [problem.message for problem in size_problems(parsed.config)]
 
 
 def test_the_message_shows_the_arithmetic_and_what_works():
     with pytest.raises(ConfigError) as error:
-        checked_sizes(parse(["--global_batch_size", "64", "--generation_batch_size", "96"], dialects=DIALECTS).config)
+        checked_sizes(parse(["--global_batch_size", "64", "--generation_batch_size", "96"], dialects=lambda: DIALECTS).config)
     [problem] = error.value.problems
     assert problem.message.startswith("generation_batch_size (96) must be a multiple of global_batch_size (64): 96 = 1 x 64 + 32")
     assert "generation_batch_size 64 or 128" in problem.message

@@ -80,7 +80,7 @@ def test_rewards_of_a_plugin_are_loaded_by_their_names_and_judge_text(tmp_path, 
     """In a chat completions are messages here, and text in ms-swift, whose own package is not installed."""
     (tmp_path / "plugin.py").write_text(PLUGIN)
     words = ["--dialect", dialect, "--reward_funcs", "starts", "format", "long", "--external_plugins", f"{tmp_path}/plugin.py"]
-    parsed = parse([*words, "--per_device_train_batch_size", "8"] if dialect == "ms-swift" else words, dialects=DIALECTS)
+    parsed = parse([*words, "--per_device_train_batch_size", "8"] if dialect == "ms-swift" else words, dialects=lambda: DIALECTS)
     assert parsed.problems == []
     assert parsed.config.rewards.reward_funcs == [f"{tmp_path}/plugin.py:Starts", "format", f"{tmp_path}/plugin.py:Long"]
     starts, _, long = load_rewards(parsed.config)
@@ -103,6 +103,6 @@ def test_rewards_of_a_plugin_are_loaded_by_their_names_and_judge_text(tmp_path, 
     ],
 )
 def test_a_plugin_takes_one_round(words, said):
-    problems = [problem.message for problem in parse(["--dialect", "swift", *words.split()], dialects=DIALECTS).problems]
+    problems = [problem.message for problem in parse(["--dialect", "swift", *words.split()], dialects=lambda: DIALECTS).problems]
     assert len(problems) == (said is not None), problems
     assert said is None or said in problems[0]

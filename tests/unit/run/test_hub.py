@@ -120,5 +120,5 @@ def test_settings_that_do_nothing_are_refused(values, sentence):
 def test_a_token_is_no_setting(dialect):
     from megatron_grpo.commands.compat import DIALECTS
 
-    problems = parse(["--hub_token", TOKEN, *dialect], dialects=DIALECTS).problems
+    problems = parse(["--hub_token", TOKEN, *dialect], dialects=lambda: DIALECTS).problems
     assert any("HF_TOKEN" in problem.message for problem in problems) and not any(TOKEN in problem.message for problem in problems)

@@ -40,7 +40,7 @@ def good(tmp_path_factory):
 
 
 def parsed(flags):
-    return parse([word for name, value in flags.items() for word in (f"--{name}", *str(value).split())], dialects=DIALECTS)
+    return parse([word for name, value in flags.items() for word in (f"--{name}", *str(value).split())], dialects=lambda: DIALECTS)
 
 
 def refused(look, flags) -> list[str]:
