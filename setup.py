@@ -86,7 +86,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_grpo", "megatron_grpo.*"]),
-    package_data={"megatron_grpo": ["**/*.json", "**/*.yaml", "commands/analysis/page/*", "py.typed"]},
+    package_data={"megatron_grpo": ["**/*.json", "**/*.yaml", "commands/analysis/page/*", "commands/start/templates/*", "py.typed"]},
     python_requires=">=3.11",
     classifiers=["Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     install_requires=REQUIRED,

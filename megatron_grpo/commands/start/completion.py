@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megatron_grpo.commands.start.show import COMMANDS, WORDS
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError
@@ -22,78 +23,9 @@ GENERAL = {  # flags of every command that takes settings
 }
 SEVERAL = ("config", "help", "help_search", "variant")  # flags besides lists and maps that take several words
 
-# The part that both shells run: `flags` of the command, a line each, and the values that may come next, "file", "number", or "" for flags.
-SCRIPT = """\
-#compdef megatron-grpo
-# Completion of megatron-grpo for @SHELL@, made by `megatron-grpo completion @SHELL@`.
-_megatron_grpo_after() {  # the words before the cursor: the command first, and `name=value` as three words
-    local word last= key= flag= count=0 settings=@SETTINGS@
-    case $1 in
-@COMMANDS@
-    esac
-    for word; do
-        case $word in
-            (--*=*) flag= key= ;;
-            (--*) flag=$word key= count=0 ;;
-            (=) key=$last ;;
-            (*) key= count=$((count + 1)) ;;
-        esac
-        last=$word
-    done
-    [[ -z $key ]] || { flag=$key; count=0; }
-    flag=${flag#--} flag=${flag//-/_}
-    case $flag in
-        (@SEVERAL@) ;;
-        (*) ((count == 0)) || flag= ;;  # it has its value
-    esac
-    case $flag in
-        ("") ;;
-@VALUES@
-        (@NUMBERS@) offered=number ;;
-        (*) offered=file ;;
-    esac
-}
-"""
-BASH = """\
-_megatron_grpo() {
-    local current=${COMP_WORDS[COMP_CWORD]} flags= offered= before=("${COMP_WORDS[@]:1:COMP_CWORD-1}")
-    [[ $current != "=" ]] || { before+=("="); current=; }  # bash splits at `=`
-    _megatron_grpo_after "${before[@]}"
-    if [[ $current == -* && $current != -[0-9]* ]]; then
-        current=${current#-} current=${current#-}
-        offered=$flags current=--${current//-/_}
-    fi
-    COMPREPLY=()
-    case ${offered:=$flags} in
-        number) compopt +o default ;;
-        file) ;;
-        *=) compopt -o nospace ;&
-        *) COMPREPLY=($(compgen -W "$offered" -- "$current")) ;;
-    esac
-}
-complete -o default -F _megatron_grpo megatron-grpo
-"""
-ZSH = """\
-_megatron_grpo() {
-    local flags= offered=
-    local -a before=("${(@)words[2,CURRENT-1]}") described
-    [[ $PREFIX != *=* ]] || { before+=("${PREFIX%%=*}" =); compset -P 1 '*='; }
-    _megatron_grpo_after "$before[@]"
-    described=("${(@f)flags}")
-    if ((CURRENT == 2)); then
-        _describe command described
-    elif [[ -z $offered || $PREFIX == -* && $PREFIX != -[0-9]* ]]; then
-        _describe -o option described -M 'm:-=_'
-    elif [[ $offered == number ]]; then
-        _message number
-    elif [[ $offered == *= ]]; then
-        compadd -S '' ${=offered}
-    elif [[ $offered == file ]] || ! compadd ${=offered}; then
-        _files
-    fi
-}
-if [[ $funcstack[1] == _megatron_grpo ]]; then _megatron_grpo "$@"; else compdef _megatron_grpo megatron-grpo; fi
-"""
+# completion.sh is the part that both shells run: it sets `flags` of the command, a line each, and `offered`, the values that may come next:
+# words, "file", "number", or "" for flags.
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def run_completion(words: Sequence[str]) -> int:
@@ -131,7 +63,7 @@ def completion_script(shell: str) -> str:
         "VALUES": "\n".join(f'        ({"|".join(names)}) offered="{" ".join(words)}" ;;' for words, names in _values()),
         "NUMBERS": "|".join(_numbers()),
     }
-    script = SCRIPT + (ZSH if shell == "zsh" else BASH)
+    script = "".join((TEMPLATES / f"completion.{ending}").read_text(encoding="utf-8") for ending in ("sh", shell))
     return re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], script)
 
 

@@ -23,74 +23,7 @@ from megatron_grpo.run.rewards.loading import BUILT_IN
 
 MODEL, DATA, REWARD, MEMORY = "Qwen/Qwen3-0.6B", "data.jsonl", "reward.py:correct", 80.0  # defaults; memory in GB
 NUM_GENERATIONS, MICRO_BATCH, LEAST_BATCH = 8, 4, 128  # completions
-CONFIG = """\
-# Settings of `megatron-grpo train`; `megatron-grpo train --help` explains them. Any of them can be overridden behind --config.
-
-model:
-  model: {model}
-  torch_dtype: bfloat16
-
-data:
-  dataset: {data}
-
-rewards:
-  reward_funcs: [{reward}]
-
-batch:                          # all in completions
-  num_generations: {generations}            # per prompt
-  global_batch_size: {batch:<10} # one optimizer step
-  micro_batch_size: {micro_batch:<11} # one forward on one GPU
-
-rollout:
-  max_completion_length: 512    # tokens
-  temperature: 1.0
-  sleep_level: 1                # vLLM frees its memory while the trainer works
-
-grpo:
-  loss_type: grpo
-  beta: 0.0
-
-optimizer:
-  lr: 1.0e-6
-  lr_warmup_iters: 10
-
-run:
-  output_dir: output
-  num_train_epochs: 1
-  save_steps: 50
-"""
-REWARD_FILE = '''\
-"""Rewards of the run. A function has TRL's signature and returns one number per completion."""
-
-from __future__ import annotations
-
-import re
-
-
-def correct(completions, answer, **columns):
-    """1 where the last number of a completion is the answer, else 0. `answer` is a column of the data set."""
-    return [float(last_number(text_of(one)) == float(right)) for one, right in zip(completions, answer, strict=True)]
-
-
-def last_number(text):
-    """The last number in a text; None without one."""
-    numbers = re.findall(r"-?\\d+(?:\\.\\d+)?", text.replace(",", ""))
-    return float(numbers[-1]) if numbers else None
-
-
-def text_of(completion):
-    """A completion is a string if the prompt is a string, else a list of one chat message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-'''
-RUN = """\
-#!/usr/bin/env bash
-# Plans and trains on {gpus} GPU{s}. Further settings go to both: bash run.sh --max_steps 20
-set -euo pipefail
-cd "$(dirname "${{BASH_SOURCE[0]}}")"
-
-megatron-grpo plan --config config.yaml --world_size {gpus} --gpu_memory_gb {memory} "$@"
-exec torchrun --standalone --nproc_per_node {gpus} --shutdown-timeout 300 -m megatron_grpo train --config config.yaml "$@"
-"""
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +49,11 @@ class InitAnswers:
         unit = math.lcm(NUM_GENERATIONS, MICRO_BATCH * self.gpus)
         words = {name: _yaml(getattr(self, name)) for name in ("model", "data", "reward")}
         batch = {"generations": NUM_GENERATIONS, "batch": -(-LEAST_BATCH // unit) * unit, "micro_batch": MICRO_BATCH}
-        plural = "" if self.gpus == 1 else "s"
-        files = {"config.yaml": CONFIG.format(**words, **batch)}
+        files = {"config.yaml": _template("config.yaml").format(**words, **batch)}
         if self.reward == REWARD:
-            files["reward.py"] = REWARD_FILE
-        files["run.sh"] = RUN.format(gpus=self.gpus, s=plural, memory=f"{self.memory:g}")
+            files["reward.py"] = _template("reward.py.txt")
+        plural = "" if self.gpus == 1 else "s"
+        files["run.sh"] = _template("run.sh").format(gpus=self.gpus, s=plural, memory=f"{self.memory:g}")
         if self.data == DATA and not Path(DATA).exists():
             files[DATA] = "".join(f"{json.dumps(row)}\n" for row in _example_rows())
         return files
@@ -212,6 +145,10 @@ def _gpus_here() -> tuple[int, float]:
     """Return (number, memory of the smallest in GB) of the GPUs of this machine; without any, one of 80 GB."""
     memories = launcher.gpu_memories()
     return (len(memories), float(min(memories) // 1e9)) if memories else (1, MEMORY)
+
+
+def _template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def _example_rows() -> list[dict[str, Any]]:

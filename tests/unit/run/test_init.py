@@ -81,7 +81,7 @@ def test_a_run_that_cannot_start_has_its_files_and_its_problem(tmp_path, monkeyp
 
 def test_its_reward_compares_the_last_number_of_a_text_or_a_chat(tmp_path):
     file = tmp_path / "reward.py"
-    file.write_text(init.REWARD_FILE)
+    file.write_text(InitAnswers().files()["reward.py"])
     spec = importlib.util.spec_from_file_location("init_reward", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
