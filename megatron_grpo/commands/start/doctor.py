@@ -137,9 +137,7 @@ def _checked(name: str, result: str, fault: str | None = None, remedy: str = "")
         fault: Replaces `result` in a failed check.
         remedy: Action to take after a failure.
     """
-    return (
-        DoctorCheck(name=name, status="fails", found=fault, remedy=remedy) if fault else DoctorCheck(name=name, status="ok", found=result)
-    )
+    return DoctorCheck(name=name, status="fails" if fault else "ok", found=fault or result, remedy=remedy if fault else "")
 
 
 # ---- packages --------------------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,16 @@ class RewardTrial:
     seconds: float = 0.0
     error: str = ""
 
+    @property
+    def numbers(self) -> list[float]:
+        """The scores that are not None."""
+        return [value for value in self.scores if value is not None]
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the scores that are not None; None if all are."""
+        return sum(self.numbers) / len(self.numbers) if self.numbers else None
+
 
 @dataclass(slots=True, kw_only=True)
 class DryRun:
@@ -253,29 +263,22 @@ def _batches(
         rest = [_continuation(rows.raw(index), opening, text) for index, text in zip(indices, answers, strict=True)]
         kinds = {"its answer": rest, **kinds}
     if inputs.environment is None:
-        decode = partial(
-            decode_completion, inputs.tokenizer, skip_special_tokens=cfg.rollout.generation_kwargs.get("skip_special_tokens", True)
-        )
-        return {
-            kind: _batch(rows, indices, texts, inputs.tokenizer, decode if kind == "its answer" else None) for kind, texts in kinds.items()
-        }
+        skips = cfg.rollout.generation_kwargs.get("skip_special_tokens", True)
+        decode = {"its answer": partial(decode_completion, inputs.tokenizer, skip_special_tokens=skips)}
+        return {kind: _batch(rows, indices, texts, inputs.tokenizer, decode.get(kind)) for kind, texts in kinds.items()}
+    from megatron_grpo.plugins.environments.dry_run import play_rows
+
     try:
         result.notes += plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
     except ConfigError as error:
         result.wrong += [problem.message for problem in error.problems]
         return {}
-    prompts = [
-        Prompt(
-            number=i,
-            row=int(rows.keep[index]),
-            raw=rows.raw(index),
-            token_ids=tuple(encoded(rows, encode, index)),
-            columns=rows.columns(index),
-        )
-        for i, index in enumerate(indices)
-    ]
+    prompts = []
+    for number, index in enumerate(indices):
+        row, token_ids = int(rows.keep[index]), tuple(encoded(rows, encode, index))
+        prompts.append(Prompt(number=number, row=row, raw=rows.raw(index), token_ids=token_ids, columns=rows.columns(index)))
     outputs = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
-    episodes_by_kind = plug_ins.dry_run_environment(cfg, inputs.environment, prompts, outputs, inputs.tokenizer, inputs.model_path)
+    episodes_by_kind = play_rows(cfg, inputs, prompts, outputs)
     for kind, episodes in episodes_by_kind.items():
         result.episodes[kind] = episodes.summary
         result.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in episodes.faults]
@@ -296,15 +299,14 @@ def _check_reward(result: DryRun, cfg: Config, rows: PromptRows, batches: Mappin
         if row.error:
             ends = "and ends the run" if cfg.rewards.reward_on_error == "raise" else "and those completions have no score"
             result.wrong.append(f"On {kind}: {row.error} ({ends}: reward_on_error {cfg.rewards.reward_on_error})")
-    scores = [value for row in results.values() for value in row.scores]
-    scored = [value for value in scores if value is not None]
-    if scores and not scored:
+    scored = [value for row in results.values() for value in row.numbers]
+    if not scored and any(row.scores for row in results.values()):
         messages = result.wrong if "its answer" in results else result.notes  # without an answer no good completion was tried
         messages.append(f"Reward `{function.name}` returns None for all tested completions, so it has no effect on the run.")
     elif _says_nothing(results):  # normal for rewards of a format or a length
         result.notes.append(f"Reward `{function.name}` returns {scored[0]:g} for all tested completions.")
     elif {"its answer", "garbage"} <= results.keys():
-        best, worst = _mean(results["its answer"]), _mean(results["garbage"])
+        best, worst = results["its answer"].mean, results["garbage"].mean
         if best is not None and worst is not None and best <= worst:
             result.notes.append(f"Reward `{function.name}` does not score the data set's answers higher than garbage.")
     if results:
@@ -325,7 +327,7 @@ def _check_rewards_together(result: DryRun, cfg: Config, batches: Mapping[str, R
 
 def _says_nothing(results: Mapping[str, RewardTrial]) -> bool:
     """Return whether several kinds of completions all received the same score."""
-    scored = {value for row in results.values() for value in row.scores if value is not None}
+    scored = {value for row in results.values() for value in row.numbers}
     is_constant = bool(scored) and math.isclose(min(scored), max(scored), rel_tol=EQUAL_REWARDS)
     return len(results) > 1 and is_constant and not any(row.error for row in results.values())
 
@@ -392,11 +394,6 @@ def _judge(function: RewardFunction, batch: RewardBatch) -> RewardTrial:
     return RewardTrial(scores=scores, seconds=time.perf_counter() - start)
 
 
-def _mean(row: RewardTrial) -> float | None:
-    scored = [value for value in row.scores if value is not None]
-    return sum(scored) / len(scored) if scored else None
-
-
 # -- report -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -428,7 +425,7 @@ def _table(result: DryRun) -> Iterator[str]:
     yield f"{'reward':<24}{'on':<12}{'lowest':>10}{'mean':>10}{'highest':>10}{'seconds':>10}"
     for name, kinds in result.rewards.items():
         for kind, row in kinds.items():
-            scored = [value for value in row.scores if value is not None]
-            values = (f"{min(scored):.4g}", f"{sum(scored) / len(scored):.4g}", f"{max(scored):.4g}") if scored else ("", "None", "")
-            values = ("", "fails", "") if row.error else values
+            values = ("", "fails", "") if row.error else ("", "None", "")
+            if row.numbers:
+                values = (f"{min(row.numbers):.4g}", f"{row.mean:.4g}", f"{max(row.numbers):.4g}")
             yield f"{name[:23]:<24}{kind:<12}" + "".join(f"{value:>10}" for value in values) + f"{row.seconds:>10.3f}"

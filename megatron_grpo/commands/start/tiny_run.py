@@ -35,17 +35,8 @@ def command(folder: Path) -> list[str]:
         "num_generations": 4, "global_batch_size": 8, "micro_batch_size": 4, "max_completion_length": 4, "max_steps": 1,
         "output_dir": folder / "output", "export_hf": "false", "transformer_impl": "local",
     } | ({} if devices else {"vllm_kv_cache_memory_mb": 64})  # fmt: skip
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "1" if devices == 1 else "2",
-        "-m",
-        "megatron_grpo",
-        "train",
-    ]
-    return [sys.executable, *launch, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+    launch = f"-m torch.distributed.run --standalone --nproc_per_node {1 if devices == 1 else 2} -m megatron_grpo train"
+    return [sys.executable, *launch.split(), *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
 
 
 def make_model(path: Path, dtype: str) -> None:

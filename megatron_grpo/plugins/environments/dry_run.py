@@ -6,8 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key
@@ -20,6 +19,9 @@ from megatron_grpo.plugins.environments.players import RequestingPlayer
 from megatron_grpo.plugins.environments.protocol import Environment
 from megatron_grpo.plugins.environments.tools import ToolEnvironment
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate
+
+if TYPE_CHECKING:
+    from megatron_grpo.run.inputs import ValidatedInputs
 
 MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # JSON type -> value
 
@@ -88,38 +90,31 @@ class _Scripted:
 
 
 def play_rows(
-    cfg: Config,
-    environment: type[Environment],
-    prompts: Sequence[Prompt],
-    kinds: Mapping[str, Sequence[str]],
-    tokenizer: Any,
-    model_path: Path,
+    cfg: Config, inputs: ValidatedInputs, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]
 ) -> dict[str, PlayedEpisodes]:
     """Play one episode per prompt and kind of scripted turn.
 
     Args:
         cfg: The settings of the run.
-        environment: The environment class.
+        inputs: What they name, with an environment.
         prompts: The prompts; their numbers are their indices.
         kinds: Name of a kind -> text of every turn, one per prompt. Calls of each tool of the environment are added as further kinds.
-        tokenizer: Tokenizer of the model.
-        model_path: Directory of the model.
 
     Returns:
         Name of a kind -> its episodes.
     """
+    environment, tokenizer, path = inputs.environment, inputs.tokenizer, inputs.model_path
+    assert environment is not None
     longest = max(len(prompt.token_ids) for prompt in prompts) + cfg.rollout.max_completion_length
     if issubclass(environment, AgentEnvironment):
-        return _play_agents(
-            AgentRunnerFactory.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest), prompts, kinds
-        )
-    stage = EpisodeRunnerFactory.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest)
-    return {
-        kind: PlayedEpisodes.of(
-            _play(EpisodeRunner(stage, prompts, n=1, seed_of=lambda *key: 0), stage.template, dict(enumerate(texts)))
-        )
-        for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items()
-    }  # fmt: skip
+        agents = AgentRunnerFactory.of(cfg, environment, tokenizer, model_path=path, max_model_len=longest)
+        return _play_agents(agents, prompts, kinds)
+    stage = EpisodeRunnerFactory.of(cfg, environment, tokenizer, model_path=path, max_model_len=longest)
+    episodes_by_kind = {}
+    for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
+        player = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *key: 0)
+        episodes_by_kind[kind] = PlayedEpisodes.of(_play(player, stage.template, dict(enumerate(texts))))
+    return episodes_by_kind
 
 
 def _play(player: RequestingPlayer, template: ChatTemplate, texts: Mapping[int, str]) -> Sequence[Group]:

@@ -5,7 +5,7 @@ Each package is imported only if the run uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,6 @@ from megatron_grpo.core.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.core.images import ImageProcessorSpec
-    from megatron_grpo.core.types import Prompt
-    from megatron_grpo.plugins.environments.dry_run import PlayedEpisodes
     from megatron_grpo.plugins.environments.protocol import Environment
 
 
@@ -51,32 +49,6 @@ def notes_of_template(cfg: Config, environment: type[Environment], tokenizer: An
 
     template, flag = template_of(cfg, environment, tokenizer, model_path=model_path), cfg.turns.player
     return check_template(template, environment, history=cfg.turns.turn_history, flag=flag)
-
-
-def dry_run_environment(
-    cfg: Config,
-    environment: type[Environment],
-    prompts: Sequence[Prompt],
-    kinds: Mapping[str, Sequence[str]],
-    tokenizer: Any,
-    model_path: Path,
-) -> dict[str, PlayedEpisodes]:
-    """Play episodes with fixed model outputs instead of a model.
-
-    Args:
-        cfg: Settings of the run.
-        environment: Class of the run's episodes.
-        prompts: Prompts to play, one episode each.
-        kinds: By name, the text that the model says at every turn, one for each prompt.
-        tokenizer: The model's tokenizer.
-        model_path: The model's directory.
-
-    Returns:
-        The results by name of `kinds`.
-    """
-    from megatron_grpo.plugins.environments.dry_run import play_rows
-
-    return play_rows(cfg, environment, prompts, kinds, tokenizer, model_path)
 
 
 def rollout_function(cfg: Config) -> Callable[..., Any] | None:
