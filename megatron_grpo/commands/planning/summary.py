@@ -168,7 +168,6 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
         cfg: Configuration of the run.
         sizes: Batch sizes and layout.
     """
-    words = ["--world_size", str(sizes.layout.world_size)]
     layout = sizes.layout
     grid = {
         "tensor_model_parallel_size": layout.tp,
@@ -178,16 +177,13 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }
-    for name, value in grid.items():
-        if value not in (None, 1):
-            words += [f"--{name}", str(value)]
+    flags: dict[str, Any] = {"world_size": layout.world_size}
+    flags |= {name: value for name, value in grid.items() if value not in (None, 1)}
     for name in ("micro_batch_size", "global_batch_size", "generation_batch_size", "num_generations", "num_iterations"):
-        words += [f"--{name}", str(getattr(sizes, name))]
-    if cfg.batch.allow_unaligned_generation:
-        words += ["--allow_unaligned_generation", "true"]
-    for name in ("old_logprobs", "share_prefix"):
-        if getattr(cfg.batch, name) != "auto":
-            words += [f"--{name}", getattr(cfg.batch, name)]
+        flags[name] = getattr(sizes, name)
+    flags |= {"allow_unaligned_generation": "true"} if cfg.batch.allow_unaligned_generation else {}
+    flags |= {name: value for name in ("old_logprobs", "share_prefix") if (value := getattr(cfg.batch, name)) != "auto"}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     for setting in table().values():
         source = cfg.sources.get(setting.name, "default")
         if (
