@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_grpo.commands.compat import swift, trl
-from megatron_grpo.commands.compat.common import drops_last
 from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.settle import drops_last
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.run.config.table import InvalidValueError
 

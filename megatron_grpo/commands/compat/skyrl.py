@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_grpo.commands.compat.common import (
+from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.settle import (
     OWN_EPISODES,
     adapted,
     drops_last,
@@ -22,7 +23,6 @@ from megatron_grpo.commands.compat.common import (
     soft_overlong,
     train_tower_with_images,
 )
-from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, SettingChange
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.run.config.table import TRUE, InvalidValueError
 

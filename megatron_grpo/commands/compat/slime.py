@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.commands.compat.common import (
+from megatron_grpo.commands.compat.foreign_args import ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.settle import (
     holds_out,
     idle,
     idle_schedule,
@@ -18,7 +19,6 @@ from megatron_grpo.commands.compat.common import (
     own_rewards,
     train_tower_with_images,
 )
-from megatron_grpo.commands.compat.foreign_args import ForeignArgs, SettingChange
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.run.config.table import InvalidValueError

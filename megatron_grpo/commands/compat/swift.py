@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.commands.compat.common import (
+from megatron_grpo.commands.compat.foreign_args import NOTE, ForeignArgs, Reader, SettingChange
+from megatron_grpo.commands.compat.settle import (
     BUILT_IN_REWARDS,
     OWN_EPISODES,
     as_in_training,
@@ -20,7 +21,6 @@ from megatron_grpo.commands.compat.common import (
     of_servers,
     of_the_hub,
 )
-from megatron_grpo.commands.compat.foreign_args import NOTE, ForeignArgs, Reader, SettingChange
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.core.base.files import parse_json, read_text
 from megatron_grpo.run.config.table import InvalidValueError

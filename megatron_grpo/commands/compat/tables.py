@@ -1,6 +1,6 @@
 """Loader of the tables `<system>.yaml`, which give the meaning of each foreign name. Arithmetic is in `<system>.py`.
 
-A table has, by foreign name: `same` (a native setting with another name), `read` (a function of `<system>.py` or `common.py` translates it;
+A table has, by foreign name: `same` (a native setting with another name), `read` (a function of `<system>.py` or `settle.py` translates it;
 names with CONVERSIONS are read together), `refused` (with a sentence), `aside` (with a reason), and `defaults` that differ from the
 native ones. Names with a star are patterns, of which the longest match counts. Sentences in capitals are keys of `common.yaml`.
 """
@@ -96,7 +96,7 @@ def rows_of(name: str) -> Mapping[str, ForeignArg]:
     table, rows = contents(name), dict[str, ForeignArg]()
     for source in table.get("names_of", "").split():
         rows |= rows_of(source)
-    modules = [_code(table.get("like", name)), _code("common")]
+    modules = [_code(table.get("like", name)), _code("settle")]
     for part in (_same(table), _read(table, modules), _refused(table)):
         rows |= part
     for key, names in table.get("aside", {}).items():

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.commands.compat.common import BUILT_IN_REWARDS, as_in_training, drops_last, holds_out, not_left, of_servers, of_the_hub
 from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, Reader, SettingChange
+from megatron_grpo.commands.compat.settle import BUILT_IN_REWARDS, as_in_training, drops_last, holds_out, not_left, of_servers, of_the_hub
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.table import FALSE, TRUE, InvalidValueError, table

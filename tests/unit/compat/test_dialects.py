@@ -302,7 +302,7 @@ def test_every_row_of_a_table_leads_to_a_setting_a_sentence_or_nothing(dialect):
 
 
 def test_the_rewards_that_are_built_in_are_known_to_the_dialects():
-    from megatron_grpo.commands.compat.common import BUILT_IN_REWARDS
+    from megatron_grpo.commands.compat.settle import BUILT_IN_REWARDS
     from megatron_grpo.run.rewards.loading import BUILT_IN
 
     assert set(BUILT_IN_REWARDS) == set(BUILT_IN)
