@@ -2,53 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 from megatron_grpo.run.config.table import TRUE, InvalidValueError, Setting
 
 
 class ForeignArgs(dict[str, list[str]]):
-    """All foreign names of a run, with their words. Each method falls back to the other system's default."""
+    """All foreign names of a run, with their words. A name that was not typed has the other system's default.
 
-    def text(self, name: str, default: str) -> str:
+    Args:
+        defaults: Default of each name that is read together with others.
+    """
+
+    def __init__(self, defaults: Mapping[str, str] = MappingProxyType({})):
+        super().__init__()
+        self.defaults = defaults
+
+    def text(self, name: str, default: str = "") -> str:
         """Return the words of a name, joined by spaces.
 
         Args:
-            name: Foreign name, with or without its section.
-            default: Value if the name was not given: the other system's default.
+            name: Foreign name without its section.
+            default: Value if the name neither was typed nor has a default.
         """
-        return " ".join(self.get(name, [default]))
+        return " ".join(self.get(name, [self.defaults.get(name, default)]))
 
-    def is_true(self, name: str, default: str = "false") -> bool:
+    def is_true(self, name: str) -> bool:
         """Return whether the value of a name is true.
 
         Args:
-            name: Foreign name, with or without its section.
-            default: Value if the name was not given: the other system's default.
+            name: Foreign name without its section.
         """
-        return self.text(name, default).lower() in TRUE
+        return self.text(name).lower() in TRUE
 
-    def number(self, name: str, default: float | str) -> float:
+    def number(self, name: str) -> float:
         """Return the value of a name as a float.
 
         Args:
-            name: Foreign name, with or without its section.
-            default: Value if the name was not given: the other system's default.
+            name: Foreign name without its section.
 
         Raises:
             ValueError: It is not a number.
         """
-        return float(self.text(name, str(default)))
+        return float(self.text(name))
 
-    def integer(self, name: str, default: int) -> int:
+    def integer(self, name: str, default: int = 0) -> int:
         """Return the value of a name as a whole number.
 
         Args:
-            name: Foreign name, with or without its section.
-            default: Value if the name was not given: the other system's default.
+            name: Foreign name without its section.
+            default: Value if the name neither was typed nor has a default.
 
         Raises:
             InvalidValueError: It is not one.
@@ -57,6 +64,30 @@ class ForeignArgs(dict[str, list[str]]):
         if not text.isdigit():
             raise InvalidValueError(f"{name} must be a whole number, not {text!r}")
         return int(text)
+
+    def choice(self, name: str, supported: Iterable[str], remark: str = "") -> str:
+        """Return the value of a name.
+
+        Args:
+            name: Foreign name without its section.
+            supported: Values that are supported.
+            remark: Text behind the message for others.
+
+        Raises:
+            InvalidValueError: It is not supported.
+        """
+        text = self.text(name)
+        if text not in supported:
+            raise InvalidValueError(f"{name} ({text}) is not supported. Supported: {', '.join(supported)}{remark}")
+        return text
+
+    def find_changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names that were typed with another value than their default.
+
+        Args:
+            names: Foreign names without their sections.
+        """
+        return [name for name in names if self.text(name).lower() != self.defaults[name]]
 
 
 # (words after the name, all foreign names of this run with their words) -> native settings, not yet parsed; or, under NOTE, what differs.
@@ -162,6 +193,10 @@ class SettingChange:
     untyped: tuple[str, str] | None = None
 
 
+# (native settings so far, all foreign names of this run) -> what follows from several of them
+Step = Callable[[Mapping[str, Any], ForeignArgs], Iterator[SettingChange]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """Vocabulary of another system: its batch sizes, and all its other names.
@@ -176,6 +211,8 @@ class Dialect:
         patterns: Names not in `names`, without sections: "ref.*".
         implies: Native settings that the dialect sets.
         trains_tower: Whether the vision tower trains by default.
+        settle: Steps that are applied once everything has been read, in parts of which each ends with its first error.
+        fallbacks: Its defaults of names that are read together with others.
     """
 
     name: str
@@ -191,8 +228,8 @@ class Dialect:
     defaults: Sequence[DialectDefault] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)
     trains_tower: bool = False
-    # each (native values, foreign names with their words) -> changes, applied once everything has been read
-    convert: Sequence[Callable[[Mapping[str, Any], ForeignArgs], Iterable[SettingChange]]] = ()
+    settle: Sequence[Sequence[Step]] = ()
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
 
     def row(self, name: str) -> tuple[str, ForeignArg | None]:
         """Return a name without its section, and its table row; None as the row if it is unknown or in the wrong section.

@@ -1,8 +1,9 @@
-"""Functions that several dialects share: readers of one name, and parts of their CONVERSIONS.
+"""How the values of another system are settled: readers of one name, and steps that follow from several names.
 
-A reader (`foreign_args.Reader`) takes the words after a name and all foreign names of the run. It returns native settings that are not
-yet parsed, and raises InvalidValueError for a value that cannot be translated. A part of CONVERSIONS takes the native values and the
-foreign names, and yields the changes that follow from several of them.
+A reader takes the words after a name and all foreign names of the run. It returns native settings that are not yet parsed, and raises
+InvalidValueError for a value that cannot be translated. A step takes the native values and the foreign names, and yields changes. Both are
+named in the tables, with an argument behind the name if they take one. What needs no arithmetic is data of a table: `apply_rule` is the
+step that reads a rule, and `read_case` the reader of a value that is one of several words.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import NOTE, OFF, ForeignArgs, Reader, SettingChange
-from megatron_grpo.commands.compat.tables import sentence
-from megatron_grpo.core.base.files import parse_yaml
+from megatron_grpo.commands.compat.foreign_args import NOTE, OFF, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.tables import contents, sentence
+from megatron_grpo.core.base.files import parse_json, parse_yaml
+from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.rules.servers import OF_THE_ENGINE
-from megatron_grpo.run.config.table import TRUE, InvalidValueError
+from megatron_grpo.run.config.table import FALSE, TRUE, InvalidValueError, table
 
 BUILT_IN_REWARDS = (
     "environment",
@@ -27,14 +29,136 @@ BUILT_IN_REWARDS = (
 OWN_EPISODES = ("environment", "tools", "agent_command", "rollout_func")
 
 
-def where_true(settings: str) -> Reader:
-    """Return a reader that gives native settings if the foreign value is true, else none.
+CONDITION = re.compile(r"(not )?(?:(given|typed|their) )?([\w.$]+)(?:(=|>| includes )(.+))?")
+
+
+def is_met(condition: str, values: Mapping[str, Any], args: ForeignArgs) -> bool:
+    """Return whether a condition of a rule holds. `a | b` holds if one of the two does, and `not a` if `a` does not.
+
+    `name` is a native setting that is neither false, 0, empty nor none; `name=word` one with that value, `name>1` a larger one,
+    `name includes word` a list; `given name` is one that was set, to any value. `typed name` is a foreign name that was typed,
+    `typed name=word` with that word, and `their name=word` one whose value, typed or by default, is the word.
 
     Args:
+        condition: The condition.
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    if " | " in condition:
+        return any(is_met(part, values, args) for part in condition.split(" | "))
+    match = CONDITION.fullmatch(condition)
+    assert match, condition
+    is_denied, kind, name, sign, word = match.groups()
+    if kind == "given":
+        holds = name in values
+    elif kind == "typed":
+        holds = name in args and word in (None, args.text(name))
+    elif kind == "their":
+        holds = args.is_true(name) if word == "true" else args.text(name) == word
+    elif sign == " includes ":
+        holds = word in values.get(name, ())
+    elif sign == ">":
+        holds = (values.get(name) or 0) > int(word)
+    elif sign:
+        holds = name in values and format_value(values[name]) == word
+    else:
+        holds = bool(values.get(name))
+    return holds != bool(is_denied)
+
+
+def apply_rule(values: Mapping[str, Any], args: ForeignArgs, rule: Mapping[str, Any], title: str) -> Iterator[SettingChange]:
+    """Apply a rule of a table if its conditions hold (`if`, see `is_met`).
+
+    `then` has further steps. `drop` names native settings that are reset, and `unread` foreign names that have another value than their
+    default: without one of them the rule does not apply, and `{names}` in the text is their list. `set` has native settings: null resets
+    one, `=name` is the value of another setting, and `their name` the number behind a foreign name. `note` or `refuse` has the text, and
+    `default` the foreign name and its default, if this is a default that was not typed.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+        rule: Row of the table.
+        title: Name of the other system.
+    """
+    if not all(is_met(condition, values, args) for condition in rule.get("if", ())):
+        return
+    for step in rule.get("then", ()):
+        yield from step(values, args)
+    dropped = [name for name in rule.get("drop", "").split() if name in values]
+    names = dropped + args.find_changed(rule.get("unread", "").split())
+    if not names and {"drop", "unread"} & set(rule):
+        return
+    words = {"title": title, "names": " and ".join(names), "have": "have" if len(names) > 1 else "has"}
+    text = rule.get("refuse", rule.get("note", "")).format_map({**contents("common")["sentences"], **values, **words})
+    if "refuse" in rule:
+        raise InvalidValueError(text)
+    settings = {name: _settled(value, values, args) for name, value in rule.get("set", {}).items()}
+    default = tuple(rule["default"]) if "default" in rule else None
+    yield SettingChange(values=dict.fromkeys(dropped) | settings, note=text, untyped=default)
+
+
+def _settled(value: Any, values: Mapping[str, Any], args: ForeignArgs) -> Any:
+    """Return a value of a rule's `set`."""
+    if isinstance(value, str) and value.startswith("="):
+        return values.get(value[1:], table()[value[1:]].default)
+    return args.number(value.removeprefix("their ")) if isinstance(value, str) and value.startswith("their ") else value
+
+
+def read_case(words: Sequence[str], args: ForeignArgs, cases: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read a value for which a table has `cases`: the native settings of each word; `$` in them is what was typed.
+
+    `true`, `false` and `nothing` stand for all their spellings, and `other` for any other word. Without the conditions in `if` the name
+    has no effect.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+        cases: Row of the table.
+    """
+    text, word = " ".join(words), words[0].lower()
+    if not all(is_met(condition, {}, args) for condition in cases.get("if", ())):
+        return {}
+    stands_for = {"true": word in TRUE, "false": word in FALSE, "nothing": text.lower() in OFF, "other": True}
+    settings = next((settings for case, settings in cases.items() if case != "if" and stands_for.get(case, case == text)), None)
+    if settings is None:
+        raise InvalidValueError(f"must be true or false, not {word!r}")
+    return {name: list(words) if value == "$" else value for name, value in settings.items()}
+
+
+def where_true(words: Sequence[str], args: ForeignArgs, settings: str) -> Mapping[str, Any]:
+    """Return native settings if the foreign value is true, else none.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
         settings: Native names and values, alternating.
     """
-    words = settings.split()
-    return lambda value, args: dict(zip(words[::2], words[1::2])) if value[0].lower() in TRUE else {}
+    parts = settings.split()
+    return dict(zip(parts[::2], parts[1::2])) if words[0].lower() in TRUE else {}
+
+
+def column(words: Sequence[str], args: ForeignArgs, names: str) -> Mapping[str, Any]:
+    """Read the name of a column. It is renamed unless it is one of `names`.
+
+    Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
+        names: Names that are read here, with the column's own name first.
+    """
+    return {} if len(words) == 1 and words[0] in names.split() else {"columns": {words[0]: names.split()[0]}}
+
+
+def read_mapping(words: Sequence[str], example: str) -> dict[str, Any]:
+    """Return a mapping that is written as JSON.
+
+    Args:
+        words: Words of its value, as typed.
+        example: A mapping that could be written, for the message.
+    """
+    try:
+        return dict(parse_json(" ".join(words)))
+    except ValueError:
+        raise InvalidValueError(f"needs a mapping as JSON, such as {example}, not {' '.join(words)!r}") from None
 
 
 def no_token(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -120,45 +244,44 @@ def betas(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"adam_beta1": values[0], "adam_beta2": values[1]}
 
 
-def own_rewards(description: str) -> Reader:
-    """Return a reader of a foreign reward or environment, which cannot be used here: a note if one of this run is given, else refused.
+def own_rewards(words: Sequence[str], args: ForeignArgs, description: str) -> Mapping[str, Any]:
+    """Read a foreign reward or environment, which cannot be used here: a note if one of this run is given, else refused.
 
     Args:
+        words: Words of its value, as typed.
+        args: All foreign names of the run, with their words.
         description: Noun phrase for the message, such as "a reward manager of verl".
     """
-
-    def reader(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-        is_environment = "environment" in description
-        own = next((name for name in (*(OWN_EPISODES if is_environment else ()), "reward_funcs") if args.get(name)), "")
-        ways = f" {sentence('OWN_EPISODES')}." if is_environment else ""
-        if not own:
-            raise InvalidValueError(
-                f"({' '.join(words)}) is {description}, which is not supported: rewards come from reward_funcs. Add --reward_funcs"
-                f"{'.' if ways else ''}{ways.removesuffix('.')}"
-            )
-        return {NOTE: f"({' '.join(words)}) is {description}, which is not run; {own} is used.{ways if own == 'reward_funcs' else ''}"}
-
-    return reader
+    is_environment = "environment" in description
+    own = next((name for name in (*(OWN_EPISODES if is_environment else ()), "reward_funcs") if args.get(name)), "")
+    ways = f" {sentence('OWN_EPISODES')}." if is_environment else ""
+    if not own:
+        raise InvalidValueError(
+            f"({' '.join(words)}) is {description}, which is not supported: rewards come from reward_funcs. Add --reward_funcs"
+            f"{'.' if ways else ''}{ways.removesuffix('.')}"
+        )
+    return {NOTE: f"({' '.join(words)}) is {description}, which is not run; {own} is used.{ways if own == 'reward_funcs' else ''}"}
 
 
-def train_tower_with_images(values: Mapping[str, Any], *, title: str, flag: str) -> Iterator[SettingChange]:
+def train_tower(values: Mapping[str, Any], args: ForeignArgs, system_and_flag: str) -> Iterator[SettingChange]:
     """Train the vision tower where a script says that the model takes images, as the other system does by default.
 
     Without such a name the model's config.json decides, if it is available (`Dialect.trains_tower`).
 
     Args:
         values: Native settings so far.
-        title: Name of the other system.
-        flag: The foreign name that says that the model takes images.
+        args: All foreign names of the run, with their words.
+        system_and_flag: Name of the other system, and the foreign name that says that the model takes images.
     """
     if values.get("tuner_type") == "lora" or values.get("adapters"):
         return
+    title, flag = system_and_flag.split()
     if thawed := {name: False for name in ("freeze_vit", "freeze_aligner") if name not in values}:
         settings = " and ".join(f"{name} false" for name in thawed)
         yield SettingChange(values=thawed, note=f"{flag}: {title} trains the vision tower by default: {settings}.")
 
 
-def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, *, style: str) -> Iterator[SettingChange]:
+def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, style: str) -> Iterator[SettingChange]:
     """Drop settings of learning-rate decay that the other system ignores with its decay style.
 
     Args:
@@ -178,6 +301,8 @@ def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, *, style: str) -
 # EngineArgs of vLLM that are settings here, with the same meaning.
 _SAME = ("max_model_len", "max_num_seqs", "enforce_eager", "gpu_memory_utilization", "enable_prefix_caching")
 _OF_THE_ENGINE = {name: f"vllm_{name}" for name in _SAME}
+# EngineArgs of vLLM's image caches, which have their own rows in verl's table.
+_PROCESSOR_CACHES = [f"rollout.engine_kwargs.vllm.{name}" for name in ("disable_mm_preprocessor_cache", "mm_processor_cache_gb")]
 
 
 _FLOW = re.compile(r"([{,]\s*['\"]?\w+['\"]?):(?=\S)")  # Hydra needs no space after the colon, YAML does
@@ -195,14 +320,13 @@ def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except_names: Sequence[str] = ()) -> Iterator[SettingChange]:
+def of_vllm(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterator[SettingChange]:
     """Translate vLLM EngineArgs, given as one mapping or as one name each behind `prefix`.
 
     Args:
         values: Native settings so far.
         args: Foreign names of the run.
         prefix: Foreign name of the mapping.
-        except_names: Names behind the prefix that have their own row in the table.
 
     Raises:
         InvalidValueError: The value is not a mapping, or contradicts a native setting.
@@ -211,7 +335,7 @@ def of_vllm(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str, except
     whole_of_it = {} if flow.lower() in OFF else _read(flow, prefix)
     if not isinstance(whole_of_it, dict):
         raise InvalidValueError(f"{prefix} ({args.text(prefix, '')}) requires a mapping, such as {{max_model_len: 4096}}")
-    names = [name for name in args if name.startswith(f"{prefix}.") and name not in except_names]
+    names = [name for name in args if name.startswith(f"{prefix}.") and name not in _PROCESSOR_CACHES]
     words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): _read(" ".join(args[name]), name) for name in names}}
     settings = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
     if clash := [name for name, value in settings.items() if values.get(name, value) != value]:
@@ -248,7 +372,7 @@ def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"chat_template_kwargs": kwargs} if kwargs else {}
 
 
-def of_template(values: Mapping[str, Any], args: ForeignArgs, *, prefix: str) -> Iterator[SettingChange]:
+def of_template(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterator[SettingChange]:
     """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting.
 
     Args:
@@ -370,47 +494,38 @@ def as_in_training(values: Mapping[str, Any], temperature: float, group: int) ->
     return {name: value for name, value in defaults.items() if values.get(name) is None}
 
 
-def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[SettingChange]:
-    """Apply Megatron-Core's rules for tensor parallelism.
+def set_expert_parallel(values: Mapping[str, Any], args: ForeignArgs, name: str) -> Iterator[SettingChange]:
+    """Set the tensor-parallel size of experts, which by default is that of other layers.
 
     Args:
         values: Native settings so far.
-        expert: Expert tensor-parallel size of the other system, as typed.
-        shards_norms_by_itself: Name of a system that switches on sequence_parallel by itself; empty for others.
+        args: All foreign names of the run, with their words.
+        name: Its foreign name.
     """
-    tensor = values.get("tensor_model_parallel_size", 1)
-    if tensor > 1 and "sequence_parallel" not in values and shards_norms_by_itself:
-        note = f"{shards_norms_by_itself} shards norms over tensor-parallel ranks by itself: sequence_parallel true."
-        yield SettingChange(values={"sequence_parallel": True}, note=note)
-    if values.get("sequence_parallel") and tensor == 1:
-        yield SettingChange(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
-    if values.get("fp8_format") and "fp8_recipe" not in values:
-        yield SettingChange(note="fp8_recipe defaults to delayed in Megatron-Core, which is not supported: it is tensorwise here.")
     if "expert_tensor_parallel_size" not in values:
-        yield SettingChange(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
+        size = args.text(name)
+        tensor = values.get("tensor_model_parallel_size", 1)
+        yield SettingChange(values={"expert_tensor_parallel_size": tensor if size in ("", "none", "null") else int(size)})
 
 
-def idle(args: ForeignArgs, defaults: Mapping[str, str], *, required_setting: str) -> Iterator[SettingChange]:
+def idle(args: ForeignArgs, names: str, required_setting: str) -> Iterator[SettingChange]:
     """Note names that have no effect because `required_setting` is off, in the other system too.
 
     Args:
         args: Foreign names of the run.
-        defaults: Foreign default of each name. Complete configuration files contain defaults too, which are not noted.
+        names: Names. Complete configuration files contain defaults too, which are not noted.
         required_setting: The foreign name that is off.
     """
-    idle_names = [name for name, default in defaults.items() if args.text(name, default).lower() != default]
-    if idle_names:
-        yield SettingChange(
-            note=f"{' and '.join(idle_names)} {'have' if len(idle_names) > 1 else 'has'} no effect without {required_setting}, in both "
-            "systems."
-        )
+    rule = {"unread": names, "note": f"{{names}} {{have}} no effect without {required_setting}, in both systems."}
+    return apply_rule({}, args, rule, "")
 
 
-def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[SettingChange]:
+def of_servers(values: Mapping[str, Any], args: ForeignArgs, program: str) -> Iterator[SettingChange]:
     """Adjust settings for vllm_mode server: settings of the engine belong to the server.
 
     Args:
         values: Native settings so far.
+        args: All foreign names of the run, with their words.
         program: Program that starts servers in the other system.
     """
     if values.get("vllm_mode") != "server":
@@ -419,45 +534,3 @@ def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[SettingCh
     if names := [name for name in OF_THE_ENGINE if name in values]:
         note = f"{', '.join(names)}: settings of the server's engine; pass {'them' if len(names) > 1 else 'it'} to `megatron-grpo serve`."
         yield SettingChange(values=dict.fromkeys(names), note=note)
-
-
-def of_the_hub(values: Mapping[str, Any]) -> Iterator[SettingChange]:
-    """Drop Hub settings without push_to_hub; transformers ignores them too.
-
-    Args:
-        values: Native settings read so far, by name.
-    """
-    idle = [name for name in ("hub_model_id", "hub_private_repo") if name in values] if not values.get("push_to_hub") else []
-    if idle:
-        yield SettingChange(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without push_to_hub, in both systems.")
-
-
-def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[SettingChange]:
-    """Set dataset_drop_last, for a system whose epochs end with their last complete rollout.
-
-    Args:
-        values: Native settings read so far, by name.
-        title: Name of the other system, for messages.
-    """
-    if values.get("streaming"):
-        note = (
-            f"streaming: {title} drops prompts that do not fill a rollout at the end of an epoch; here a rollout continues into the "
-            "next epoch."
-        )
-        yield SettingChange(note=note)
-    elif "dataset_drop_last" not in values:
-        yield SettingChange(values={"dataset_drop_last": True}, untyped=("drop_last", "true"))
-
-
-def not_left(values: Mapping[str, Any], title: str) -> Iterator[SettingChange]:
-    """Delete long prompts in multi-turn runs, because the other system's default (cut on the left) does not work with turns.
-
-    Args:
-        values: Native settings read so far, by name.
-        title: Name of the other system, for messages.
-    """
-    if (values.get("environment") or values.get("tools")) and "truncation_strategy" not in values and "max_prompt_length" in values:
-        yield SettingChange(
-            values={"truncation_strategy": "delete"},
-            note=f"{title} cuts longer prompts on the left, not supported with environments and tools: truncation_strategy delete.",
-        )

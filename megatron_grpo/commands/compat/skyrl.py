@@ -1,32 +1,25 @@
-"""Translation of SkyRL beyond its table: readers of single names, and CONVERSIONS for several names together."""
+"""Translation of SkyRL beyond its table: readers of single names, and steps for several names together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, SettingChange
 from megatron_grpo.commands.compat.settle import (
     OWN_EPISODES,
     adapted,
-    drops_last,
     holds_out,
     idle,
     in_steps,
-    layout,
     listed,
-    of_servers,
-    of_template,
-    of_vllm,
     one_eval_completion,
+    set_expert_parallel,
     soft_overlong,
-    train_tower_with_images,
 )
-from megatron_grpo.commands.compat.tables import sentence
-from megatron_grpo.run.config.table import TRUE, InvalidValueError
+from megatron_grpo.commands.compat.tables import read_steps, sentence
+from megatron_grpo.run.config.table import InvalidValueError
 
-_ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."
 # (policy_loss_type, loss_reduction) -> native settings. All other pairs are refused.
 _LOSSES: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("regular", "token_mean"): {"loss_type": "dapo"},
@@ -82,45 +75,27 @@ def turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"max_turns": list(words)}
 
 
-def rank(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read the LoRA rank; 0 is full training.
+def settle_loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate policy_loss_type with loss_reduction.
 
     Args:
-        words: Words of its value, as typed.
+        values: Native settings so far.
         args: All foreign names of the run, with their words.
     """
-    return {"tuner_type": "full"} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
-
-
-def routers(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read freeze_moe_router. Routers never train with LoRA.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
-    is_lora = args.text(f"{_LORA}rank", "0") != "0"
-    return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
-
-
-def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
     if "loss_type" in values:
         return
-    kind, reduction = (
-        args.text(f"{_ALGORITHM}policy_loss_type", "regular"),
-        args.text(f"{_ALGORITHM}loss_reduction", "token_mean"),
-    )
+    kind, reduction = args.text("algorithm.policy_loss_type"), args.text("algorithm.loss_reduction")
     loss = _LOSSES.get((kind, reduction))
     if kind in ("regular", "dual_clip") and reduction == "seq_mean_token_sum_norm":
         loss = {"loss_type": "dr_grpo"}
-        divisor, longest = args.integer(f"{_ALGORITHM}max_seq_len", 0), args.integer("sampling_params.max_generate_length", 1024)
+        divisor, longest = args.integer("algorithm.max_seq_len"), args.integer("sampling_params.max_generate_length")
         if divisor != longest:
             raise InvalidValueError(
                 f"algorithm.loss_reduction (seq_mean_token_sum_norm) divides by algorithm.max_seq_len ({divisor or 'not set'}), and "
                 "dr_grpo by "
                 f"max_completion_length ({longest}). Use algorithm.max_seq_len {longest}, or loss_type dr_grpo"
             )
-    elif f"{_ALGORITHM}max_seq_len" in args:
+    elif "algorithm.max_seq_len" in args:
         yield SettingChange(note="max_seq_len has no effect without loss_reduction seq_mean_token_sum_norm, in both systems.")
     if loss is None:
         raise InvalidValueError(
@@ -128,11 +103,11 @@ def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChang
             f"{', '.join(f'{a} with {b}' for a, b in _LOSSES)}"
         )
     if kind == "dual_clip":
-        loss = {**loss, "delta": args.number(f"{_ALGORITHM}clip_ratio_c", 3.0)}
+        loss = {**loss, "delta": args.number("algorithm.clip_ratio_c")}
     if kind == "cispo":
-        loss = {**loss, "epsilon_high": 1 + args.number(f"{_ALGORITHM}cispo.cispo_eps_clip_high", 4.0)}
+        loss = {**loss, "epsilon_high": 1 + args.number("algorithm.cispo.cispo_eps_clip_high")}
     settings = ", ".join(f"{name} {value}" for name, value in loss.items())
-    given_names = {f"{_ALGORITHM}policy_loss_type", f"{_ALGORITHM}loss_reduction"} & set(args)
+    given_names = {"algorithm.policy_loss_type", "algorithm.loss_reduction"} & set(args)
     yield SettingChange(
         values=loss,
         note=f"policy_loss_type {kind} with loss_reduction {reduction} is {settings} here.",
@@ -140,28 +115,44 @@ def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChang
     )
 
 
-def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    if "beta" not in values:
-        in_loss, in_reward = args.is_true(f"{_ALGORITHM}use_kl_loss", "true"), args.is_true(f"{_ALGORITHM}use_kl_in_reward")
-        given_names = {f"{_ALGORITHM}{name}" for name in ("use_kl_loss", "use_kl_in_reward", "kl_loss_coef")} & set(args)
-        beta = args.number(f"{_ALGORITHM}kl_loss_coef", 0.001) if in_loss or in_reward else 0.0
-        yield SettingChange(
-            values={"beta": beta, "kl_in_reward": in_reward and beta > 0},
-            note=f"use_kl_loss ({str(in_loss).lower()}) and kl_loss_coef make beta {beta:g} here.",
-            untyped=None if given_names else ("algorithm.kl_loss_coef", f"{beta:g}"),
-        )
-    if args.is_true(f"{_ALGORITHM}use_entropy_loss"):
-        yield SettingChange(values={"entropy_coef": args.number(f"{_ALGORITHM}entropy_loss_coef", 0.01)})
-    if args.text(f"{_ALGORITHM}advantage_estimator", "grpo") == "rloo":
-        yield SettingChange(values={"advantage_estimator": "rloo", "scale_rewards": "none"})
-    if f"{_ALGORITHM}overlong_buffer_len" in args:  # in SkyRL's example main_dapo
-        longest = args.integer("sampling_params.max_generate_length", 1024)
-        buffer = args.integer(f"{_ALGORITHM}overlong_buffer_len", 512)
-        yield from soft_overlong(values, longest, buffer, f"{_ALGORITHM}overlong_buffer_len")
+def settle_kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate the KL, which is in the loss or in the reward.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    if "beta" in values:
+        return
+    in_loss, in_reward = args.is_true("algorithm.use_kl_loss"), args.is_true("algorithm.use_kl_in_reward")
+    given_names = {"algorithm.use_kl_loss", "algorithm.use_kl_in_reward", "algorithm.kl_loss_coef"} & set(args)
+    beta = args.number("algorithm.kl_loss_coef") if in_loss or in_reward else 0.0
+    yield SettingChange(
+        values={"beta": beta, "kl_in_reward": in_reward and beta > 0},
+        note=f"use_kl_loss ({str(in_loss).lower()}) and kl_loss_coef make beta {beta:g} here.",
+        untyped=None if given_names else ("algorithm.kl_loss_coef", f"{beta:g}"),
+    )
 
 
-def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    ulysses = args.integer("policy.sequence_parallel_size", 1)
+def settle_overlong(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate the penalty for long completions of SkyRL's example main_dapo.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    longest, buffer = args.integer("sampling_params.max_generate_length"), args.integer("algorithm.overlong_buffer_len")
+    yield from soft_overlong(values, longest, buffer, "algorithm.overlong_buffer_len")
+
+
+def settle_layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Apply the layout of SkyRL's strategies.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    ulysses = args.integer("policy.sequence_parallel_size")
     strategy = args.text("strategy", "fsdp" if ulysses > 1 else "")  # fsdp is SkyRL's default
     if strategy in ("fsdp", "fsdp2"):
         unread = [name for name in _OF_MEGATRON if values.get(name, 1) not in (1, False)]
@@ -178,9 +169,11 @@ def _layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingCha
         raise InvalidValueError(f"trainer.strategy ({strategy}) is not supported. Supported: megatron, fsdp, fsdp2")
     elif ulysses > 1:
         raise InvalidValueError("policy.sequence_parallel_size splits sequences only with FSDP, in SkyRL too. Use context_parallel_size")
-    if not args.is_true("gradient_checkpointing", "true"):
+    if not args.is_true("gradient_checkpointing"):
         yield SettingChange(values=dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")))
-    yield from layout(values, args.text(f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
+    for step in read_steps("skyrl", "tensor_parallel_that_shards_norms"):
+        yield from step(values, args)
+    yield from set_expert_parallel(values, args, "policy.megatron_config.expert_tensor_parallel_size")
 
 
 def _is_same(first: str, second: str) -> bool:
@@ -190,51 +183,71 @@ def _is_same(first: str, second: str) -> bool:
         return first == second
 
 
-def _prompts_and_engines(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    """Yield the changes for prompts, engines and evaluations."""
-    yield from of_servers(values, program="SkyRL")
-    yield from drops_last(values, title="SkyRL")
-    longest, bound = args.text("max_prompt_length", "512"), args.text("max_input_length", "")
+def settle_input_bound(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Compare max_input_length, which limits a turn, with max_prompt_length.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    longest, bound = args.text("max_prompt_length"), args.text("max_input_length")
     if {"environment", "tools"} & set(args):
         if bound:
-            yield SettingChange(note="max_input_length limits the input of each turn in SkyRL; here max_completion_length limits the whole "
-                              "episode after its prompt, including tokens of the environment.")  # fmt: skip
-    elif bound not in ("", longest) and args.text("max_turns", "1") == "1":  # SkyRL refuses this too for a single turn
+            note = (
+                "max_input_length limits the input of each turn in SkyRL; here max_completion_length limits the whole episode after its "
+                "prompt, including tokens of the environment."
+            )
+            yield SettingChange(note=note)
+    elif bound not in ("", longest) and args.text("max_turns") == "1":  # SkyRL refuses this too for a single turn
         raise InvalidValueError(
             f"max_input_length ({bound}) differs from max_prompt_length ({longest}), which limits the input. With one turn both are the "
             f"same, in SkyRL too. Use generator.max_input_length {longest}"
         )
-    if "truncation_strategy" not in values:
-        yield SettingChange(values={"truncation_strategy": "delete"}, untyped=("longer prompts", "dropped"))
-    if args.is_true("vision_language_generator"):
-        yield from train_tower_with_images(values, title="SkyRL", flag="vision_language_generator")
+
+
+def settle_counterparts(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Refuse names whose values differ from those of their counterparts, which are used for both here.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
     for name, counterpart, reason in (
         ("ref.model.path", "policy.model.path", "the reference is the model at the start"),
-        (f"{_ALGORITHM}temperature", "sampling_params.temperature", "log-probs are those of the sampling temperature"),
+        ("algorithm.temperature", "sampling_params.temperature", "log-probs are those of the sampling temperature"),
     ):
-        eval_value, training_value = args.text(name, "none"), args.text(counterpart, "1.0" if "temperature" in counterpart else "")
-        if eval_value.lower() not in OFF and not _is_same(eval_value, training_value):
-            raise InvalidValueError(f"{name} ({eval_value}) differs from {counterpart} ({training_value}), and {reason}")
+        value, other = args.text(name), args.text(counterpart)
+        if value.lower() not in OFF and not _is_same(value, other):
+            raise InvalidValueError(f"{name} ({value}) differs from {counterpart} ({other}), and {reason}")
     stop, eval_stop = (listed(args.get(f"{name}sampling_params.stop", ())) for name in ("", "eval_"))
     if eval_stop not in ([], ["none"], ["null"], stop):
         raise InvalidValueError(
             f"eval_sampling_params.stop ({' '.join(eval_stop)}) differs from sampling_params.stop, which applies to both here"
         )
-    yield from of_template(values, args, prefix="chat_template_kwargs")
-    yield from of_vllm(values, args, prefix=f"{_ENGINE}engine_init_kwargs")
-    yield from of_vllm(values, args, prefix="engine_init_kwargs")
+    yield from ()
+
+
+def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Sample one greedy completion per held-out prompt.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
     yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
-    if values.get("eval_steps") and not holds_out(values):
-        yield SettingChange(
-            values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) has no effect without data.val_data."
-        )
 
 
-def _steps(values: Mapping[str, Any], args: ForeignArgs, *, in_prompts: bool) -> Iterator[SettingChange]:
-    """Convert train batches, which SkyRL's trainer counts (global_step of its RayPPOTrainer), to optimizer steps."""
-    rollout = args.integer("train_batch_size", 1024) * (1 if in_prompts else args.integer("n_samples_per_prompt", 5))
-    passes = args.integer("update_epochs_per_batch", 1)
-    per_rollout = max(1, rollout // max(1, args.integer("policy_mini_batch_size", 256))) * passes
+def settle_steps(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Convert train batches, which SkyRL's trainer counts (global_step of its RayPPOTrainer), to optimizer steps.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    in_prompts = values["dialect"] == "skyrl"  # its guide counts a mini-batch in completions
+    rollout = args.integer("train_batch_size") * (1 if in_prompts else args.integer("n_samples_per_prompt"))
+    passes = args.integer("update_epochs_per_batch")
+    per_rollout = max(1, rollout // max(1, args.integer("policy_mini_batch_size"))) * passes
     yield from in_steps(values, per_rollout, _COUNTED_IN_ROLLOUTS)
     if "save_steps" not in values:
         yield SettingChange(values={"save_steps": 10 * per_rollout}, untyped=("ckpt_interval", "10"))
@@ -242,29 +255,40 @@ def _steps(values: Mapping[str, Any], args: ForeignArgs, *, in_prompts: bool) ->
         yield SettingChange(values={"eval_steps": 5 * per_rollout}, untyped=("eval_interval", "5"))
 
 
-def _correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    section = f"{_ALGORITHM}off_policy_correction."
-    level = args.text(f"{section}tis_ratio_type", "none")
-    if level in ("token", "sequence"):
-        cap = float(args.text(f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
+def settle_correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate off_policy_correction, and use_tis of older versions.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    section = "algorithm.off_policy_correction."
+    level = args.text(f"{section}tis_ratio_type")
+    if level not in ("none", "null"):
+        level = args.choice(f"{section}tis_ratio_type", ("token", "sequence"))
+        cap = args.number(f"{section}{level}_tis_ratio_clip_high")
         yield SettingChange(values={"rollout_importance_sampling_mode": f"{level}_truncate", "rollout_importance_sampling_threshold": cap})
-    elif level not in ("none", "null"):
-        raise InvalidValueError(f"{section}tis_ratio_type ({level}) is not supported. Supported: token, sequence")
-    elif args.is_true(f"{_ALGORITHM}use_tis"):
-        cap = args.number(f"{_ALGORITHM}tis_imp_ratio_cap", -1.0)
+    elif args.is_true("algorithm.use_tis"):
+        cap = args.number("algorithm.tis_imp_ratio_cap")
         if cap <= 0:
             raise InvalidValueError(
-                f"{_ALGORITHM}use_tis requires tis_imp_ratio_cap, in SkyRL too, whose default ({cap:g}) bounds every weight to it. "
-                "Set it, such as 2.0"
+                f"algorithm.use_tis requires tis_imp_ratio_cap, in SkyRL too, whose default ({cap:g}) bounds every weight to it. Set it, "
+                "such as 2.0"
             )
         yield SettingChange(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
     else:
-        yield from idle(args, {f"{_ALGORITHM}tis_imp_ratio_cap": "-1.0"}, required_setting="use_tis")
+        yield from idle(args, "algorithm.tis_imp_ratio_cap", "use_tis")
 
 
-def _ahead(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_ahead(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate fully_async.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
     if args.is_true("fully_async.enabled") and "async_rollout_depth" not in values:
-        depth, has_depth = args.integer("fully_async.max_staleness_steps", 4), "fully_async.max_staleness_steps" in args
+        depth, has_depth = args.integer("fully_async.max_staleness_steps"), "fully_async.max_staleness_steps" in args
         yield SettingChange(
             values={"async_rollout_depth": depth}, untyped=None if has_depth else ("fully_async.max_staleness_steps", "4"),
             note="SkyRL's max_staleness_steps counts from the beginning of a group; async_rollout_depth is the largest age of a token in "
@@ -272,27 +296,16 @@ def _ahead(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChan
         )  # fmt: skip
 
 
-def _lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    if values.get("tuner_type") != "lora":
-        yield from idle(args, {f"{_LORA}dropout": "0.0"}, required_setting=f"{_LORA}rank")
-        return
-    alpha = args.number(f"{_LORA}alpha", 16)
-    has_alpha = f"{_LORA}alpha" in args
+def settle_lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Take SkyRL's defaults of an adapter.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
     if "lora_alpha" not in values:
+        has_alpha = "policy.model.lora.alpha" in args
+        alpha = args.number("policy.model.lora.alpha")
         yield SettingChange(values={"lora_alpha": alpha}, untyped=None if has_alpha else ("policy.model.lora.alpha", "16"))
-    settings = {"lora_dropout": args.number(f"{_LORA}dropout", 0), **adapted(args, _LORA)}
+    settings = {"lora_dropout": args.number("policy.model.lora.dropout"), **adapted(args, "policy.model.lora.")}
     yield SettingChange(values={name: value for name, value in settings.items() if name not in values})
-    if args.text(f"{_POLICY}lora_config.lora_type", "lora") == "lora":
-        yield SettingChange(
-            note="SkyRL's lora_type lora has one matrix A for q, k and v, and one for gate and up; here each has a separate one, as in "
-            "PEFT and in its canonical_lora.",
-        )
-    if args.is_true(f"{_POLICY}lora_config.merge_lora", "true"):
-        yield SettingChange(
-            note="SkyRL's lora_config.merge_lora true syncs merged weights to vLLM, where bfloat16 rounds away most of the first updates. "
-            "Here the adapter is synced; vllm_enable_lora false syncs merged weights.",
-        )
-
-
-CONVERSIONS = (_loss, _kl, _correction, _layout, partial(_steps, in_prompts=True), _ahead, _lora, _prompts_and_engines)
-CONVERSIONS_OF_THE_GUIDE = (*CONVERSIONS[:4], partial(_steps, in_prompts=False), *CONVERSIONS[5:])

@@ -1,4 +1,4 @@
-"""Translation of slime beyond its table: readers of single names, and CONVERSIONS for several names together."""
+"""Translation of slime beyond its table: readers of single names, and steps for several names together."""
 
 from __future__ import annotations
 
@@ -8,19 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.commands.compat.foreign_args import ForeignArgs, SettingChange
-from megatron_grpo.commands.compat.settle import (
-    holds_out,
-    idle,
-    idle_schedule,
-    in_steps,
-    layout,
-    of_servers,
-    one_eval_completion,
-    own_rewards,
-    train_tower_with_images,
-)
+from megatron_grpo.commands.compat.settle import idle, in_steps, one_eval_completion, own_rewards, read_mapping
 from megatron_grpo.commands.compat.tables import sentence
-from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.run.config.table import InvalidValueError
 
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
@@ -33,7 +22,7 @@ def ranks(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    return {"world_size": args.integer("actor_num_nodes", 1) * args.integer("actor_num_gpus_per_node", 8)}
+    return {"world_size": args.integer("actor_num_nodes") * args.integer("actor_num_gpus_per_node")}
 
 
 def _whole_files(words: Sequence[str]) -> None:
@@ -50,16 +39,6 @@ def prompts(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """
     _whole_files(words)
     return {"dataset": list(words)}
-
-
-def seed(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read rollout_seed, which is ignored if seed is given.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
-    return {} if "seed" in args else {"seed": list(words)}
 
 
 def offload(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -98,7 +77,7 @@ def judge(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         return {}
     if list(words) == ["math"]:
         return {"reward_funcs": ["math"]}
-    return own_rewards("a reward model of slime")(words, args)
+    return own_rewards(words, args, "a reward model of slime")
 
 
 def services(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -112,16 +91,6 @@ def services(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"report_to": names} if names else {}
 
 
-def column(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read input_key as the prompt column.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
-    return {} if list(words) in (["prompt"], ["messages"]) else {"columns": {words[0]: "prompt"}}
-
-
 def images(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read multimodal_keys; only images are supported.
 
@@ -129,10 +98,7 @@ def images(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    try:
-        columns = dict(parse_json(" ".join(words)))
-    except ValueError:
-        raise InvalidValueError(f'needs a mapping as JSON, such as {{"image": "images"}}, not {" ".join(words)!r}') from None
+    columns = read_mapping(words, '{"image": "images"}')
     if other_kinds := [kind for kind in columns if kind != "image"]:
         raise InvalidValueError(f"({', '.join(other_kinds)}): images are the only supported modality")
     return {} if columns.get("image", "images") == "images" else {"columns": {columns["image"]: "images"}}
@@ -162,39 +128,51 @@ def bucket(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}
 
 
-def _rest(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    """Yield the changes that follow from several of slime's names, except for sizes, loss and KL."""
-    yield from of_servers(values, program="slime")
-    yield from idle_schedule(values, args, style="linear")
+def settle_importance_sampling(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate use_tis with its bounds.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
     if args.is_true("use_tis"):
-        low = args.number("tis_clip_low", 0)
-        settings = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low or None}
-        yield SettingChange(values=settings | {"rollout_importance_sampling_threshold": args.number("tis_clip", 2.0)})
-    else:
-        yield from idle(args, {"tis_clip": "2.0", "tis_clip_low": "0"}, required_setting="use_tis")
-    if args.is_true("use_opsm"):
-        yield SettingChange(values={"off_policy_sequence_mask_delta": args.number("opsm_delta", 1e-4)})
-    yield from _teacher(values, args)
-    yield from layout(values, args.text("expert_tensor_parallel_size", "none"))
-    if not args.is_true("colocate"):
-        note = "without colocate slime samples on separate GPUs: vllm_mode server here, with `megatron-grpo serve`."
-        yield SettingChange(note=note)
-    if args.text("rollout_seed", args.text("seed", "")) != args.text("seed", args.text("rollout_seed", "")):
-        yield SettingChange(note=f"seed {args.text('seed', '')} is also the seed of prompts and sampling: rollout_seed is not read.")
-    if "apply_chat_template" in args:
-        yield SettingChange(note="apply_chat_template: a string prompt is used without a template here; write it as chat messages.")
-    if "multimodal_keys" in args:
-        yield from train_tower_with_images(values, title="slime", flag="multimodal_keys")
-    if values.get("eval_steps") and not holds_out(values):
-        yield SettingChange(values={"eval_steps": None}, note="eval_interval has no effect without eval_prompt_data.")
+        low = args.number("tis_clip_low") or None
+        settings = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low}
+        yield SettingChange(values=settings | {"rollout_importance_sampling_threshold": args.number("tis_clip")})
+
+
+def settle_seeds(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Note that the seed of the sampler is not separate.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    if {"seed", "rollout_seed"} <= set(args) and args.text("seed") != args.text("rollout_seed"):
+        yield SettingChange(note=f"seed {args.text('seed')} is also the seed of prompts and sampling: rollout_seed is not read.")
+
+
+def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Sample one completion per held-out prompt, at the temperature of training.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
     yield from one_eval_completion(values, eval_temperature=values.get("temperature", 1.0))
 
 
-def _sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    prompts, n = args.integer("rollout_batch_size", 0), args.integer("n_samples_per_prompt", 1)
-    batch = args.integer("global_batch_size", 0)
+def settle_sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Compute the batch sizes, and count rollouts in optimizer steps.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    prompts, n = args.integer("rollout_batch_size"), args.integer("n_samples_per_prompt")
+    batch = args.integer("global_batch_size")
     if "num_steps_per_rollout" in args and prompts:
-        steps = args.integer("num_steps_per_rollout", 1)
+        steps = args.integer("num_steps_per_rollout")
         if not steps or prompts * n % steps:
             raise InvalidValueError(
                 f"num_steps_per_rollout ({steps}) does not divide rollout_batch_size x n_samples_per_prompt = {prompts * n}"
@@ -209,7 +187,7 @@ def _sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChan
         ranks = 1
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             ranks *= values.get(name, 1)
-        batch = args.integer("micro_batch_size", 1) * max(1, values.get("world_size", 8) // max(1, ranks))
+        batch = args.integer("micro_batch_size") * max(1, values.get("world_size", 8) // max(1, ranks))
         yield SettingChange(
             values={"global_batch_size": batch}, note=f"Megatron-LM's global_batch_size is micro_batch_size x dp_size: {batch}."
         )
@@ -220,15 +198,15 @@ def _sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChan
             values={"num_train_epochs": None}, note="num_rollout takes precedence: slime ignores num_epoch if both are set."
         )
     if args.is_true("use_dynamic_batch_size"):
-        tokens = args.integer("max_tokens_per_gpu", 0) * values.get("context_parallel_size", 1)
+        tokens = args.integer("max_tokens_per_gpu") * values.get("context_parallel_size", 1)
         if not tokens:
             raise InvalidValueError("use_dynamic_batch_size requires max_tokens_per_gpu, in slime too")
         note = f"use_dynamic_batch_size: micro-batches of up to {tokens} tokens, and micro_batch_size is not read."
         yield SettingChange(values={"max_tokens_per_micro_batch": tokens, "micro_batch_size": 1}, note=note)
     if "over_sampling_batch_size" in args and prompts:
-        yield SettingChange(values={"oversample_ratio": args.integer("over_sampling_batch_size", prompts) / prompts})
+        yield SettingChange(values={"oversample_ratio": args.integer("over_sampling_batch_size") / prompts})
     if "dynamic_sampling_filter_path" in args:
-        path = args.text("dynamic_sampling_filter_path", "")
+        path = args.text("dynamic_sampling_filter_path")
         if not path.endswith("check_reward_nonzero_std"):
             raise InvalidValueError(f"dynamic_sampling_filter_path ({path}) is not supported: {sentence('PLUGIN_PATHS')}")
         yield SettingChange(
@@ -236,10 +214,16 @@ def _sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChan
         )
 
 
-def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    kind = args.text("advantage_estimator", "grpo")
+def settle_loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate advantage_estimator and the average of the loss.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
     average = "dapo" if args.is_true("calculate_per_token_loss") else "grpo"
     high = float(args.text("eps_clip_high", str(values.get("epsilon", 0.2))))
+    kind = args.choice("advantage_estimator", ("grpo", "gspo", "cispo"))
     settings: dict[str, Any] = {"loss_type": average, "epsilon_high": high}
     if kind == "gspo":
         settings["importance_sampling_level"] = "sequence"
@@ -250,8 +234,6 @@ def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChang
                 "a lower bound. Use eps_clip 1.0 and calculate_per_token_loss"
             )
         settings = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
-    elif kind != "grpo":
-        raise InvalidValueError(f"advantage_estimator ({kind}) is not supported. Supported: grpo, gspo, cispo")
     description = ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
     yield SettingChange(
         values=settings,
@@ -259,32 +241,34 @@ def _loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChang
     )
 
 
-def _kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate use_kl_loss with its coefficient and estimator.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
     if "beta" in values or not args.is_true("use_kl_loss"):
-        yield from idle(args, {"kl_loss_coef": "0.0", "kl_loss_type": "k1"}, required_setting="use_kl_loss")
+        yield from idle(args, "kl_loss_coef kl_loss_type", "use_kl_loss")
         return
-    beta, kind = args.number("kl_loss_coef", 0), args.text("kl_loss_type", "k1")
-    if kind not in _KL:
-        raise InvalidValueError(f"kl_loss_type ({kind}) is not supported. Supported: {', '.join(_KL)}")
+    beta, kind = args.number("kl_loss_coef"), args.choice("kl_loss_type", _KL)
     if beta:
         yield SettingChange(
             values={"beta": beta, "kl_estimator": _KL[kind]}, note=f"kl_loss_coef {beta:g} of {kind} is beta with {_KL[kind]} here."
         )
 
 
-def _teacher(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    """Translate on-policy distillation.
+def settle_teacher(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Translate the teacher of on-policy distillation.
 
     A teacher in Megatron is supported except for its file format; an SGLang server is not. Source: apply_opd_kl_to_advantages in slime's
     loss.py, whose log-probs are scaled by the sampling temperature as here.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
     """
-    if not args.is_true("use_opd"):
-        yield from idle(args, {"opd_type": "none", "opd_teacher_load": "none", "opd_kl_coef": "1.0"}, required_setting="use_opd")
-        return
-    yield SettingChange(values={"teacher_kl_coef": args.number("opd_kl_coef", 1.0)})
-    if values.get("teacher_model") or values.get("teacher_model_server"):
-        return
-    kind, path = args.text("opd_type", "none"), args.text("opd_teacher_load", "none")
+    kind, path = args.text("opd_type"), args.text("opd_teacher_load")
     if kind != "megatron":
         raise InvalidValueError(
             f"opd_type ({kind}): SGLang servers are not supported as teachers. Start megatron-grpo serve --frozen true --model TEACHER, "
@@ -295,6 +279,3 @@ def _teacher(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingCh
             f"opd_teacher_load ({path}) is a checkpoint of Megatron-LM. Pass the original Hugging Face checkpoint as teacher_model"
         )
     yield SettingChange(values={"teacher_model": path}, note="opd_teacher_load with opd_type megatron is teacher_model.")
-
-
-CONVERSIONS = (_sizes, _loss, _kl, _rest)

@@ -1,20 +1,21 @@
 """Loader of the tables `<system>.yaml`, which give the meaning of each foreign name. Arithmetic is in `<system>.py`.
 
-A table has, by foreign name: `same` (a native setting with another name), `read` (a function of `<system>.py` or `settle.py` translates it;
-names with CONVERSIONS are read together), `refused` (with a sentence), `aside` (with a reason), and `defaults` that differ from the
-native ones. Names with a star are patterns, of which the longest match counts. Sentences in capitals are keys of `common.yaml`.
+A table has, by foreign name: `same` (a native setting with another name), `read` (a reader translates it: a function of `<system>.py` or
+`settle.py`, or one of the table's `cases`; names without a reader are read together by `settle`), `refused` (with a sentence), `aside`
+(with a reason), and `defaults` that differ from the native ones. Names with a star are patterns, of which the longest match counts.
+Sentences in capitals are keys of `common.yaml`. `settle` has the steps that follow from several names: rules, functions, and rules that
+several systems share; in it a name that was not typed has the value in `fallbacks`.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import OFF, Dialect, DialectDefault, ForeignArg
+from megatron_grpo.commands.compat.foreign_args import OFF, Dialect, DialectDefault, ForeignArg, Step
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.sizes import SIZES
 from megatron_grpo.run.config.table import Setting
@@ -43,7 +44,7 @@ def contents(name: str) -> dict[str, Any]:
     return contents(table["like"]) | table if "like" in table else table
 
 
-def _code(name: str) -> ModuleType | None:
+def _code(name: str) -> Any:
     """Return the Python module of a system; None if it has none."""
     return importlib.import_module(f"megatron_grpo.commands.compat.{name}") if (FOLDER / f"{name}.py").is_file() else None
 
@@ -82,7 +83,9 @@ def load(name: str) -> Dialect:
         defaults=[_default(name, row) for name, row in table.get("defaults", {}).items()],
         implies=table.get("implies", {}),
         trains_tower=table.get("trains_tower", False),
-        convert=getattr(_code(table.get("like", name)), table.get("convert", "CONVERSIONS"), ()),
+        settle=[_steps(name, part) for part in table.get("settle", {})],
+        fallbacks=table.get("fallbacks", {})
+        | {size: str(setting.default) for size, setting in sizes.items() if setting.default is not None},
     )
 
 
@@ -96,8 +99,7 @@ def rows_of(name: str) -> Mapping[str, ForeignArg]:
     table, rows = contents(name), dict[str, ForeignArg]()
     for source in table.get("names_of", "").split():
         rows |= rows_of(source)
-    modules = [_code(table.get("like", name)), _code("settle")]
-    for part in (_same(table), _read(table, modules), _refused(table)):
+    for part in (_same(table), _read(name), _refused(table)):
         rows |= part
     for key, names in table.get("aside", {}).items():
         rows |= dict.fromkeys(names.split(), ForeignArg(why=sentence(key)))
@@ -115,21 +117,48 @@ def _same(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:
             yield name, ForeignArg(native=row)
 
 
-def _read(table: Mapping[str, Any], modules: list[Any]) -> Iterator[tuple[str, ForeignArg]]:
+def _read(name: str) -> Iterator[tuple[str, ForeignArg]]:
+    table = contents(name)
     labels = table.get("labels", "").split()
     for hint, row in table.get("read", {}).items():
-        for reader, names in (row if isinstance(row, dict) else {"CONVERSIONS": row}).items():
-            function = _reader(reader, modules)
-            yield from ((name, ForeignArg(read=function, hint=hint, is_label=name in labels)) for name in names.split())
+        for reader, names in (row if isinstance(row, dict) else {"settle": row}).items():
+            function = _function(name, reader)
+            yield from ((foreign, ForeignArg(read=function, hint=hint, is_label=foreign in labels)) for foreign in names.split())
 
 
-def _reader(spec: str, modules: list[Any]) -> Callable[..., Mapping[str, Any]]:
-    """Return the function `name`, or the result of `name(argument)`."""
+def _function(system: str, spec: str) -> Callable[..., Any]:
+    """Return the reader or step `name`, or `name argument`."""
     name, _, argument = spec.partition(" ")
-    if name == "CONVERSIONS":
+    settle, cases = _code("settle"), contents(system).get("cases", {})
+    if name == "settle":
         return lambda words, args: {}
-    function = next(getattr(module, name) for module in modules if hasattr(module, name))
-    return function(argument) if argument else function
+    if name in cases:
+        return partial(settle.read_case, cases=cases[name])
+    function = next(getattr(module, name) for module in (_code(contents(system).get("like", system)), settle) if hasattr(module, name))
+    return (lambda first, args: function(first, args, argument)) if argument else function
+
+
+def _steps(system: str, part: str) -> list[Step]:
+    """Return a part of `settle`: that of the table, or of another system."""
+    steps = contents(system)["settle"][part]
+    return _steps(steps, part) if isinstance(steps, str) else [step for row in steps for step in read_steps(system, row)]
+
+
+def read_steps(system: str, row: Any) -> Iterator[Step]:
+    """Yield the steps of a row of `settle`.
+
+    Args:
+        system: Name of the table.
+        row: A rule, a function, or the name of rules that several systems share.
+    """
+    if isinstance(row, dict):
+        rule = row | ({"then": [step for inner in row["then"] for step in read_steps(system, inner)]} if "then" in row else {})
+        yield partial(_code("settle").apply_rule, rule=rule, title=contents(system)["title"])
+    elif row in contents("common")["rules"]:
+        for inner in contents("common")["rules"][row]:
+            yield from read_steps(system, inner)
+    else:
+        yield _function(system, row)
 
 
 def _refused(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from megatron_grpo.commands.compat.explain import explain, length_there
@@ -37,7 +38,7 @@ class Translation:
         self.counts: dict[str, int] = {}  # their values
         self.origins: dict[str, SizeOrigin] = {}  # how native sizes follow from them
         self.hides = dialect.hides if dialect else ()  # native names that are unknown in this dialect
-        self.args = ForeignArgs()  # every foreign name with its words, as typed
+        self.args = ForeignArgs(dialect.fallbacks if dialect else {})  # every foreign name with its words, as typed
         self.given: set[str] = set()  # names whose values are known, at any position
         self.notes: list[str] = []
         self.aside: dict[str, list[str]] = {}  # names without effect, by source
@@ -192,9 +193,9 @@ class Translation:
             values[name] = value
             sources.setdefault(name, f"implied by the {dialect.name} dialect")
         previous = dict(values)
-        for part in dialect.convert:  # one by one, so that all problems are reported at once
+        for part in dialect.settle:  # one by one, so that all problems are reported at once
             try:
-                for change in part(previous, self.args):
+                for change in chain.from_iterable(step(previous, self.args) for step in part):
                     for name, value in change.values.items():
                         if name in self.sizes:
                             self.counts[name] = value

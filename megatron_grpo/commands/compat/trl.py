@@ -1,4 +1,4 @@
-"""Translation of TRL beyond its table: readers of single names, and CONVERSIONS for several names together."""
+"""Translation of TRL beyond its table: readers of single names, and steps for several names together."""
 
 from __future__ import annotations
 
@@ -6,42 +6,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, Reader, SettingChange
-from megatron_grpo.commands.compat.settle import BUILT_IN_REWARDS, as_in_training, drops_last, holds_out, not_left, of_servers, of_the_hub
+from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.settle import BUILT_IN_REWARDS, as_in_training, holds_out, read_mapping
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.run.config.read import format_value
-from megatron_grpo.run.config.table import FALSE, TRUE, InvalidValueError, table
+from megatron_grpo.run.config.table import InvalidValueError
 
-ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
-_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _is_on(words: Sequence[str]) -> bool:
-    word = (words[0] if words else "true").lower()
-    if word not in (*TRUE, *FALSE):
-        raise InvalidValueError(f"must be true or false, not {word!r}")
-    return word in TRUE
-
-
-def recompute(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read gradient_checkpointing.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
-    return _FULL if _is_on(words) else {"recompute_granularity": None}
-
-
-def use_peft(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read use_peft as tuner_type.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
-    return {"tuner_type": "lora" if _is_on(words) else "full"}
 
 
 def peft_config(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -56,26 +27,6 @@ def peft_config(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     raise InvalidValueError(
         f"({' '.join(words)}) is a Python object. Use use_peft, and its values as lora_r, lora_alpha, lora_target_modules"
     )
-
-
-def sleep(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read vllm_enable_sleep_mode as sleep_level.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
-    return {"sleep_level": 2 if _is_on(words) else 0}
-
-
-def correction(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read vllm_importance_sampling_correction; false switches the correction off.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
-    return {} if _is_on(words) else {"rollout_importance_sampling_mode": "none"}
 
 
 def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
@@ -123,10 +74,7 @@ def of_model(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    try:
-        kwargs = {} if " ".join(words).lower() in OFF else dict(parse_json(" ".join(words)))
-    except ValueError:
-        raise InvalidValueError(f'needs a mapping as JSON, such as {{"dtype": "bfloat16"}}, not {" ".join(words)!r}') from None
+    kwargs = {} if " ".join(words).lower() in OFF else read_mapping(words, '{"dtype": "bfloat16"}')
     translated = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "trust_remote_code": "trust_remote_code"}
     if untranslated := [name for name in kwargs if name not in (*translated, *_IDLE_OF_MODEL)]:
         raise InvalidValueError(
@@ -149,31 +97,19 @@ def held_out_split(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]
     return {"eval_dataset": args["dataset_name"], "eval_dataset_split": list(words)} if has_eval and args.get("dataset_name") else {}
 
 
-def no_limit(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-    """Read max_steps; -1 means no limit.
+def steps(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str, Any]:
+    """Read a step interval. A fraction of the run is refused.
 
     Args:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
+        native: Name of the setting.
     """
-    return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
-
-
-def steps(name: str) -> Reader:
-    """Return a reader of a step interval. A fraction of the run is refused.
-
-    Args:
-        name: Foreign name of the interval.
-    """
-
-    def reader(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
-        if re.fullmatch(r"0?\.\d+", " ".join(words)):
-            raise InvalidValueError(
-                f"({' '.join(words)}) is a share of the run in TRL, and a number of optimizer steps here. Use a number of steps"
-            )
-        return {name: list(words)}
-
-    return reader
+    if re.fullmatch(r"0?\.\d+", " ".join(words)):
+        raise InvalidValueError(
+            f"({' '.join(words)}) is a share of the run in TRL, and a number of optimizer steps here. Use a number of steps"
+        )
+    return {native: list(words)}
 
 
 def lowest_lr(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
@@ -214,75 +150,29 @@ def iterations(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         raise InvalidValueError(f"must be a number of rounds of tool calls, not {' '.join(words)!r}") from None
 
 
-def convert(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    """Yield the changes that follow from several of TRL's names.
+def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Evaluate with the generation config of training.
 
     Args:
-        values: Native settings read so far, by name.
+        values: Native settings so far.
         args: All foreign names of the run, with their words.
     """
-    yield from of_servers(values, program="trl vllm-serve")
-    yield from drops_last(values, title="TRL")
-    if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
-        yield SettingChange(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
-    if holds_out(values):  # with the generation config of training
-        yield SettingChange(values=as_in_training(values, 1.0, args.integer("num_generations", 8)))
-    plays = values.get("environment") or values.get("tools")
-    if "max_prompt_length" in values and "truncation_strategy" not in values and not plays:
-        yield SettingChange(
-            values={"truncation_strategy": "left"}, note="max_prompt_length: longer prompts are cut on the left, as in TRL."
-        )
-    if args.text("save_strategy", "steps").lower() in ("no", *OFF):
+    if holds_out(values):
+        yield SettingChange(values=as_in_training(values, 1.0, args.integer("num_generations")))
+
+
+def settle_intervals(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+    """Read the strategies of saving and evaluation.
+
+    Args:
+        values: Native settings so far.
+        args: All foreign names of the run, with their words.
+    """
+    if args.text("save_strategy").lower() in ("no", *OFF):
         yield SettingChange(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
     has_no_eval = args.get("eval_strategy", args.get("evaluation_strategy", ["no"])) == ["no"]
     if values.get("eval_steps") and (has_no_eval or not holds_out(values)):
         reason = "eval_strategy is no" if has_no_eval else "eval_dataset is not set"
         yield SettingChange(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) has no effect: {reason}.")
-    if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
-        yield SettingChange(values={"epsilon_high": values.get("epsilon", 0.2)})
     if not has_no_eval and holds_out(values) and not values.get("eval_steps"):
         yield SettingChange(values={"eval_steps": values.get("logging_steps", 10)}, untyped=("eval_steps", "logging_steps"))
-    idle = [name for name in ADAPTIVE if name in values] if not values.get("use_adaptive_entropy") else []
-    if idle:
-        yield SettingChange(
-            values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without use_adaptive_entropy, in both systems."
-        )
-    if values.get("use_adaptive_entropy") and values.get("top_entropy_quantile", 1.0) < 1:
-        note = "entropy_target is compared with the mean over all trained tokens here; in TRL over those of top_entropy_quantile."
-        yield SettingChange(note=note)
-    if values.get("tuner_type") == "lora":
-        yield from _peft(values, _OF_PEFT if "peft_config" in args else _OF_TRL)
-    yield from of_the_hub(values)
-    if values.get("rollout_importance_sampling_mode") == "none":  # bounds of a correction that is off
-        yield SettingChange(values={"rollout_importance_sampling_min": None})
-
-
-# Defaults of the object that holds an adapter's settings: ModelConfig on TRL's command line, PEFT's LoraConfig in a Python file.
-_OF_TRL = {"lora_rank": 16, "lora_alpha": 32.0, "lora_dropout": 0.05}
-_OF_PEFT = {"lora_rank": 8, "lora_alpha": 8.0, "lora_dropout": 0.0}
-
-
-def _peft(values: Mapping[str, Any], defaults: Mapping[str, float]) -> Iterator[SettingChange]:
-    """Apply defaults of LoRA, and PEFT's default target modules."""
-    for name, default in defaults.items():
-        unread = name in values or values.get("adapters") and name != "lora_dropout"
-        if not unread and default != table()[name].default:
-            yield SettingChange(values={name: default}, untyped=(name.replace("rank", "r"), f"{default:g}"))
-    if not {"target_modules", "target_regex"} & set(values) and not values.get("adapters"):
-        yield SettingChange(values={"target_modules": ["q_proj", "v_proj"]}, untyped=("lora_target_modules", "PEFT's: q_proj v_proj"))
-
-
-def of_turns(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
-    """Yield the changes for multi-turn runs.
-
-    Args:
-        values: Native settings read so far, by name.
-        args: All foreign names of the run, with their words.
-    """
-    if values.get("environment") or values.get("tools"):
-        if "max_turns" not in values:
-            yield SettingChange(note="max_tool_calling_iterations is unlimited by default in TRL; max_turns is 8 here.")
-        yield from not_left(values, "TRL")
-
-
-CONVERSIONS = (convert, of_turns, lowest_lr)

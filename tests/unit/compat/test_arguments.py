@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_grpo.commands.compat import DIALECTS
+from megatron_grpo.commands.compat import DIALECTS, settle, tables
 from megatron_grpo.commands.compat.foreign_args import NOTHING
 from megatron_grpo.run.config import parse, table
 from megatron_grpo.run.config.table import InvalidValueError, names, read_value
@@ -117,35 +117,62 @@ WORKED_OUT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("module", "dialect"), [("skyrl", "skyrl"), ("verl", "verl"), ("slime", "slime"), ("trl", "trl")])
-def test_a_default_that_the_code_falls_back_to_is_that_of_their_class(module, dialect):
-    """`args.number("name", 3.0)` and the like: names that are read together have their defaults in the code, not in a table."""
-    code, system = importlib.import_module(f"megatron_grpo.commands.compat.{module}"), DIALECTS[dialect]
-    theirs = {system.row(name)[0]: default for name, default in arguments.theirs(arguments.SYSTEMS[dialect][0])[1].items()}
-    theirs |= {system.size(name): default for name, default in theirs.items() if system.size(name)}
+def read_together(module) -> Iterator[tuple[str, str]]:
+    """Yield (name, default if it is not one of `fallbacks`) of names that are read together, by functions and by rules."""
+    implicit = {"is_true": "false", "integer": "0"}
+    folder = Path(tables.__file__).parent
+    for call in ast.walk(ast.parse((folder / f"{module}.py").read_text())):
+        if isinstance(call, ast.Call) and (match := re.fullmatch(r"args\.(text|number|integer|is_true|choice)", ast.unparse(call.func))):
+            default = call.args[1:2] if match[1] in ("text", "integer") else []
+            if isinstance(call.args[0], ast.Constant) and all(isinstance(node, ast.Constant) for node in default):
+                yield call.args[0].value, str(default[0].value) if default else implicit.get(match[1], "none")
+    for name, word in re.findall(r"\btheir ([\w.]+)(=true)?", (folder / f"{module}.yaml").read_text()):
+        yield name, "false" if word else "none"
 
-    def text(node: ast.expr) -> str:
-        if isinstance(node, ast.JoinedStr):
-            parts = [
-                part if isinstance(part, ast.Constant) else ast.Constant(getattr(code, ast.unparse(part.value), "")) for part in node.values
-            ]
-            return "".join(str(part.value) for part in parts)
-        return str(node.value) if isinstance(node, ast.Constant) else ""
 
-    compared, unlike = set(), []
-    for call in ast.walk(ast.parse(Path(code.__file__).read_text())):
-        if not (isinstance(call, ast.Call) and re.fullmatch(r"args\.(text|number|integer|is_true)", ast.unparse(call.func))):
-            continue
-        name, default = text(call.args[0]), call.args[1] if len(call.args) > 1 else ast.Constant("false")
-        if name not in theirs or not isinstance(default, (ast.Constant, ast.UnaryOp)) or (module, name) in WORKED_OUT:
-            continue
-        compared.add(name)
-        ours = str(ast.literal_eval(default))
-        if ours != theirs[name] and not (ours.lstrip("-") + theirs[name].lstrip("-")).replace(".", "").isdigit():
-            unlike.append((name, ours, theirs[name]))
-        elif ours != theirs[name] and float(ours) != float(theirs[name]):
-            unlike.append((name, ours, theirs[name]))
-    assert unlike == [] and len(compared) >= (2 if module == "trl" else 15), compared
+@pytest.mark.parametrize("system", ["skyrl", "verl", "slime", "trl"])
+def test_a_default_that_a_translation_falls_back_to_is_that_of_their_class(system):
+    """Names that are read together have their defaults in `fallbacks` of the table; others are false, 0 or none."""
+    dialect = DIALECTS[system]
+    theirs = {dialect.row(name)[0]: default for name, default in arguments.theirs(arguments.SYSTEMS[system][0])[1].items()}
+    theirs |= {dialect.size(name): default for name, default in theirs.items() if dialect.size(name)}
+    ours = {name: dialect.fallbacks.get(name, default) for name, default in read_together(system)}
+    ours |= tables.contents(system)["fallbacks"]
+    compared = {name for name in ours if name in theirs and (system, name) not in WORKED_OUT}
+    unlike = []
+    for name in compared:
+        are_numbers = (ours[name].lstrip("-") + theirs[name].lstrip("-")).replace(".", "").isdigit()
+        if float(ours[name]) != float(theirs[name]) if are_numbers else ours[name] != theirs[name]:
+            unlike.append((name, ours[name], theirs[name]))
+    assert unlike == [] and len(compared) >= (2 if system == "trl" else 15), compared
+
+
+@pytest.mark.parametrize("system", ["swift-megatron", "ms-swift", *SYSTEMS])
+def test_every_name_in_a_rule_is_a_setting_or_a_name_of_the_system(system):
+    """A condition on a misspelt name would never hold."""
+    dialect = DIALECTS[system]
+
+    def rules(rows) -> Iterator[dict]:
+        for row in rows:
+            if isinstance(row, dict):
+                yield row
+                yield from rules(row.get("then", ()))
+
+    file = system.removesuffix("-megatron").replace("-", "_")
+    parts = [part for part in tables.contents(file)["settle"].values() if not isinstance(part, str)]
+    all_rules = list(rules(row for part in [*parts, *tables.contents("common")["rules"].values()] for row in part))
+    ours, foreign = set(), set()
+    for condition in (part for rule in all_rules for text in rule.get("if", ()) for part in text.split(" | ")):
+        _, kind, name, *_ = settle.CONDITION.fullmatch(condition).groups()
+        (foreign if kind in ("typed", "their") else ours).add(name)
+    for rule in all_rules:
+        ours |= {*rule.get("drop", "").split(), *rule.get("set", ())}
+        foreign |= set(rule.get("unread", "").split())
+        assert set(rule) <= {"if", "then", "drop", "unread", "set", "note", "refuse", "default"}
+    assert ours - set(table()) == set()
+    assert {name for name in foreign if not (dialect.knows(name) or name in table())} == set()
+    for name in dialect.fallbacks:
+        assert dialect.knows(name) or name in table(), name
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
