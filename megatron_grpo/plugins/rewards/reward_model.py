@@ -16,7 +16,7 @@ from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.core.settings import Config, RewardConfig
 from megatron_grpo.plugins.rewards.endpoint import UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.run.data.chat import encode_text
-from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of
+from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of, text_of_prompt
 
 
 class LocalClassifier:
@@ -246,6 +246,4 @@ def _shape(settings: RewardConfig, url: str) -> PlainFormat | VllmFormat:
 
 
 def _plain_text(prompt: Any, completion: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt + text_of(completion)
-    return "\n".join(f"{message['role']}: {message['content']}" for message in [*prompt, *completion])
+    return prompt + text_of(completion) if isinstance(prompt, str) else text_of_prompt([*prompt, *completion])

@@ -34,12 +34,7 @@ _LOG = logging.getLogger(__name__)
 # Name -> module with `build_<name>(config) -> function`. The function's attribute `needs` lists its required columns, as alternatives.
 BUILT_IN = {
     "math": "math",
-    "accuracy": "rule_based",
-    "format": "rule_based",
-    "length": "rule_based",
-    "soft_overlong": "rule_based",
-    "cosine": "rule_based",
-    "repetition": "rule_based",
+    **dict.fromkeys(("accuracy", "format", "length", "soft_overlong", "cosine", "repetition"), "rule_based"),
     "code": "code",
     "reward_model": "reward_model",
     "llm_judge": "llm_judge",

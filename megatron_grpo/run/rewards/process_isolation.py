@@ -170,7 +170,8 @@ def call_before(seconds: float, function: Callable[[], Any], should_cancel: Call
     """
     if threading.current_thread() is threading.main_thread():
         return _call_in_main_thread(seconds, function, should_cancel)
-    return _call_in_own_thread(seconds, function, should_cancel)
+    # A thread cannot be interrupted: after a timeout it is left behind and ends with the process.
+    return _result_before(time.monotonic() + seconds, run_in_thread(function, name="reward"), should_cancel)
 
 
 def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool]) -> Any:
@@ -211,11 +212,6 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
         faulthandler.cancel_dump_traceback_later()
         watcher.join()
         signal.signal(SIGNAL, previous)
-
-
-def _call_in_own_thread(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool]) -> Any:
-    """Call the function in a new thread. It cannot be interrupted: after a timeout its thread is left behind and ends with the process."""
-    return _result_before(time.monotonic() + seconds, run_in_thread(function, name="reward"), should_cancel)
 
 
 def _result_before(end: float, future: Future[Any], should_cancel: Callable[[], bool]) -> Any:

@@ -119,9 +119,8 @@ class RewardStats:
 ENOUGH_BATCHES, ENOUGH_ROWS = 2, 8  # least batches and rows before a constant function is reported
 
 
-GIVEN = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state"}
-)  # arguments that every function may take besides the data columns
+# Arguments that every function may take besides the data columns.
+GIVEN = frozenset({"prompts", "completions", "completion_ids", "trainer_state"})
 
 
 class ReadsOpening:
@@ -242,6 +241,15 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     return "\n".join(message["content"] for message in completion if message.get("role", "assistant") == "assistant")
+
+
+def text_of_prompt(prompt: Any) -> str:
+    """Return a prompt as a model reads it that has no chat template: a string unchanged, messages with their roles.
+
+    Args:
+        prompt: String or chat messages.
+    """
+    return prompt if isinstance(prompt, str) else "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailure:

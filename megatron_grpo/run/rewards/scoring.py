@@ -13,6 +13,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import RewardError, RunInterruptedError, describe_exception, one_line
@@ -73,15 +75,11 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
     if not len(batch):
         return RewardScores(rows=(), notices=())
     side_effects: list[list[str]] = [[] for _ in functions]
-    waiting = {
-        index: _start(function, batch, side_effects[index], should_cancel) for index, function in enumerate(functions) if function.is_async
-    }
-    outcomes = {
-        index: _count_rows(_call(function, batch, side_effects[index], should_cancel, function.timeout), batch)
-        for index, function in enumerate(functions)
-        if index not in waiting
-    }
-    outcomes |= {index: _count_rows(wait(), batch) for index, wait in waiting.items()}
+    calls = [_start(function, batch, effects, should_cancel, function.timeout) for function, effects in zip(functions, side_effects)]
+    outcomes = {}
+    for index in sorted(range(len(functions)), key=lambda index: functions[index].is_async):  # those that run already come last
+        outcomes[index] = calls[index]()
+        activity.advance(len(batch))
     columns, errors, notices = [], [], []
     for index, function in enumerate(functions):
         outcome = outcomes[index]
@@ -105,45 +103,35 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
     return RewardScores(rows=tuple(zip(*columns)) if columns else ((),) * len(batch), notices=tuple(notices))
 
 
-def _count_rows(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch) -> list[Score | RowFailure] | RowFailure:
-    activity.advance(len(batch))
-    return outcome
-
-
-def _call(
+def _start(
     function: RewardFunction, batch: RewardBatch, side_effects: list[str], should_cancel: Callable[[], bool], seconds: float
-) -> list[Score | RowFailure] | RowFailure:
-    """Call a function once on a batch. Return its scores, or the failure of the whole call.
+) -> Callable[[], list[Score | RowFailure] | RowFailure]:
+    """Start a call of a function on a batch if the function is asynchronous; others are called when the result is asked for.
 
     Args:
         side_effects: Receives descriptions of side effects.
         seconds: Timeout of this call.
-    """
-    if function.is_async:
-        return _start(function, batch, side_effects, should_cancel, seconds)()
 
-    def call():
+    Returns:
+        A callable that returns the scores, or the failure of the whole call.
+    """
+
+    def call() -> Any:
         with isolated(side_effects):
             return function.function(**function.arguments(batch))
 
-    return _outcome(function, batch, seconds, lambda: call_before(seconds, call, should_cancel))
-
-
-def _start(
-    function: RewardFunction, batch: RewardBatch, side_effects: list[str], should_cancel: Callable[[], bool], seconds: float | None = None
-):
-    """Start an asynchronous function. The returned callable waits for what `_call` would return."""
-    limit = function.timeout if seconds is None else seconds
-
-    async def call():
+    async def call_async() -> Any:
         with isolated(side_effects):
             return await function.function(**function.arguments(batch))
 
-    wait = _LOOP.start(call(), limit, should_cancel)
-    return lambda: _outcome(function, batch, limit, wait)
+    if function.is_async:
+        wait = _LOOP.start(call_async(), seconds, should_cancel)
+    else:
+        wait = partial(call_before, seconds, call, should_cancel)
+    return partial(_outcome, wait, batch, seconds)
 
 
-def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call) -> list[Score | RowFailure] | RowFailure:
+def _outcome(call: Callable[[], Any], batch: RewardBatch, seconds: float) -> list[Score | RowFailure] | RowFailure:
     try:
         return as_scores(call(), len(batch))
     except RewardTimeoutError:
@@ -184,7 +172,7 @@ def _search(
     while ranges and time.monotonic() < ends:
         first, end = ranges.popleft()
         share = max(min(_SHORTEST_CALL, function.timeout / 10), function.timeout * (end - first) / len(batch))
-        outcome = _call(function, batch.part(first, end), side_effects, should_cancel, share)
+        outcome = _start(function, batch.part(first, end), side_effects, should_cancel, share)()
         activity.advance(0)
         if not isinstance(outcome, RowFailure):
             scores[first:end] = outcome
