@@ -232,9 +232,9 @@ def settle_engine_length(values: Mapping[str, Any], args: ForeignArgs) -> Iterat
         values: Native settings so far.
         args: All foreign names of the run, with their words.
     """
-    given, required = values.get("vllm_max_model_len"), values.get("max_prompt_length", 0) + values.get("max_completion_length", 512)
-    if given and given < required and values.get("vllm_mode") != "server" and not values.get("environment"):
-        note = f"vllm_max_model_len ({given}) truncates completions in ms-swift; here it is max_length + max_completion_length, {required}."
+    limit, required = values.get("vllm_max_model_len"), values.get("max_prompt_length", 0) + values.get("max_completion_length", 512)
+    if limit and limit < required and values.get("vllm_mode") != "server" and not values.get("environment"):
+        note = f"vllm_max_model_len ({limit}) truncates completions in ms-swift; here it is max_length + max_completion_length, {required}."
         yield SettingChange(values={"vllm_max_model_len": required}, note=note)
 
 
