@@ -109,9 +109,9 @@ def _wait_for(child: int) -> int:
     while True:
         received = signal.sigwaitinfo(_HEARD)
         if received.si_signo == signal.SIGALRM:
-            from megatron_grpo.run import hang_report
+            from megatron_grpo.run import watchdog
 
-            time_now, note = time.monotonic(), hang_report.note_of(child)
+            time_now, note = time.monotonic(), watchdog.note_of(child)
             gap, last_look = (
                 min(time_now - last_look, 2 * _SECONDS_BETWEEN_LOOKS),
                 time_now,
@@ -129,12 +129,12 @@ def _wait_for(child: int) -> int:
 
 def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
     """Report where a process hangs, and kill it."""
-    from megatron_grpo.run import hang_report
+    from megatron_grpo.run import watchdog
 
     rank = launcher.read().rank
-    account = hang_report.inspect_process(child, rank, output_dir, age=seconds)
-    verdict = hang_report.verdict({rank: account}, {rank: os.uname().nodename}, seconds)
-    _print_error(f"{hang_report.keep(output_dir, 'report.txt', verdict)}\n{hang_report.stacks_hint(output_dir)}")
+    account = watchdog.inspect_process(child, rank, output_dir, age=seconds)
+    verdict = watchdog.verdict({rank: account}, {rank: os.uname().nodename}, seconds)
+    _print_error(f"{watchdog.keep(output_dir, 'report.txt', verdict)}\n{watchdog.stacks_hint(output_dir)}")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 

@@ -122,10 +122,10 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
     """Alone it has no other rank that could notice."""
     lines = [
         "from megatron_grpo.core.base import activity",
-        "from megatron_grpo.run import hang_report",
-        "hang_report.register()",
+        "from megatron_grpo.run import watchdog",
+        "watchdog.register()",
         "activity.report_step(7)",
-        f"hang_report.write_down(timeout=2.0, beats=1, output_dir={str(tmp_path)!r})",
+        f"watchdog.write_down(timeout=2.0, beats=1, output_dir={str(tmp_path)!r})",
         "with activity.phase('reward', total=3, unit='scores'):",
         *(f"    {line}" for line in how.splitlines()),
         "return 0",
@@ -141,7 +141,7 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
 
 def test_a_command_that_is_not_watched_may_be_silent():
     lines = [
-        "from megatron_grpo.run.hang_report import register, write_down",
+        "from megatron_grpo.run.watchdog import register, write_down",
         "register()",
         "write_down(timeout=1.0)",
         "write_down(timeout=0.0)",

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.run import hang_report
-from megatron_grpo.run.hang_report import RankReport, suspect_ranks, verdict
-from megatron_grpo.run.watchdog import HangDetector, Heartbeat, TimeSinceChange
+from megatron_grpo.run import watchdog
+from megatron_grpo.run.watchdog import HangDetector, Heartbeat, RankReport, TimeSinceChange, suspect_ranks, verdict
 from tests.ranks import run_ranks
 
 
@@ -140,19 +139,19 @@ def test_of_16384_ranks_few_are_named():
 
 
 def test_a_stopped_process_tells_where_it_is():
-    lines = ["from megatron_grpo.run import hang_report", "import time", "hang_report.register()"]
+    lines = ["from megatron_grpo.run import watchdog", "import time", "watchdog.register()"]
     program = "\n".join([*lines, "def here():", "    print('x', flush=True)", "    time.sleep(600)", "here()"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as child:
         try:
             child.stdout.readline()
             os.kill(child.pid, signal.SIGSTOP)
-            while hang_report.state_of(child.pid) != hang_report.STATES["T"]:
+            while watchdog.state_of(child.pid) != watchdog.STATES["T"]:
                 pass
-            told = hang_report.stacks_of_process(child.pid)
+            told = watchdog.stacks_of_process(child.pid)
         finally:
             child.kill()
-    assert hang_report.innermost(told).endswith(", here"), told
+    assert watchdog.innermost(told).endswith(", here"), told
 
 
 # ---- real processes ---------------------------------------------------------------------------------------------------------------------
