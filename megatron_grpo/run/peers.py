@@ -47,11 +47,11 @@ class Process:
         except OSError:  # not Linux
             namespace = ""
         host = socket.gethostname()
-        return cls(host, f"{host} {namespace}", os.getpid(), (_stat(os.getpid()) or [""] * 20)[19])
+        return cls(host, f"{host} {namespace}", os.getpid(), (process_stat(os.getpid()) or [""] * 20)[19])
 
     def death(self) -> str | None:
         """Return how the process ended, as far as this one can see; None while it lives."""
-        fields = _stat(self.pid)
+        fields = process_stat(self.pid)
         if fields is None:
             return None if not Path("/proc/self/stat").exists() else "died"
         if fields[19] != self.started:
@@ -63,8 +63,12 @@ class Process:
         return f"died (signal {number}{name})" if number else "died"
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the third one (the state) on; None if there is no such process."""
+def process_stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the third one (the state) on; None if there is no such process.
+
+    Args:
+        pid: Process id on this machine.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -109,11 +113,9 @@ class Peers:
         Args:
             rank: The failed rank; default this one. A rank that kills another reports for it.
         """
-        try:
+        with suppress(RuntimeError):  # the store is closed, and no rank is left to notify
             self._store.set("failed", "1")
             self._store.set(f"failed/{self._rank if rank is None else rank}", "1")
-        except RuntimeError:  # the store is closed, and no rank is left to notify
-            pass
 
     def report_done(self) -> None:
         """Report that this rank has nothing left to do with the others."""
@@ -125,12 +127,8 @@ class Peers:
         Returns:
             A sentence about a rank that died without a report; "" if a rank has reported its own failure; None if all is well.
         """
-        try:
-            reported = self._store.check(["failed"])
-        except RuntimeError:  # the store is closed, and the job has ended
-            return self._deaths(has_reported=lambda rank: False) or ""
-        deaths = self._deaths(has_reported=lambda rank: any(self._store.check([f"{end}/{rank}"]) for end in ("done", "failed")))
-        return deaths or ("" if reported else None)
+        deaths = self._deaths()
+        return deaths or (None if self._has("failed") is False else "")
 
     def explain(self, error: BaseException, who_is_silent: Callable[[], Sequence[int]] = tuple) -> str | None:
         """Return the cause of an error that only reflects the end or silence of another rank.
@@ -160,11 +158,20 @@ machine is unreachable. The same command resumes from the last checkpoint."
             error.add_note(f"All ranks of this machine are alive; check {', '.join(other_hosts)}.")
         return None
 
-    def _deaths(self, has_reported: Any) -> str:
+    def _has(self, key: str) -> bool | None:
+        """Return whether the store has a key; None if it is closed, because the job has ended."""
+        with suppress(RuntimeError):
+            return self._store.check([key])
+        return None
+
+    def _deaths(self) -> str:
+        """Describe the deaths of other ranks of this machine that had reported nothing; "" if there are none."""
         own_process = self.processes[self._rank]
         deaths = []
         for rank, process in enumerate(self.processes):
-            if rank != self._rank and process.machine == own_process.machine and (death := process.death()) and not has_reported(rank):
+            if rank == self._rank or process.machine != own_process.machine or not (death := process.death()):
+                continue
+            if not self._has(f"done/{rank}") and not self._has(f"failed/{rank}"):
                 deaths.append(f"rank {rank} {death} without an error message (process {process.pid} on {process.host})")
         if not deaths:
             return ""

@@ -48,9 +48,8 @@ def signals_before_run() -> Iterator[None]:
         when = "the run had ended" if activity.step else "no step had been trained"
         stopped = RunInterruptedError(f"stopped by {_sender(number)}; {when}")
         stopped.is_final = number != signal.SIGTERM
-        write_error_file(
-            f"{stopped}", seconds_later=1
-        )  # torchrun may send it because another rank has failed: that rank's reason must come first
+        # torchrun may send it because another rank has failed: that rank's reason must come first.
+        write_error_file(f"{stopped}", seconds_later=1)
         os._exit(report(stopped))
 
     for number in old_handlers:
@@ -193,12 +192,10 @@ class StopSignal:
 
     def _leave_with_others(self) -> None:
         assert self._others is not None
-        if self._others.why_doomed() is None:
-            self._doomed_since = float("inf")
-        else:
-            self._doomed_since = min(self._doomed_since, time.monotonic())
-            if time.monotonic() - self._doomed_since >= SECONDS_TO_REPORT:
-                self._leave_if_doomed()
+        is_doomed = self._others.why_doomed() is not None
+        self._doomed_since = min(self._doomed_since, time.monotonic()) if is_doomed else float("inf")
+        if time.monotonic() - self._doomed_since >= SECONDS_TO_REPORT:
+            self._leave_if_doomed()
 
     def _receive(self, number: int) -> None:
         if number == signal.SIGTERM:

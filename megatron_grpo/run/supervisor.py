@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -70,9 +69,12 @@ def supervised(command: Callable[[], int]) -> int:
     if status < 0:
         _die_of(-status, mask)
     if status == 0 and not _has_reported_end(end_reader):
-        _print_error(f"{_own_rank_text()} ended with exit code 0 before its command was complete, so it exits with {EXIT_CRASH}. Code in "
-            "it, such "
-             "as a reward function, called os._exit or replaced the process.")  # fmt: skip
+        launched = launcher.read()
+        process = f"rank {launched.rank}" if launched.is_launched else "the process"
+        _print_error(
+            f"{process} ended with exit code 0 before its command was complete, so it exits with {EXIT_CRASH}. Code in it, such as a "
+            "reward function, called os._exit or replaced the process."
+        )
         return EXIT_CRASH
     return status
 
@@ -105,18 +107,15 @@ def _wait_for(child: int) -> int:
 
     A child that hangs is killed.
     """
-    last_look, beats, silent = time.monotonic(), 0, 0.0
+    pulse = None
     while True:
         received = signal.sigwaitinfo(_HEARD)
         if received.si_signo == signal.SIGALRM:
             from megatron_grpo.run import watchdog
 
-            time_now, note = time.monotonic(), watchdog.note_of(child)
-            gap, last_look = (
-                min(time_now - last_look, 2 * _SECONDS_BETWEEN_LOOKS),
-                time_now,
-            )  # time while this process itself is stopped does not count
-            silent, beats = (silent + gap, beats) if note.get("beats", beats) == beats else (0.0, note["beats"])
+            note = watchdog.note_of(child)
+            pulse = pulse or watchdog.TimeSinceChange(2 * _SECONDS_BETWEEN_LOOKS)
+            silent = pulse.update(note.get("beats", pulse.value))
             if note.get("timeout") and silent > note["timeout"]:
                 _end_hung(child, Path(note["output_dir"]), silent)
                 return EXIT_CRASH
@@ -154,8 +153,3 @@ def _die_of(number: int, mask: set[int | signal.Signals]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask - {number})
     os.kill(os.getpid(), number)
-
-
-def _own_rank_text() -> str:
-    launched = launcher.read()
-    return f"rank {launched.rank}" if launched.is_launched else "the process"

@@ -42,7 +42,7 @@ from typing import Any
 from megatron_grpo.core.base import activity, launcher
 from megatron_grpo.core.base.errors import EXIT_CRASH
 from megatron_grpo.run.failures import PREFIX, print_error
-from megatron_grpo.run.peers import Process
+from megatron_grpo.run.peers import Process, process_stat
 
 LONGEST_PERIOD = 10.0  # seconds between two pulses
 PERIODS = 10  # minimum number of periods in a timeout
@@ -85,9 +85,8 @@ class TimeSinceChange:
     """
 
     def __init__(self, longest_gap: float, clock: Callable[[], float] = time.monotonic):
-        self._longest_gap, self._now = longest_gap, clock
-        self._last: Any = None
-        self._updated_at = clock()
+        self._longest_gap, self._now, self._updated_at = longest_gap, clock, clock()
+        self.value: Any = None
         self.seconds = 0.0
 
     def update(self, value: Any) -> float:
@@ -98,15 +97,16 @@ class TimeSinceChange:
         """
         time_now = self._now()
         gap, self._updated_at = min(time_now - self._updated_at, self._longest_gap), time_now
-        self.seconds = 0.0 if value != self._last else self.seconds + gap
-        self._last = value
+        self.seconds = 0.0 if value != self.value else self.seconds + gap
+        self.value = value
         return self.seconds
 
 
 class HangDetector:
     """Detector of ranks that make no progress; it decides when to raise an alarm.
 
-    `reason` is called once per period.
+    `is_moving` and then `reason` are called once per period. `age` is the time since this rank last made progress, in seconds; `is_stuck`
+    is True if that is too long for a phase in which it waits for no other rank.
 
     Args:
         timeout: `rank_heartbeat_timeout`, seconds.
@@ -115,37 +115,35 @@ class HangDetector:
     """
 
     def __init__(self, timeout: float, period: float, clock: Callable[[], float] = time.monotonic):
-        self.timeout = timeout
-        self.mine, self.everyone, self.neighbour = (TimeSinceChange(5 * period, clock) for _ in range(3))
+        self.timeout, self.age, self.is_stuck = timeout, 0.0, False
+        self._mine, self._everyone, self._neighbour = (TimeSinceChange(5 * period, clock) for _ in range(3))
 
-    def is_moving(self, moves: int, pause: float) -> bool:
-        """Return whether this rank counts as making progress: it advanced since the last call, or its phase may pause for this long.
+    def is_moving(self, moves: int, phases: Sequence[activity.Phase]) -> bool:
+        """Return whether this rank counts as making progress: it advanced since the last call, or its phases may pause for this long.
 
         Args:
             moves: Counter of this rank's progress.
-            pause: Seconds for which the current phases may stand still.
+            phases: Open phases of this rank.
         """
-        seconds = self.mine.update(moves)
-        return seconds == 0.0 or seconds <= pause
+        pause = sum(phase.pause for phase in phases)
+        self.age = self._mine.update(moves)
+        self.is_stuck = any(phase.is_alone for phase in phases) and self.age > self.timeout + pause
+        return self.age <= pause
 
-    def reason(self, *, moving: int, is_alone: bool, pause: float, neighbour: Heartbeat | None) -> str | None:
+    def reason(self, *, moving: int, neighbour: Heartbeat | None) -> str | None:
         """Return "silent", "stuck" or "standstill" if there is an alarm, else None.
 
         Args:
             moving: Counter that grows while ranks make progress.
-            is_alone: Whether this rank is in a phase in which it waits for no other rank.
-            pause: Seconds for which the current phases may stand still.
             neighbour: Pulse of the rank that this one watches; None without one.
         """
-        seconds_of_all = self.everyone.update(moving)
+        seconds_of_all = self._everyone.update(moving)
         if neighbour is not None and not neighbour.has_left:
-            if self.neighbour.update(neighbour.beat) > self.timeout + neighbour.pause:
+            if self._neighbour.update(neighbour.beat) > self.timeout + neighbour.pause:
                 return "silent"
-        if is_alone and self.mine.seconds > self.timeout + pause:
+        if self.is_stuck:
             return "stuck"
-        if seconds_of_all > self.timeout and self.mine.seconds > self.timeout:
-            return "standstill"
-        return None
+        return "standstill" if min(seconds_of_all, self.age) > self.timeout else None
 
 
 class Watchdog:
@@ -176,9 +174,10 @@ class Watchdog:
     ):
         self.timeout, self.period = timeout, min(LONGEST_PERIOD, timeout / PERIODS)
         self.rank, self.processes, self.output_dir = rank, processes, output_dir
-        self._store, self._store_is_gone, self._leaves = store, False, leaves
-        self.leaves_behind: Callable[[str], object] | None = None  # called when ranks hang; it dumps the current step
-        self._alarms = HangDetector(timeout, self.period)
+        self._here = [number for number, process in enumerate(processes) if process.machine == processes[rank].machine]
+        self._store, self._leaves = store, leaves
+        self.leaves_behind: Callable[[str], object] = lambda reason: None  # called when ranks hang; it dumps the current step
+        self._detector = HangDetector(timeout, self.period)
         self._main = threading.main_thread().ident or 0
         register()
         write_down(output_dir=str(output_dir))
@@ -187,9 +186,6 @@ class Watchdog:
         self._write(f"pulse/{rank}", self._pulse)
         wait_for_all()
         self._neighbour = (rank + 1) % len(processes)
-        self._round = TimeSinceChange(5 * self.period)
-        self._rounds = 0
-        self._found: tuple[int, Heartbeat | None, bool] = (0, None, False)  # (moving, the neighbour's pulse, whether there is an alarm)
         os.register_at_fork(after_in_child=self._in_child)
         self._pulse_thread = threading.Thread(target=self._send_pulses, name="watchdog pulse", daemon=True)
         self._pulse_thread.start()
@@ -225,7 +221,7 @@ class Watchdog:
     def _in_child(self) -> None:
         self._ended.set()  # a forked child (of a reward function) has no threads; if it calls `close`, nothing must be sent
 
-    # ---- two threads: one talks to the store and may hang with it; the other counts
+    # ---- two threads: one talks to the store and may hang with it; the other notices if it does
 
     def _send_pulses(self) -> None:
         try:
@@ -234,48 +230,39 @@ class Watchdog:
             if not self._alarm.is_set():
                 self._write(f"pulse/{self.rank}", replace(self._pulse, has_left=True))
         except RuntimeError:  # the store is closed, and the job has ended: `run.peers` reports that
-            self._store_is_gone = True
+            self._ended.set()
         finally:
             write_down(timeout=0.0)
 
     def _send_pulse(self) -> None:
         phases = activity.current()
-        vouches = self._alarms.is_moving(activity.moves, sum(phase.pause for phase in phases))
+        is_moving = self._detector.is_moving(activity.moves, phases)
         self._pulse = Heartbeat(
             beat=self._pulse.beat + 1,
             step=activity.step,
             words=activity.describe(phases),
-            age=self._alarms.mine.seconds,
+            age=self._detector.age,
             pause=sum(phase.pause for phase in phases if phase.is_alone),
         )
         # For the parent of this process. In a job with several ranks the others must notice first, because they know more.
         seconds = (self.timeout + self._pulse.pause) * (1.0 if len(self.processes) == 1 else 2.0)
         write_down(beats=self._pulse.beat, timeout=seconds)
         self._write(f"pulse/{self.rank}", self._pulse)
-        moving = self._store.add("moving", int(vouches))
+        moving = self._store.add("moving", int(is_moving))
         neighbour = self._pulse_of(self._neighbour) if self._neighbour != self.rank else None
-        self._found = (moving, neighbour, self._has("alarm"))
-        self._rounds += 1
+        reason = self._detector.reason(moving=moving, neighbour=neighbour)
+        if (reason or self._has("alarm")) and not self._alarm.is_set() and not self._ended.is_set():
+            self._alarm.set()
+            threading.Thread(target=self._end, args=[reason], name="watchdog end", daemon=True).start()
 
     def _watch(self) -> None:
-        last_round = 0
-        while not self._ended.wait(self.period):
-            if self._store_is_gone:
-                return
-            if self._round.update(self._rounds) > self.timeout:
+        last_pulse = TimeSinceChange(5 * self.period)
+        while not self._ended.wait(self.period) and not self._alarm.is_set():
+            if last_pulse.update(self._pulse.beat) > self.timeout:
                 self._end_without_store()
-            if self._rounds == last_round:
-                continue
-            last_round = self._rounds
-            phases, (moving, neighbour, has_alarm) = activity.current(), self._found
-            reason = self._alarms.reason(
-                moving=moving, is_alone=any(p.is_alone for p in phases), pause=sum(p.pause for p in phases), neighbour=neighbour
-            )
-            if (has_alarm or reason) and not self._ended.is_set():
-                self._alarm.set()
-                threading.Thread(target=self._give_up, name="watchdog end", daemon=True).start()
-                self._end(reason or "")
-                return
+        if self._alarm.is_set():  # `_end` exits, unless the store stops answering meanwhile
+            time.sleep(2 * self._patience)
+            self._leave(_NO_VERDICT, [], [])
 
     def _write(self, key: str, report: Heartbeat | RankReport) -> None:
         self._store.set(key, json.dumps(asdict(report)))
@@ -283,11 +270,18 @@ class Watchdog:
     def _has(self, key: str) -> bool:
         return self._store.check([key])
 
-    def _has_in_time(self, key: str) -> bool:
-        end = time.monotonic() + self._patience
-        while not (value := self._has(key)) and time.monotonic() < end:
+    def _missing(self, keys: Collection[str], seconds: float, *, expected: Collection[str] = ()) -> set[str]:
+        """Wait until the store has all keys, and return those that it lacks at the end of the time limit.
+
+        Args:
+            keys: The keys.
+            seconds: The time limit.
+            expected: Keys that are not waited for.
+        """
+        end, missing = time.monotonic() + seconds, set(keys)
+        while (missing := {key for key in missing if not self._has(key)}) - set(expected) and time.monotonic() < end:
             time.sleep(0.1)
-        return value
+        return missing
 
     def _pulse_of(self, rank: int) -> Heartbeat:
         return Heartbeat(**json.loads(self._store.get(f"pulse/{rank}")))
@@ -298,7 +292,7 @@ class Watchdog:
 
     # ---- after an alarm
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str | None) -> None:
         """Report where this rank is, look at the silent ranks of its machine, wait for the verdict, and exit. Every live rank does this."""
         text, silent, own_ranks = _NO_VERDICT, [], []
         try:
@@ -308,13 +302,13 @@ class Watchdog:
             if leads:
                 silent = self._without_account(expected=[self._neighbour] if reason == "silent" else [])
                 self._store.set("silent", json.dumps(silent))
-            elif self._has_in_time("silent"):
+            elif not self._missing(["silent"], self._patience):
                 silent = json.loads(self._store.get("silent"))
             own_ranks = self._inspect_local(silent)
             if leads:
                 text = self._verdict(silent)
                 self._store.set("verdict", text)
-            elif self._has_in_time("verdict"):
+            elif not self._missing(["verdict"], self._patience):
                 text = self._store.get("verdict").decode()
             for rank in (self.rank, *own_ranks):
                 self._leaves(rank)
@@ -323,18 +317,15 @@ class Watchdog:
         finally:
             self._leave(text, silent, own_ranks)
 
-    def _give_up(self) -> None:
-        """Exit after a time limit, because the store may stop answering during `_end`."""
-        time.sleep(2 * self._patience)
-        self._leave(_NO_VERDICT, [], [])
-
     def _leave(self, text: str, silent: Sequence[int], own_ranks: Sequence[int]) -> None:
         try:
             if launcher.read().report_file is not None:
                 print_error(text)
             elif self._is_first_here(silent):
                 print(text, file=sys.stderr, flush=True)
-            self._kill(own_ranks)
+            for process in (self.processes[rank] for rank in own_ranks):
+                if process.death() is None:
+                    os.kill(process.pid, signal.SIGKILL)
             if self.rank == 0:  # it may hold the store from which the others read the verdict
                 time.sleep(2 * self.period + 1.0)
         finally:
@@ -345,19 +336,16 @@ class Watchdog:
         return 8 * self.period + 3 * SECONDS_TO_ANSWER
 
     def _leave_behind(self) -> None:
-        if self.leaves_behind is None:
-            return
         try:
             self.leaves_behind(f"a rank hangs (rank_heartbeat_timeout {self.timeout:g} s)")
         except Exception as error:  # noqa: BLE001 - the hanging rank must be named in any case
             print(f"{PREFIX}rank {self.rank} could not save its step: {error}", file=sys.stderr, flush=True)
 
     def _my_account(self) -> RankReport:
-        phases = activity.current()
-        stuck = any(phase.is_alone for phase in phases) and self._alarms.mine.seconds > self.timeout + sum(phase.pause for phase in phases)
+        """Report where this rank is, and write its stacks."""
         text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", own_stacks())
         return RankReport(
-            words=activity.describe(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
+            words=activity.describe(activity.current()), step=activity.step, age=self._detector.age, is_stuck=self._detector.is_stuck,
             waits=waiting_collective(self._main), where=innermost(text),
         )  # fmt: skip
 
@@ -367,21 +355,14 @@ class Watchdog:
         Args:
             expected: Ranks known to be silent, which are not waited for.
         """
-        missing = [rank for rank, pulse in enumerate(self._pulses()) if not pulse.has_left]
-        end = time.monotonic() + 4 * self.period + SECONDS_TO_ANSWER
-        while (missing := [rank for rank in missing if not self._has(f"account/{rank}")]) and time.monotonic() < end:
-            if set(missing) <= set(expected):
-                break
-            time.sleep(0.1)
-        return missing
-
-    def _here(self) -> list[int]:
-        """Return the ranks of this machine."""
-        return [rank for rank, process in enumerate(self.processes) if process.machine == self.processes[self.rank].machine]
+        keys = {rank: f"account/{rank}" for rank, pulse in enumerate(self._pulses()) if not pulse.has_left}
+        seconds = 4 * self.period + SECONDS_TO_ANSWER
+        missing = self._missing(keys.values(), seconds, expected=[f"account/{rank}" for rank in expected])
+        return [rank for rank, key in keys.items() if key in missing]
 
     def _is_first_here(self, silent: Collection[int]) -> bool:
         """Return whether this is the first live rank of its machine."""
-        return next(rank for rank in self._here() if rank not in silent) == self.rank
+        return next(rank for rank in self._here if rank not in silent) == self.rank
 
     def _inspect_local(self, silent: Collection[int]) -> list[int]:
         """Collect stacks and reports of the silent ranks of this machine, if this is its first live rank.
@@ -391,7 +372,7 @@ class Watchdog:
         """
         if not self._is_first_here(silent):
             return []
-        own_ranks = [rank for rank in self._here() if rank in silent]
+        own_ranks = [rank for rank in self._here if rank in silent]
         for rank in own_ranks:
             self._write(f"found/{rank}", self._inspect(rank, age=self._pulse_of(rank).age))
         return own_ranks
@@ -406,44 +387,31 @@ class Watchdog:
 
         A silent rank may come back to life when it is looked at.
         """
-        pulses, silent = self._pulses(), set(silent)
-        missing = [rank for rank, pulse in enumerate(pulses) if rank in silent or not pulse.has_left]
-        accounts: dict[int, RankReport] = {}
-        end = time.monotonic() + SECONDS_TO_ANSWER
-        while missing and time.monotonic() < end:
-            keys = {rank: f"{'found' if rank in silent else 'account'}/{rank}" for rank in missing}
-            accounts |= {rank: RankReport(**json.loads(self._store.get(key))) for rank, key in keys.items() if self._has(key)}
-            missing = [rank for rank in missing if rank not in accounts]
-            time.sleep(0.1 if missing else 0.0)
-        for rank in missing:
-            pulse, state = pulses[rank], "no rank on its machine responds"
-            accounts[rank] = RankReport(words=pulse.words, step=pulse.step, age=pulse.age, is_silent=True, state=state)
-        return self._verdict_text(accounts)
+        pulses, silent, accounts = self._pulses(), set(silent), dict[int, RankReport]()
+        ranks = [rank for rank, pulse in enumerate(pulses) if rank in silent or not pulse.has_left]
+        keys = {rank: f"{'found' if rank in silent else 'account'}/{rank}" for rank in ranks}
+        missing = self._missing(keys.values(), SECONDS_TO_ANSWER)
+        for rank, key in keys.items():
+            if key in missing:
+                pulse, state = pulses[rank], "no rank on its machine responds"
+                accounts[rank] = RankReport(words=pulse.words, step=pulse.step, age=pulse.age, is_silent=True, state=state)
+            else:
+                accounts[rank] = RankReport(**json.loads(self._store.get(key)))
+        return self._report(accounts)
 
-    def _verdict_text(self, accounts: Mapping[int, RankReport]) -> str:
+    def _report(self, accounts: Mapping[int, RankReport]) -> str:
         hosts = {rank: process.host for rank, process in enumerate(self.processes)}
-        text = f"{PREFIX}{verdict(accounts, hosts, self.timeout)}\n{stacks_hint(self.output_dir)}"
-        return keep(self.output_dir, "report.txt", text)
-
-    def _kill(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if self.processes[rank].death() is None:
-                os.kill(self.processes[rank].pid, signal.SIGKILL)
+        return write_report(self.output_dir, accounts, hosts, self.timeout)
 
     def _end_without_store(self) -> None:
         """End the run because the store, which rank 0 or its launcher holds, does not answer. A rank on its machine reports on rank 0."""
         self._alarm.set()
-        keep(self.output_dir, f"rank_{self.rank:05d}.txt", own_stacks())
-        host, own_ranks = self.processes[0].host, []
-        text = f"{PREFIX}the job's store on {host} has not answered for {self.timeout:g} s (rank_heartbeat_timeout), so the run ends."
-        if self.rank != 0 and 0 in self._here() and self._is_first_here([0]) and not launcher.read().launcher_holds_store:
-            own_ranks, first = [0], self._inspect(0, age=self.timeout)
-            text = self._verdict_text(
-                {
-                    0: first,
-                    self.rank: RankReport(words=self._pulse.words, step=activity.step, age=0.0, waits=waiting_collective(self._main)),
-                }
-            )
+        account, own_ranks = self._my_account(), list[int]()
+        text = f"{PREFIX}the job's store on {self.processes[0].host} has not answered for {self.timeout:g} s (rank_heartbeat_timeout), so \
+the run ends."
+        if self.rank != 0 and 0 in self._here and self._is_first_here([0]) and not launcher.read().launcher_holds_store:
+            own_ranks = [0]
+            text = self._report({0: self._inspect(0, age=self.timeout), self.rank: account})
         self._leave(text, [0], own_ranks)
 
 
@@ -527,15 +495,26 @@ def _of_other(report: RankReport) -> str:
     return f"{report.words}, in {report.waits}" if report.waits else report.words
 
 
+def write_report(output_dir: Path, accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeout: float) -> str:
+    """Write the report of a hang, and return it: the verdict, where the stacks are, and the newest checkpoint.
+
+    Args:
+        output_dir: Output directory of the run.
+        accounts: Report of each rank.
+        hosts: Host name of each rank.
+        timeout: `rank_heartbeat_timeout`, seconds.
+    """
+    return keep(output_dir, "report.txt", f"{PREFIX}{verdict(accounts, hosts, timeout)}\n{stacks_hint(output_dir)}")
+
+
 def stacks_hint(output_dir: Path) -> str:
     """Return the message that names the stack files and the newest checkpoint.
 
     Args:
         output_dir: Directory of the run.
     """
-    from megatron_grpo.run.checkpoint.manifest import (
-        Folder,  # imported late, because the supervisor imports this module and must stay small
-    )
+    # Every rank has imported it; the supervisor, which imports this module, must stay small.
+    from megatron_grpo.run.checkpoint.manifest import Folder
 
     steps = Folder(output_dir / "checkpoints").steps()
     saved = f"The newest checkpoint is that of optimizer step {steps[-1]}; the same command resumes from it." if steps else (
@@ -653,10 +632,7 @@ def state_of(pid: int) -> str:
     Args:
         pid: Process id on this machine.
     """
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return STATES["X"]
+    letter = (process_stat(pid) or ["X"])[0]
     return STATES.get(letter, f"its state is {letter}")
 
 
@@ -698,7 +674,7 @@ def innermost(text: str) -> str:
     Args:
         text: Dump of all threads.
     """
-    threads = [part for part in re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.M) if "Thread" in part or "thread" in part]
+    _, *threads = re.split(r"^(?:Current thread|Thread) 0x", text, flags=re.M)
     for part in reversed(threads):  # the main thread is the oldest, and comes last
         if match := re.search(r'File "([^"]+)", line (\d+) in (.+)', part):
             return f"{Path(match[1]).name} line {match[2]}, {match[3]}"

@@ -15,7 +15,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_grpo.run.peers import Peers, Process, _stat
+from megatron_grpo.run.peers import Peers, Process, process_stat
 from megatron_grpo.run.watchdog import Heartbeat, Watchdog
 
 GLOO = RuntimeError("[pair.cc:525] Connection closed by peer [127.0.0.1]:1")
@@ -23,7 +23,7 @@ GLOO = RuntimeError("[pair.cc:525] Connection closed by peer [127.0.0.1]:1")
 
 def process_of(child: subprocess.Popen) -> Process:
     mine = Process.mine()
-    return dataclasses.replace(mine, pid=child.pid, started=_stat(child.pid)[19])
+    return dataclasses.replace(mine, pid=child.pid, started=process_stat(child.pid)[19])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_grpo.core.base.activity import Phase
 from megatron_grpo.run import watchdog
 from megatron_grpo.run.watchdog import HangDetector, Heartbeat, RankReport, TimeSinceChange, suspect_ranks, verdict
 from tests.ranks import run_ranks
@@ -36,6 +37,11 @@ def test_seconds_in_which_this_process_did_not_live_are_not_counted():
     assert age.update("y") == 0.0
 
 
+def phases(is_alone: bool, pause: float) -> tuple[Phase, ...]:
+    """What a rank is in: a phase within another."""
+    return Phase("outer", pause=pause / 2), Phase("inner", pause=pause / 2, is_alone=is_alone)
+
+
 @pytest.fixture
 def job():
     """(alarms of a rank with a timeout of 100 s and periods of 10, what turns its clock by a period and looks)."""
@@ -44,8 +50,8 @@ def job():
 
     def period(*, moves=0, moving=0, is_alone=False, pause=0.0, neighbour=None):
         clock.now += 10.0
-        alarms.is_moving(moves, pause)
-        return alarms.reason(moving=moving, is_alone=is_alone, pause=pause, neighbour=neighbour)
+        alarms.is_moving(moves, phases(is_alone, pause))
+        return alarms.reason(moving=moving, neighbour=neighbour)
 
     return alarms, period
 
@@ -93,7 +99,7 @@ def test_a_rank_vouches_while_it_moves_or_its_phase_may_stand_still():
     alarms = HangDetector(100.0, 10.0, clock)
     said = []
     for moves, pause in [(1, 0), (2, 0), (2, 0), (2, 25), (2, 25), (3, 0)]:
-        said.append(alarms.is_moving(moves, pause))
+        said.append(alarms.is_moving(moves, phases(False, pause)))
         clock.now += 10.0
     assert said == [True, True, False, True, False, True]
 
