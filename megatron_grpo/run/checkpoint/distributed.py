@@ -15,12 +15,12 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, cast
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -40,6 +40,7 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.run.checkpoint.safe_unpickle import refuse_extra_state, without_code_execution
 from megatron_grpo.run.checkpoint.shards import Contents, PlacedShard, Shard, assigned_tensors, metadata_of, pieces_of
 
+ALIGNMENT = 64  # bytes, of a tensor in staged memory
 CHUNK = 256 << 20  # bytes of host memory allocated at once; torch rounds pinned allocations up to a power of two
 Entry = Mapping[str, Any]  # a file in a manifest: {"bytes": size, "sha256": digest}
 # Exceptions of writing and reading. torch's CheckpointException is a BaseException; torch.save reports a full disk as RuntimeError.
@@ -136,28 +137,22 @@ class ShardedWriter:
             On rank 0, a function that writes `.metadata` and returns the files of all ranks; None elsewhere.
         """
         is_new = bool(collectives.all_reduce_max(written.placed != self._known))
-        parts = collectives.gather_object((written.files, written.file, written.placed) if is_new else (written.files, "", ()))
+        parts = collectives.gather_object(written if is_new else replace(written, placed=[]))
         self._known = written.placed
         return None if parts is None else partial(self._write_metadata, parts, is_new=is_new)
 
-    def _write_metadata(
-        self, parts: Sequence[tuple[dict[str, Entry], str, Sequence[PlacedShard]]], directory: Path, *, is_new: bool
-    ) -> dict[str, Entry]:
+    def _write_metadata(self, parts: Sequence[WrittenFiles], directory: Path, *, is_new: bool) -> dict[str, Entry]:
         if is_new:
-            self._metadata = metadata_of([(file, placed) for _, file, placed in parts])
-        return {name: entry for files, *_ in parts for name, entry in files.items()} | {
-            ".metadata": write_file(directory / ".metadata", self._metadata)
-        }
+            self._metadata = metadata_of([(part.file, part.placed) for part in parts])
+        files = {name: entry for part in parts for name, entry in part.files.items()}
+        return files | {".metadata": write_file(directory / ".metadata", self._metadata)}
 
 
 def _write(pieces: Sequence[tuple[Shard, Contents]], other_files: dict[str, bytes], directory: Path, *, rank: int) -> WrittenFiles:
     files, file, placed = {}, f"__{rank}_0.distcp" if pieces else "", list[PlacedShard]()
-    try:
-        if pieces:
-            files[file], placed = write_pieces(directory / file, pieces)
-        files |= {name: write_file(directory / name, contents) for name, contents in other_files.items()}
-    except RuntimeError as error:
-        raise _first_cause(error) from error
+    if pieces:
+        files[file], placed = write_pieces(directory / file, pieces)
+    files |= {name: write_file(directory / name, contents) for name, contents in other_files.items()}
     return WrittenFiles(files=files, file=file, placed=placed)
 
 
@@ -225,26 +220,18 @@ def _describe(error: BaseException) -> str:
     """Return one line about an error. For torch's CheckpointException, whose text is `ranks:dict_keys([0])`, describe the errors inside."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_describe(inner)}" for rank, (inner, _) in error.failures.items())
-    error = _first_cause(error)
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the OSError behind an error.
-
-    torch's zip writer, closed on a full disk, hides it behind RuntimeErrors about an unexpected position.
-    """
+    # torch's zip writer, closed on a full disk, hides the OSError behind RuntimeErrors about an unexpected position.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__ if isinstance(cause, RuntimeError) else None
-    return cause or error
+    error = cause or error
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 # -- writing files -------------------------------------------------------------------------------------------------------------------------
 
 
-class HashedFile:
+class HashedFile(io.BufferedWriter):
     """A new file that is hashed while it is written.
 
     At the end of the `with` block the file is on disk, and `entry` has its size and SHA-256; nothing is read back.
@@ -254,7 +241,8 @@ class HashedFile:
     """
 
     def __init__(self, path: Path):
-        self._stream, self._digest, self._size = path.open("wb"), hashlib.sha256(), 0
+        super().__init__(io.FileIO(path, "w"))
+        self._digest = hashlib.sha256()
         self.entry: Entry = {}
 
     def write(self, data: Any) -> int:
@@ -264,27 +252,14 @@ class HashedFile:
             data: Bytes or a buffer of them.
         """
         self._digest.update(data)
-        self._stream.write(data)
-        self._size += memoryview(data).nbytes
-        return memoryview(data).nbytes
-
-    def tell(self) -> int:
-        """Return the number of bytes written."""
-        return self._size
-
-    def flush(self) -> None:
-        """Flush Python's buffer."""
-        self._stream.flush()
-
-    def __enter__(self) -> Self:
-        return self
+        return super().write(data)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._stream:
+        with closing(self):
             if error is None:
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
-        self.entry = {"bytes": self._size, "sha256": self._digest.hexdigest()}
+                self.flush()
+                os.fsync(self.fileno())
+                self.entry = {"bytes": self.tell(), "sha256": self._digest.hexdigest()}
 
 
 def write_file(path: Path, contents: bytes) -> Entry:
@@ -321,7 +296,7 @@ def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[
             if isinstance(contents, bytes):
                 file.write(contents)
             else:
-                torch.save(_alone(contents), cast(IO[bytes], file))
+                torch.save(_alone(contents), file)
             placed.append(PlacedShard(piece, start, file.tell() - start))
             if is_main_thread:
                 activity.advance()
@@ -348,7 +323,7 @@ class Staging:
         Args:
             pieces: Pieces and their contents.
         """
-        sizes = [_aligned(contents.nbytes) if isinstance(contents, torch.Tensor) else 0 for _, contents in pieces]
+        sizes = [-(-contents.nbytes // ALIGNMENT) * ALIGNMENT if isinstance(contents, torch.Tensor) else 0 for _, contents in pieces]
         remaining, chunk, offset, copied = sum(sizes), 0, 0, []
         on_device = False
         for (piece, contents), size in zip(pieces, sizes, strict=True):
@@ -364,7 +339,3 @@ class Staging:
         if on_device:
             torch.cuda.synchronize()
         return copied
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64

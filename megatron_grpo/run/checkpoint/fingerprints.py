@@ -28,10 +28,8 @@ from megatron_grpo.run.config.remote_code import files_that_run
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.*")
 _VOCABULARY = (*VOCABULARY, "*.tiktoken")
-SAMPLES, SAMPLE_BYTES = (
-    256,
-    4096,
-)  # blocks read from each weight file, and bytes per block; evenly spaced, including the first and last bytes
+# Blocks read from each weight file, and bytes per block; evenly spaced, including the first and last bytes.
+SAMPLES, SAMPLE_BYTES = 256, 4096
 TEACHER = "teacher"  # independent of location: a server reports the same fingerprint for the same model
 MODEL_RUNNER = "vLLM's model runner"  # "V1" or "V2" of an engine in the ranks
 DAY = "day that the chat template prints"

@@ -88,9 +88,8 @@ class Manifest:
 _FIELDS = {"format": int, "step": int, "progress": dict, "batch": dict, "world_size": int, "torch": str, "num_pending": int,
            "versions": dict, "files": dict, "written_by": str, "save_number": int, "settings": dict, "content": dict,
            "job": dict}  # fmt: skip
-_OWN = (
-    "sha256"  # of all the rest; it may be lacking. A flipped bit in the name of the field, or in `format`, makes it one that is not known
-)
+# Digest of all the rest; it may be lacking. A flipped bit in the name of the field, or in `format`, makes it one that is not known.
+_OWN = "sha256"
 
 
 def manifest_content(origin: RunOrigin, progress: Progress, **extra: Any) -> dict[str, Any]:

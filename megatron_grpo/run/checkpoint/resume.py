@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.types import PartialCompletion
 from megatron_grpo.run.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
 from megatron_grpo.run.checkpoint.manifest import MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
 from megatron_grpo.run.checkpoint.output_files import holds_run, overwrite_obstacle, restart_obstacle
 from megatron_grpo.run.checkpoint.resume_compatibility import FREEZING, ResumeDifference, changes_since, problems_of
-from megatron_grpo.run.checkpoint.samples import files_of_partial_completions, files_of_samples, unreadable_reason
+from megatron_grpo.run.checkpoint.samples import FOLDERS, sample_files, unreadable_reason
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.schedule import TrainingSchedule
@@ -196,9 +195,17 @@ def find_checkpoints(
 def _start_new_run(resume: Resume, restart: str, *, overwrites: bool) -> Resume:
     """Begin a new run, as overwrite_output_dir and --resume never request; but continue if the same job has written checkpoints before."""
     out, flag = resume.output_dir, "overwrite_output_dir" if overwrites else "resume never"
-    writer = _written_by(resume.origin.job, out)
+    newest, job = _newest(out), resume.origin.job
+    its_job = newest.origin.job if newest else {}
+    writer = next((f"{name}={value}" for name, value in job.items() if its_job.get(name) == value), "")
+    different = next((name for name in job if name in its_job and its_job[name] != job[name]), None)
+    if restart and newest and different and not writer:  # the restart can neither continue nor remove the checkpoints
+        raise config_error(
+            ("output_dir", "resume"),
+            f"{flag} does not remove checkpoints at a restart ({restart}), but {newest.directory} was written by another job "
+            f"({different}={its_job[different]}, not {job[different]}). Remove it yourself, or use another output_dir.",
+        )
     if restart or writer:
-        _refuse_another_job(resume, restart, flag)
         reason = f"this is a restart ({restart})" if restart else f"this job ({writer}) wrote the checkpoints in {out}"
         note = f"{flag} is ignored: {reason}, and a job continues its own run. Use another output_dir to start a new run."
         return _candidates(replace(resume, notes=(note,)))
@@ -282,11 +289,9 @@ def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named_fla
     problems = []
     own_files = manifest.directory / OURS
     try:
-        sample_faults = [unreadable_reason(path) for path in files_of_samples(own_files)]
-        for text in filter(
-            None, [*sample_faults, *(unreadable_reason(path, PartialCompletion) for path in files_of_partial_completions(own_files))]
-        ):
-            problems.append(Problem(flags=("resume",), message=f"{text}. Resume with the version that wrote it."))
+        for reason in (unreadable_reason(path, kind) for kind in FOLDERS for path in sample_files(own_files, kind)):
+            if reason:
+                problems.append(Problem(flags=("resume",), message=f"{reason}. Resume with the version that wrote it."))
         if prompts is not None:
             problems += prompts.problems_with(parse_json((own_files / "prompts.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, EOFError):
@@ -318,25 +323,6 @@ def join_faults(faults: list[str]) -> str:
 
 def _newest(out: Path) -> Manifest | None:
     return next(iter(Folder(out / "checkpoints").complete_checkpoints()), None)
-
-
-def _written_by(job: Mapping[str, str], out: Path) -> str:
-    """Return the job ID that the newest checkpoint of `out` shares with this job, as `NAME=2`; "" if there is none."""
-    newest = _newest(out)
-    return next((f"{name}={value}" for name, value in job.items() if newest and newest.origin.job.get(name) == value), "")
-
-
-def _refuse_another_job(resume: Resume, restart: str, flag: str) -> None:
-    """Reject a restart that finds the checkpoints of another job: it can neither continue nor remove them. Raises ConfigError."""
-    newest, job = _newest(resume.output_dir), resume.origin.job
-    its_job = newest.origin.job if newest else {}
-    different = next((name for name in job if name in its_job and its_job[name] != job[name]), None)
-    if newest and different and not _written_by(job, resume.output_dir):
-        raise config_error(
-            ("output_dir", "resume"),
-            f"{flag} does not remove checkpoints at a restart ({restart}), but {newest.directory} was written by another job "
-            f"({different}={its_job[different]}, not {job[different]}). Remove it yourself, or use another output_dir.",
-        )
 
 
 # -- start from the weights of a checkpoint, without its state (`--mcore_model`) -----------------------------------------------------------
@@ -411,14 +397,10 @@ def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Probl
         if trained_value != value:
             message = (
                 f"{_FLAG} ({path}) was trained with {name} {_value_text(trained_value)}, but this run has {_value_text(value)}: its "
-                "weights do "
-                "not match. "
+                f"weights do not match. Use {name} {_value_text(trained_value)}, or export it and use the result as model."
             )
-            problems.append(
-                problem_with((_FLAG, name), message + f"Use {name} {_value_text(trained_value)}, or export it and use the result as model.")
-            )
-    vocabulary = vocabulary_of(manifest, model_path)
-    if vocabulary:
+            problems.append(problem_with((_FLAG, name), message))
+    if vocabulary := vocabulary_of(manifest, model_path):
         problems.append(problem_with((_FLAG, "model"), f"{_FLAG} ({path}) {vocabulary}"))
     return problems
 

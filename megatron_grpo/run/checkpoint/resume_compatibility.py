@@ -153,11 +153,8 @@ def _refusal(change: ResumeDifference, manifest: Manifest, typed_names: Mapping[
     setting = FLAGS.get(change.name, change.name)
     name = typed_names.get(setting, setting)
     if change.name in FLAGS:
-        change_text, use = (
-            f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})",
-            f"Restore it (--{name})",
-        )
-        nearest = {}
+        change_text = f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})"
+        use, nearest = f"Restore it (--{name})", {}
     else:
         change_text = f"{name} is {_value_text(change.now)}, but was {_value_text(change.was)} for {manifest.directory}"
         use, nearest = f"Use {name} {_value_text(change.was)}", {name: [change.was]}

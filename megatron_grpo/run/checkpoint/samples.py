@@ -19,9 +19,10 @@ import numpy as np
 
 from megatron_grpo import __version__
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.types import Sample
+from megatron_grpo.core.types import PartialCompletion, Sample
 
 FORMAT = 2
+FOLDERS = {Sample: "pending", PartialCompletion: "partial"}  # base class of the samples -> folder in a checkpoint
 HEADER = "header"  # JSON: format, version of the writer, and the column type of each field per sample class
 NOT_SAVED = ("images",)  # images: they are found again by the prompt's number
 LEFT_OUT = ("spans", "text")  # where all values are empty, which is the default
@@ -69,10 +70,8 @@ def read_samples(path: Path, kind: type = Sample) -> list[Any]:
     """
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
-    header = _header(path, arrays, kind)
-    kinds_by_name = {sample_kind.__name__: sample_kind for sample_kind in _kinds(kind)}
-    iterators = {name: iter(list(_rows(path, kinds_by_name[name], arrays))) for name in header["kinds"]}
-    return [next(iterators[str(name)]) for name in arrays["kinds"]]
+    rows = {name: iter(_rows(path, *known, arrays)) for name, known in _known_kinds(path, arrays[HEADER], kind).items()}
+    return [next(rows[str(name)]) for name in arrays["kinds"]]
 
 
 def unreadable_reason(path: Path, kind: type = Sample) -> str | None:
@@ -84,28 +83,20 @@ def unreadable_reason(path: Path, kind: type = Sample) -> str | None:
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            _header(path, dict.fromkeys(file.files) | {name: file[name] for name in (HEADER, "kinds") if name in file}, kind)
+            _known_kinds(path, file[HEADER], kind)
     except UnknownSamplesError as error:
         return str(error)
     return None
 
 
-def files_of_samples(folder: Path) -> list[Path]:
-    """Return all files of pending rows in a checkpoint: one for all ranks, or one per rank that held rows.
+def sample_files(folder: Path, kind: type) -> list[Path]:
+    """Return all files of pending rows or partial completions in a checkpoint: one per rank that held some, or one for all ranks.
 
     Args:
         folder: The directory for files of this package in a checkpoint.
+        kind: Base class of the samples, one of `FOLDERS`.
     """
-    return [*folder.glob("pending.npz"), *sorted((folder / "pending").glob("rank_*.npz"))]
-
-
-def files_of_partial_completions(folder: Path) -> list[Path]:
-    """Return all files of partial completions in a checkpoint: one per rank that held some.
-
-    Args:
-        folder: The directory for files of this package in a checkpoint.
-    """
-    return sorted((folder / "partial").glob("rank_*.npz"))
+    return [*folder.glob(f"{FOLDERS[kind]}.npz"), *sorted((folder / FOLDERS[kind]).glob("rank_*.npz"))]
 
 
 def column_types(kind: type) -> dict[str, str]:
@@ -185,14 +176,14 @@ def _values(column: str, part: Mapping[str, np.ndarray]) -> list[Any]:
 # -- reading -------------------------------------------------------------------------------------------------------------------------------
 
 
-def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Return the header of a file, checked to contain only known classes and fields."""
-    header = parse_json(str(arrays[HEADER]))
-    begin, own_version = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
-    if header["format"] != FORMAT:
-        raise UnknownSamplesError(f"{begin} format {header['format']}; {own_version} reads format {FORMAT}")
+def _known_kinds(path: Path, header: np.ndarray, kind: type) -> dict[str, tuple[type, dict[str, str]]]:
+    """Return the classes in a file and the column type of their fields, by name; checked to be known ones."""
+    content = parse_json(str(header))
+    begin, own_version = f"{path} was written by {content['written_by']} and has", f"megatron_grpo {__version__}"
+    if content["format"] != FORMAT:
+        raise UnknownSamplesError(f"{begin} format {content['format']}; {own_version} reads format {FORMAT}")
     kinds_by_name = {sample_kind.__name__: sample_kind for sample_kind in _kinds(kind)}
-    for name, columns in header["kinds"].items():
+    for name, columns in content["kinds"].items():
         if name not in kinds_by_name:
             raise UnknownSamplesError(f"{begin} samples of the kind {name}, which {own_version} does not know")
         types = column_types(kinds_by_name[name])
@@ -201,25 +192,19 @@ def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]
                 raise UnknownSamplesError(f"{begin} the field {name}.{column}, which {own_version} does not know")
             if types[column] not in (its_type, f"{its_type}?"):
                 raise UnknownSamplesError(f"{begin} {name}.{column} as {its_type}; in {own_version} it is {types[column]}")
-    return header
+    return {name: (kinds_by_name[name], columns) for name, columns in content["kinds"].items()}
 
 
-def _rows(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
-    types = parse_json(str(arrays[HEADER]))["kinds"][kind.__name__]
-    columns = {}
-    for name, column in types.items():
-        key = f"{kind.__name__}.{name}"
-        part = {ending: arrays[key + ending] for ending in ("", ".shapes", ".dtype", ".present") if key + ending in arrays}
-        columns[name] = _values(column, part)
-    yield from _make_samples(path, kind, columns)
-
-
-def _make_samples(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
+def _rows(path: Path, kind: type, columns: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> list[Any]:
     for field in fields(kind):
         if field.name not in columns and field.default is MISSING and field.default_factory is MISSING:
             raise UnknownSamplesError(f"{path} lacks {kind.__name__}.{field.name}, which has no default in megatron_grpo {__version__}")
-    for row in zip(*columns.values(), strict=True):
-        yield kind(**dict(zip(columns, row, strict=True)))
+    values = {}
+    for name, column in columns.items():
+        key = f"{kind.__name__}.{name}"
+        part = {ending: arrays[key + ending] for ending in ("", ".shapes", ".dtype", ".present") if key + ending in arrays}
+        values[name] = _values(column, part)
+    return [kind(**dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True)]
 
 
 def _kinds(kind: type[Any]) -> Iterator[type[Any]]:

@@ -25,14 +25,14 @@ from megatron_grpo.core.base.cleanup import run_in_thread
 from megatron_grpo.core.base.errors import ConfigError, config_error
 from megatron_grpo.core.base.files import atomic_write, parse_json, write_mark
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.types import PartialCompletion, Progress
+from megatron_grpo.core.types import PartialCompletion, Progress, Sample
 from megatron_grpo.run.checkpoint import rng_state
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
 from megatron_grpo.run.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, find_damage, manifest_content
 from megatron_grpo.run.checkpoint.output_files import RUN, BestCheckpoint
 from megatron_grpo.run.checkpoint.resume import OURS, Resume, ResumeCandidate, join_faults, unusable
 from megatron_grpo.run.checkpoint.resume_compatibility import ResumeDifference, sampling_settings
-from megatron_grpo.run.checkpoint.samples import file_of, files_of_partial_completions, files_of_samples, read_samples
+from megatron_grpo.run.checkpoint.samples import FOLDERS, file_of, read_samples, sample_files
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.schedule import ScheduledStep
@@ -83,9 +83,8 @@ class Checkpoints:
         self.folder = Folder(resume.output_dir / "checkpoints")
         self._saved_at = time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=cfg.async_save)
-        self.best: BestCheckpoint | None = (
-            None  # tracks the best checkpoint, which is never deleted; set by the caller that knows the metric
-        )
+        # Tracks the best checkpoint, which is never deleted; set by the caller that knows the metric.
+        self.best: BestCheckpoint | None = None
         self.partial: PartialRollouts | None = None  # completions that a weight sync interrupted; set by the caller, if the run has them
         self._chosen: ResumeCandidate | None = None
         self._saved_step: int | None = None  # step of the last complete checkpoint
@@ -255,20 +254,15 @@ class Checkpoints:
             self._underway = None
             if collectives.rank() == 0:
                 self.folder.abandon(step)
-            remark = (
-                f"the last complete checkpoint is of step {self._saved_step}"
-                if self._saved_step
-                else ("this run has no earlier checkpoint")
-            )
+            last = f"the last complete checkpoint is of step {self._saved_step}"
+            remark = last if self._saved_step else "this run has no earlier checkpoint"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {remark}. {error}") from error
 
     def _others(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
         """Return the unsharded files of this rank by name: its pending rows, and on rank 0 the state that is equal on all ranks."""
-        files = {}
-        if rows := buffer.to_save():
-            files[f"{OURS}/pending/rank_{collectives.rank():05d}.npz"] = file_of(rows)
-        if self.partial is not None and (interrupted := self.partial.to_save()):
-            files[f"{OURS}/partial/rank_{collectives.rank():05d}.npz"] = file_of(interrupted)
+        held = {Sample: buffer.to_save(), PartialCompletion: self.partial.to_save() if self.partial is not None else []}
+        name = f"rank_{collectives.rank():05d}.npz"
+        files = {f"{OURS}/{FOLDERS[kind]}/{name}": file_of(samples) for kind, samples in held.items() if samples}
         if collectives.rank() == 0:
             files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
             files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
@@ -281,9 +275,10 @@ class Checkpoints:
     def _facts(self, progress: Progress, buffer: SampleBuffer) -> dict[str, Any]:
         """Return the contents of the manifest. `versions` maps each pending rollout to the version of the weights that sampled it."""
         versions = dict(zip(map(str, buffer.rows.rollout.tolist()), buffer.rows.version.tolist(), strict=True))
-        return manifest_content(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__,
-        num_pending=len(buffer),
-                     versions=versions)  # fmt: skip
+        return manifest_content(
+            self.resume.origin, progress,
+            world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(buffer), versions=versions,
+        )  # fmt: skip
 
     # -- restoring ---------------------------------------------------------------------------------------------------------------------
 
@@ -298,9 +293,8 @@ class Checkpoints:
         Raises:
             ConfigError: On every rank, if all checkpoints are damaged or the chosen one is incompatible with this run.
         """
-        resume = collectives.broadcast_object(
-            self.resume
-        )  # one view of the directory for all ranks: network file systems may show new files late
+        # One view of the directory for all ranks: network file systems may show new files late.
+        resume = collectives.broadcast_object(self.resume)
         first, refusals = collectives.rank() == 0, []
         for line in resume.notes if first else ():
             self.print_line(line)
@@ -385,10 +379,8 @@ class Checkpoints:
                 policy.restore_gradient_check(parse_json((folder / "guard.json").read_text()))
             if "rng" not in self.resume.without:
                 rng_state.restore(folder / rng_state.FILE)
-            files = files_of_samples(folder)[collectives.rank() :: collectives.num_ranks()]
-            samples = [replace(sample, images=prompts.images_of(sample.prompt_number)) for path in files for sample in read_samples(path)]
-            partial_files = files_of_partial_completions(folder)[collectives.rank() :: collectives.num_ranks()]
-            interrupted = [completion for path in partial_files for completion in read_samples(path, PartialCompletion)]
+            samples = [replace(sample, images=prompts.images_of(sample.prompt_number)) for sample in _read_share(folder, Sample)]
+            interrupted = _read_share(folder, PartialCompletion)
         buffer = empty.restored(samples)
         self._restore_partial(interrupted)
         is_ours = directory.parent.resolve() == self.folder.path.resolve()
@@ -415,6 +407,12 @@ class Checkpoints:
         """Restore the record of the best checkpoint, without steps after the one that the run continues from."""
         if self.best is not None and collectives.rank() == 0:
             self.best.resume(step, is_saved=is_ours)
+
+
+def _read_share(folder: Path, kind: type) -> list[Any]:
+    """Read this rank's share of the pending rows or partial completions of a checkpoint."""
+    files = sample_files(folder, kind)[collectives.rank() :: collectives.num_ranks()]
+    return [sample for path in files for sample in read_samples(path, kind)]
 
 
 def damage_of(manifest: Manifest) -> list[str]:

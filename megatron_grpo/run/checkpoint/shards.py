@@ -108,9 +108,8 @@ def divide_tensors(tensors_of_ranks: Sequence[Sequence[tuple[int, int, bool]]]) 
             if is_rank_zero:
                 main.add(name)
     loads, assigned_names = [0] * len(tensors_of_ranks), [set[int]() for _ in tensors_of_ranks]
-    for name in sorted(
-        main, key=lambda name: (len(holders[name]), -sizes[name], name)
-    ):  # tensors with few holders first, because they have the least choice
+    # Tensors with few holders first, because they have the least choice.
+    for name in sorted(main, key=lambda name: (len(holders[name]), -sizes[name], name)):
         rank = min(holders[name], key=loads.__getitem__)
         loads[rank] += sizes[name]
         assigned_names[rank].add(name)
