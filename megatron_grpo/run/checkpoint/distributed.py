@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.planner import LoadItemType  # noqa: TID251 - 
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.run.checkpoint.safe_unpickle import refuse_extra_state, without_code_execution
 from megatron_grpo.run.checkpoint.shards import Contents, PlacedShard, Shard, assigned_tensors, metadata_of, pieces_of
 
 ALIGNMENT = 64  # bytes, of a tensor in staged memory
@@ -170,6 +169,8 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     Raises:
         CheckpointError: On every rank, if entries are missing, or left over (unless `partly`), or reading fails on any rank.
     """
+    from megatron_grpo.run.checkpoint.safe_unpickle import refuse_extra_state, without_code_execution
+
     with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
         needed_here = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         stored = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})

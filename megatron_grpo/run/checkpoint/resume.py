@@ -19,16 +19,14 @@ from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.run.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
 from megatron_grpo.run.checkpoint.manifest import MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
 from megatron_grpo.run.checkpoint.output_files import holds_run, overwrite_obstacle, restart_obstacle
-from megatron_grpo.run.checkpoint.resume_compatibility import FREEZING, ResumeDifference, changes_since, problems_of
-from megatron_grpo.run.checkpoint.samples import FOLDERS, sample_files, unreadable_reason
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.schedule import TrainingSchedule
     from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.checkpoint.resume_compatibility import ResumeDifference
     from megatron_grpo.run.data.prompts import PromptStream
 
 _FLAG = "mcore_model"
-_ALONE = ("tuner_type", *FREEZING)  # settings that determine which part of the model's weights a checkpoint holds
 OURS = "grpo"  # directory in a checkpoint for files that Megatron-Core does not know
 
 
@@ -124,19 +122,25 @@ def plan_resume(
     """
     origin = RunOrigin(settings=settings_of(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=launcher.job_ids(environ))
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
-    candidates = []
-    for candidate in resume.candidates:
-        manifest = candidate.manifest
-        changes = changes_since(manifest.origin, origin)
-        is_between = schedule.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
-        problems = problems_of(changes, manifest, is_between_rollouts=is_between, typed_names=cfg.typed)
-        problems += _problems_inside(manifest, prompts, named_flags={flag for problem in problems for flag in problem.flags})
-        candidates.append(ResumeCandidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
+    candidates = tuple(_compare(candidate.manifest, origin, cfg, schedule, prompts) for candidate in resume.candidates)
     if candidates and candidates[0].problems:
         raise ConfigError(candidates[0].problems)
     left_out = {"optim": cfg.run.no_load_optim, "rng": cfg.run.no_load_rng}
     left_out_parts = tuple(part for part, is_left_out in left_out.items() if is_left_out and resume.requested)
-    return replace(resume, candidates=tuple(candidates), num_steps=schedule.num_steps, without=left_out_parts)
+    return replace(resume, candidates=candidates, num_steps=schedule.num_steps, without=left_out_parts)
+
+
+def _compare(
+    manifest: Manifest, origin: RunOrigin, cfg: Config, schedule: TrainingSchedule, prompts: PromptStream | None
+) -> ResumeCandidate:
+    """Compare the run that wrote a checkpoint with this one."""
+    from megatron_grpo.run.checkpoint.resume_compatibility import changes_since, problems_of
+
+    changes = changes_since(manifest.origin, origin)
+    is_between = schedule.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
+    problems = problems_of(changes, manifest, is_between_rollouts=is_between, typed_names=cfg.typed)
+    problems += _problems_inside(manifest, prompts, named_flags={flag for problem in problems for flag in problem.flags})
+    return ResumeCandidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems))
 
 
 def find_checkpoints(
@@ -286,6 +290,8 @@ def _separate_damaged(manifests: list[Manifest | str]) -> tuple[list[Manifest], 
 
 def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named_flags: set[str]) -> list[Problem]:
     """Return the problems with continuing a checkpoint that its small files show. Unreadable files are damage, which `choose` reports."""
+    from megatron_grpo.run.checkpoint.samples import FOLDERS, sample_files, unreadable_reason
+
     problems = []
     own_files = manifest.directory / OURS
     try:
@@ -390,9 +396,11 @@ def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Probl
     path = cfg.run.mcore_model
     if not path:
         return []
+    from megatron_grpo.run.checkpoint.resume_compatibility import FREEZING
+
     manifest = initial_weights_of(path)
     trained, problems = manifest.origin, []
-    for name in _ALONE:
+    for name in ("tuner_type", *FREEZING):  # settings that determine which part of the model's weights a checkpoint holds
         trained_value, value = trained.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)
         if trained_value != value:
             message = (

@@ -21,13 +21,11 @@ from typing import Any
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.field import OnResume
 from megatron_grpo.core.grpo.zero_gradient import DECIDING, zero_gradient_kinds
+from megatron_grpo.run.checkpoint.fingerprints import FLAGS
 from megatron_grpo.run.checkpoint.manifest import Manifest, RunOrigin
 from megatron_grpo.run.config.table import keys, table
 from megatron_grpo.run.config.write import absolute_paths
 
-# Content -> the setting that names it. A changed content is rejected if it is listed here, and reported otherwise.
-FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
-         "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
 _OTHER_MATRICES = "a checkpoint contains the trainable parameters, which would be different ones"
 FREEZING = tuple(keys()["freeze_kwargs"])
 _WHY = {

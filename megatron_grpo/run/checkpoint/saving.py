@@ -31,8 +31,6 @@ from megatron_grpo.run.checkpoint.distributed import CheckpointError, ShardedWri
 from megatron_grpo.run.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, find_damage, manifest_content
 from megatron_grpo.run.checkpoint.output_files import RUN, BestCheckpoint
 from megatron_grpo.run.checkpoint.resume import OURS, Resume, ResumeCandidate, join_faults, unusable
-from megatron_grpo.run.checkpoint.resume_compatibility import ResumeDifference, sampling_settings
-from megatron_grpo.run.checkpoint.samples import FOLDERS, file_of, read_samples, sample_files
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.schedule import ScheduledStep
@@ -134,6 +132,8 @@ class Checkpoints:
         rows = buffer.of_step(step)
         if collectives.rank() > 0:
             return
+        from megatron_grpo.run.checkpoint.samples import file_of
+
         for directory in (self.folder.directory(step.index), self.folder.being_written(step.index), self.folder.directory(step.index)):
             try:
                 with atomic_write(directory / RECORDED) as stream:
@@ -260,9 +260,13 @@ class Checkpoints:
 
     def _others(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
         """Return the unsharded files of this rank by name: its pending rows, and on rank 0 the state that is equal on all ranks."""
+        files = {}
         held = {Sample: buffer.to_save(), PartialCompletion: self.partial.to_save() if self.partial is not None else []}
-        name = f"rank_{collectives.rank():05d}.npz"
-        files = {f"{OURS}/{FOLDERS[kind]}/{name}": file_of(samples) for kind, samples in held.items() if samples}
+        for kind, samples in held.items():
+            if samples:
+                from megatron_grpo.run.checkpoint.samples import FOLDERS, file_of
+
+                files[f"{OURS}/{FOLDERS[kind]}/rank_{collectives.rank():05d}.npz"] = file_of(samples)
         if collectives.rank() == 0:
             files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
             files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
@@ -336,6 +340,8 @@ class Checkpoints:
         self.resume = replace(self.resume, origin=replace(origin, content={**origin.content, name: fingerprint}))
         old_fingerprint = self.recorded(name)
         if old_fingerprint not in (None, fingerprint) and collectives.rank() == 0:
+            from megatron_grpo.run.checkpoint.resume_compatibility import ResumeDifference
+
             self.print_line(
                 f"Changed since that checkpoint:\n  {ResumeDifference(name=name, was=old_fingerprint, now=fingerprint, verdict='said')}"
             )
@@ -395,6 +401,8 @@ class Checkpoints:
 
     def _restore_partial(self, interrupted: list[PartialCompletion]) -> None:
         """Hand interrupted completions of the checkpoint to the run, or report that it cannot continue them. Collective."""
+        from megatron_grpo.run.checkpoint.resume_compatibility import sampling_settings
+
         changed = [change.name for change in self._chosen.changes if change.name in sampling_settings()] if self._chosen else []
         if self.partial is not None and not changed:
             self.partial.restore(interrupted)
@@ -411,6 +419,8 @@ class Checkpoints:
 
 def _read_share(folder: Path, kind: type) -> list[Any]:
     """Read this rank's share of the pending rows or partial completions of a checkpoint."""
+    from megatron_grpo.run.checkpoint.samples import read_samples, sample_files
+
     files = sample_files(folder, kind)[collectives.rank() :: collectives.num_ranks()]
     return [sample for path in files for sample in read_samples(path, kind)]
 

@@ -13,10 +13,10 @@ import pytest
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.checkpoint.fingerprints import DAY, settings_of
+from megatron_grpo.run.checkpoint.fingerprints import DAY, FLAGS, settings_of
 from megatron_grpo.run.checkpoint.manifest import POINTER, Folder, RunOrigin, manifest_content
 from megatron_grpo.run.checkpoint.resume import find_checkpoints, plan_resume
-from megatron_grpo.run.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
+from megatron_grpo.run.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, changes_since
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.config.rules.batch_sizes import with_derived_sizes as with_sizes
