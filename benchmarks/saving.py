@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_grpo.core.policy.sharded_state import boxes
-from megatron_grpo.run.checkpoint.shards import PlacedShard, Shard, divide_tensors, metadata_of
+from megatron_grpo.run.checkpoint.distributed import PlacedShard, Shard, divide_tensors, metadata_of
 
 TO_HOST = 50e9  # bytes a second from a GPU to pinned memory; `plan` assumes the same
 HEADER = 1100  # bytes that torch writes around a tensor

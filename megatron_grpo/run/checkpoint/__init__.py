@@ -2,6 +2,6 @@
 
 `resume` decides, without torch, which checkpoint a run continues, using `manifest` (names, renames, checksums, contents of a manifest),
 `resume_compatibility` (which settings may change) and `fingerprints` (settings and fingerprints). `saving` writes and restores
-checkpoints: `distributed` has the Megatron-Core part and writes files to disk, `shards` assigns the pieces to ranks, `samples` has the
-pending rows, `rng_state` the random states. docs/checkpoints.md is the page for users.
+checkpoints: `distributed` has the Megatron-Core part, assigns its pieces to ranks and writes files to disk; `samples` has the pending
+rows, `rng_state` the random states. docs/checkpoints.md is the page for users.
 """

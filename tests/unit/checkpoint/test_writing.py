@@ -16,9 +16,19 @@ from hypothesis import strategies as st
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.cleanup import run_in_thread
 from megatron_grpo.core.policy.sharded_state import boxes
-from megatron_grpo.run.checkpoint.distributed import Staging, _write, write_file, write_pieces
+from megatron_grpo.run.checkpoint.distributed import (
+    MissingShardError,
+    PlacedShard,
+    Shard,
+    Staging,
+    _write,
+    check_coverage,
+    divide_tensors,
+    metadata_of,
+    write_file,
+    write_pieces,
+)
 from megatron_grpo.run.checkpoint.safe_unpickle import _Data
-from megatron_grpo.run.checkpoint.shards import MissingShardError, PlacedShard, Shard, check_coverage, divide_tensors, metadata_of
 from tests.checkpoint_files import fingerprints
 
 # ---- who writes what ---------------------------------------------------------------------------------------------------------------------
