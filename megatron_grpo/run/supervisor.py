@@ -128,12 +128,12 @@ def _wait_for(child: int) -> int:
 
 def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
     """Report where a process hangs, and kill it."""
-    from megatron_grpo.run import watchdog
+    from megatron_grpo.run.failures import print_error
+    from megatron_grpo.run.watchdog import inspect_process, write_report
 
     rank = launcher.read().rank
-    account = watchdog.inspect_process(child, rank, output_dir, age=seconds)
-    verdict = watchdog.verdict({rank: account}, {rank: os.uname().nodename}, seconds)
-    _print_error(f"{watchdog.keep(output_dir, 'report.txt', verdict)}\n{watchdog.stacks_hint(output_dir)}")
+    account = inspect_process(child, rank, output_dir, age=seconds)
+    print_error(write_report(output_dir, {rank: account}, {rank: os.uname().nodename}, seconds))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 

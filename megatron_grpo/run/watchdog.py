@@ -504,22 +504,14 @@ def write_report(output_dir: Path, accounts: Mapping[int, RankReport], hosts: Ma
         hosts: Host name of each rank.
         timeout: `rank_heartbeat_timeout`, seconds.
     """
-    return keep(output_dir, "report.txt", f"{PREFIX}{verdict(accounts, hosts, timeout)}\n{stacks_hint(output_dir)}")
-
-
-def stacks_hint(output_dir: Path) -> str:
-    """Return the message that names the stack files and the newest checkpoint.
-
-    Args:
-        output_dir: Directory of the run.
-    """
     # Every rank has imported it; the supervisor, which imports this module, must stay small.
     from megatron_grpo.run.checkpoint.manifest import Folder
 
     steps = Folder(output_dir / "checkpoints").steps()
     saved = f"The newest checkpoint is that of optimizer step {steps[-1]}; the same command resumes from it." if steps else (
         "There is no checkpoint yet: the same command begins again.")  # fmt: skip
-    return f"  Stacks of all ranks: {output_dir / FOLDER}/rank_*.txt. {saved}"
+    stacks = f"  Stacks of all ranks: {output_dir / FOLDER}/rank_*.txt. {saved}"
+    return keep(output_dir, "report.txt", f"{PREFIX}{verdict(accounts, hosts, timeout)}\n{stacks}")
 
 
 def keep(output_dir: Path, name: str, text: str) -> str:

@@ -136,6 +136,7 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
         r"^megatron-grpo: rank 0 on \S+ hangs in optimizer step 8, scoring rewards 0 of 3 scores, at <string> line \d+, command: ", said
     )
     assert f": {state}.\n" in said and "There is no checkpoint yet" in said
+    assert (tmp_path / "watchdog/report.txt").read_text() == said.removesuffix("\n")
     assert "in command" in (tmp_path / "watchdog/rank_00000.txt").read_text()
 
 
