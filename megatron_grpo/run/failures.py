@@ -163,13 +163,8 @@ def write_error_file(text: str, *, seconds_later: int = 0) -> None:
 # -- what a machine refuses ---------------------------------------------------------------------------------------------------------------
 
 _BY_TEXT = {  # the text in errors of libraries that do not raise OSError
-    "No space left on device": errno.ENOSPC,
-    "Disk quota exceeded": errno.EDQUOT,
-    "Too many open files": errno.EMFILE,
-    "Read-only file system": errno.EROFS,
-    "can't allocate memory": errno.ENOMEM,
-    "Cannot allocate memory": errno.ENOMEM,
-    "can't start new thread": errno.ENOMEM,
+    **{os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EROFS, errno.ENOMEM)},
+    **dict.fromkeys(("can't allocate memory", "can't start new thread"), errno.ENOMEM),
 }
 
 
@@ -258,7 +253,10 @@ def _location(error: BaseException) -> str:
 
 def _memory() -> str:
     """Return the memory of this process, its limits, and the free memory of the machine, in words."""
-    lines = [line.split() for name in ("/proc/self/status", "/proc/meminfo") for line in _lines_of(name)]
+    lines: list[list[str]] = []
+    for name in ("/proc/self/status", "/proc/meminfo"):
+        with suppress(OSError):  # not Linux
+            lines += [line.split() for line in Path(name).read_text().splitlines()]
     mebibytes = {words[0]: int(words[1]) // 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
     parts = [f"it holds {mebibytes.get('VmRSS:', 0)} MiB ({mebibytes.get('VmSize:', 0)} MiB of addresses)"]
     limits = {"-v": (resource.RLIMIT_AS, 2**20, " MiB"), "-u": (resource.RLIMIT_NPROC, 1, " processes and threads")}
@@ -267,13 +265,6 @@ def _memory() -> str:
         if soft != resource.RLIM_INFINITY:
             parts.append(f"`ulimit {flag}` allows {soft // unit}{suffix}")
     return ", ".join([*parts, f"{mebibytes.get('MemAvailable:', 0)} MiB of the machine are free"])
-
-
-def _lines_of(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:  # not Linux
-        return []
 
 
 def _folder_of(path: str) -> Path | None:

@@ -139,11 +139,12 @@ def problems_of(
         names = [typed_names.get(change.name, change.name) for change in stuck]
         changed = ", ".join(f"{name} was {_value_text(change.was)} and is {_value_text(change.now)}" for name, change in zip(names, stuck))
         noun = "sizes" if not set(stuck) & set(other_changes) else "values"
-        problems.append(Problem(
-            flags=(*names, "resume"), nearest={name: [change.was] for name, change in zip(names, stuck)},
-            message=f"{changed}, and {manifest.directory} cannot be continued with other {noun}: {reason}. Resume with the old {noun}, or "
-                "start "
-                "a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir)."))  # fmt: skip
+        message = (
+            f"{changed}, and {manifest.directory} cannot be continued with other {noun}: {reason}. Resume with the old {noun}, or start "
+            "a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir)."
+        )
+        nearest = {name: [change.was] for name, change in zip(names, stuck)}
+        problems.append(Problem(flags=(*names, "resume"), nearest=nearest, message=message))
     return problems
 
 
