@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from hashlib import blake2b
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -451,7 +450,7 @@ def name_of(tensor: ShardedTensor) -> int:
     Args:
         tensor: Shard of a parameter or of optimizer state.
     """
-    return int.from_bytes(blake2b(repr((tensor.key, tuple(tensor.global_offset))).encode(), digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(repr((tensor.key, tuple(tensor.global_offset))).encode(), digest_size=8).digest())
 
 
 def _may_be_shared(leaf: Any) -> bool:
