@@ -261,8 +261,8 @@ class Checkpoints:
     def _others(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
         """Return the unsharded files of this rank by name: its pending rows, and on rank 0 the state that is equal on all ranks."""
         files = {}
-        held = {Sample: buffer.to_save(), PartialCompletion: self.partial.to_save() if self.partial is not None else []}
-        for kind, samples in held.items():
+        samples_by_kind = {Sample: buffer.to_save(), PartialCompletion: self.partial.to_save() if self.partial is not None else []}
+        for kind, samples in samples_by_kind.items():
             if samples:
                 from megatron_grpo.run.checkpoint.samples import FOLDERS, file_of
 
