@@ -22,20 +22,17 @@ from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
-    from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from megatron_grpo.core.batching.schedule import ScheduledStep, TrainingSchedule
     from megatron_grpo.core.parallel.state import ParallelState
     from megatron_grpo.core.policy.gradient_check import SkippedStep
-    from megatron_grpo.core.policy.policy import GradientHooks, Policy, TrainedStep
+    from megatron_grpo.core.policy.policy import Policy, TrainedStep
     from megatron_grpo.core.rollout.engine import Engine
-    from megatron_grpo.core.trainer.rollouts import Rollouts
+    from megatron_grpo.core.trainer.rollouts import MetricsProcessor, PromptSource, Rollouts
+    from megatron_grpo.core.trainer.step_monitor import StepMonitor
     from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
     from megatron_grpo.core.types import GlobalBatch, Progress, Rollout, TrainingRows
-    from megatron_grpo.run.checkpoint.saving import Checkpoints
-    from megatron_grpo.run.data.prompts import PromptStream
-    from megatron_grpo.run.evaluate import Evaluator
-    from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 
 
 class StopRequest(Protocol):
@@ -69,23 +66,40 @@ class StopRequest(Protocol):
         """
 
 
-class StepCallback(Protocol):
-    """Observer of training steps. It may end the run, and it saves steps that are worth inspecting."""
+class CheckpointManager(Protocol):
+    """Checkpoints of a run. `run.checkpoint.saving.Checkpoints` documents its methods.
 
-    def __call__(self, step: ScheduledStep, buffer: SampleBuffer) -> AbstractContextManager[GradientHooks | None]:
-        """Return the context manager that wraps one training step.
+    Args:
+        resume: Its `output_dir` is the folder that messages name.
+    """
 
-        Args:
-            step: The step from the training schedule.
-            buffer: The sample buffer, with the rows of the step on the ranks that train them.
-        """
+    resume: Any
 
-    def dump_on_hang(self, words: str) -> None:
-        """Save the current step after a hang. Runs on another thread and uses no collective.
+    def restore(self, policy: Policy, prompts: Any, empty: SampleBuffer) -> tuple[Progress, SampleBuffer]: ...
 
-        Args:
-            words: Description of the hang.
-        """
+    def record(self, step: ScheduledStep, buffer: SampleBuffer) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def is_time(self) -> bool: ...
+
+    def are_due(self, step: int) -> bool: ...
+
+    def has_trained(self, version: int, step: int) -> None: ...
+
+    def last_good(self, step: int) -> Path | None: ...
+
+    def save(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: Any) -> bool: ...
+
+    def finish(self) -> None: ...
+
+
+class Validator(Protocol):
+    """Evaluations of a run on held-out prompts. `run.evaluate.Evaluator` documents its methods."""
+
+    def is_due(self, steps: Iterable[int]) -> bool: ...
+
+    def run(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +117,14 @@ class Run:
     engine: Engine
     weight_sync: WeightSyncManager
     rollouts: Rollouts
-    prompts: PromptStream
-    checkpoints: Checkpoints
-    evaluator: Evaluator
-    logger: MetricsLogger
+    prompts: PromptSource
+    checkpoints: CheckpointManager
+    evaluator: Validator
+    logger: MetricsProcessor
     stop: StopRequest
     stop_drain_seconds: float
     max_skipped_steps: int
-    step_callback: StepCallback
+    step_callback: StepMonitor
 
 
 def train(run: Run) -> Progress:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megatron_grpo.core import train
 from megatron_grpo.core.base import activity, launcher
@@ -22,10 +22,12 @@ from megatron_grpo.run.assemble import RunParts
 from megatron_grpo.run.assemble.output import OutputLock, start_parallel
 from megatron_grpo.run.assemble.run import build_run
 from megatron_grpo.run.checkpoint.output_files import check_output_dir
+from megatron_grpo.run.checkpoint.saving import Checkpoints
 from megatron_grpo.run.export import export_model, merged_directory, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
+from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.model_card import ModelCard
 from megatron_grpo.run.metrics.records import EVENTS, Events
 from megatron_grpo.run.open_checkpoint import load_weights
@@ -190,12 +192,13 @@ def train_and_export(
         plan = parts.planner.make_plan(scheduled, rows=inputs.rows, image_spec=inputs.image_spec)
         parts.planner.print_report(plan, is_short=True)
     run = build_run(scheduled, plan, inputs, parallel, signal, parts)
+    logger, checkpoints = cast(MetricsLogger, run.logger), cast(Checkpoints, run.checkpoints)
     clean_up.add(run.engine.close)
     if watchdog is not None:
         watchdog.leaves_behind = run.step_callback.dump_on_hang
     try:
         progress = train.train(run)
-        best = best_of(run)
+        best = best_of(checkpoints, logger)
         if cfg.run.export_hf:
             policy = run.policy
             with policy.on_device("weights"), activity.phase("exporting"):
@@ -206,26 +209,27 @@ def train_and_export(
                 export_model(policy, exports(cfg)[0], cfg=cfg, source=inputs.model_path, card=card)
         if parallel.is_rank_zero:
             check_output_dir(Path(cfg.run.output_dir))
-        if not_learnt := collectives.broadcast_object(run.logger.learnt.nothing(progress.step)):
+        if not_learnt := collectives.broadcast_object(logger.learnt.nothing(progress.step)):
             raise RunError(f"{not_learnt} {_WHERE_TO_LOOK} Other files of the run are in {Path(cfg.run.output_dir).resolve()}.")
     except RunInterruptedError:
-        clean_up.add(run.logger.close)
+        clean_up.add(logger.close)
         raise
     except BaseException:
-        clean_up.add(partial(run.logger.close, summary=False))  # a failed run prints no summary
+        clean_up.add(partial(logger.close, summary=False))  # a failed run prints no summary
         raise
-    clean_up.add(run.logger.close)
+    clean_up.add(logger.close)
 
 
-def best_of(run: train.Run) -> Path | None:
+def best_of(checkpoints: Checkpoints, logger: MetricsLogger) -> Path | None:
     """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective.
 
     Args:
-        run: The run.
+        checkpoints: Checkpoints of the run.
+        logger: Its metrics.
     """
-    best, path = run.checkpoints.best, None
+    best, path = checkpoints.best, None
     if best is not None and collectives.rank() == 0:
-        run.logger.print_line(best.describe() or "No checkpoint has a value of metric_for_best_model.")
+        logger.print_line(best.describe() or "No checkpoint has a value of metric_for_best_model.")
         path = best.folder.directory(best.step) if best.step is not None else None
     return collectives.broadcast_object(path)
 

@@ -69,6 +69,15 @@ def test_the_picture_of_a_step_is_the_loop():
     assert words == re.findall(r"# ([A-Z]{4,}) ", inspect.getsource(train.train))
 
 
+def test_core_imports_nothing_outside_itself_for_type_checking_either():
+    """The contract `core` of `lint-imports` does not look at imports under TYPE_CHECKING."""
+    nodes = [(path, node) for path in (PACKAGE / "core").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    named = [(path, node.module) for path, node in nodes if isinstance(node, ast.ImportFrom)]
+    named += [(path, alias.name) for path, node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    ours = [(path.name, name) for path, name in named if name is None or name.split(".")[0].startswith("megatron_grpo")]
+    assert len(ours) > 200 and [(path, name) for path, name in ours if not f"{name}.".startswith("megatron_grpo.core.")] == []
+
+
 def test_the_walk_names_every_file_of_core_once():
     walked = re.findall(r"^\| `core/([\w/]+\.py)` \|", section("Files of core"), re.M)
     there = [str(path.relative_to(PACKAGE / "core")) for path in (PACKAGE / "core").rglob("*.py") if path.name != "__init__.py"]

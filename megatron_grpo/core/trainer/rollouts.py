@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -39,9 +39,10 @@ from megatron_grpo.core.types import (
 )
 
 if TYPE_CHECKING:
+    from megatron_grpo.core.base.activity import Timers
     from megatron_grpo.core.policy.policy import Policy
     from megatron_grpo.core.policy.reference import Reference
-    from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
+    from megatron_grpo.core.types import GlobalBatch, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,34 @@ class PromptSource(Protocol):
 
     def give_back(self, count: int) -> None: ...
 
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def row_of(self, number: int) -> int: ...
+
+
+class MetricsProcessor(Protocol):
+    """Metrics of a run. `run.metrics.metrics_logger.MetricsLogger` documents its methods.
+
+    Args:
+        timers: Timers of the parts of a step.
+    """
+
+    timers: Timers
+
+    def start(self, progress: Progress) -> None: ...
+
+    def rollout(self, rollout: ScoredRollout) -> None: ...
+
+    def step(self, progress: Progress, batch: GlobalBatch, metrics: Mapping[str, float], *, skipped: str | None = None) -> None: ...
+
+    def skipped_step(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None: ...
+
+    def evaluation(self, progress: Progress, evaluated: Any) -> None: ...
+
+    def keep(self, progress: Progress) -> None: ...
+
 
 class InterruptedSampling(Protocol):
     """Completions that continue over weight syncs. `plugins.partial_rollouts.trainer.PartialRollouts` documents its methods."""
@@ -202,7 +231,7 @@ class Rollouts:
         cfg: GrpoConfig,
         schedule: TrainingSchedule,
         policy: Policy,
-        logger: MetricsLogger,
+        logger: MetricsProcessor,
         penalty: KlPenalty | None = None,
         teacher: Teacher | None = None,
     ):
