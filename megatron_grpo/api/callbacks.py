@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.core.base.errors import config_error
-from megatron_grpo.core.base.python_objects import copy_for_user
+from megatron_grpo.run.python_objects import copy_for_user
 
 METHODS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
 

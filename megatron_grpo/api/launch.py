@@ -23,8 +23,9 @@ from typing import Any
 import psutil
 
 from megatron_grpo.api.rank import LAUNCH, METRICS, OBJECTS
-from megatron_grpo.core.base import launcher, python_objects
+from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, one_line
+from megatron_grpo.run import python_objects
 
 RANK_MODULE = "megatron_grpo.api.rank"  # the program of each rank
 STARTED = ".started"  # in output_dir: one folder for each program that is running ranks

@@ -28,7 +28,7 @@ def run_command(folder: Path) -> int:
         folder: Folder that `api.launch` has written.
     """
     from megatron_grpo import cli
-    from megatron_grpo.core.base import python_objects
+    from megatron_grpo.run import python_objects
     from megatron_grpo.run.terminal import replace_unencodable
 
     replace_unencodable()

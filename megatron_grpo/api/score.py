@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.api.settings import explicit_settings
-from megatron_grpo.core.base import python_objects
+from megatron_grpo.commands.html import grid
 from megatron_grpo.core.base.errors import ConfigError, config_error
-from megatron_grpo.core.base.html import grid
 from megatron_grpo.core.grpo.advantages import total_rewards
+from megatron_grpo.run import python_objects
 
 _SHOWN = 20  # rows of the table in a notebook
 _WIDTH = 80  # characters of a completion in it

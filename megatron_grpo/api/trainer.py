@@ -16,9 +16,10 @@ from megatron_grpo.api import launch
 from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.api.settings import explicit_settings, write_settings
 from megatron_grpo.commands.analysis.run_files import RunFiles
-from megatron_grpo.core.base import launcher, python_objects
+from megatron_grpo.commands.html import table
+from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, RunInterruptedError, config_error, problem_with
-from megatron_grpo.core.base.html import table
+from megatron_grpo.run import python_objects
 from megatron_grpo.run.metrics.records import Records
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.settings import Config
+from megatron_grpo.run import python_objects
 from megatron_grpo.run.check import CheckedConfig, check_parsed
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.evaluation import flag_of, sets_of

@@ -97,7 +97,7 @@ class Plan(ScheduledRun):
 
     def _repr_html_(self) -> str:
         """Return a small table for notebooks; `plan` in a terminal prints everything."""
-        from megatron_grpo.core.base.html import table
+        from megatron_grpo.commands.html import table
 
         sizes = self.checked.sizes
         rows: dict[str, Any] = {

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from megatron_grpo.core.base.errors import RunError, one_line
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.base.listener import Listener, rate_limited_handler
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.plugins.environments import agent_forms
 from megatron_grpo.plugins.environments.agent_session import AgentRefusalError, AgentSession, AgentTurn, episode_over
 from megatron_grpo.plugins.environments.protocol import as_finite_number
+from megatron_grpo.plugins.listener import Listener, rate_limited_handler
 
 MOST_BYTES, MOST_OPEN = 16 << 20, 32  # of one request; open requests of one session
 SECONDS_OF_BODY = 60.0  # in which a client must have sent its request

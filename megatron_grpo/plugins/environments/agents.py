@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import describe_exception
-from megatron_grpo.core.base.python_objects import copy_for_user
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key
 from megatron_grpo.core.settings import Config
@@ -40,6 +39,7 @@ from megatron_grpo.plugins.environments.tools import ReadCalls, reader
 from megatron_grpo.plugins.environments.trajectory import History, without_turns
 from megatron_grpo.plugins.environments.workers import CallResult, CallTimeoutError, WorkerPool
 from megatron_grpo.run.config.rules.settings import REWARD
+from megatron_grpo.run.python_objects import copy_for_user
 
 SECONDS_BETWEEN_LOOKS = 0.02  # at whether an agent has ended, while the sampler is idle
 MOST_UNREAD = 0.05  # share of turns without a reader above which a warning is logged

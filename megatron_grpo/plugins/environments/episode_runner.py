@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_grpo.core.base.errors import one_line
-from megatron_grpo.core.base.python_objects import copy_for_user
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key, request_seed
 from megatron_grpo.core.settings import Config
@@ -19,6 +18,7 @@ from megatron_grpo.plugins.environments.players import Episode, PlayedSampler, P
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
 from megatron_grpo.plugins.environments.trajectory import History, Trajectory, without_turns
 from megatron_grpo.plugins.environments.workers import CallResult, CallTimeoutError, WorkerPool
+from megatron_grpo.run.python_objects import copy_for_user
 from megatron_grpo.run.rewards.process_isolation import ExitRequestedError
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.core.base.errors import describe_value
-from megatron_grpo.core.base.python_objects import copy_for_user
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, Message, StepOutput, Turn
 from megatron_grpo.plugins.environments.tools import ToolEnvironment, schema_of
+from megatron_grpo.run.python_objects import copy_for_user
 
 
 def _apply_after(value: Any, go_on: Callable[[Any], Any]) -> Any:

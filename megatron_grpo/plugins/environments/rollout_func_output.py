@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.core.base.python_objects import copy_for_user
 from megatron_grpo.core.rollout.engine import ROUNDING
 from megatron_grpo.core.types import Completion, Prompt
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.plugins.environments.protocol import find_invalid_columns
+from megatron_grpo.run.python_objects import copy_for_user
 
 IDS, PROMPT, LOGPROBS, MASK = "completion_ids", "prompt_ids", "logprobs", "env_mask"
 _NOT_MASKS = ("completion_mask", "mask", "tool_mask", "loss_mask", "response_mask", "attention_mask")

@@ -23,9 +23,9 @@ from typing import Any
 from megatron_grpo.core.base.cleanup import CleanUp, die_with_parent
 from megatron_grpo.core.base.errors import EXIT_DONE, RunError, config_error
 from megatron_grpo.core.base.files import atomic_write_text
-from megatron_grpo.core.base.listener import MAX_UNAUTHENTICATED, Listener, rate_limited_handler
 from megatron_grpo.core.settings import ServeConfig
 from megatron_grpo.core.weights.shape import flat_values
+from megatron_grpo.plugins.listener import MAX_UNAUTHENTICATED, Listener, rate_limited_handler
 from megatron_grpo.plugins.servers.serve_settings import ServeSettings, check_serving
 from megatron_grpo.run.checkpoint.fingerprints import model_fingerprint
 from megatron_grpo.run.config import ParsedConfig, remote_code

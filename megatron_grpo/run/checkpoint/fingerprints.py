@@ -16,11 +16,11 @@ from typing import Any
 
 from megatron_grpo import __version__, installed_version
 from megatron_grpo.core import images as image_processing
-from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import BASE
+from megatron_grpo.run import python_objects
 from megatron_grpo.run.checkpoint.manifest import MANIFEST
 from megatron_grpo.run.config.remote_code import files_that_run
 

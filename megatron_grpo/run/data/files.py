@@ -17,9 +17,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import config_error, first_line, one_line
 from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.run import python_objects
 from megatron_grpo.run.data.hub import SUFFIXES, choose_split, from_hub, is_path, saved_by_datasets
 
 if TYPE_CHECKING:

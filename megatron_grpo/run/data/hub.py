@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import ConfigError, config_error, first_line, one_line
 from megatron_grpo.core.base.files import parse_json
+from megatron_grpo.run import python_objects
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
 # Of files that are not read here, but are not names on the Hub either.

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import ConfigError, Problem, describe_value, one_line
 from megatron_grpo.core.settings import Config
+from megatron_grpo.run import python_objects
 from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, isolated
 from megatron_grpo.run.rewards.protocol import ReadsOpening, RewardFunction, accepted_names, positional_names, text_of
 

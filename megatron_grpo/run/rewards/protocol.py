@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.core.base.errors import describe_value
-from megatron_grpo.core.base.python_objects import copy_for_user
 from megatron_grpo.core.settings import EQUAL_REWARDS
+from megatron_grpo.run.python_objects import copy_for_user
 
 Score = float | None  # None: the reward does not apply to this completion
 # Largest absolute score. Squares of larger ones overflow in a sum of floats, and as advantages they overflow float32: 0, infinity or NaN.

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from megatron_grpo.core.base import python_objects
 from megatron_grpo.core.base.errors import ConfigError
+from megatron_grpo.run import python_objects
 from megatron_grpo.run.checkpoint.fingerprints import content_of
 from megatron_grpo.run.config import resolve
 from megatron_grpo.run.data.files import open_source, read_rows

@@ -300,7 +300,7 @@ class Held(Ledger):
 
 
 def test_a_client_that_sends_slowly_or_nothing_is_sent_away_and_others_are_answered_meanwhile(monkeypatch):
-    from megatron_grpo.core.base import listener
+    from megatron_grpo.plugins import listener
 
     monkeypatch.setattr(listener, "SECONDS", 0.6)
     monkeypatch.setattr(agent_app, "SECONDS_OF_BODY", 0.6)

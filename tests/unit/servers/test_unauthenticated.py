@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from megatron_grpo.core.base import listener
+from megatron_grpo.plugins import listener
 from megatron_grpo.plugins.servers import wire
 from tests.small_server import certificate_in
 
@@ -26,7 +26,7 @@ OPEN_FILES = 400  # less than asyncio's queue of connections, as 1,024 are less 
 SERVER = """
 import asyncio, json, sys
 from types import SimpleNamespace
-from megatron_grpo.core.base import listener
+from megatron_grpo.plugins import listener
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.plugins.servers import serve_lifecycle as life
 from megatron_grpo.core.settings import Config
