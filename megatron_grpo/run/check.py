@@ -8,11 +8,10 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
-from megatron_grpo.core.rollout.adapters import lora_sync
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import LoraSettings, linear_modules
-from megatron_grpo.core.weights.safetensors_files import adapter_problems
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.adapters import adapter_problems, lora_sync
 from megatron_grpo.run.config import names
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.parse import ForeignDefault, ParsedConfig

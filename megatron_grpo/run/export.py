@@ -24,11 +24,11 @@ from megatron_grpo.core.base.files import MARK, export_obstacle, read_mark, writ
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.policy import Policy
 from megatron_grpo.core.settings import Config
-from megatron_grpo.core.weights.adapters import from_file, merged, write_adapter
-from megatron_grpo.core.weights.hf_files import HfReader, HfWriter
-from megatron_grpo.core.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name
+from megatron_grpo.core.weights.hf_files import HfReader
+from megatron_grpo.core.weights.lora import A, B, LoraSettings, own_sizes, peft_name
 from megatron_grpo.core.weights.mapping import WeightMap
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.adapters import from_file, peft_leaves_out
 from megatron_grpo.run.assemble.output import start_parallel
 from megatron_grpo.run.assemble.policy import build_loaded
 from megatron_grpo.run.checkpoint.fingerprints import base_problems, model_fingerprint
@@ -36,6 +36,7 @@ from megatron_grpo.run.checkpoint.manifest import read_manifest
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.table import bytes_of, table
 from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.hf_writer import HfWriter, write_adapter
 from megatron_grpo.run.metrics.model_card import CARD, CURVES, ModelCard, write_card
 from megatron_grpo.run.metrics.records import BestEffort
 from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
@@ -144,7 +145,9 @@ def describe(out: Path, card: ModelCard) -> None:
 
 
 def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> None:
-    """Write the model with the adapter merged in, tensor by tensor, in the dtype of the model's files. One process, without Megatron.
+    """Write the model with the adapter merged in, tensor by tensor: W + scale * B A, computed in float32, in the dtype of W.
+
+    One process, without Megatron.
 
     Args:
         model: Checkpoint of the base model.
@@ -154,17 +157,24 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
     Raises:
         ConfigError: If the adapter does not belong to this model, or if the model stores the experts of a layer in one tensor.
     """
-    shape, reader, settings = ModelShape.from_pretrained(model), HfReader(model), LoraSettings.from_peft(adapter)
-    adapter_read = from_file(adapter, settings, shape)
+    shape, read, settings = ModelShape.from_pretrained(model), HfReader(model), LoraSettings.from_peft(adapter)
+    read_adapter, adapted = from_file(adapter, settings, shape), own_sizes(settings, shape)
     if problems := base_problems(adapter, Path(model)):
         raise ConfigError(problems)
-    read_merged = merged(reader, adapter_read, settings, own_sizes(settings, shape))
     weights = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
     names = weights.expected_hf_names()
     if names != weights.stored_names():
         raise ConfigError(
             f"model: {shape.architecture} has the experts of a layer in one tensor, into which merging an adapter is not supported."
         )
+
+    def read_merged(name: str) -> torch.Tensor:
+        weight, module = read(name), name.removesuffix(".weight")
+        if module + A not in adapted:
+            return weight
+        delta = settings.scale_of(module) * (read_adapter(module + B).float() @ read_adapter(module + A).float())
+        return (weight.float() + delta).to(weight.dtype)
+
     with HfWriter(out, model, expected=names) as write:
         for name in sorted(names):
             write(name, read_merged(name))

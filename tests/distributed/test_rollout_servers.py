@@ -89,10 +89,10 @@ def told_of(groups):
 @contextlib.contextmanager
 def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
     """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
-    from megatron_grpo.core.rollout.adapters import lora_sync
     from megatron_grpo.core.weights.shape import ModelShape
     from megatron_grpo.plugins.servers.server_group import needs_of
     from megatron_grpo.plugins.servers.servers import ServerEngine
+    from megatron_grpo.run.adapters import lora_sync
     from megatron_grpo.run.assemble.run import build_weight_sync
     from tests.parity_cases import build, settings
 

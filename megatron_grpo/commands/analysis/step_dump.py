@@ -36,14 +36,13 @@ from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.core.trainer.step_monitor import DumpReason
 from megatron_grpo.core.types import RowKey, Sample
-from megatron_grpo.core.weights.adapters import write_adapter
-from megatron_grpo.core.weights.hf_files import HfWriter
 from megatron_grpo.core.weights.lora import peft_name
 from megatron_grpo.run.checkpoint import rng_state
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, errors_on_all_ranks
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.checkpoint.samples import file_of, read_samples
 from megatron_grpo.run.export import drain_rest
+from megatron_grpo.run.hf_writer import HfWriter, write_adapter
 
 FORMAT, FACTS = 1, "step_dump.json"
 MAX_REPLICA_BYTES = 64 * 1024**2  # maximum bytes of differing copies that a rank writes

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from megatron_grpo.commands.planning.parameters import BYTES, FP32, TrainableSpec, WeightRow, layers_of_stage, numel_of, padded_vocab
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
-from megatron_grpo.core.rollout.adapters import LoraSync
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.buckets import (
     DEFAULT_BUCKET_MB,
@@ -23,7 +22,7 @@ from megatron_grpo.core.weights.buckets import (
     num_collectives,
     peak_bytes,
 )
-from megatron_grpo.core.weights.lora import adapter_entries, is_linear, linear_modules
+from megatron_grpo.core.weights.lora import LoraSync, adapter_entries, is_linear, linear_modules
 from megatron_grpo.core.weights.names import ShardCut, WeightEntry, num_parameters, num_units, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import DeltaNetShape

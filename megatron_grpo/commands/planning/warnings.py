@@ -15,8 +15,8 @@ from megatron_grpo.commands.planning.summary import bubble_fraction, staleness
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.images import bound_notes
 from megatron_grpo.core.policy.lr_schedule import course_of, lost_update_warnings
-from megatron_grpo.core.rollout.adapters import LoraSync
-from megatron_grpo.core.weights.lora import lora_of, peft_leaves_out
+from megatron_grpo.core.weights.lora import LoraSync, lora_of
+from megatron_grpo.run.adapters import peft_leaves_out
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config.rules import Rule, Rules, broken_rules, settings_of
 from megatron_grpo.run.config.rules import grpo as grpo_validation

@@ -25,7 +25,6 @@ from megatron_grpo.core.base.errors import CancelledError, ConfigError, Problem,
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout import vllm_patches, vllm_requests
-from megatron_grpo.core.rollout.adapters import LoraSync
 from megatron_grpo.core.rollout.engine import InterruptibleGeneration, SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.core.rollout.experts import ExpertLayers, completion_routes, of_group
 from megatron_grpo.core.rollout.probes import probe_sequences
@@ -36,6 +35,7 @@ from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
+from megatron_grpo.core.weights.lora import LoraSync
 
 STEPS_BETWEEN_AGREEMENTS = 16  # tokens that the ranks of one engine sample before they agree whether to go on
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from megatron_grpo.core.rollout import vllm_patches
-from megatron_grpo.core.rollout.adapters import LoraSync
 from megatron_grpo.core.rollout.engine import WeightSyncError
 from megatron_grpo.core.rollout.vllm_weight_layout import CopyTable, Named, Pack, WeightLayoutRecorder, is_bitwise_equal
 from megatron_grpo.core.weights.buckets import WeightUpdate, joined
-from megatron_grpo.core.weights.lora import A, B, module_of
+from megatron_grpo.core.weights.lora import A, B, LoraSync, module_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,26 +1,19 @@
-"""Adapter tensors: PEFT's files, initialization, and the padding that gives all matrices of a run one rank.
+"""Adapter tensors: initialization, and the padding that gives all matrices of a run one rank.
 
 Names are those of PEFT's files without their prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`. `weights.lora` has the rules.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from safetensors import safe_open
 
-from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights import lora
-from megatron_grpo.core.weights.hf_files import checkpoint_directory, save_tensors
 from megatron_grpo.core.weights.lora import A, B, LoraSettings, Sizes
 from megatron_grpo.core.weights.mapping import WeightMap
-from megatron_grpo.core.weights.safetensors_files import adapter_problems
 from megatron_grpo.core.weights.shape import ModelShape
 
 Read = Callable[[str], torch.Tensor]
@@ -85,25 +78,6 @@ def _uniform(name: str, size: tuple[int, int], seed: int, scale: float) -> torch
     return torch.empty(size).uniform_(-bound, bound, generator=generator)
 
 
-def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, *, flag: str = "adapters") -> Read:
-    """Return a reader of an adapter that PEFT or `write_adapter` has written.
-
-    Args:
-        directory: Directory of the adapter.
-        settings: Settings that its matrices must fit.
-        shape: Sizes of the model.
-        flag: Setting that named the directory, for error messages.
-
-    Raises:
-        ConfigError: The file does not have exactly the matrices of these settings.
-    """
-    if problems := adapter_problems(directory, settings, shape, flag=flag):
-        raise ConfigError(problems)
-    file = safe_open(Path(directory) / lora.WEIGHTS, framework="pt")
-    stored = {lora.own_name(name.removeprefix(lora.PREFIX), shape): name for name in file.keys()}
-    return lambda name: file.get_tensor(stored[name])
-
-
 def padded(read: Read, sizes: Sizes, padded_sizes: Sizes) -> Read:
     """Return a reader of every matrix in its size of `padded_sizes`, with zeros beyond a module's own rank and for modules without adapter.
 
@@ -136,41 +110,3 @@ def trimmed(tensors: Iterable[tuple[str, torch.Tensor]], sizes: Sizes) -> Iterat
         if name in sizes:
             rows, columns = sizes[name]
             yield name, tensor[:rows, :columns].contiguous()
-
-
-def write_adapter(
-    directory: str | Path, named_tensors: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], base: Mapping[str, str]
-) -> None:
-    """Write an adapter that PEFT, transformers and vLLM can read. The directory appears complete or not at all.
-
-    Args:
-        directory: Output directory.
-        named_tensors: (name by `peft_name`, matrix). Consumed once and kept in memory, because an adapter is small.
-        config: Content of adapter_config.json (`LoraSettings.to_peft`).
-        base: Fingerprints of the base model's tensors, by name.
-    """
-    tensors = {lora.PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_tensors}
-    with checkpoint_directory(Path(directory)) as partial:
-        save_tensors(tensors, partial / lora.WEIGHTS)
-        (partial / lora.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (partial / lora.BASE).write_text(json.dumps(dict(base), indent=2) + "\n", encoding="utf-8")
-
-
-def merged(read: Read, adapter: Read, settings: LoraSettings, sizes: Sizes) -> Read:
-    """Return a reader of a checkpoint's weights with an adapter merged: W + scale * B A, computed in float32, in the dtype of W.
-
-    Args:
-        read: Reader of the base weights.
-        adapter: Reader of the adapter matrices.
-        settings: Settings of the adapter.
-        sizes: Size of each adapter matrix.
-    """
-
-    def read_merged(name: str) -> torch.Tensor:
-        weight, module = read(name), name.removesuffix(".weight")
-        if module + A not in sizes:
-            return weight
-        delta = settings.scale_of(module) * (adapter(module + B).float() @ adapter(module + A).float())
-        return (weight.float() + delta).to(weight.dtype)
-
-    return read_merged

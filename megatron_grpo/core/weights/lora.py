@@ -53,6 +53,28 @@ UNSUPPORTED_OPTIONS = {
 A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of a Hugging Face module
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSync:
+    """Delivery of a run's adapters to the sampler.
+
+    Args:
+        modules: Hugging Face names of the modules that have an adapter.
+        slot_rank: max_lora_rank of the sampler; 0 where it receives merged weights.
+        notes: Messages for the user.
+    """
+
+    kind: AdapterUpdateRequest
+    modules: frozenset[str]
+    slot_rank: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def last_name_parts(self) -> list[str]:
+        """Last components of the modules' names, with vLLM's name of the experts."""
+        experts = ["experts"] if any(".experts." in name for name in self.modules) else []
+        return sorted({name.rsplit(".", 1)[1] for name in self.modules} | {*experts})
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
     """Settings of LoRA, with the fields of PEFT's LoraConfig.
@@ -348,28 +370,6 @@ def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
     )
 
 
-def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
-    """Return which of these adapters PEFT 0.21 loses when it loads their files, and a remedy; None if it loses none.
-
-    transformers 5 holds the experts of a layer in one tensor, so PEFT converts their matrices. In these models it does so for every module
-    with the same last name: adapters of dense layers and of shared experts are dropped without an error.
-
-    Args:
-        settings: Adapter settings.
-        shape: Shape of the model.
-    """
-    expert_words = {module.name.rsplit(".", 1)[1] for module in linear_modules(shape) if module.is_expert}
-    targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
-    unread = [module.name for module in targeted if not module.is_expert and module.name.rsplit(".", 1)[1] in expert_words]
-    if not unread:
-        return None
-    examples = f"{unread[0]}, ..." if len(unread) > 1 else unread[0]
-    return (
-        f"PEFT 0.21 loads this adapter without {len(unread)} of its {len(targeted)} modules ({examples}) and reports no error: it treats "
-        "these names as experts. Use the merged model (merge_lora true), or exclude these modules with exclude_modules."
-    )
-
-
 Sizes = Mapping[str, tuple[int, int]]  # of matrices, by the name of PEFT's files without its prefix
 
 
@@ -461,12 +461,3 @@ def _matches(key: str, module: str) -> bool:
 
 def _first_match(patterns: Mapping[str, float], module: str, default: float) -> float:
     return next((value for key, value in patterns.items() if _matches(key, module)), default)
-
-
-# Modules that have adapters in other systems, by their names there and in Megatron.
-NO_ADAPTER: Mapping[str, str] = {
-    **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is not a linear layer, and vLLM does not support adapters on "
-                                                      "routers"),
-    **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
-    **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed without adapters on the head"),
-}  # fmt: skip

@@ -20,9 +20,9 @@ from typing import Any
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, one_line, problem_with
 from megatron_grpo.core.images import ImageProcessorSpec
-from megatron_grpo.core.rollout.adapters import LoraSync
 from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens
 from megatron_grpo.core.settings import Config
+from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.core.weights.shape import ModelShape, flat_values
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import (

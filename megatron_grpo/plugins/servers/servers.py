@@ -22,7 +22,6 @@ from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.adapters import LoraSync
 from megatron_grpo.core.rollout.engine import ReceiverChangedError, SamplingSettings, WeightsLostError, WeightSyncError, prompt_seed
 from megatron_grpo.core.rollout.experts import InvalidRoutingError, of_group
 from megatron_grpo.core.rollout.probes import probe_sequences
@@ -31,6 +30,7 @@ from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
+from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import Server, new_incarnation, run_name, run_name_of, trust_of

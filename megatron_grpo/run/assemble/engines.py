@@ -14,11 +14,12 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.memory_offload import Role
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import Policy, batch_partitioner
-from megatron_grpo.core.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.core.rollout.engine import Engine, InterruptibleSampler, Sampler
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.rollouts import Teacher
+from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.assemble.policy import frozen, model_of, sharing_of
 from megatron_grpo.run.checkpoint.fingerprints import MODEL_RUNNER, TEACHER
 from megatron_grpo.run.checkpoint.saving import Checkpoints

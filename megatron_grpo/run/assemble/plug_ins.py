@@ -77,8 +77,8 @@ def problems_of_servers(
         image_spec: The image processor; None for a text model.
         max_images: Maximum images of a prompt.
     """
-    from megatron_grpo.core.rollout.adapters import lora_sync
     from megatron_grpo.plugins.servers.server_group import needs_of, problems_with_servers
+    from megatron_grpo.run.adapters import lora_sync
 
     lora = lora_sync(cfg, shape, on_gpu=None)
     return problems_with_servers(cfg, needs_of(cfg, shape, longest_prompt, lora, image_spec=image_spec, max_images=max_images))

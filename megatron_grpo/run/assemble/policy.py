@@ -28,13 +28,14 @@ from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import Policy, batch_partitioner
 from megatron_grpo.core.policy.vision import build_tower, keep_outputs
 from megatron_grpo.core.settings import Config, GrpoConfig
-from megatron_grpo.core.weights.adapters import from_file, initial_adapter
+from megatron_grpo.core.weights.adapters import initial_adapter
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.hf_files import HfReader, check_tied_head
 from megatron_grpo.core.weights.lora import AdapterUpdateRequest, LoraSettings, lora_of, own_sizes
 from megatron_grpo.core.weights.mapping import WeightMap
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains_tower
+from megatron_grpo.run.adapters import from_file
 from megatron_grpo.run.assemble import PolicyParts
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, needs_local_layers, sharing_problems

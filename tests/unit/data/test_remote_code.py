@@ -18,11 +18,11 @@ import pytest
 
 from megatron_grpo.cli import main
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.weights.code_files import files_named
-from megatron_grpo.core.weights.hf_files import HfReader, HfWriter
-from megatron_grpo.run.config.remote_code import files_that_run, problem_of, warning_of
+from megatron_grpo.core.weights.hf_files import HfReader
+from megatron_grpo.run.config.remote_code import files_named, files_that_run, problem_of, warning_of
 from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.data.tokens import tokenizer_fingerprint
+from megatron_grpo.run.hf_writer import HfWriter
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 

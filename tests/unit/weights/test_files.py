@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.base.files import MARK
-from megatron_grpo.core.weights.hf_files import HfReader, HfWriter, check_tied_head
+from megatron_grpo.core.weights.hf_files import HfReader, check_tied_head
 from megatron_grpo.core.weights.names import hf_shapes
 from megatron_grpo.core.weights.shape import ModelShape, read_config
+from megatron_grpo.run.hf_writer import HfWriter
 from tests.unit.weights.tiny import write_checkpoint
 from tests.vision_cases import as_on_the_hub, write_vlm
 

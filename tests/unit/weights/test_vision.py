@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.weights.adapters import from_file, write_adapter
 from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.hf_files import HfReader
 from megatron_grpo.core.weights.lora import LoraSettings, module_of, own_sizes, peft_name
@@ -19,6 +18,8 @@ from megatron_grpo.core.weights.names import hf_shapes, num_parameters, tower_en
 from megatron_grpo.core.weights.shape import ModelShape, read_config
 from megatron_grpo.core.weights.sizes import RopeShape
 from megatron_grpo.core.weights.vision_towers import part_of
+from megatron_grpo.run.adapters import from_file
+from megatron_grpo.run.hf_writer import write_adapter
 from tests import vision_cases as vision
 from tests.tiny_models import load_tiny
 

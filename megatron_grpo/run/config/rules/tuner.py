@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.settings import Config, TunerConfig
-from megatron_grpo.core.weights.lora import NO_ADAPTER
 from megatron_grpo.core.weights.names import WeightEntry, entries_in_layers, outer_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains, trains_all
@@ -20,6 +19,13 @@ from megatron_grpo.run.config.rules import Rule, broken_rules, changed, settings
 _TOWER = ("freeze_vit", "freeze_aligner")
 _OF_FULL = ("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
 _PATTERNS = ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex", "rank_pattern", "alpha_pattern")
+# Modules that have adapters in other systems, by their names there and in Megatron.
+NO_ADAPTER: Mapping[str, str] = {
+    **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is not a linear layer, and vLLM does not support adapters on "
+                                                      "routers"),
+    **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
+    **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed without adapters on the head"),
+}  # fmt: skip
 
 
 def are_names_readable(cfg: Config) -> bool:
