@@ -25,7 +25,7 @@ from megatron_grpo.core.base.errors import CancelledError, ConfigError, Problem,
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout import vllm_patches, vllm_requests
-from megatron_grpo.core.rollout.engine import InterruptibleGeneration, SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.core.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.core.rollout.experts import ExpertLayers, completion_routes, of_group
 from megatron_grpo.core.rollout.probes import probe_sequences
 from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, EngineShare, EngineTurns, LeadingTurns, Player, follow_engine, lead_engine
@@ -209,9 +209,7 @@ class ColocatedEngine:
             parts = {self._rank + index: groups[index::tp] for index in range(tp)}
         return [group for part in collectives.exchange(parts) for group in part]
 
-    def resume(
-        self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]
-    ) -> InterruptibleGeneration:
+    def resume(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]) -> Any:
         self._require_weights()
         self._check_lengths(prompts, sampling)
         _refuse_different(collectives.all_gather_object(_question(prompts, sampling, seed)), "resume")

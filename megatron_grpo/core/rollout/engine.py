@@ -185,40 +185,6 @@ class BackgroundSampler(Sampler, Protocol):
         """
 
 
-class InterruptibleGeneration(Protocol):
-    """Completions of some prompts, in progress on the engines while its methods run. Every rank holds one instance.
-
-    Attributes:
-        version: Version of the weights that sample them.
-    """
-
-    version: int
-
-    def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Generate until the groups of these prompts are complete, and return them as `Sampler.generate` does. Collective.
-
-        Prompts that were not requested before are requested now. All others continue meanwhile.
-
-        Args:
-            prompts: Prompts, the same on every rank.
-
-        Raises:
-            CancelledError: `should_cancel` returned true on some rank.
-        """
-
-    def interrupt(self) -> list[PartialCompletion]:
-        """Abort all that is unfinished, and return everything that was sampled, groups that were returned included. Collective.
-
-        Each completion is on one rank. The number of engine steps until here is the same at every repetition of the run.
-        """
-
-    def sampled(self) -> list[PartialCompletion]:
-        """Return what is known without an interruption: on servers parts that have ended, and in the ranks also those still open."""
-
-    def abort(self) -> None:
-        """Abort all that is unfinished, and discard it."""
-
-
 class InterruptibleSampler(Sampler, Protocol):
     """A sampler whose completions can be interrupted, and can continue with other weights.
 
@@ -226,9 +192,7 @@ class InterruptibleSampler(Sampler, Protocol):
     version, and its log-prob is that of one set of weights.
     """
 
-    def resume(
-        self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]
-    ) -> InterruptibleGeneration:
+    def resume(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int, partial: Sequence[PartialCompletion]) -> Any:
         """Request the completions of the prompts, and return before any is generated. Collective.
 
         Earlier prompts go first; later ones use the slots that these leave free.
@@ -238,6 +202,9 @@ class InterruptibleSampler(Sampler, Protocol):
             sampling: As in `generate`.
             seed: As in `generate`.
             partial: Parts of their completions that were sampled. Each is on one rank, on whichever.
+
+        Returns:
+            The completions in progress: `plugins.partial_rollouts.engine.PartialGeneration`.
         """
 
 

@@ -112,7 +112,11 @@ def join_versions(parts: Iterable[tuple[int, int, int]]) -> list[tuple[int, int,
 
 
 class PartialGeneration:
-    """Completions in progress on one engine; `rollout.engine.InterruptibleGeneration` documents its methods."""
+    """Completions of some prompts, in progress on one engine while its methods run. Every rank holds one.
+
+    Attributes:
+        version: Version of the weights that sample them.
+    """
 
     def __init__(
         self, parts: SteppingEngine, sampling: SamplingSettings, *, seed: int, version: int, share: EngineShare,
@@ -173,6 +177,16 @@ class PartialGeneration:
             self._found[key] = append_part(self._found.get(key), key, part, self._sampling.max_completion_length)
 
     def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """Generate until the groups of these prompts are complete, and return them as `Sampler.generate` does. Collective.
+
+        Prompts that were not requested before are requested now. All others continue meanwhile.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+
+        Raises:
+            CancelledError: `should_cancel` returned true on some rank.
+        """
         n = self._sampling.n
         open_ = {(prompt.number, generation) for prompt in prompts for generation in range(n) if self._share.is_sampled_here(prompt.number)}
         with self._around(), activity.phase("sampling", total=len(open_), unit="completions"):
@@ -201,13 +215,19 @@ class PartialGeneration:
         )  # fmt: skip
 
     def interrupt(self) -> list[PartialCompletion]:
+        """Abort all that is unfinished, and return everything that was sampled, groups that were returned included. Collective.
+
+        Each completion is on one rank. The number of engine steps until here is the same at every repetition of the run.
+        """
         with self._around():
             self._take(self._parts.interrupt())
         return self.sampled()
 
     def sampled(self) -> list[PartialCompletion]:
+        """Return what is known without an interruption: on servers parts that have ended, and in the ranks also those still open."""
         return [completion for key, completion in sorted(self._found.items()) if self._share.rank_of(key[0]) == self._share.rank]
 
     def abort(self) -> None:
+        """Abort all that is unfinished, and discard it."""
         with self._around():
             self._parts.abort()

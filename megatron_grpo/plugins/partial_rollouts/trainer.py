@@ -17,13 +17,14 @@ import numpy as np
 
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import InterruptibleGeneration, InterruptibleSampler, SamplingSettings, WeightSyncError
+from megatron_grpo.core.rollout.engine import InterruptibleSampler, SamplingSettings, WeightSyncError
 from megatron_grpo.core.trainer.weight_sync import BFLOAT16_MEAN, FLOAT32_MAX
 from megatron_grpo.core.types import Group, PartialCompletion, Prompt
 from megatron_grpo.core.types import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from megatron_grpo.core.policy.policy import Policy
+    from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
 
 logger = logging.getLogger(__name__)
 STATS = ("rollout/partial_rows", "rollout/partial_tokens", "rollout/recomputed_tokens", "rollout/ahead_share")
@@ -44,7 +45,7 @@ class PartialRollouts:
         self._sampler, self._check, self._in_background = sampler, check, in_background
         self._kept: list[PartialCompletion] = []  # of this rank, as of the last `commit` or `interrupt`
         self._found: list[PartialCompletion] = []  # of this rank, after the last interruption
-        self._generation: InterruptibleGeneration | None = None
+        self._generation: PartialGeneration | None = None
         self._prompts: dict[int, Prompt] = {}  # of the last `sampling`, by number
         self._version = 0  # that the last `sampling` sampled with
         self._first = 0  # number of the first prompt that the next rollout needs

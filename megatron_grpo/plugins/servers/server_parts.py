@@ -146,7 +146,7 @@ class ServerParts(ServerTurns):
 
 
 class ServerGeneration(PartialGeneration):
-    """`rollout.engine.InterruptibleGeneration` on rollout servers; every rank holds one, and rank 0 alone has its completions.
+    """`PartialGeneration` on rollout servers; every rank holds one, and rank 0 alone has its completions.
 
     Args:
         engine: The servers.
