@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_grpo.core.base.errors import ConfigError, Problem
+from megatron_grpo.core.base.errors import ConfigError, Problem, problem_with
 from megatron_grpo.core.field import range_of
 from megatron_grpo.core.settings import Config, TunerConfig
 from megatron_grpo.core.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, LoraSync, linear_modules, lora_of, own_name, own_sizes
@@ -214,7 +214,7 @@ def _shorten(names: Sequence[str]) -> str:
 
 
 def _flag_problem(flag: str, message: str) -> Problem:
-    return Problem(flags=(flag,), message=f"{flag}: {message}")
+    return problem_with(flag, f"{flag}: {message}")
 
 
 def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:

@@ -93,7 +93,6 @@ class HfWriter:
         dtype: Dtype of floating-point tensors, except those that some models keep in float32. Default: as they come.
         max_shard_bytes: Largest size of a shard in bytes.
         expected: Names that must all be written, and no others.
-        config_changes: Values that replace those in config.json.
 
     Raises:
         ConfigError: `out` is something else.
@@ -108,11 +107,9 @@ class HfWriter:
         dtype: torch.dtype | None = None,
         max_shard_bytes: int = 5 * 1000**3,
         expected: frozenset[str] | None = None,
-        config_changes: Mapping[str, Any] | None = None,
     ):
         self.out, self.source = Path(out), Path(source)
         self.dtype, self.max_shard_bytes, self.expected = dtype, max_shard_bytes, expected
-        self.config_changes = dict(config_changes or {})
         self._stack = ExitStack()
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
@@ -186,7 +183,7 @@ class HfWriter:
             (self._partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write_config(self) -> None:
-        config = {**read_config(self.source), **self.config_changes}
+        config = read_config(self.source)
         if family_of(config).has_prediction_layers:  # they are not in the export
             for level in (config, config.get("text_config") or {}):
                 level |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers") if key in level}

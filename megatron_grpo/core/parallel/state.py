@@ -84,18 +84,13 @@ class ParallelState:
         """Whether this rank sends what the loss stage computed for its rows to other ranks: one rank per model-parallel group."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
-    @property
-    def last_stage_rank(self) -> int:
-        """Global rank, in this rank's pipeline, of the stage that computes the loss."""
-        return dist.get_global_rank(self.pp_group, self.pp_size - 1)
-
     def from_last_stage(self, value: Any) -> Any:
         """Return the last stage's `value` on all stages of this rank's pipeline. Collective over the pipeline.
 
         Args:
             value: Any object that can be pickled; ignored on the other stages.
         """
-        return collectives.from_rank(value, self.last_stage_rank, self.pp_group)
+        return collectives.from_rank(value, dist.get_global_rank(self.pp_group, self.pp_size - 1), self.pp_group)
 
 
 def start(

@@ -118,7 +118,7 @@ def score_rows(
     dp_rank = np.empty(count, dtype=np.int64)
     dp_rank[members[members < count]] = dp_ranks[members < count]
     pairs = np.unique(np.stack([np.where(members < count, members, 0), dp_ranks]), axis=1)
-    sequences = _send_to_dp_ranks(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
+    sequences = local_samples(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
     micro_specs = partition[parallel.dp_rank]
     sequence_of = {i: sequences[keys[i if i < count else 0]] for micro_spec in micro_specs for i in micro_spec.rows}
     micro_batches = collate_specs(sequence_of, micro_specs, cut.alignment)
@@ -162,7 +162,7 @@ def _same_experts_in_shared_prefixes(
     leaders = {keys[index]: prefixes[index] for index in first.tolist()}
     beginnings = {key: routes[key][:prefix] for key, prefix in leaders.items() if key in routes}
     pairs = np.unique(np.stack([first[group], rows.rows.dp_rank]), axis=1)
-    beginnings = _send_to_dp_ranks(beginnings, rows.rows.take(pairs[0]), pairs[1], parallel)
+    beginnings = local_samples(beginnings, rows.rows.take(pairs[0]), pairs[1], parallel)
     shared = {key: array.copy() for key, array in routes.items()}
     for key, array in shared.items():
         leader, prefix = lead[key]
@@ -174,6 +174,8 @@ def _same_experts_in_shared_prefixes(
 def local_samples(items: Mapping[RowKey, Any], rows: TrainingRows, dp_ranks: np.ndarray, parallel: ParallelState) -> dict:
     """Send items from the data-parallel ranks that hold them to those that train them. Collective.
 
+    The first rank of a model-parallel group sends them; items that are already in place are not sent. A row may occur several times.
+
     Args:
         items: Items of the rows that this rank holds.
         rows: The rows; `dp_rank` is the rank that holds each row's item.
@@ -183,20 +185,12 @@ def local_samples(items: Mapping[RowKey, Any], rows: TrainingRows, dp_ranks: np.
     Returns:
         The items of the rows that this data-parallel rank holds.
     """
-    return _send_to_dp_ranks(items, rows, dp_ranks, parallel)
-
-
-def _send_to_dp_ranks(items: Mapping[RowKey, Any], rows: TrainingRows, targets: np.ndarray, parallel: ParallelState) -> dict:
-    """Send each row's item to the data-parallel rank at the same place in `targets`.
-
-    The first rank of its model-parallel group sends it; items that are already in place are not sent. A row may occur several times.
-    """
-    is_here, stays = rows.dp_rank == parallel.dp_rank, rows.dp_rank == targets
+    is_here, stays = rows.dp_rank == parallel.dp_rank, rows.dp_rank == dp_ranks
     staying = {key: items[key] for key in rows.take(np.flatnonzero(is_here & stays)).keys}
     if stays.all():
         return staying
-    leaving = np.flatnonzero(is_here & ~stays if parallel.is_model_parallel_src else np.zeros(len(targets), dtype=bool))
-    leaving_keys = zip(targets[leaving].tolist(), rows.take(leaving).keys, strict=True)
+    leaving = np.flatnonzero(is_here & ~stays if parallel.is_model_parallel_src else np.zeros(len(dp_ranks), dtype=bool))
+    leaving_keys = zip(dp_ranks[leaving].tolist(), rows.take(leaving).keys, strict=True)
     return staying | _to_dp_ranks(((dp_rank, key, items[key]) for dp_rank, key in leaving_keys), parallel)
 
 
@@ -322,7 +316,7 @@ class SampleBuffer:
         chosen, num_trained = self._rows_to_compute(rows)
         computed, weights = rows.take(chosen), token_weights.of_rows[chosen]
         micro_specs = partition(computed.lengths, self.cut)
-        local = _send_to_dp_ranks(self.samples, computed, micro_specs.dp_ranks, self.parallel)
+        local = local_samples(self.samples, computed, micro_specs.dp_ranks, self.parallel)
         keys = np.stack([computed.rollout, computed.row], axis=1)
         micro_batches = []
         for number, micro_spec in enumerate(micro_specs[self.parallel.dp_rank]):

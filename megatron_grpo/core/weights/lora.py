@@ -19,10 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
+from megatron_grpo.core.base.errors import Problem, problem_with
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.names import Packing, ShardCut, WeightEntry, entries_in_layers, layer_entries
+from megatron_grpo.core.weights.safetensors_files import file_error
 from megatron_grpo.core.weights.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class LoraSettings:
         """
         config = _read_config(Path(directory), flag)
         if refusals := _refused(config):
-            raise _lora_error(flag, f"{directory}: {'; '.join(refusals)}.")
+            raise file_error(f"{directory}: {'; '.join(refusals)}.", flag)
         targets, excluded = config.get("target_modules") or (ALL_LINEAR,), config.get("exclude_modules") or ()
         if targets == ALL_LINEAR:
             targets = (ALL_LINEAR,)
@@ -303,11 +304,11 @@ def _read_config(directory: Path, flag: str) -> dict[str, Any]:
         config = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
             kind = config.get("peft_type") if isinstance(config, dict) else None
-            raise _lora_error(flag, f"{path} is not a LoRA adapter configuration (peft_type {kind}).")
+            raise file_error(f"{path} is not a LoRA adapter configuration (peft_type {kind}).", flag)
     except FileNotFoundError:
-        raise _lora_error(flag, f"{directory} is not an adapter: it has no {CONFIG}. PEFT's save_pretrained writes one.") from None
+        raise file_error(f"{directory} is not an adapter: it has no {CONFIG}. PEFT's save_pretrained writes one.", flag) from None
     except (OSError, ValueError) as error:
-        raise _lora_error(flag, f"{path} cannot be read: {error}.") from error
+        raise file_error(f"{path} cannot be read: {error}.", flag) from error
     return config
 
 
@@ -322,10 +323,6 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
             f"init_lora_weights {start!r} is not supported: it changes the base weights, which then differ from those of `model`"
         )
     return reasons
-
-
-def _lora_error(flag: str, message: str) -> ConfigError:
-    return config_error(flag, f"{flag}: {message}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
+from megatron_grpo.core.base.errors import ConfigError, config_error, problem_with
 from megatron_grpo.core.weights.buckets import TensorSlice
 from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.hf_files import stored_name
@@ -75,26 +75,23 @@ class WeightMap:
     _located: dict[str, tuple[WeightEntry, str, int]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def for_shape(cls, shape: ModelShape, *, padded_vocab_size: int, naming: str = "local", grouped: bool | None = None) -> WeightMap:
+    def for_shape(cls, shape: ModelShape, *, padded_vocab_size: int, naming: str = "local") -> WeightMap:
         """Build the mapping of a model.
 
         Args:
             shape: Sizes of the model.
             padded_vocab_size: Rows of Megatron's embedding, at least the vocabulary size.
-            naming: A key of `names.NAMINGS`.
-            grouped: Whether experts are in a TEGroupedMLP. Default: True with Transformer Engine naming.
+            naming: A key of `names.NAMINGS`. With Transformer Engine's, experts are in a TEGroupedMLP.
 
         Raises:
             ConfigError: `padded_vocab_size` is less than the vocabulary size.
         """
         if padded_vocab_size < shape.vocab_size:
             raise ConfigError(f"padded_vocab_size ({padded_vocab_size}) is less than the model's vocabulary ({shape.vocab_size}).")
-        rename = NAMINGS[naming]
-        grouped = naming == "transformer_engine" if grouped is None else grouped
-        layers = {}
+        rename, layers = NAMINGS[naming], {}
         for kind in set(map(shape.kind_of, range(shape.num_layers))):
             entries = [rename(entry, shape=shape, moe=kind.moe) for entry in layer_entries(shape, kind)]
-            entries = [grouped_experts(entry) for entry in entries] if grouped else entries
+            entries = [grouped_experts(entry) for entry in entries] if naming == "transformer_engine" else entries
             layers[kind] = {entry.megatron: entry for entry in entries}
         return cls(shape, padded_vocab_size, {entry.megatron: entry for entry in outer_entries(shape)}, layers)
 
@@ -134,9 +131,9 @@ class WeightMap:
         missing = sorted(expected - names)
         unused = sorted(name for name in names - expected if not self._may_be_ignored(name))
         problems = [
-            Problem(
-                flags=("model",),
-                message=f"model: the checkpoint {fault} {len(names)} tensor{'s' * (len(names) > 1)}: "
+            problem_with(
+                "model",
+                f"model: the checkpoint {fault} {len(names)} tensor{'s' * (len(names) > 1)}: "
                 f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}.",
             )
             for fault, names in (("lacks", missing), (f"is not a plain {self.shape.architecture}: it has unexpected", unused))

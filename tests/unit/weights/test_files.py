@@ -90,9 +90,9 @@ def test_an_old_config_keeps_its_own_word_for_dtype(tmp_path):
     config = json.loads((source / "config.json").read_text())
     config["torch_dtype"] = config.pop("dtype")
     (source / "config.json").write_text(json.dumps(config))
-    copy_weights(HfReader(source), tmp_path / "out", source, dtype=torch.bfloat16, config_changes={"use_cache": False})
+    copy_weights(HfReader(source), tmp_path / "out", source, dtype=torch.bfloat16)
     written = HfReader(tmp_path / "out").config
-    assert written["torch_dtype"] == "bfloat16" and "dtype" not in written and written["use_cache"] is False
+    assert written["torch_dtype"] == "bfloat16" and "dtype" not in written
 
 
 def test_companion_files_come_along_and_foreign_weights_do_not(tmp_path):
