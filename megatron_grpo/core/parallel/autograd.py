@@ -57,28 +57,6 @@ def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return copy_to_ranks(_SumOverRanks.apply(x, group), group) if group.size() > 1 else x
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, out = group, torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return _AllToAll.apply(grad, ctx.group), None
-
-
-def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send `x[r]` to rank r; return what each rank sent to this one, [ranks, ...]. Collective over `group`.
-
-    Args:
-        x: [ranks, ...], of one shape on every rank.
-        group: Process group.
-    """
-    return _AllToAll.apply(x, group)
-
-
 class _AllGather(torch.autograd.Function):
     """[t, ...] on each rank -> [cp, t, ...] on all. The backward sums the ranks' gradients of this rank's part."""
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -33,7 +34,7 @@ from megatron.core.transformer.utils import (
 from torch.utils.checkpoint import checkpoint
 
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.parallel.autograd import all_to_all, copy_to_ranks
+from megatron_grpo.core.parallel.autograd import copy_to_ranks
 from megatron_grpo.core.policy.packed_batch import PackedBatch, RecurrenceOrder, packed_stream
 from megatron_grpo.core.types import Segment
 from megatron_grpo.core.weights.sizes import CHUNK, DeltaNetShape
@@ -99,11 +100,11 @@ class PackedGatedDeltaNet(MegatronModule):
         mixed = mixed.squeeze(1).unflatten(-1, (self.num_groups, -1))  # [t, groups, query + key + values + gates + strengths + decays]
         stream, ranks = packed_seq_params.recurrence(self.delta.conv_kernel_dim, CHUNK), self.cp_group.size()
         if ranks > 1:
-            mixed = all_to_all(torch.stack(mixed.chunk(ranks, dim=1)), self.cp_group).flatten(0, 1)[stream.to_stream]
+            mixed = all_to_all(self.cp_group, torch.stack(mixed.chunk(ranks, dim=1))).flatten(0, 1)[stream.to_stream]
         # The intermediate values take ten times the memory of `mixed`, so the backward computes them again.
         out = checkpoint(self._mix, mixed, stream, use_reentrant=False, preserve_rng_state=False)
         if ranks > 1:
-            out = all_to_all(out[stream.to_ranks].unflatten(0, (ranks, -1)), self.cp_group).transpose(0, 1).flatten(1, 2)
+            out = all_to_all(self.cp_group, out[stream.to_ranks].unflatten(0, (ranks, -1))).transpose(0, 1).flatten(1, 2)
         return self.out_proj(out.flatten(1)[:, None])
 
     def _mix(self, mixed, stream: RecurrenceOrder):
