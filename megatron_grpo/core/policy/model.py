@@ -23,7 +23,6 @@ from megatron_grpo.core.policy.layers import PackedAttention
 from megatron_grpo.core.policy.model_config import layer_specs, padded_vocab_size, transformer_config
 from megatron_grpo.core.policy.packed_batch import LocalBatch
 from megatron_grpo.core.policy.router import replace_routers
-from megatron_grpo.core.policy.vision import Vision
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.rope import rope_inverse_frequencies
 from megatron_grpo.core.weights.shape import ModelShape
@@ -115,6 +114,8 @@ class PolicyModel(GPTModel):
         self.axes = torch.tensor(shape.rope.axes, dtype=torch.int64, device=torch.cuda.current_device())
         self.vision = None
         if tower is not None and shape.vision:
+            from megatron_grpo.core.policy.vision import Vision
+
             self.vision = Vision(tower, config, self.decoder.layers, self.pg_collection.tp, deep=shape.vision.num_deepstack)
         replace_routers(self)
         if not use_te:
@@ -258,3 +259,14 @@ def let_gradients_in(chunks: Sequence[GPTModel]) -> None:
     for chunk in chunks:
         if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
             chunk.embedding.register_forward_hook(require_grad)
+
+
+def keep_outputs(chunks: Sequence[Any]) -> None:
+    """Cache the outputs of the vision towers, so that an image is encoded once. For towers whose weights no longer change.
+
+    Args:
+        chunks: Model chunks of this stage.
+    """
+    for chunk in chunks:
+        if chunk.vision is not None:
+            chunk.vision.keeps_outputs = True

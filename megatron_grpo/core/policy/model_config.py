@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_grpo.core.policy.gated_delta_net import PackedGatedDeltaNet
 from megatron_grpo.core.policy.kernels import Norm, NormFromOne
 from megatron_grpo.core.policy.layers import (
     AddNormed,
@@ -213,10 +212,10 @@ def layer_specs(
     if shape.delta_net:
         _put_delta_nets(block, shape, config, vp_stage)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers of a kind share one specification
-        if layer.submodules.self_attention.module is PackedGatedDeltaNet:
+        attention = layer.submodules.self_attention.submodules
+        if attention is None:  # a gated delta net
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
             continue
-        attention = layer.submodules.self_attention.submodules
         if not shape.mla:
             # Megatron has one switch for the biases of the MLP and of the attention; models have them independently.
             attention.linear_qkv = with_bias(attention.linear_qkv, shape.qkv_bias)
@@ -253,6 +252,8 @@ def layer_specs(
 
 def _put_delta_nets(block: TransformerBlockSubmodules, shape: ModelShape, config: TransformerConfig, vp_stage: int | None) -> None:
     """Replace the attention of the layers with the gated delta rule. Which ones these are depends on their numbers in the whole model."""
+    from megatron_grpo.core.policy.gated_delta_net import PackedGatedDeltaNet
+
     assert shape.delta_net is not None
     layout, first = config.pipeline_model_parallel_layout, get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage) if layout else itertools.count(first)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -23,12 +23,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.policy.adamw import AdamW
 from megatron_grpo.core.policy.hf_export import MegatronToHF
-from megatron_grpo.core.policy.lora import Adapters
 from megatron_grpo.core.policy.lr_schedule import course_of
 from megatron_grpo.core.policy.model import let_gradients_in
 from megatron_grpo.core.policy.sharded_state import chain, is_distributed, rounding, share_rounded
 from megatron_grpo.core.settings import OptimizerConfig, TunerConfig
 from megatron_grpo.core.weights.trainable_parameters import parameter_trains, trains
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.policy.lora import Adapters
 
 
 def select_trainable(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: TunerConfig) -> None:

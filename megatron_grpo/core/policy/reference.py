@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from megatron_grpo.core.policy.hf_export import MegatronToHF
-from megatron_grpo.core.policy.lora import Adapters
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.types import MicroBatch
 from megatron_grpo.core.weights.buckets import WeightUpdate
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.policy.lora import Adapters
 
 # Returns this rank's current parameters by their names in the whole model.
 Tensors = Callable[[], dict[str, torch.Tensor]]

@@ -68,17 +68,6 @@ def _checkpoint_layers(tower: Any) -> None:
     tower.disable_input_require_grads()
 
 
-def keep_outputs(chunks: Sequence[Any]) -> None:
-    """Cache the outputs of the vision towers, so that an image is encoded once. For towers whose weights no longer change.
-
-    Args:
-        chunks: Model chunks of this stage.
-    """
-    for chunk in chunks:
-        if chunk.vision is not None:
-            chunk.vision.keeps_outputs = True
-
-
 class Vision(torch.nn.Module):
     """Vision part of a model, which encodes images and puts their tokens at the placeholders of the packed stream.
 

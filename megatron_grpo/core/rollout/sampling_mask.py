@@ -10,6 +10,10 @@ from megatron_grpo.core.settings import RolloutConfig
 FIELD, REGEX = "structured_outputs", "vllm_structured_outputs_regex"  # a field of vLLM's SamplingParams; a setting of this package
 # The largest top_k: its token ids take a kilobyte per token wherever a row is stored or sent. Other restrictions alone imply it.
 MOST = 256
+# vLLM's model runner V1 keeps every token that is as likely as the last of the top_k; V2 keeps exactly top_k. This many of them are
+# returned besides; of more (logits rounded to bfloat16 may be equal) the first ones are, and the sampled token counts as sampled among
+# them: `logprobs_and_mask`.
+TIES = 8
 
 
 def training_structured_outputs(rollout: RolloutConfig) -> Mapping[str, Any] | None:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings, prompt_seed
-from megatron_grpo.core.rollout.vllm_scheduling import PROMPT
 from megatron_grpo.core.types import Group, PartialCompletion, Prompt, SampledTurn
 
 Key = tuple[int, int]  # (prompt number, index in its group)
@@ -134,6 +133,7 @@ class EngineTurns:
         from vllm.sampling_params import RequestOutputKind
 
         from megatron_grpo.core.rollout.vllm_requests import sampling_params
+        from megatron_grpo.core.rollout.vllm_scheduling import PROMPT
 
         settings = replace(self._sampling, n=1, max_completion_length=max_tokens)
         # FINAL_ONLY: otherwise vLLM copies all tokens so far at every step. The text is needed for stop strings alone.

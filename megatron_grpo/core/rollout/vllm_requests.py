@@ -19,15 +19,10 @@ import numpy as np
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.images import ImageProcessorSpec, collapse_image_tokens, decode_image, num_tokens
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.rollout.sampling_mask import FIELD, MOST
+from megatron_grpo.core.rollout.sampling_mask import FIELD, MOST, TIES
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.types import Image, SamplingMask
 from megatron_grpo.core.weights.lora import LoraSync
-
-# vLLM's model runner V1 keeps every token that is as likely as the last of the top_k; V2 keeps exactly top_k. This many of them are
-# returned besides; of more (logits rounded to bfloat16 may be equal) the first ones are, and the sampled token counts as sampled among
-# them: `logprobs_and_mask`.
-TIES = 8
 
 
 def take_logprobs_as_they_come() -> None:

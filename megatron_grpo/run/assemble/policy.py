@@ -18,24 +18,20 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.attention import gpu_kernel
 from megatron_grpo.core.policy.gradient_check import GradNormSpikeCheck
 from megatron_grpo.core.policy.hf_export import MegatronToHF
-from megatron_grpo.core.policy.lora import Adapters
 from megatron_grpo.core.policy.lr_schedule import rank_multiple
 from megatron_grpo.core.policy.memory_offload import Role
-from megatron_grpo.core.policy.model import PolicyModel, build_chunks
+from megatron_grpo.core.policy.model import PolicyModel, build_chunks, keep_outputs
 from megatron_grpo.core.policy.model_config import padded_vocab_size
 from megatron_grpo.core.policy.optimizer import Trainable, select_trainable
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import Policy, batch_partitioner
-from megatron_grpo.core.policy.vision import build_tower, keep_outputs
 from megatron_grpo.core.settings import Config, GrpoConfig
-from megatron_grpo.core.weights.adapters import initial_adapter
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.hf_files import HfReader, check_tied_head
 from megatron_grpo.core.weights.lora import AdapterUpdateRequest, LoraSettings, lora_of, own_sizes
 from megatron_grpo.core.weights.mapping import WeightMap
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains_tower
-from megatron_grpo.run.adapters import from_file
 from megatron_grpo.run.assemble import PolicyParts
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, needs_local_layers, sharing_problems
@@ -43,6 +39,7 @@ from megatron_grpo.run.open_checkpoint import begin_with, copy_weights, load_wei
 from megatron_grpo.run.sharing import PrefixSharing, decide
 
 if TYPE_CHECKING:
+    from megatron_grpo.core.policy.lora import Adapters
     from megatron_grpo.core.policy.reference import FrozenPolicy, Reference
 
 logger = logging.getLogger(__name__)
@@ -151,6 +148,10 @@ def choose_tuner(
     if settings is None:
         select_trainable(chunks, exchange, tuner)
         return None
+    from megatron_grpo.core.policy.lora import Adapters
+    from megatron_grpo.core.weights.adapters import initial_adapter
+    from megatron_grpo.run.adapters import from_file
+
     sizes = own_sizes(settings, shape)
     reader = from_file(tuner.adapters, settings, shape) if tuner.adapters else initial_adapter(sizes, cfg.run.seed)
     adapters = Adapters(chunks, exchange, settings, reader, base_model=cfg.model.model, adapter_sync=adapter_sync or "adapter")
@@ -196,7 +197,9 @@ def model_of(
 
     def loaded_chunks(other_path: Path | None = None) -> list[PolicyModel]:
         reader, tower = reader_of(other_path) if other_path is not None else model_reader, None
-        if parallel.is_first_stage:  # the vision tower; its weights are not set yet
+        if parallel.is_first_stage and shape.vision:  # its weights are not set yet
+            from megatron_grpo.core.policy.vision import build_tower
+
             dtype, checkpointing = getattr(torch, cfg.model.torch_dtype), cfg.model.vit_gradient_checkpointing
             tower = build_tower(shape, other_path or model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
         chunks = build_chunks(shape, cfg, parallel, use_te=use_te, plain_linears=plain_linears, tower=tower)

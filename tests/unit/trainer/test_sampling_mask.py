@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.base.errors import RunError
-from megatron_grpo.core.rollout.vllm_requests import TIES, logprobs_and_mask, num_asked
+from megatron_grpo.core.rollout.sampling_mask import TIES
+from megatron_grpo.core.rollout.vllm_requests import logprobs_and_mask, num_asked
 from megatron_grpo.core.trainer.generation import InvalidSamplingMaskError, check_sampling_mask
 from megatron_grpo.core.types import SamplingMask, Sequence
 
