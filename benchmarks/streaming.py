@@ -60,11 +60,11 @@ def measure(path: str, how: str) -> None:
     from pyarrow import parquet  # noqa: F401 - its own memory is no row's
 
     from megatron_grpo.core.settings import DataConfig
-    from megatron_grpo.run.data.streamed import open_prompts
+    from megatron_grpo.run.data.prompts import open_stream
 
     cfg = DataConfig(dataset=path, streaming=how == "streaming", max_prompt_length=LONGEST, load_from_cache_file=False)
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
-    stream = open_prompts(cfg, Words(), seed=0)
+    stream = open_stream(cfg, Words(), seed=0)
     stream.take(1)
     first = time.perf_counter() - began
     stream.take(TAKEN - 1)

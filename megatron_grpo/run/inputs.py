@@ -396,16 +396,10 @@ def training_set(cfg: Config, inputs: ValidatedInputs) -> None:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    from megatron_grpo.run.data.streamed import open_prompts, rows_to_check
-
-    if inputs.tokenizer:
-        tools = inputs.environment.tools if inputs.environment is not None else None
-        inputs.prompts = open_prompts(cfg.data, inputs.tokenizer, seed=cfg.run.seed, image_spec=inputs.image_spec, tools=tools)
-        inputs.rows = inputs.prompts.rows
-    else:
-        inputs.rows = rows_to_check(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
-        _check_rows_alone(inputs, inputs.rows, "dataset")
-    inputs.sets.append(("dataset", inputs.rows))
+    prompts = _read_set(cfg, inputs, "dataset")
+    inputs.rows = inputs.sets[-1][1]
+    if prompts is not None:
+        inputs.prompts = prompts
 
 
 def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
@@ -425,38 +419,30 @@ def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
 
 
 def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) -> None:
-    from megatron_grpo.run.data.prompts import load_rows, open_stream
-
-    flag = flag_of(name, cfg)
-    cfg_data = choose_data_config(cfg, flag)
-    if inputs.tokenizer:
-        tools = inputs.environment.tools if inputs.environment is not None else None
-        stream = open_stream(
-            cfg_data,
-            inputs.tokenizer,
-            seed=0,
-            dataset=path,
-            shuffle=False,
-            flag=flag,
-            image_spec=inputs.image_spec,
-            tools=tools,
-            data_seed=cfg.run.seed,
-        )
-        inputs.held_out[name], rows = stream, stream.rows
-    else:
-        rows = load_rows(cfg_data, dataset=path, flag=flag, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
-        _check_rows_alone(inputs, rows, flag)
-    inputs.sets.append((flag, rows))
+    prompts = _read_set(cfg, inputs, flag_of(name, cfg), path)
+    if prompts is not None:
+        inputs.held_out[name] = prompts
 
 
-def _check_rows_alone(inputs: ValidatedInputs, rows: PromptRows, flag: str) -> None:
-    """Check rows that are not tokenized."""
+def _read_set(cfg: Config, inputs: ValidatedInputs, flag: str, path: str | None = None) -> PromptStream | None:
+    """Read a set; the training set if `path` is None. Return its prompts; None without a tokenizer, when its rows are checked alone."""
     from megatron_grpo.run.data.checks import check_for_episodes, check_images
+    from megatron_grpo.run.data.prompts import load_rows, open_stream
     from megatron_grpo.run.data.tokens import FEW
 
-    check_images(rows, at_most=FEW)
-    if inputs.environment is not None:
-        check_for_episodes(rows, flag)
+    cfg_data, prompts = cfg.data if path is None else choose_data_config(cfg, flag), None
+    options: dict[str, Any] = {"dataset": path, "flag": flag, "image_spec": inputs.image_spec, "seed": cfg.run.seed}
+    if inputs.tokenizer:
+        tools = inputs.environment.tools if inputs.environment is not None else None
+        prompts = open_stream(cfg_data, inputs.tokenizer, shuffle=None if path is None else False, tools=tools, **options)
+        rows = prompts.rows
+    else:
+        rows = load_rows(cfg_data, is_blind=inputs.is_blind, **options)
+        check_images(rows, at_most=FEW)
+        if inputs.environment is not None:
+            check_for_episodes(rows, flag)
+    inputs.sets.append((flag, rows))
+    return prompts
 
 
 def part_of(name: str) -> str:

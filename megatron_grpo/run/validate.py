@@ -21,7 +21,7 @@ from megatron_grpo.run.config.read import COMMAND_LINE
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.write import absolute_paths
 from megatron_grpo.run.data.chat import find_clock
-from megatron_grpo.run.data.files import plain_name
+from megatron_grpo.run.data.files import split_count
 from megatron_grpo.run.data.hub import is_path
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
 from megatron_grpo.run.rewards.loading import close_rewards, may_exist
@@ -99,7 +99,7 @@ def _parts_on_other_machines(cfg: Config) -> Absent:
         *((part_of(name), flag_of(name, cfg), set_path) for name, set_path in sets_of(cfg).items()),
     ]
     sets += [("dataset", "dataset", name) for name in cfg.data.further_datasets]
-    parts = [(part, flag, plain_name(path), f"the rows of {flag}") for part, flag, path in sets]
+    parts = [(part, flag, split_count(path)[0], f"the rows of {flag}") for part, flag, path in sets]
     if _is_guest(cfg, "mcore_model"):
         parts.append(("mcore_model", "mcore_model", cfg.run.mcore_model or "", "the weights to begin with"))
     parts.append(("ref_model", "ref_model", cfg.grpo.ref_model or "", "the reference model"))

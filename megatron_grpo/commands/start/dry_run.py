@@ -30,7 +30,7 @@ from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_completion, decode_completion, end_of_prompt, find_opened_tag
 from megatron_grpo.run.data.checks import PromptRows, check_images, check_template, encoded
-from megatron_grpo.run.data.streamed import rows_to_check
+from megatron_grpo.run.data.prompts import load_rows
 from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs, settings_of_sampler
 from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, Score
@@ -141,7 +141,7 @@ def untokenized_rows(cfg: Config, inputs: ValidatedInputs) -> None:
         cfg: Settings of the run.
         inputs: Inputs read so far.
     """
-    inputs.rows = rows_to_check(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
+    inputs.rows = load_rows(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
     check_images(inputs.rows, at_most=MOST_LENGTHS)
     if inputs.tokenizer is not None:
         check_template(inputs.rows, inputs.tokenizer, "dataset")

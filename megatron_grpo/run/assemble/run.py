@@ -45,7 +45,6 @@ from megatron_grpo.run.checkpoint.saving import Checkpoints
 from megatron_grpo.run.config.evaluation import describe_rules, eval_sampling, find_pass_reward, most_of, score_of
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.data.prompts import PromptStream
-from megatron_grpo.run.data.streamed import StreamedPrompts
 from megatron_grpo.run.inputs import ValidatedInputs, settings_of_sampler
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.rewards.reward_manager import RewardManager
@@ -107,8 +106,7 @@ def build_run(
             logger.record_warning(line)
         for note in inputs.notes:
             logger.print_line(note)
-        if isinstance(inputs.prompts, StreamedPrompts):
-            inputs.prompts.agree_by(collectives.all_gather_object)
+        inputs.prompts.agree_by(collectives.all_gather_object)
         return assemble_run(run, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
     except BaseException:
         logger.close(summary=False)

@@ -22,7 +22,7 @@ from megatron_grpo.core.images import ImageProcessorSpec, require_pillow
 from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.core.types import Image
 from megatron_grpo.run.data.chat import PromptEncoder, Raw, unread_names
-from megatron_grpo.run.data.files import NAMED_ROWS, TEMPLATE_COLUMNS, Rows, plain_name
+from megatron_grpo.run.data.files import NAMED_ROWS, TEMPLATE_COLUMNS, Rows, split_count
 from megatron_grpo.run.data.image_dataset import COLUMNS, ImageStore, images_of_row, num_places
 from megatron_grpo.run.data.tokens import TokenTable
 
@@ -254,7 +254,7 @@ def check_rows(
             )
             nearest = {"truncation_strategy": ["delete", "raise"]}
             problems.append(Problem(flags=("truncation_strategy",), message=message, nearest=nearest))
-        name = plain_name(names[0])
+        name = split_count(names[0])[0]
         if len(names) > 1 and not cfg.data_root:
             message = f"dataset names {len(names)} data sets with images; their image paths need one common directory. Set data_root."
             problems.append(Problem(flags=("data_root", flag), message=message))

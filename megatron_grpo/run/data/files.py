@@ -1,7 +1,7 @@
 """Read a data set from disk or the Hub as rows: plain dicts in file order, each with a location for error messages.
 
-`read_rows` reads all rows. `open_source` yields rows one after another from any position and holds none. JSON is read with the standard
-library; parquet and the Hub need the extra `data`. Nothing here imports torch.
+`read_rows` reads all rows. `open_source` yields rows one after another from any position and holds none; all rows are such a source too.
+JSON is read with the standard library; parquet and the Hub need the extra `data`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -47,8 +47,29 @@ _CHATS = ("prompt", "messages")
 _ROLE, _ROLES = frozenset({"role", "from"}), {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
+class SourceRow(NamedTuple):
+    """A row read from a source.
+
+    Args:
+        after: Position after the row, from which reading can continue.
+        stands: Location of the row for error messages.
+        row: The row; or, as a string, the reason why the line holds none.
+    """
+
+    after: Any
+    stands: str
+    row: Row | str
+
+
+# Maps a position to an iterator over the rows after it. A position is JSON, so that a checkpoint can hold it; None is the beginning.
+Source = Callable[[Any], Iterator[SourceRow]]
+
+
 class Rows(Sequence[Row]):
-    """Rows of one or several data sets in sequence, with the location of each: `data.jsonl line 7`, `part-1.parquet row 7`."""
+    """Rows of one or several data sets in sequence, with the location of each: `data.jsonl line 7`, `part-1.parquet row 7`.
+
+    They are a `Source` too; a position is the number of rows before it.
+    """
 
     def __init__(
         self,
@@ -91,6 +112,26 @@ class Rows(Sequence[Row]):
         part, number = self._locate(index)
         return self._parts[part][1](number)
 
+    def select(self, numbers: np.ndarray) -> Rows:
+        """Return the rows with these numbers, in this order.
+
+        Args:
+            numbers: Numbers of rows, from 0.
+        """
+        return Rows([(self, self.place)], numbers)
+
+    def convert(self, convert: Callable[[Row], Row]) -> Rows:
+        """Return the rows, each converted when it is asked for.
+
+        Args:
+            convert: Maps a row to a new one.
+        """
+        return Rows([(self, self.place)], convert=convert)
+
+    def __call__(self, position: Any) -> Iterator[SourceRow]:
+        for index in range(position or 0, len(self)):
+            yield SourceRow(index + 1, self.place(index), self[index])
+
 
 def nested_value(row: Mapping[str, Any], name: str) -> Any:
     """Return the value of a column, or of a key inside one (`reward_model.ground_truth`); ABSENT if the row has none.
@@ -115,7 +156,7 @@ def convert_row(row: Row, columns: Mapping[str, str]) -> Row:
 
     Args:
         row: Row of a data set.
-        columns: New column names by old names, as from `column_renames`.
+        columns: New column names by old names, of those that the data set has.
     """
     new_row = {columns.get(name, name): value for name, value in row.items()}
     nested = {new: nested_value(row, name) for name, new in columns.items() if name not in row}
@@ -181,24 +222,6 @@ class _ParquetRows(Sequence[Row]):
         return self.table.slice(index, 1).to_pylist()[0]
 
 
-class SourceRow(NamedTuple):
-    """A row read from a source.
-
-    Args:
-        after: Position after the row, from which reading can continue.
-        stands: Location of the row for error messages.
-        row: The row; or, as a string, the reason why the line holds none.
-    """
-
-    after: Any
-    stands: str
-    row: Row | str
-
-
-# Maps a position to an iterator over the rows after it. A position is JSON, so that a checkpoint can hold it; None is the beginning.
-Source = Callable[[Any], Iterator[SourceRow]]
-
-
 def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> Rows:
     """Read all rows of a data set.
 
@@ -211,14 +234,15 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
         ConfigError: If the path does not exist, a file is unreadable, lines are not JSON objects (up to five are listed), or there are no
             rows.
     """
-    kind = _kind_of(dataset, flag)
-    if kind == "object":
-        rows = Rows([(python_objects.get(dataset, flag), by_row(_own_name(dataset)))])
-    elif kind == "files":
-        rows = Rows([_read_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
+    kind, path = _kind_of(dataset, flag), Path(dataset)
+    if kind == "files":
+        rows = Rows([_read_file(file, name, flag) for file, name in _files_of(path, split, flag)])
+    elif kind == "object":
+        rows = Rows([(python_objects.get(dataset, flag), by_row(dataset.removeprefix(python_objects.PREFIX)))])
+    elif kind == "saved":
+        rows = Rows([(saved_by_datasets(dataset, split, flag), by_row(path.name))])
     else:
-        hf_dataset = saved_by_datasets(dataset, split, flag) if kind == "saved" else from_hub(dataset, split, flag)
-        rows = Rows([(hf_dataset, by_row(dataset if kind == "hub" else Path(dataset).name))])
+        rows = Rows([(from_hub(dataset, split, flag), by_row(dataset))])
     if not len(rows):
         raise config_error(flag, f"{flag} {dataset!r} has no rows.")
     return rows
@@ -236,13 +260,11 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
         ConfigError: If the path does not exist, or a file cannot be streamed.
     """
     kind = _kind_of(dataset, flag)
-    if kind == "object":
-        return _mapped(_own_name(dataset), python_objects.get(dataset, flag))
     if kind == "hub":
         return _hub(dataset, lambda: from_hub(dataset, split, flag, streaming=True), flag)
-    if kind == "saved":
-        return _mapped(Path(dataset).name, saved_by_datasets(dataset, split, flag))
-    return concatenated([_open_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
+    if kind == "files":
+        return concatenated([_open_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
+    return read_rows(dataset, split=split, flag=flag)  # a table that is mapped into memory, or rows that a program holds
 
 
 def concatenated(sources: Sequence[Source]) -> Source:
@@ -299,18 +321,14 @@ def has_splits(dataset: str, flag: str) -> bool:
     return _kind_of(dataset, flag) != "object" and not path.is_file() and not (path / "state.json").is_file()
 
 
-def plain_name(name: str) -> str:
-    """Return a data set name without its `#count` suffix.
+def split_count(name: str) -> tuple[str, int | None]:
+    """Split the name of a data set, `name#n`, into (name, n); n is None without such a suffix.
 
     Args:
         name: Name from `--dataset`.
     """
     plain, _, count = name.rpartition("#")
-    return plain if plain and count.isdigit() and not Path(name).exists() else name
-
-
-def _own_name(dataset: str) -> str:
-    return dataset.removeprefix(python_objects.PREFIX)
+    return (plain, int(count)) if plain and count.isdigit() and not Path(name).exists() else (name, None)
 
 
 def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
@@ -536,11 +554,6 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[S
 
 
 # ---- what `datasets` reads
-
-
-def _mapped(name: str, rows: Sequence[Row]) -> Source:
-    """Open a memory-mapped table for streaming. A position is the number of rows before it."""
-    return lambda position: (SourceRow(row + 1, f"{name} row {row}", rows[row]) for row in range(position or 0, len(rows)))
 
 
 def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:

@@ -4,18 +4,17 @@ The order is a function of (seed, epoch) alone, so every rank and every parallel
 small dict. An epoch is a permutation without replacement; the next epoch follows directly. No prompt is padded, and none is dropped
 unless `dataset_drop_last` leaves out those that do not fill a rollout (docs/data.md).
 
-The mixture of several data sets follows from settings and seed alone too: `read_sets` reads whole data sets; `open_sets` yields rows in
-the same order one at a time, without sampling or shuffling.
+The mixture of several data sets follows from settings and seed alone too. `data.streamed` reads data sets a block at a time.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -27,63 +26,38 @@ from megatron_grpo.run.config.evaluation import SPLIT
 from megatron_grpo.run.data import checks, files
 from megatron_grpo.run.data.chat import PromptEncoder
 from megatron_grpo.run.data.checks import Encode, PromptRows
-from megatron_grpo.run.data.files import Row, Rows, Source, SourceRow, concatenated, open_source, plain_name, read_rows
+from megatron_grpo.run.data.files import Row, Rows, read_rows, split_count
 from megatron_grpo.run.data.image_dataset import places
 from megatron_grpo.run.data.tokens import FEW, TokenTable, cached_table, key_of
 
-Part = Literal["all", "trained", "held out"]
 _SPLIT_EPOCH = 1 << 62  # epoch number of the held-out permutation, distinct from all epochs of a run
 _DRAW_EPOCH = _SPLIT_EPOCH + 1
+# An all-gather over ranks of (problem with the rank's rows, or ""; checksum of the rows).
+Ask = Callable[[tuple[str, int]], Sequence[tuple[str, int]]]
+BLIND = "streaming supports text only: the sampler needs the largest number of images per prompt, which requires reading all rows"
 
 
-def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int, part: Part) -> Rows:
-    """Read the rows of several data sets.
+def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int) -> Rows:
+    """Read the rows of several data sets: all, or with `split_dataset_ratio` those that are trained or held out.
 
     Args:
         cfg: Data settings.
         names: Data sets, each optionally with a `#count` suffix.
-        flag: Setting that names them, for error messages.
+        flag: Setting that names them.
         seed: Seed for sampling rows and for the held-out split.
-        part: Which rows to return, as divided by `split_dataset_ratio`.
 
     Raises:
-        ConfigError: If a data set cannot be read, or a count or ratio leaves no rows.
+        ConfigError: If a data set cannot be read, a setting has no effect on it, or a count or ratio leaves no rows.
     """
+    _check_split(cfg, names, flag)
     sets = [_read_set(name, cfg, flag=flag, seed=seed) for name in names]
-    rows = (
-        sets[0]
-        if len(sets) == 1
-        else Rows([(rows_of_set, rows_of_set.place) for rows_of_set in sets], _merged([len(rows_of_set) for rows_of_set in sets], cfg))
-    )
-    if part == "all" or not cfg.split_dataset_ratio:
+    rows = sets[0] if len(sets) == 1 else Rows([(part, part.place) for part in sets], _merged([len(part) for part in sets], cfg))
+    if flag not in ("dataset", SPLIT) or not cfg.split_dataset_ratio:
         return rows
-    return Rows([(rows, rows.place)], _part(len(rows), cfg.split_dataset_ratio, seed, part, flag))
-
-
-def open_sets(cfg: DataConfig, names: Sequence[str], flag: str) -> Source:
-    """Open several data sets for streaming.
-
-    Args:
-        cfg: Data settings.
-        names: Data sets, each optionally with a `#count` suffix.
-        flag: Setting that names them, for error messages.
-
-    Raises:
-        ConfigError: If a data set cannot be opened.
-    """
-    sources = [_open_set(name, cfg, flag) for name in names]
-    if len(sources) > 1 and cfg.interleave_prob:
-        return _mixed(sources, cfg.interleave_prob, ends_with_first=cfg.stopping_strategy == "first_exhausted")
-    return concatenated(sources)
+    return rows.select(_part(len(rows), cfg.split_dataset_ratio, seed, flag))
 
 
 # ---- one data set
-
-
-def _with_count(name: str) -> tuple[str, int | None]:
-    """Split `name#n` into (name, n)."""
-    plain = plain_name(name)
-    return plain, None if plain == name else int(name.rpartition("#")[2])
 
 
 def _read_set(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
@@ -92,48 +66,30 @@ def _read_set(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
     `name#n` gives n rows: the whole set as often as it fits into n, and the remainder sampled (the first rows, if dataset_shuffle is
     false).
     """
-    plain, count = _with_count(name)
+    plain, count = split_count(name)
     rows = read_rows(plain, split=cfg.dataset_split, flag=flag)
+    size = len(rows)
     if count is not None and count < 1:
-        raise config_error(flag, f"{flag} ({name}) requests {count} of {len(rows)} rows. Use at least 1.")
+        raise config_error(flag, f"{flag} ({name}) requests {count} of {size} rows. Use at least 1.")
     if count is not None:
-        repeats, remainder = divmod(count, len(rows))
-        order = permutation(len(rows), seed, _DRAW_EPOCH) if cfg.dataset_shuffle else np.arange(len(rows))
-        rows = Rows([(rows, rows.place)], np.concatenate([*([np.arange(len(rows))] * repeats), np.sort(order[:remainder])]))
-    return Rows([(rows, rows.place)], convert=partial(files.convert_row, columns=column_renames(rows[0], cfg.columns, flag)))
+        order = permutation(size, seed, _DRAW_EPOCH) if cfg.dataset_shuffle else np.arange(size)
+        rows = rows.select(np.concatenate([np.tile(np.arange(size), count // size), np.sort(order[: count % size])]))
+    return rows.convert(conversion(rows[0], cfg, flag))
 
 
-def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
-    """Open a data set for streaming. `name#n` gives its first n rows, starting again if it has fewer.
-
-    The first row is read, to check that it exists and has the columns to rename.
-    """
-    plain, count = _with_count(name)
-    if count is not None and count < 1:
-        raise config_error(flag, f"{flag} ({name}) requests {count} rows. Use at least 1.")
-    source = open_source(plain, cfg.dataset_split, flag)
-    first = next(source(None), None)
-    if first is None:
-        raise config_error(flag, f"{flag} {plain!r} has no rows.")
-    if isinstance(first.row, str):
-        raise config_error(flag, f"{first.stands} is not a JSON object: {first.row}.")
-    source = _converted(source, partial(files.convert_row, columns=column_renames(first.row, cfg.columns, flag)))
-    return source if count is None else _limited(source, count)
-
-
-def column_renames(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) -> dict[str, str]:
-    """Return the column renames that apply to a data set, new names by old names.
+def conversion(first: Row, cfg: DataConfig, flag: str) -> Callable[[Row], Row]:
+    """Return the function that gives rows of a data set the columns and chats of this package's form.
 
     Args:
-        first: First row of the data set.
-        columns: Renames requested by the setting `columns`. A name with dots is a value inside a column, and may be on either side.
+        first: First row of the data set. A renamed column (`columns`) with dots in its name is a value inside a column.
+        cfg: Data settings.
         flag: Setting that names the data set, for error messages.
 
     Raises:
-        ConfigError: If a column does not exist, or a new name is already in use.
+        ConfigError: If a column to rename does not exist, or a new name is already in use.
     """
     setting = "eval_columns" if flag.startswith("eval_") else "columns"
-    columns = dict((new, old) if "." in new else (old, new) for old, new in columns.items())
+    columns = dict((new, old) if "." in new else (old, new) for old, new in cfg.columns.items())
     missing = [old for old, new in columns.items() if files.nested_value(first, old) is files.ABSENT and new not in first]
     if missing:
         message = f"{setting}: the first row of {flag} has no {', '.join(missing)}; it has {', '.join(first) or 'none'}."
@@ -143,46 +99,10 @@ def column_renames(first: Mapping[str, Any], columns: Mapping[str, str], flag: s
     if clashing:
         message = f"{setting}: the first row of {flag} already has a column {', '.join(clashing)}. Rename that column too."
         raise config_error((setting, flag), message)
-    return renamed
+    return partial(files.convert_row, columns=renamed)
 
 
-def _converted(source: Source, convert: Callable[[Row], Row]) -> Source:
-    def begin(position: Any) -> Iterator[SourceRow]:
-        for entry in source(position):
-            yield entry if isinstance(entry.row, str) else entry._replace(row=convert(entry.row))
-
-    return begin
-
-
-def _limited(source: Source, count: int) -> Source:
-    """Limit a source to `count` rows. A position is [rows before it, position in the source]."""
-
-    def begin(position: Any) -> Iterator[SourceRow]:
-        num_read, inner = position or (0, None)
-        reader = source(inner)
-        while num_read < count:
-            entry = next(reader, None)
-            if entry is None:
-                reader = source(None)
-                entry = _existing(next(reader, None))
-            num_read += 1
-            yield entry._replace(after=[num_read, entry.after])
-
-    return begin
-
-
-def _existing(entry: SourceRow | None) -> SourceRow:
-    """Return a row that existed when its data set was last read.
-
-    Raises:
-        ConfigError: If it no longer exists; a data set without rows could never yield its share.
-    """
-    if entry is None:
-        raise config_error("dataset", "A data set of `dataset` has fewer rows than when this run last read it. Restore its files.")
-    return entry
-
-
-# ---- several
+# ---- several data sets
 
 
 def _merged(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
@@ -194,53 +114,32 @@ def _merged(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
     starts = np.concatenate([[0], np.cumsum(sizes)])
     if not cfg.interleave_prob or min(cfg.interleave_prob) <= 0:  # a weight of 0 or less is rejected elsewhere
         return np.arange(starts[-1])
-    weights = np.array(cfg.interleave_prob) / sum(cfg.interleave_prob)
+    shares = [weight / sum(cfg.interleave_prob) for weight in cfg.interleave_prob]
+    counts = rows_per_epoch(sizes, shares, cfg)
+    assert counts is not None  # all sizes are known
     # Set i yields its k-th row when its share reaches k - 1/2; the sets are merged in the order of these positions.
-    rounds = np.array(sizes) / weights
-    length = rounds.min() if cfg.stopping_strategy == "first_exhausted" else rounds.max()
-    counts = [max(1, int(np.floor(length * weight + 1e-9))) for weight in weights]
-    positions = np.concatenate([(np.arange(count) + 0.5) / weight for count, weight in zip(counts, weights, strict=True)])
+    positions = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
     numbers = np.concatenate([start + np.arange(count) % size for start, count, size in zip(starts, counts, sizes)])
     return numbers[np.argsort(positions, kind="stable")]
 
 
-def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_first: bool) -> Source:
-    """Interleave sources of unknown length like `_merged`. A source that is exhausted starts again.
+def rows_per_epoch(sizes: Sequence[int | None], shares: Sequence[float], cfg: DataConfig) -> list[int] | None:
+    """Return how many rows of each data set an epoch has; None while that depends on a set of unknown size.
 
-    A position holds, per source, the rows it has yielded, the position in it, and its length if known. The length becomes known with the
-    last row, so by then a set may have yielded one row more than its share of the epoch.
+    Args:
+        sizes: Rows of each set; None where unknown.
+        shares: Share of each set in the mixture.
+        cfg: Data settings.
     """
-    shares = [weight / sum(weights) for weight in weights]
-
-    def incomplete(counts: Sequence[int], sizes: Sequence[int | None]) -> list[int]:
-        """Return the sources that have not yielded their share of the epoch."""
-        rounds = [size / share for size, share in zip(sizes, shares, strict=True) if size is not None]
-        if not rounds or (not ends_with_first and len(rounds) < len(sources)):
-            return list(range(len(sources)))
-        length = min(rounds) if ends_with_first else max(rounds)
-        return [number for number, count in enumerate(counts) if count < max(1, int(length * shares[number] + 1e-9))]
-
-    def begin(position: Any) -> Iterator[SourceRow]:
-        empty = [None] * len(sources)
-        counts, positions, sizes = [list(values) for values in position or ([0] * len(sources), empty, empty)]
-        readers = [source(begin_at) for source, begin_at in zip(sources, positions, strict=True)]
-        next_entries = [_existing(next(reader, None)) for reader in readers]
-        while open_ones := incomplete(counts, sizes):
-            number = min(open_ones, key=lambda i: (counts[i] + 0.5) / shares[i])
-            entry, following = next_entries[number], next(readers[number], None)
-            counts[number] += 1
-            positions[number] = entry.after
-            if following is None:
-                sizes[number] = sizes[number] or counts[number]
-                positions[number], readers[number] = None, sources[number](None)
-                following = _existing(next(readers[number], None))
-            next_entries[number] = following
-            yield entry._replace(after=[list(counts), list(positions), list(sizes)])
-
-    return begin
+    rounds = [size / share for size, share in zip(sizes, shares, strict=True) if size is not None]
+    ends_with_first = cfg.stopping_strategy == "first_exhausted"
+    if not rounds or (not ends_with_first and len(rounds) < len(sizes)):
+        return None
+    length = min(rounds) if ends_with_first else max(rounds)
+    return [max(1, int(length * share + 1e-9)) for share in shares]
 
 
-def _part(size: int, ratio: float, seed: int, part: Part, flag: str) -> np.ndarray:
+def _part(size: int, ratio: float, seed: int, flag: str) -> np.ndarray:
     if ratio >= 1:  # rejected by the checks of the settings
         return np.arange(size)
     num_held = max(1, round(size * ratio))
@@ -248,17 +147,7 @@ def _part(size: int, ratio: float, seed: int, part: Part, flag: str) -> np.ndarr
         message = f"split_dataset_ratio ({ratio}) would hold out {num_held} of {size} rows, leaving none for training."
         raise config_error(("split_dataset_ratio", "dataset"), message)
     order = permutation(size, seed, _SPLIT_EPOCH)
-    return np.sort(order[:num_held] if part == "held out" else order[num_held:])
-
-
-def part_of_flag(flag: str, cfg: DataConfig) -> Part:
-    """Return the part of the training data that the rows of a setting come from.
-
-    Args:
-        flag: The setting.
-        cfg: Data settings.
-    """
-    return "held out" if flag == SPLIT else "trained" if flag == "dataset" and cfg.split_dataset_ratio else "all"
+    return np.sort(order[:num_held] if flag == SPLIT else order[num_held:])
 
 
 def permutation(size: int, seed: int, epoch: int, block: int = 0) -> np.ndarray:
@@ -287,7 +176,9 @@ def load_rows(
     is_blind: bool = True,
     seed: int = 0,
 ) -> PromptRows:
-    """Read the data set and check that every row holds a prompt (`check_rows`).
+    """Read the data set and check that every row holds a prompt (`check_rows`). Needs no tokenizer.
+
+    With `streaming` only the first block of the training set is read.
 
     Args:
         cfg: Data settings.
@@ -301,9 +192,31 @@ def load_rows(
         ConfigError: If the data set cannot be read or a row holds no usable prompt.
     """
     names = names_of(cfg, dataset, flag)
-    check_split(cfg, names, flag)
-    rows = read_sets(cfg, names, flag=flag, seed=seed, part=part_of_flag(flag, cfg))
-    return checks.check_rows(rows, cfg, names, flag=flag, image_spec=image_spec, is_blind=is_blind)
+    check = partial(_check_rows, cfg=cfg, names=names, flag=flag, image_spec=image_spec, is_blind=is_blind)
+    if is_streamed(cfg, flag):
+        from megatron_grpo.run.data.streamed import open_sets, read_beginning
+
+        return read_beginning(open_sets(cfg, names, flag), check, cfg)
+    return check(read_sets(cfg, names, flag=flag, seed=seed))
+
+
+def _check_rows(
+    rows: Rows, cfg: DataConfig, names: Sequence[str], flag: str, image_spec: ImageProcessorSpec | None, *, is_blind: bool = True
+) -> PromptRows:
+    prompts = checks.check_rows(rows, cfg, names, flag=flag, image_spec=image_spec, is_blind=is_blind)
+    if is_streamed(cfg, flag):
+        checks.check_without_images(prompts, flag, BLIND)
+    return prompts
+
+
+def is_streamed(cfg: DataConfig, flag: str) -> bool:
+    """Return whether the rows that a setting names are read during the run. Evaluations use every row, so held-out sets are read before it.
+
+    Args:
+        cfg: Data settings.
+        flag: The setting.
+    """
+    return cfg.streaming and flag == "dataset"
 
 
 def names_of(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
@@ -318,7 +231,7 @@ def names_of(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
     return [name, *cfg.further_datasets] if flag in ("dataset", SPLIT) else [name]
 
 
-def check_split(cfg: DataConfig, names: Sequence[str], flag: str) -> None:
+def _check_split(cfg: DataConfig, names: Sequence[str], flag: str) -> None:
     """Check that a split that is not the default has an effect on some data set.
 
     Args:
@@ -330,7 +243,7 @@ def check_split(cfg: DataConfig, names: Sequence[str], flag: str) -> None:
         ConfigError: If all data sets are single files or rows of a program.
     """
     setting, defaults = ("eval_dataset_split", ("", "train", "test")) if flag.startswith("eval_") else ("dataset_split", ("train",))
-    if cfg.dataset_split not in defaults and not any(files.has_splits(plain_name(name), flag) for name in names):
+    if cfg.dataset_split not in defaults and not any(files.has_splits(split_count(name)[0], flag) for name in names):
         message = f"{setting} ({cfg.dataset_split}) has no effect: {', '.join(names)} has no splits. Omit it."
         raise config_error((setting, flag), message)
 
@@ -345,42 +258,55 @@ def open_stream(
     flag: str = "dataset",
     image_spec: ImageProcessorSpec | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    data_seed: int | None = None,
 ) -> PromptStream:
-    """Read and check a data set, tokenize its prompts, and open its stream.
+    """Read and check a data set, tokenize its prompts, and open its stream. With `streaming` the training set is read during the run.
 
     Args:
         cfg: Data settings.
         tokenizer: Tokenizer of the model.
-        seed: Seed of the order.
+        seed: Seed of the order, of rows that are sampled, and of the held-out split.
         dataset: Replaces `cfg.dataset`, for the held-out set.
         shuffle: Replaces `cfg.dataset_shuffle`.
         flag: Setting that names the data set.
         image_spec: Image processor of the model, or None for a text model.
         tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
-        data_seed: Seed for sampling rows and for the held-out split. Default: `seed`.
 
     Raises:
         ConfigError: If the data set cannot be read, or a prompt fails a check.
     """
-    rows = load_rows(cfg, dataset=dataset, flag=flag, image_spec=image_spec, seed=seed if data_seed is None else data_seed)
-    if tools is not None:
-        checks.check_for_episodes(rows, flag)
-    checks.check_template(rows, tokenizer, flag)
-    encode = PromptEncoder.of(cfg, tokenizer, image_spec, tools)
+    names, encode = names_of(cfg, dataset, flag), PromptEncoder.of(cfg, tokenizer, image_spec, tools)
+    shuffle = cfg.dataset_shuffle if shuffle is None else shuffle
+
+    def check(rows: Rows) -> PromptRows:
+        prompts = _check_rows(rows, cfg, names, flag, image_spec)
+        if tools is not None:
+            checks.check_for_episodes(prompts, flag)
+        return _tokenize(prompts, cfg, encode, flag)
+
+    if is_streamed(cfg, flag):
+        from megatron_grpo.run.data.streamed import StreamedPrompts, open_sets
+
+        return StreamedPrompts(open_sets(cfg, names, flag), check, encode, cfg=cfg, seed=seed, shuffle=shuffle)
+    rows = check(read_sets(cfg, names, flag=flag, seed=seed))
+    return PromptStream(rows, encode, seed=seed, shuffle=shuffle)
+
+
+def _tokenize(rows: PromptRows, cfg: DataConfig, encode: PromptEncoder, flag: str) -> PromptRows:
+    """Return the rows with their tokens, without those that are too long. Raises ConfigError if a prompt cannot be used."""
+    is_block = is_streamed(cfg, flag)
+    checks.check_template(rows, encode.tokenizer, flag)
 
     def tokenized() -> TokenTable:
         checks.check_images(rows)
         return checks.tokenised(rows, encode, flag)
 
-    if cfg.load_from_cache_file and len(rows) > FEW:
+    if cfg.load_from_cache_file and len(rows) > FEW and not is_block:
         rows = replace(rows, digest=rows.fingerprint())
         stamp = f" {rows.image_store.stamp()}" if rows.image_store is not None else ""
         tokens = cached_table(key_of(rows.fingerprint() + stamp, encode), tokenized)
     else:
         tokens = tokenized()
-    rows = checks.check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)
-    return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
+    return checks.check_lengths(rows, encode, cfg, flag=flag, tokens=tokens, may_be_none=is_block)
 
 
 class PromptStream:
@@ -401,13 +327,13 @@ class PromptStream:
         ("drops_last", "dataset_drop_last", "{}"),
     )
     epoch_multiple = 1  # prompts per epoch are a multiple of this (dataset_drop_last)
+    taken = 0  # prompts since the start of the run
 
     def __init__(self, rows: PromptRows, encode: Encode, *, seed: int, shuffle: bool = True):
         self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
-        self.taken = 0
         # Taken before user code runs, which may hold the rows.
         self._fingerprint = _compute_checksum([rows.raw(index) for index in _spread(len(rows))])
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+        self._order: tuple[Any, np.ndarray] = (None, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         """Return the number of prompts in the data set."""
@@ -428,6 +354,16 @@ class PromptStream:
         if self.rows.longest_prompt is None:
             raise ValueError("call check_lengths before opening a stream")
         return self.rows.longest_prompt
+
+    def agree_by(self, gather: Ask) -> None:
+        """Verify from here on that all ranks read the same rows. Rows that were read before the run have been compared by then.
+
+        Args:
+            gather: All-gather of (problem, checksum) over the ranks.
+
+        Raises:
+            RowsError: On every rank, if the rows read so far differ.
+        """
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, continuing into the next epoch if necessary.
@@ -506,22 +442,26 @@ or start a new run in another output_dir."
         Args:
             number: Number of the prompt since the start of the run, from 0.
         """
-        rows, index, first = self._found(number)
-        return first + int(rows.keep[index])
+        return self._found(number)[2]
 
     def _found(self, number: int) -> tuple[PromptRows, int, int]:
-        """Locate prompt `number` of the run: (rows that contain it, its index in them, data set row of their first row)."""
-        epoch, index = divmod(number, self.per_epoch)
-        if self._order[0] != epoch:
-            self._order = (epoch, permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self)))
-        return self.rows, int(self._order[1][index]), 0
+        """Locate prompt `number` of the run: (rows that contain it, its index in them, its data set row)."""
+        epoch, position = divmod(number, self.per_epoch)
+        index = self._index_at(position, len(self), epoch)
+        return self.rows, index, int(self.rows.keep[index])
+
+    def _index_at(self, position: int, size: int, epoch: int, block: int = 0) -> int:
+        """Return the index of the prompt at a position in the order of an epoch or a block of `size` prompts."""
+        if self._order[0] != (epoch, block):
+            order = permutation(size, self.seed, epoch, block) if self.shuffle else np.arange(size)
+            self._order = ((epoch, block), order)
+        return int(self._order[1][position])
 
     def _prompt(self, number: int) -> Prompt:
-        rows, index, first = self._found(number)
-        row = int(rows.keep[index])
-        token_ids = tuple(checks.encoded(rows, self.encode, index)) if rows.tokens is None else rows.tokens[row]
+        rows, index, row = self._found(number)
+        token_ids = tuple(checks.encoded(rows, self.encode, index)) if rows.tokens is None else rows.tokens[int(rows.keep[index])]
         columns, images = rows.columns(index), _place_images(rows, index, token_ids)
-        return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, images=images)
+        return Prompt(number=number, row=row, raw=rows.raw(index), token_ids=token_ids, columns=columns, images=images)
 
     def images_of(self, number: int) -> tuple[tuple[int, Image], ...]:
         """Return ((position, image), ...) of prompt `number` of the run without taking it. Checkpoints do not store images.

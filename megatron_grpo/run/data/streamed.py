@@ -1,5 +1,7 @@
 """Streaming data sets (`streaming`): prompts are read during the run, a block of `shuffle_buffer_size` rows at a time.
 
+`open_sets` mixes data sets row by row; `StreamedPrompts` is the stream of prompts.
+
 Each block is checked when it is read, like a whole data set before a run. An epoch is the blocks in their order; inside a block the order
 is a permutation that depends on (seed, epoch, block) alone. So every rank and every parallel layout derives the same order, and a data
 set of one block is trained on in the same order as without `streaming`. The contents of a block depend only on the rows, so a checkpoint
@@ -13,36 +15,28 @@ import logging
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, RowsError, RunError, config_error, problem_with
-from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.settings import DataConfig
-from megatron_grpo.core.types import Image, Prompt
+from megatron_grpo.core.types import Prompt
 from megatron_grpo.run.data import checks
-from megatron_grpo.run.data.chat import PromptEncoder
 from megatron_grpo.run.data.checks import Encode, PromptRows
-from megatron_grpo.run.data.files import NAMED_ROWS, Rows, Source, SourceRow
-from megatron_grpo.run.data.prompts import PromptStream, load_rows, names_of, open_sets, open_stream, permutation
+from megatron_grpo.run.data.files import NAMED_ROWS, Rows, Source, SourceRow, concatenated, open_source, split_count
+from megatron_grpo.run.data.prompts import Ask, PromptStream, conversion, rows_per_epoch
 
 logger = logging.getLogger(__name__)
 
-# An all-gather over ranks of (problem with the rank's rows, or ""; checksum of the rows).
-Ask = Callable[[tuple[str, int]], Sequence[tuple[str, int]]]
 REMEMBERED = 16  # blocks before the position of a checkpoint whose positions it stores
 MOST_MARKS = 1000  # blocks whose positions a process remembers
-_BLIND = "streaming supports text only: the sampler needs the largest number of images per prompt, which requires reading all rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPosition:
-    """Position and size of a block.
+    """Position and size of a block. The defaults are those of the block before the first.
 
     Args:
         epoch: Epoch of the block.
@@ -57,16 +51,16 @@ class BlockPosition:
         digest: Checksum of the rows.
     """
 
-    epoch: int
-    block: int
-    begin: Any
-    after: Any
-    first: int
-    num_prompts: int
-    num_rows: int
-    first_of_epoch: int
-    left_out: int
-    digest: int
+    epoch: int = -1
+    block: int = 0
+    begin: Any = None
+    after: Any = None
+    first: int = 0
+    num_prompts: int = 0
+    num_rows: int = 0
+    first_of_epoch: int = -1
+    left_out: int = 0
+    digest: int = 0
 
     @property
     def end(self) -> int:
@@ -74,89 +68,127 @@ class BlockPosition:
         return self.first + self.num_prompts
 
 
-NOTHING = BlockPosition(
-    epoch=-1, block=0, begin=None, after=None, first=0, num_prompts=0, num_rows=0, first_of_epoch=-1, left_out=0, digest=0
-)
+# ---- data sets
 
 
-def open_prompts(
-    cfg: DataConfig,
-    tokenizer: Any,
-    *,
-    seed: int,
-    image_spec: ImageProcessorSpec | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> PromptStream:
-    """Open the training set's stream, read as a whole (`open_stream`) or streamed.
+def open_sets(cfg: DataConfig, names: Sequence[str], flag: str) -> Source:
+    """Open several data sets: their rows in the order of `read_sets`, one at a time and without sampling.
 
     Args:
         cfg: Data settings.
-        tokenizer: Tokenizer of the model.
-        seed: Seed of the order.
-        image_spec: Image processor of the model, or None for a text model.
-        tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
+        names: Data sets, each optionally with a `#count` suffix.
+        flag: Setting that names them, for error messages.
 
     Raises:
-        ConfigError: If the data set cannot be read, or a prompt fails a check.
+        ConfigError: If a data set cannot be opened.
     """
-    open_function = open_streamed if cfg.streaming else open_stream
-    return open_function(cfg, tokenizer, seed=seed, image_spec=image_spec, tools=tools)
+    sources = [_open_set(name, cfg, flag) for name in names]
+    return _mixed(sources, cfg) if len(sources) > 1 and cfg.interleave_prob else concatenated(sources)
 
 
-def rows_to_check(cfg: DataConfig, *, image_spec: ImageProcessorSpec | None, is_blind: bool, seed: int) -> PromptRows:
-    """Return checked rows of the training set: all, or the first block with `streaming`. Needs no tokenizer.
+def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
+    """Open a data set. `name#n` gives its first n rows, starting again if it has fewer.
+
+    The first row is read, to check that it exists and has the columns to rename.
+    """
+    plain, count = split_count(name)
+    if count is not None and count < 1:
+        raise config_error(flag, f"{flag} ({name}) requests {count} rows. Use at least 1.")
+    source = open_source(plain, cfg.dataset_split, flag)
+    first = next(source(None), None)
+    if first is None:
+        raise config_error(flag, f"{flag} {plain!r} has no rows.")
+    if isinstance(first.row, str):
+        raise config_error(flag, f"{first.stands} is not a JSON object: {first.row}.")
+    convert = conversion(first.row, cfg, flag)
+
+    def converted(position: Any) -> Iterator[SourceRow]:
+        for entry in source(position):
+            yield entry if isinstance(entry.row, str) else entry._replace(row=convert(entry.row))
+
+    return converted if count is None else _limited(converted, count)
+
+
+def _limited(source: Source, count: int) -> Source:
+    """Limit a source to `count` rows. A position is [rows before it, position in the source]."""
+
+    def begin(position: Any) -> Iterator[SourceRow]:
+        num_before, inner = position or (0, None)
+        for number, entry in enumerate(islice(_repeated(source, inner), count - num_before), start=num_before + 1):
+            yield entry._replace(after=[number, entry.after])
+
+    return begin
+
+
+def _repeated(source: Source, position: Any) -> Iterator[SourceRow]:
+    """Yield the rows after a position, and then all rows again and again."""
+    yield from source(position)
+    while True:
+        reader = source(None)
+        yield _existing(next(reader, None))
+        yield from reader
+
+
+def _existing(entry: SourceRow | None) -> SourceRow:
+    """Return a row that existed when its data set was last read.
+
+    Raises:
+        ConfigError: If it no longer exists; a data set without rows could never yield its share.
+    """
+    if entry is None:
+        raise config_error("dataset", "A data set of `dataset` has fewer rows than when this run last read it. Restore its files.")
+    return entry
+
+
+def _mixed(sources: Sequence[Source], cfg: DataConfig) -> Source:
+    """Interleave sources of unknown length like `read_sets`. A source that is exhausted starts again.
+
+    A position holds, per source, the rows it has yielded, the position in it, and its length if known. The length becomes known with the
+    last row, so by then a set may have yielded one row more than its share of the epoch.
+    """
+    shares = [weight / sum(cfg.interleave_prob) for weight in cfg.interleave_prob]
+
+    def find_incomplete(counts: Sequence[int], sizes: Sequence[int | None]) -> list[int]:
+        """Return the sources that have not yielded their share of the epoch."""
+        most = rows_per_epoch(sizes, shares, cfg)
+        return [number for number, count in enumerate(counts) if most is None or count < most[number]]
+
+    def begin(position: Any) -> Iterator[SourceRow]:
+        empty = [None] * len(sources)
+        counts, positions, sizes = [list(values) for values in position or ([0] * len(sources), empty, empty)]
+        readers = [source(begin_at) for source, begin_at in zip(sources, positions, strict=True)]
+        next_entries = [_existing(next(reader, None)) for reader in readers]
+        while incomplete := find_incomplete(counts, sizes):
+            number = min(incomplete, key=lambda i: (counts[i] + 0.5) / shares[i])
+            entry, following = next_entries[number], next(readers[number], None)
+            counts[number] += 1
+            positions[number] = entry.after
+            if following is None:
+                sizes[number] = sizes[number] or counts[number]
+                positions[number], readers[number] = None, sources[number](None)
+                following = _existing(next(readers[number], None))
+            next_entries[number] = following
+            yield entry._replace(after=[list(counts), list(positions), list(sizes)])
+
+    return begin
+
+
+def read_beginning(source: Source, check: Callable[[Rows], PromptRows], cfg: DataConfig) -> PromptRows:
+    """Return the first block of a data set.
 
     Args:
+        source: Rows of the data set from any position.
+        check: Checks the rows of a block; raises ConfigError.
         cfg: Data settings.
-        image_spec: Image processor of the model, or None.
-        is_blind: Whether the model is known to take text only.
-        seed: Seed for sampling rows.
 
     Raises:
-        ConfigError: If the data set cannot be read, or a row holds no usable prompt.
+        ConfigError: If the rows cannot be read, or fail a check.
     """
-    if not cfg.streaming:
-        return load_rows(cfg, image_spec=image_spec, is_blind=is_blind, seed=seed)
-    flag, names = "dataset", names_of(cfg, None, "dataset")
-    entries = list(islice(open_sets(cfg, names, flag)(None), max(1, cfg.shuffle_buffer_size)))
-    with _named(0, len(entries), flag):
-        prompts = checks.check_rows(_rows_of(entries, flag), cfg, names, image_spec=image_spec, is_blind=is_blind)
-        checks.check_without_images(prompts, flag, _BLIND)
-    return replace(prompts, is_beginning=True)
+    entries = list(islice(source(None), max(1, cfg.shuffle_buffer_size)))
+    return replace(_check_block(entries, 0, check), is_beginning=True)
 
 
-def open_streamed(
-    cfg: DataConfig,
-    tokenizer: Any,
-    *,
-    seed: int,
-    image_spec: ImageProcessorSpec | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> StreamedPrompts:
-    """Open a streamed data set. Reads blocks until one has a prompt, normally only the first.
-
-    Args:
-        cfg: Data settings.
-        tokenizer: Tokenizer of the model.
-        seed: Seed of the order.
-        image_spec: Image processor of the model, or None for a text model.
-        tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
-
-    Raises:
-        ConfigError: If the data set cannot be read, or a prompt fails a check.
-    """
-    flag, names = "dataset", names_of(cfg, None, "dataset")
-    encode = PromptEncoder.of(cfg, tokenizer, image_spec, tools)
-
-    def check(rows: Rows) -> PromptRows:
-        prompts = checks.check_rows(rows, cfg, names, image_spec=image_spec)
-        checks.check_without_images(prompts, flag, _BLIND)
-        if tools is not None:
-            checks.check_for_episodes(prompts, flag)
-        checks.check_template(prompts, tokenizer, flag)
-        return checks.check_lengths(prompts, encode, cfg, tokens=checks.tokenised(prompts, encode, flag), may_be_none=True)
-
-    return StreamedPrompts(open_sets(cfg, names, flag), check, encode, cfg=cfg, seed=seed)
+# ---- prompts
 
 
 class StreamedPrompts(PromptStream):
@@ -164,7 +196,9 @@ class StreamedPrompts(PromptStream):
 
     COMPARED = (("seed", "seed", "{}"), ("shuffle", "dataset_shuffle", "{}"), ("block_size", "shuffle_buffer_size", "{}"))
 
-    def __init__(self, source: Source, check: Callable[[Rows], PromptRows], encode: Encode, *, cfg: DataConfig, seed: int):
+    def __init__(
+        self, source: Source, check: Callable[[Rows], PromptRows], encode: Encode, *, cfg: DataConfig, seed: int, shuffle: bool = True
+    ):
         """Read blocks until one has a prompt.
 
         Args:
@@ -173,32 +207,24 @@ class StreamedPrompts(PromptStream):
             encode: Maps a prompt to token IDs.
             cfg: Data settings.
             seed: Seed of the order.
+            shuffle: Whether the order in each block is a permutation.
         """
-        empty = PromptRows(rows=Rows([([], str)]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
-        super().__init__(empty, encode, seed=seed, shuffle=cfg.dataset_shuffle)
         self._source, self._check, self._size = source, check, max(1, cfg.shuffle_buffer_size)
         self._ask: Ask = lambda gathered: [gathered]
         self._reader_ahead: tuple[Any, Iterator[SourceRow]] | None = None  # (position, reader at that position)
         self._held: dict[tuple[int, int], tuple[BlockPosition, PromptRows]] = {}
         self._marks: list[BlockPosition] = []
         while not self._marks or not self._marks[-1].num_prompts:
-            self._remember(self._next(self._marks[-1] if self._marks else NOTHING))
+            self._remember(self._next(self._marks[-1] if self._marks else BlockPosition()))
         # Assume the maximum length for prompts that have not been read yet.
         begin = self._rows_of(self._marks[-1])
-        self.rows = replace(begin, is_beginning=True, longest_prompt=cfg.max_prompt_length or begin.longest_prompt)
+        begin = replace(begin, is_beginning=True, longest_prompt=cfg.max_prompt_length or begin.longest_prompt)
+        super().__init__(begin, encode, seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         raise TypeError("the number of prompts of a streamed data set is unknown")
 
     def agree_by(self, gather: Ask) -> None:
-        """Verify from here on that all ranks read the same rows, and fail on all ranks otherwise. Collective.
-
-        Args:
-            gather: All-gather of (problem, checksum) over the ranks.
-
-        Raises:
-            RowsError: On every rank, if the rows read so far differ.
-        """
         self._ask = gather
         self._agree("", self._marks[-1])
 
@@ -212,7 +238,7 @@ class StreamedPrompts(PromptStream):
             RowsError: On every rank, if rows cannot be read or fail a check on any rank.
         """
         while self._marks[-1].end < self.taken + count:
-            mark, fault = NOTHING, ""
+            mark, fault = BlockPosition(), ""
             try:
                 mark = self._next(self._marks[-1])
             except (ConfigError, OSError) as error:
@@ -240,9 +266,6 @@ class StreamedPrompts(PromptStream):
         marks_by_key = {(mark.epoch, mark.block): mark for mark in (*self._marks, *_marks_of(state))}
         self._marks = [marks_by_key[key] for key in sorted(marks_by_key)]
 
-    def images_of(self, number: int) -> tuple[tuple[int, Image], ...]:
-        return ()  # rows with images are rejected
-
     def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
         """Check that the block in which the saved run stopped is unchanged. Other blocks are checked when they are read."""
         marks = _marks_of(state)
@@ -267,10 +290,8 @@ class StreamedPrompts(PromptStream):
             rows = self._rows_of(mark)
         except (ConfigError, OSError) as error:  # these exception types are for problems before a run
             raise RunError(str(error)) from error
-        if self._order[0] != mark.first:
-            count = mark.num_prompts
-            self._order = (mark.first, permutation(count, self.seed, mark.epoch, mark.block) if self.shuffle else np.arange(count))
-        return rows, int(self._order[1][number - mark.first]), mark.block * self._size
+        index = self._index_at(number - mark.first, mark.num_prompts, mark.epoch, mark.block)
+        return rows, index, mark.block * self._size + int(rows.keep[index])
 
     def _next(self, mark: BlockPosition) -> BlockPosition:
         """Read and check the block after `mark`. Raises ConfigError."""
@@ -281,7 +302,7 @@ class StreamedPrompts(PromptStream):
                 raise config_error(("dataset", "max_prompt_length"), message)
             epoch, block, begins = mark.epoch + 1, 0, mark.end
         entries, next_position = self._read(mark.after)
-        rows = self._checked(entries, block)
+        rows = _check_block(entries, block * self._size, self._check) if entries else None
         num_prompts = 0 if rows is None else len(rows)
         new_mark = BlockPosition(
             epoch=epoch, block=block, begin=mark.after, after=next_position, first=mark.end, num_prompts=num_prompts, num_rows=len(entries),
@@ -300,16 +321,10 @@ class StreamedPrompts(PromptStream):
                 message = f"{self._named(mark)} of the data set have changed since this run read them. Restore them, or start a new run \
 in another output_dir."
                 raise config_error("dataset", message)
-            rows = self._checked(entries, mark.block)
-            assert rows is not None and len(rows) == mark.num_prompts, "the same rows have been checked before"
+            rows = _check_block(entries, mark.block * self._size, self._check)
+            assert len(rows) == mark.num_prompts, "the same rows have been checked before"
             self._hold(mark, rows)
         return self._held[key][1]
-
-    def _checked(self, entries: Sequence[SourceRow], block: int) -> PromptRows | None:
-        if not entries:
-            return None
-        with _named(block * self._size, len(entries), "dataset"):
-            return self._check(_rows_of(entries, "dataset"))
 
     def _read(self, begin: Any) -> tuple[list[SourceRow], Any]:
         """Read one block from a position. Return its rows and the position after them, None at the end of the epoch."""
@@ -368,11 +383,10 @@ def _rows_of(entries: Sequence[SourceRow], flag: str) -> Rows:
     return Rows([([entry.row for entry in entries if isinstance(entry.row, dict)], lambda index: entries[index].stands)])
 
 
-@contextmanager
-def _named(first: int, count: int, flag: str) -> Iterator[None]:
-    """Add the range of a block's rows to the messages of ConfigErrors raised in the `with` block."""
+def _check_block(entries: Sequence[SourceRow], first: int, check: Callable[[Rows], PromptRows]) -> PromptRows:
+    """Check the rows of a block, which begins at row `first`. Raises ConfigErrors that name the range of its rows."""
     try:
-        yield
+        return check(_rows_of(entries, "dataset"))
     except ConfigError as error:
-        place_text = f"{flag}, rows {first:,} to {first + count - 1:,}, which streaming reads together: "
+        place_text = f"dataset, rows {first:,} to {first + len(entries) - 1:,}, which streaming reads together: "
         raise ConfigError([replace(problem, message=place_text + problem.message) for problem in error.problems]) from error

@@ -12,7 +12,6 @@ from megatron_grpo.core.settings import Config, DataConfig
 from megatron_grpo.run.config.evaluation import SPLIT, choose_data_config
 from megatron_grpo.run.data.checks import check_for_episodes, find_notes, find_shared
 from megatron_grpo.run.data.prompts import load_rows, open_stream
-from megatron_grpo.run.data.streamed import rows_to_check
 
 CHAT = [{"role": "user", "content": "5"}]
 ROWS = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(3)]
@@ -56,7 +55,7 @@ def held_out(name: str, **settings):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_chat_in_another_form_is_the_same_chat(tmp_path, row, streaming):
     cfg = DataConfig(dataset=write(tmp_path / "a.jsonl", lines(row)), streaming=streaming, max_prompt_length=9)
-    assert rows_to_check(cfg, image_spec=None, is_blind=True, seed=0).raw(0) == CHAT
+    assert load_rows(cfg).raw(0) == CHAT
 
 
 def test_keys_that_parquet_fills_with_null_are_left_out_at_every_depth_but_not_the_content_of_a_tool_call(tmp_path):
@@ -121,7 +120,7 @@ def test_an_array_is_an_array_whatever_the_suffix(tmp_path, indent):
 def test_a_file_of_another_shape_is_one_sentence_with_what_helps(tmp_path, name, content, sentence, streaming):
     cfg = DataConfig(dataset=write(tmp_path / name, content), streaming=streaming, max_prompt_length=9)
     with pytest.raises(ConfigError, match=sentence) as error:
-        rows_to_check(cfg, image_spec=None, is_blind=True, seed=0)
+        load_rows(cfg)
     assert len(error.value.problems) == 1 and "line(s) that are not" not in str(error.value)
 
 

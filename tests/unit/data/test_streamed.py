@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from megatron_grpo.core.base.errors import ConfigError, RowsError, RunError
 from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.run.data import streamed
-from megatron_grpo.run.data.prompts import open_sets, open_stream
-from megatron_grpo.run.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_check
+from megatron_grpo.run.data.prompts import load_rows, open_stream
+from megatron_grpo.run.data.streamed import REMEMBERED, StreamedPrompts, open_sets
 from tests.unit.data.test_images import EYES, SmallTokenizer
 
 ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(23)]
@@ -43,7 +44,7 @@ def config(dataset: str, block: int = 4, **settings) -> DataConfig:
 
 
 def opened(dataset: str, block: int = 4, *, seed: int = 7, **settings) -> StreamedPrompts:
-    stream = open_prompts(config(dataset, block, **settings), Letters(), seed=seed)
+    stream = open_stream(config(dataset, block, **settings), Letters(), seed=seed)
     assert isinstance(stream, StreamedPrompts)
     return stream
 
@@ -136,7 +137,7 @@ def mixture(tmp_path: Path, **settings) -> DataConfig:
 @pytest.mark.parametrize("ends", ["first_exhausted", "all_exhausted"])
 def test_sets_are_mixed_as_without_streaming_to_within_a_row_where_an_epoch_ends(tmp_path, weights, ends):
     cfg = mixture(tmp_path, interleave_prob=weights, stopping_strategy=ends, dataset_shuffle=False)
-    whole = open_stream(cfg, Letters(), seed=0)
+    whole = open_stream(replace(cfg, streaming=False), Letters(), seed=0)
     source = open_sets(cfg, [cfg.dataset, *cfg.further_datasets], "dataset")
     read = list(source(None))
     assert abs(len(read) - len(whole)) <= (1 if weights else 0)
@@ -246,14 +247,14 @@ def test_rows_that_change_under_a_run_end_it(tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"interleave_prob": [1.0, 1.0], "stopping_strategy": "all_exhausted"}])
 def test_a_set_that_loses_its_rows_under_a_run_ends_it_by_a_sentence_and_does_not_go_on_with_it(tmp_path, settings):
     cfg = mixture(tmp_path, **settings) if settings else config(f"{write(tmp_path / 'b.jsonl', ROWS[:7])}#50")
-    stream = open_prompts(cfg, Letters(), seed=7)
+    stream = open_stream(cfg, Letters(), seed=7)
     stream.take(9)
     state = json.loads(json.dumps(stream.state()))
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(RowsError, match="has fewer rows than when this run last read it.*Fix these rows"):
         stream.take(30)
     write(tmp_path / "b.jsonl", ROWS[:7])
-    after = open_prompts(cfg, Letters(), seed=7)
+    after = open_stream(cfg, Letters(), seed=7)
     (tmp_path / "b.jsonl").write_text("")
     [problem] = after.problems_with(state)
     assert "has fewer rows than when this run last read it" in problem.message
@@ -296,9 +297,9 @@ def test_a_row_that_cannot_be_trained_on_ends_the_run_when_it_comes_by_file_and_
     chat = [{"role": "user", "content": "no"}]
     shows = write(tmp_path / "a.jsonl", [{"prompt": chat}] * 5 + [{"prompt": [chat[0] | {"content": "<image>x"}], "images": ["a.png"]}])
     with pytest.raises(RowsError, match="1 of 2 rows have images, but streaming supports text only.*: a.jsonl line 6"):
-        open_prompts(config(shows), SmallTokenizer(), seed=7, image_spec=EYES).take(5)
+        open_stream(config(shows), SmallTokenizer(), seed=7, image_spec=EYES).take(5)
     with pytest.raises(ConfigError, match="1 of 6 rows have images, but streaming supports text only"):
-        rows_to_check(config(shows, 9), image_spec=EYES, is_blind=False, seed=0)
+        load_rows(config(shows, 9), image_spec=EYES, is_blind=False)
 
 
 def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
@@ -306,7 +307,7 @@ def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
     with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
         opened(path)
     with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
-        rows_to_check(config(path), image_spec=None, is_blind=True, seed=0)
+        load_rows(config(path))
     (tmp_path / "b.json").write_text(json.dumps(ROWS))
     with pytest.raises(ConfigError, match="b.json is a JSON array, which cannot be streamed"):
         opened(str(tmp_path / "b.json"))
@@ -358,9 +359,9 @@ def test_prompts_are_cut_as_without_streaming(tmp_path):
 
 def test_rows_to_look_at_are_the_first_ones(tmp_path):
     path = write(tmp_path / "a.jsonl")
-    rows = rows_to_check(config(path), image_spec=None, is_blind=True, seed=0)
+    rows = load_rows(config(path))
     assert len(rows) == 4 and rows.is_beginning and rows.described(4).startswith("first 4 rows, ")
-    assert len(rows_to_check(config(path, streaming=False), image_spec=None, is_blind=True, seed=0)) == 23
+    assert len(load_rows(config(path, streaming=False))) == 23
     stream = opened(path)
     assert stream.rows.is_beginning and stream.longest_prompt == 5 and stream.rows.fingerprint() == rows.fingerprint()
     with pytest.raises(TypeError, match="the number of prompts of a streamed data set is unknown"):
