@@ -35,10 +35,10 @@ from megatron_grpo.run.checkpoint.fingerprints import base_problems, model_finge
 from megatron_grpo.run.checkpoint.manifest import read_manifest
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.table import bytes_of, table
-from megatron_grpo.run.data.hub import find_model
 from megatron_grpo.run.hf_writer import HfWriter, write_adapter
 from megatron_grpo.run.metrics.model_card import CARD, CURVES, ModelCard, write_card
 from megatron_grpo.run.metrics.records import BestEffort
+from megatron_grpo.run.models import find_model
 from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from megatron_grpo.run.data.chat import (  # fmt: skip
     unread_options,
     vocabulary_of,
 )
-from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.models import as_teacher_problem, find_model
 from megatron_grpo.run.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.run.rewards.protocol import RewardFunction
 
@@ -338,8 +338,6 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
     Raises:
         ConfigError: If it cannot be found or read, or if the vocabularies differ.
     """
-    from megatron_grpo.run.models import as_teacher_problem
-
     name, flag, trusts = cfg.grpo.teacher_model or "", "teacher_model", cfg.model.trust_remote_code
     _refuse_word(name, (flag,))
     path = find_model(name, flag=flag, with_code=trusts)

@@ -1,4 +1,4 @@
-"""Shapes of the models that a run names: the policy's model and the teacher in the training ranks (`--teacher_model`).
+"""Directories and shapes of the models that a run names: the policy's, and the teacher's in the training ranks (`--teacher_model`).
 
 Shapes come from the config.json on this machine. It is read as plain JSON, because importing transformers takes about a second. The module
 also derives the teacher's configuration and its problems. Does not import torch.
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.core.base.errors import ConfigError, Problem, problem_with
+from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, first_line, one_line, problem_with
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.families import FAMILIES, NOT_YET_BY_NAME
@@ -23,9 +23,11 @@ from megatron_grpo.run.config.rules import policy as validation
 from megatron_grpo.run.config.rules import stages
 from megatron_grpo.run.config.rules.layout import layout_problems, length_problems
 from megatron_grpo.run.config.sizes import SizeModel
+from megatron_grpo.run.data.files import is_path
 
 FLAG = "teacher_model"
 _ANY_DEPTH = {name: None for name in stages.OF_ONE_DEPTH} | dict.fromkeys(stages.ACCOUNTS, False)
+_FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # from the Hub
 _WITHOUT_EXPERTS = dict(expert_model_parallel_size=1, expert_tensor_parallel_size=1, moe_token_dispatcher_type="alltoall",
                         moe_permute_fusion=False, moe_shared_expert_overlap=False, moe_enable_deepep=False)  # fmt: skip
 
@@ -82,6 +84,40 @@ def find_config(model: str) -> Path | None:
     cache = Path(os.environ.get("HF_HUB_CACHE") or hf_home / "hub")
     snapshots = sorted((cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
     return snapshots[-1] if snapshots else None
+
+
+def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Path:
+    """Return the directory of a Hugging Face checkpoint. A Hub name is downloaded first.
+
+    Args:
+        name: Directory or Hub name.
+        flag: Setting that names the checkpoint, for error messages.
+        with_code: Whether to download Python files as well. Nothing is executed.
+
+    Raises:
+        ConfigError: If there is no such directory and no such model on the Hub.
+    """
+    if not name:
+        raise config_error("model", "model is missing. Use a Hugging Face checkpoint directory or a Hub name.")
+    path = Path(name)
+    if path.is_dir():
+        return path.absolute()
+    if is_path(name):
+        fault = "is a file" if path.is_file() else "does not exist"
+        models = sorted(config.parent.name for config in path.parent.glob("*/config.json"))[:8]
+        nearby = f" In {path.parent}: {', '.join(models)}." if models else ""
+        message = f"{flag} ({name}) {fault}. Use a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{nearby}"
+        raise config_error(flag, message)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if with_code else [])]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        message = (
+            f"{flag} ({name}) is neither a local directory nor a model that can be downloaded from the Hub: {one_line(error, first_line)}"
+        )
+        raise config_error(flag, message) from error
 
 
 def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:

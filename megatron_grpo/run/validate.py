@@ -21,8 +21,7 @@ from megatron_grpo.run.config.read import COMMAND_LINE
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.write import absolute_paths
 from megatron_grpo.run.data.chat import find_clock
-from megatron_grpo.run.data.files import split_count
-from megatron_grpo.run.data.hub import is_path
+from megatron_grpo.run.data.files import is_path, split_count
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
 from megatron_grpo.run.rewards.loading import close_rewards, may_exist
 from megatron_grpo.run.schedule import ScheduledRun, schedule_run

@@ -41,8 +41,8 @@ from megatron_grpo.run.checkpoint.resume import OURS
 from megatron_grpo.run.checkpoint.samples import read_samples
 from megatron_grpo.run.checkpoint.saving import RECORDED
 from megatron_grpo.run.config import ParsedConfig
-from megatron_grpo.run.data.hub import find_model
 from megatron_grpo.run.metrics.records import Records
+from megatron_grpo.run.models import find_model
 from megatron_grpo.run.open_checkpoint import load_weights
 
 logger = logging.getLogger(__name__)

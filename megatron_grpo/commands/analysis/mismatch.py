@@ -41,9 +41,9 @@ from megatron_grpo.run.assemble.output import start_parallel
 from megatron_grpo.run.assemble.policy import build_loaded
 from megatron_grpo.run.config import ParsedConfig, sampling_mask
 from megatron_grpo.run.data.chat import load_tokenizer
-from megatron_grpo.run.data.hub import find_model
 from megatron_grpo.run.metrics.rollout import TOKENS
 from megatron_grpo.run.metrics.summary import USUAL
+from megatron_grpo.run.models import find_model
 from megatron_grpo.run.open_checkpoint import layout_of
 
 WORST = 8  # tokens with the largest differences that are listed

@@ -33,7 +33,7 @@ from megatron_grpo.run.checkpoint import rng_state
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.table import InvalidValueError, Setting, read_value, table
-from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.models import find_model
 from megatron_grpo.run.open_checkpoint import layout_of, load_weights, undamaged_checkpoint
 
 # Settings of the run that are not applied: a replay has its own layout, updates no weights, and scores every row alone, so that more

@@ -27,7 +27,7 @@ from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.rules.servers import TOKEN_VARIABLE, default_token_file, read_private
 from megatron_grpo.run.config.rules.settings import RANGE
 from megatron_grpo.run.config.table import table
-from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.models import find_model
 
 if TYPE_CHECKING:
     from megatron_grpo.core.rollout.experts import ExpertLayers

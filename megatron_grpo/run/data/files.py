@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from megatron_grpo.core.base.errors import config_error, first_line, one_line
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.run import python_objects
-from megatron_grpo.run.data.hub import SUFFIXES, choose_split, from_hub, is_path, saved_by_datasets
 
 if TYPE_CHECKING:
     import numpy as np
 
+SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
+# Of files that are not read here, but are not names on the Hub either.
+_OTHER_SUFFIXES = tuple(".csv .tsv .txt .ndjson .arrow .feather .xlsx .zip .gz .zst .bz2 .xz .tar .yaml .yml .py .pkl .bin .gguf".split())
 NAMED_ROWS = 5  # number of bad rows that an error lists; the rest are counted
 LONGEST_LINE = 64 << 20  # bytes: a file without line ends is not a data set, and must not be read into memory whole
 BATCH = 256  # rows of a Parquet file decoded together when it is streamed
@@ -239,10 +241,10 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
         rows = Rows([_read_file(file, name, flag) for file, name in _files_of(path, split, flag)])
     elif kind == "object":
         rows = Rows([(python_objects.get(dataset, flag), by_row(dataset.removeprefix(python_objects.PREFIX)))])
-    elif kind == "saved":
-        rows = Rows([(saved_by_datasets(dataset, split, flag), by_row(path.name))])
     else:
-        rows = Rows([(from_hub(dataset, split, flag), by_row(dataset))])
+
+        read, name = (saved_by_datasets, path.name) if kind == "saved" else (from_hub, dataset)
+        rows = Rows([(read(dataset, split, flag), by_row(name))])
     if not len(rows):
         raise config_error(flag, f"{flag} {dataset!r} has no rows.")
     return rows
@@ -261,7 +263,8 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
     """
     kind = _kind_of(dataset, flag)
     if kind == "hub":
-        return _hub(dataset, lambda: from_hub(dataset, split, flag, streaming=True), flag)
+
+        return stream_hub(dataset, split, flag)
     if kind == "files":
         return concatenated([_open_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
     return read_rows(dataset, split=split, flag=flag)  # a table that is mapped into memory, or rows that a program holds
@@ -281,6 +284,20 @@ def concatenated(sources: Sequence[Source]) -> Source:
                 yield read._replace(after=[number, read.after])
 
     return begin
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can only be local, existing or not: a path, or an object of a program. A Hub name is `name` or `owner/name`.
+
+    Args:
+        name: Name from `--dataset` or `--model`.
+    """
+    return (
+        python_objects.is_given(name)
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or Path(name.partition("#")[0].lower()).suffix in (*SUFFIXES, *_OTHER_SUFFIXES)
+    )
 
 
 def _kind_of(dataset: str, flag: str) -> Literal["object", "saved", "files", "hub"]:
@@ -355,6 +372,28 @@ def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
         listed = f"{', '.join(name or '.' for name in configurations)}), whose rows would be mixed. Use {path / configurations[-1]}"
         raise config_error(flag, f"{flag} {str(path)!r} has several configurations ({listed}.")
     return [(path / name, name) for name in split_files]
+
+
+def choose_split(splits: Sequence[str], split: str, dataset: str, flag: str) -> str:
+    """Return the split of a data set that is read.
+
+    Args:
+        splits: Splits that the data set has.
+        split: Requested split. "", the default of held-out sets: test, or the only one.
+        dataset: Name of the data set.
+        flag: Setting that names it, for error messages.
+
+    Raises:
+        ConfigError: If the data set does not have the split.
+    """
+    chosen = split or (splits[0] if len(splits) == 1 else "test")
+    if chosen in splits:
+        return chosen
+    is_held_out = flag.startswith("eval_")
+    setting = "eval_dataset_split" if is_held_out else "dataset_split"
+    use = next((name for name in splits if name != "train"), splits[0]) if is_held_out else splits[0]
+    message = f"{flag} {dataset!r} has no split {chosen}; it has {', '.join(splits)}. Use {setting} {use}."
+    raise config_error((setting, flag), message)
 
 
 def _is_named_after(split: str, name: str) -> bool:
@@ -551,24 +590,3 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[S
             for offset, values in enumerate(batch.slice(num_skipped).to_pylist(), start=row + num_skipped):
                 yield SourceRow(offset + 1, f"{name} row {offset}", values)
             row += len(batch)
-
-
-# ---- what `datasets` reads
-
-
-def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
-    """Open a Hub data set for streaming. A position is [rows before it, state of the `datasets` iterator]."""
-
-    def begin(position: Any) -> Iterator[SourceRow]:
-        row, state = position or (0, None)
-        rows = open_it()
-        if state is not None:
-            rows.load_state_dict(state)
-        try:
-            for number, values in enumerate(rows, start=row):
-                yield SourceRow([number + 1, rows.state_dict()], f"{name} row {number}", values)
-        except Exception as error:
-            reason = one_line(error, first_line)
-            raise config_error(flag, f"Reading {name} from the Hub failed ({type(error).__name__}: {reason}).") from error
-
-    return begin

@@ -10,8 +10,7 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run import python_objects
 from megatron_grpo.run.checkpoint.fingerprints import content_of
 from megatron_grpo.run.config import resolve
-from megatron_grpo.run.data.files import open_source, read_rows
-from megatron_grpo.run.data.hub import is_path
+from megatron_grpo.run.data.files import is_path, open_source, read_rows
 from megatron_grpo.run.rewards.loading import load_rewards
 from megatron_grpo.run.validate import user_code
 

@@ -298,7 +298,7 @@ def test_code_is_fetched_from_the_hub_only_where_it_may_run(model, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     program = """
-from megatron_grpo.run.data.hub import find_model
+from megatron_grpo.run.models import find_model
 for with_code in (False, True):
     print(*sorted(path.name for path in find_model('me/own', with_code=with_code).glob('*.py')))
 """

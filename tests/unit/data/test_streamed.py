@@ -104,13 +104,13 @@ def test_rows_of_every_form_come_from_every_place_as_from_the_beginning(kinds, k
 def test_the_hub_is_read_from_every_place(kinds, monkeypatch):
     import datasets
 
-    from megatron_grpo.run.data import files
+    from megatron_grpo.run.data import hub
 
     def from_hub(dataset, split, flag, *, streaming):
         assert (dataset, split, flag, streaming) == ("owner/name", "train", "dataset", True)
         return datasets.load_dataset("parquet", data_files=kinds["parquet"], split="train", streaming=True)
 
-    monkeypatch.setattr(files, "from_hub", from_hub)
+    monkeypatch.setattr(hub, "from_hub", from_hub)
     source = open_sets(config("owner/name"), ["owner/name"], "dataset")
     read = list(source(None))
     assert [one.row for one in read] == ROWS and read[6].stands == "owner/name row 6"
