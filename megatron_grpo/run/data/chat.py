@@ -22,7 +22,6 @@ from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, first_line, one_line
 from megatron_grpo.core.base.files import process_lock, read_object
 from megatron_grpo.run.config import remote_code
-from megatron_grpo.run.data.image_dataset import TAG, expand_image_tokens, with_parts
 
 if TYPE_CHECKING:
     from megatron_grpo.core.images import ImageProcessorSpec
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TAG = "<image>"  # Megatron-SWIFT's image placeholder in a text
 Raw = str | Sequence[Mapping[str, Any]]
 PATIENCE = 120.0  # seconds that a rank waits for another rank that loads a tokenizer with custom code
 
@@ -370,6 +370,29 @@ def text_of_parts(content: Any) -> Any:
     return "\n".join(part["text"] for part in content) if isinstance(content, (list, tuple)) else content
 
 
+def with_parts(content: Any) -> Any:
+    """Convert message content to the parts that chat templates of vision-language models expect.
+
+    Each `<image>` tag in a text becomes a part of type image. A string without tags is returned unchanged.
+
+    Args:
+        content: Content of a chat message.
+    """
+    if isinstance(content, str) and TAG not in content:
+        return content
+    if not isinstance(content, (str, list, tuple)):
+        return content
+    parts: list[dict[str, str]] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part.get("type") == "image":
+            parts.append({"type": "image"})
+            continue
+        for piece in re.split(f"({re.escape(TAG)})", part["text"]):
+            if piece:
+                parts.append({"type": "image"} if piece == TAG else {"type": "text", "text": piece})
+    return parts
+
+
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
     """Callable that converts a prompt to token IDs, ready for the model to continue. Used by `PromptStream`.
@@ -408,6 +431,8 @@ class PromptEncoder:
     def __call__(self, raw: Raw, images: Sequence[Image] = ()) -> tuple[int, ...]:
         token_ids = self.short(raw)
         if self.image_spec is not None:
+            from megatron_grpo.run.data.image_dataset import expand_image_tokens  # only for models that take images
+
             token_ids = tuple(expand_image_tokens(token_ids, images, self.image_spec.image_token))
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,10 +21,12 @@ from megatron_grpo.core.base.errors import ConfigError, Problem, one_line
 from megatron_grpo.core.images import ImageProcessorSpec, require_pillow
 from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.core.types import Image
-from megatron_grpo.run.data.chat import PromptEncoder, Raw, unread_names
-from megatron_grpo.run.data.files import NAMED_ROWS, TEMPLATE_COLUMNS, Rows, split_count
-from megatron_grpo.run.data.image_dataset import COLUMNS, ImageStore, images_of_row, num_places
+from megatron_grpo.run.data.chat import TAG, PromptEncoder, Raw, unread_names
+from megatron_grpo.run.data.files import IMAGE_COLUMNS, NAMED_ROWS, TEMPLATE_COLUMNS, Rows, images_of_row, split_count
 from megatron_grpo.run.data.tokens import TokenTable
+
+if TYPE_CHECKING:
+    from megatron_grpo.run.data.image_dataset import ImageStore
 
 SLOWEST = 60.0  # seconds allowed for tokenizing one prompt; the longest take some hundredths of a second
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that hold media by common convention
@@ -245,6 +247,8 @@ def check_rows(
     problems = [_problem(flag, rows, indices, fault) for fault, indices in faults.items()]
     image_store = None
     if image_spec is not None and num_showing:
+        from megatron_grpo.run.data.image_dataset import ImageStore
+
         if missing := require_pillow():
             problems.append(Problem(flags=(flag,), message=missing))
         if cfg.truncation_strategy == "left":
@@ -420,7 +424,7 @@ def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
 def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
     """Describe what is wrong with a row, as the end of a sentence whose subject is the rows; None for a valid row."""
     prompt, messages = row.get("prompt"), row.get("messages")
-    filled = [name for name in _MEDIA if _is_filled(row.get(name)) and (is_blind or name not in COLUMNS)]
+    filled = [name for name in _MEDIA if _is_filled(row.get(name)) and (is_blind or name not in IMAGE_COLUMNS)]
     if filled:
         supported = "text" if is_blind else "text and images"
         return (
@@ -480,6 +484,25 @@ def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
     if limit is not None and num_images > limit:
         return f"have {num_images} images, more than limit_images ({limit})"
     return None
+
+
+def num_places(raw: Any) -> int:
+    """Return the number of image placeholders in a prompt: parts of type image, and `<image>` tags in its texts.
+
+    Args:
+        raw: Text or chat messages.
+    """
+    if isinstance(raw, str):
+        return raw.count(TAG)
+    return sum(_places_in(message.get("content")) for message in raw)
+
+
+def _places_in(content: Any) -> int:
+    if isinstance(content, str):
+        return content.count(TAG)
+    if not isinstance(content, (list, tuple)):
+        return 0
+    return sum(1 if part.get("type") == "image" else str(part.get("text") or "").count(TAG) for part in content)
 
 
 def _content_fault(message: Mapping[str, Any], *, is_blind: bool) -> str | None:

@@ -45,6 +45,7 @@ _CONTENTS = (  # first bytes of a file, what it is, and what helps
 Row = dict[str, Any]
 ABSENT = object()  # the value of a column that a row does not have
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns that the chat template receives
+IMAGE_COLUMNS = ("images", "image")
 _CHATS = ("prompt", "messages")
 _ROLE, _ROLES = frozenset({"role", "from"}), {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
@@ -149,6 +150,21 @@ def nested_value(row: Mapping[str, Any], name: str) -> Any:
         if value is not None:
             value = value.get(key, ABSENT) if isinstance(value, Mapping) else ABSENT
     return value
+
+
+def images_of_row(row: Mapping[str, Any]) -> list[Any]:
+    """Return the contents of a row's image column; an empty list if it has no images.
+
+    Args:
+        row: Row of the data set.
+    """
+    for name in IMAGE_COLUMNS:
+        value = row.get(name)
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        if value is not None and value != "":
+            return [value]
+    return []
 
 
 def convert_row(row: Row, columns: Mapping[str, str]) -> Row:

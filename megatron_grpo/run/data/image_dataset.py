@@ -8,8 +8,7 @@ in it, and the receiver looks the image up.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -30,15 +29,13 @@ from megatron_grpo.core.images import (
     num_tokens,
     source_of,
 )
-from megatron_grpo.run.data.files import NAMED_ROWS, Rows
+from megatron_grpo.run.data.files import NAMED_ROWS, Rows, images_of_row
 
 if TYPE_CHECKING:
     import numpy as np
 
     from megatron_grpo.core.types import Image
 
-COLUMNS = ("images", "image")
-TAG = "<image>"  # Megatron-SWIFT's image placeholder in a text
 MOST_DECODED = 2_000_000_000  # pixels decoded before a run, to find files damaged after their headers
 _OPEN: WeakValueDictionary[str, ImageStore] = WeakValueDictionary()
 
@@ -268,66 +265,6 @@ class ImageStore:
 
         with ThreadPoolExecutor(max_workers=4) as pool:  # decoders release the interpreter lock
             return [sentence for sentence in pool.map(fault, images) if sentence]
-
-
-# ---- rows
-
-
-def images_of_row(row: Mapping[str, Any]) -> list[Any]:
-    """Return the contents of a row's image column; an empty list if it has no images.
-
-    Args:
-        row: Row of the data set.
-    """
-    for name in COLUMNS:
-        value = row.get(name)
-        if isinstance(value, (list, tuple)):
-            return list(value)
-        if value is not None and value != "":
-            return [value]
-    return []
-
-
-def num_places(raw: Any) -> int:
-    """Return the number of image placeholders in a prompt: parts of type image, and `<image>` tags in its texts.
-
-    Args:
-        raw: Text or chat messages.
-    """
-    if isinstance(raw, str):
-        return raw.count(TAG)
-    return sum(_places_in(message.get("content")) for message in raw)
-
-
-def _places_in(content: Any) -> int:
-    if isinstance(content, str):
-        return content.count(TAG)
-    if not isinstance(content, (list, tuple)):
-        return 0
-    return sum(1 if part.get("type") == "image" else str(part.get("text") or "").count(TAG) for part in content)
-
-
-def with_parts(content: Any) -> Any:
-    """Convert message content to the parts that chat templates of vision-language models expect.
-
-    Each `<image>` tag in a text becomes a part of type image. A string without tags is returned unchanged.
-
-    Args:
-        content: Content of a chat message.
-    """
-    if isinstance(content, str) and TAG not in content:
-        return content
-    if not isinstance(content, (str, list, tuple)):
-        return content
-    parts: list[dict[str, str]] = []
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        if part.get("type") == "image":
-            parts.append({"type": "image"})
-            continue
-        for piece in re.split(f"({re.escape(TAG)})", part["text"]):
-            if piece:
-                parts.append({"type": "image"} if piece == TAG else {"type": "text", "text": piece})
-    return parts
 
 
 # ---- tokens

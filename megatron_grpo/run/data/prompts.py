@@ -27,7 +27,6 @@ from megatron_grpo.run.data import checks, files
 from megatron_grpo.run.data.chat import PromptEncoder
 from megatron_grpo.run.data.checks import Encode, PromptRows
 from megatron_grpo.run.data.files import Row, Rows, read_rows, split_count
-from megatron_grpo.run.data.image_dataset import places
 from megatron_grpo.run.data.tokens import FEW, TokenTable, cached_table, key_of
 
 _SPLIT_EPOCH = 1 << 62  # epoch number of the held-out permutation, distinct from all epochs of a run
@@ -483,5 +482,8 @@ def _compute_checksum(values: Sequence[Any]) -> int:
 
 
 def _place_images(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:
-    image_store = rows.image_store
-    return () if image_store is None else places(token_ids, rows.images(index), image_store.image_spec.image_token)
+    if rows.image_store is None:
+        return ()
+    from megatron_grpo.run.data.image_dataset import places
+
+    return places(token_ids, rows.images(index), rows.image_store.image_spec.image_token)

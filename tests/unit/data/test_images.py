@@ -28,9 +28,10 @@ from megatron_grpo.core.images import (
 )
 from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.run.config.parse import resolve
-from megatron_grpo.run.data.checks import check_for_episodes, check_images
-from megatron_grpo.run.data.files import Rows
-from megatron_grpo.run.data.image_dataset import ImageStore, expand_image_tokens, images_of_row, num_places, places, with_parts
+from megatron_grpo.run.data.chat import with_parts
+from megatron_grpo.run.data.checks import check_for_episodes, check_images, num_places
+from megatron_grpo.run.data.files import Rows, images_of_row
+from megatron_grpo.run.data.image_dataset import ImageStore, expand_image_tokens, places
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
 from tests.seeing import as_bytes, picture
