@@ -22,7 +22,7 @@ from megatron_grpo.core.images import ImageProcessorSpec, require_pillow
 from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.core.types import Image
 from megatron_grpo.run.data.chat import TAG, PromptEncoder, Raw, unread_names
-from megatron_grpo.run.data.files import IMAGE_COLUMNS, NAMED_ROWS, TEMPLATE_COLUMNS, Rows, images_of_row, split_count
+from megatron_grpo.run.data.files import IMAGE_COLUMNS, NAMED_ROWS, TEMPLATE_COLUMNS, Row, Rows, images_of_row, split_count
 from megatron_grpo.run.data.tokens import TokenTable
 
 if TYPE_CHECKING:
@@ -81,13 +81,21 @@ class PromptRows:
     def __len__(self) -> int:
         return len(self.keep)
 
+    def row(self, index: int) -> Row:
+        """Return the row of the prompt at `index`.
+
+        Args:
+            index: Index of the prompt, from 0.
+        """
+        return self.rows[int(self.keep[index])]
+
     def raw(self, index: int) -> Raw:
         """Return the prompt at `index`: a string or chat messages.
 
         Args:
             index: Index of the row, from 0.
         """
-        return raw_prompt(self.rows[int(self.keep[index])])
+        return raw_prompt(self.row(index))
 
     def images(self, index: int) -> tuple[Image, ...]:
         """Return the images of the prompt at `index`. Raises ConfigError if one is no longer usable.
@@ -116,8 +124,7 @@ class PromptRows:
         Args:
             index: Index of the row, from 0.
         """
-        row = self.rows[int(self.keep[index])]
-        return {name: None if _is_nan(value) else value for name, value in row.items() if name not in _NOT_COLUMNS}
+        return {name: None if _is_nan(value) else value for name, value in self.row(index).items() if name not in _NOT_COLUMNS}
 
     def template_columns(self, index: int) -> dict[str, Any]:
         """Return the values of a row that its chat template receives besides those of the settings: `tools`, `chat_template_kwargs`.
@@ -125,7 +132,7 @@ class PromptRows:
         Args:
             index: Index of the row, from 0.
         """
-        row = self.rows[int(self.keep[index])]
+        row = self.row(index)
         own = {name: row[name] for name in TEMPLATE_COLUMNS if isinstance(row.get(name), (list, dict)) and row[name]}
         return {} if isinstance(raw_prompt(row), str) else own
 
@@ -544,13 +551,16 @@ def check_for_episodes(rows: PromptRows, flag: str) -> None:
         ConfigError: If a prompt is a string or has images.
     """
     check_without_images(rows, flag, "multi-turn episodes support text only: later turns would not include the images")
-    strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
-    if strings:
-        fault = 'have a string prompt, but environments and tools need chat messages; write [{"role": "user", "content": ...}]'
-        raise ConfigError([_problem(flag, rows.rows, strings, fault)])
-    if own := [index for index in range(len(rows)) if rows.template_columns(index)]:
-        fault = f"have {' or '.join(f'`{name}`' for name in TEMPLATE_COLUMNS)}, but episodes are rendered with those of the settings"
-        raise ConfigError([_problem(flag, rows.rows, rows.keep[own], fault)])
+    fault = 'have a string prompt, but environments and tools need chat messages; write [{"role": "user", "content": ...}]'
+    _refuse(rows, flag, fault, lambda index: isinstance(rows.raw(index), str))
+    fault = f"have {' or '.join(f'`{name}`' for name in TEMPLATE_COLUMNS)}, but episodes are rendered with those of the settings"
+    _refuse(rows, flag, fault, rows.template_columns)
+
+
+def _refuse(rows: PromptRows, flag: str, fault: str, has_fault: Callable[[int], object]) -> None:
+    """Raise ConfigError with the prompts that have a fault, if there are any."""
+    if indices := [index for index in range(len(rows)) if has_fault(index)]:
+        raise ConfigError([_problem(flag, rows.rows, rows.keep[indices], fault)])
 
 
 def check_without_images(rows: PromptRows, flag: str, reason: str) -> None:
@@ -580,10 +590,8 @@ def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
         ConfigError: If the chat template is missing, or has no variable of such a name.
     """
     if not getattr(tokenizer, "chat_template", None):
-        chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
-        if chats:
-            fault = "are chats, but the model's tokenizer has no chat template (a base model?); use string prompts or a chat model"
-            raise ConfigError([_problem(flag, rows.rows, chats, fault)])
+        fault = "are chats, but the model's tokenizer has no chat template (a base model?); use string prompts or a chat model"
+        _refuse(rows, flag, fault, lambda index: not isinstance(rows.raw(index), str))
         return
     unread: dict[str, list[int]] = {}
     for index in range(len(rows)) if any(rows.filled.get(name) for name in TEMPLATE_COLUMNS) else ():

@@ -111,15 +111,25 @@ def _merged(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
     exhausted starts again, until the first set is exhausted or until all have been (stopping_strategy).
     """
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    if not cfg.interleave_prob or min(cfg.interleave_prob) <= 0:  # a weight of 0 or less is rejected elsewhere
+    shares = find_shares(cfg, len(sizes))
+    counts = rows_per_epoch(sizes, shares, cfg) if shares else None
+    if counts is None:
         return np.arange(starts[-1])
-    shares = [weight / sum(cfg.interleave_prob) for weight in cfg.interleave_prob]
-    counts = rows_per_epoch(sizes, shares, cfg)
-    assert counts is not None  # all sizes are known
     # Set i yields its k-th row when its share reaches k - 1/2; the sets are merged in the order of these positions.
     positions = np.concatenate([(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)])
     numbers = np.concatenate([start + np.arange(count) % size for start, count, size in zip(starts, counts, sizes)])
     return numbers[np.argsort(positions, kind="stable")]
+
+
+def find_shares(cfg: DataConfig, num_sets: int) -> list[float]:
+    """Return the share of each data set in the mixture; [] if they follow one another, also where the weights are rejected elsewhere.
+
+    Args:
+        cfg: Data settings.
+        num_sets: Number of data sets.
+    """
+    weights = cfg.interleave_prob
+    return [weight / sum(weights) for weight in weights] if len(weights) == num_sets > 1 and min(weights) > 0 else []
 
 
 def rows_per_epoch(sizes: Sequence[int | None], shares: Sequence[float], cfg: DataConfig) -> list[int] | None:

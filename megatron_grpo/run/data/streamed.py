@@ -26,7 +26,7 @@ from megatron_grpo.core.types import Prompt
 from megatron_grpo.run.data import checks
 from megatron_grpo.run.data.checks import Encode, PromptRows
 from megatron_grpo.run.data.files import NAMED_ROWS, Rows, Source, SourceRow, concatenated, open_source, split_count
-from megatron_grpo.run.data.prompts import Ask, PromptStream, conversion, rows_per_epoch
+from megatron_grpo.run.data.prompts import Ask, PromptStream, conversion, find_shares, rows_per_epoch
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ def open_sets(cfg: DataConfig, names: Sequence[str], flag: str) -> Source:
         ConfigError: If a data set cannot be opened.
     """
     sources = [_open_set(name, cfg, flag) for name in names]
-    return _mixed(sources, cfg) if len(sources) > 1 and cfg.interleave_prob else concatenated(sources)
+    shares = find_shares(cfg, len(sources))
+    return _mixed(sources, shares, cfg) if shares else concatenated(sources)
 
 
 def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
@@ -140,13 +141,12 @@ def _existing(entry: SourceRow | None) -> SourceRow:
     return entry
 
 
-def _mixed(sources: Sequence[Source], cfg: DataConfig) -> Source:
+def _mixed(sources: Sequence[Source], shares: Sequence[float], cfg: DataConfig) -> Source:
     """Interleave sources of unknown length like `read_sets`. A source that is exhausted starts again.
 
     A position holds, per source, the rows it has yielded, the position in it, and its length if known. The length becomes known with the
     last row, so by then a set may have yielded one row more than its share of the epoch.
     """
-    shares = [weight / sum(cfg.interleave_prob) for weight in cfg.interleave_prob]
 
     def find_incomplete(counts: Sequence[int], sizes: Sequence[int | None]) -> list[int]:
         """Return the sources that have not yielded their share of the epoch."""

@@ -66,6 +66,13 @@ def test_weights_hold_at_every_place_of_the_mixture(sets):
     assert [every.count(f"a{i}") for i in range(10)] == [2, 2] + [1] * 8
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("weights", [[0.0, 1.0], [1.0], [1.0, 1.0, 1.0]])
+def test_weights_that_are_refused_elsewhere_do_not_keep_the_rows_from_being_read(sets, weights, streaming):
+    rows = prompts(sets("b.jsonl", "c.jsonl"), interleave_prob=weights, streaming=streaming)
+    assert rows == ["b0", "b1", "b2", "b3", "c0", "c1", "c2"]
+
+
 def test_columns_get_their_names_here_and_a_name_that_is_nowhere_is_refused(sets):
     rows = load_rows(DataConfig(dataset=sets("b.jsonl")[0], columns={"answer": "solution"}))
     assert rows.columns(1) == {"solution": 1}
