@@ -10,6 +10,7 @@ from megatron_grpo.core.policy.lr_schedule import course_of
 from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config.rules import in_typed_names
+from megatron_grpo.run.sharing import read_lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,6 @@ def schedule_run(checked: CheckedConfig, num_prompts: int | None = None) -> Sche
     if problems := epoch_problems(checked, schedule) or length_problems(cfg.optimizer, schedule.num_steps):
         raise ConfigError(problems)
     if cfg.plan.lengths:  # rank 0 alone plans with them; a file that cannot be read ends every rank here
-        from megatron_grpo.run.lengths import read_lengths
-
         read_lengths(cfg.plan.lengths)
     return ScheduledRun(checked=checked, schedule=schedule, num_prompts=num_prompts, notes=tuple(notes))
 

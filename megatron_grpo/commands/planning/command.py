@@ -16,7 +16,7 @@ from megatron_grpo.run.check import CheckedConfig, check_parsed
 from megatron_grpo.run.config import ParsedConfig, remote_code
 from megatron_grpo.run.config.rules.servers import CALLS, FROM_FILE, addresses_of, chunk_size
 from megatron_grpo.run.schedule import ScheduledRun
-from megatron_grpo.run.sharing import PrefixSharing, decide
+from megatron_grpo.run.sharing import Lengths, PrefixSharing, decide, read_lengths
 from megatron_grpo.run.validate import validate_run
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from megatron_grpo.commands.planning.parameters import TrainableSpec
     from megatron_grpo.core.images import ImageProcessorSpec
     from megatron_grpo.run.data.prompts import PromptRows
-    from megatron_grpo.run.lengths import Lengths
 
 MOST_WAYS = 3  # sets of changes with which a run would fit that are reported
 MOST_SAVED = 20_000  # maximum micro-steps in the plan.json of a run
@@ -204,7 +203,6 @@ def _estimates(checked: CheckedConfig, sharing: PrefixSharing) -> tuple[dict[str
     from megatron_grpo.commands.planning.memory import estimate_memory
     from megatron_grpo.commands.planning.parameters import TrainableSpec
     from megatron_grpo.commands.planning.token_counts import StepTokens
-    from megatron_grpo.run.lengths import read_lengths
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
     memory = tuning = None

@@ -21,9 +21,8 @@ from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import CHUNK, DeltaNetShape
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
-from megatron_grpo.run.lengths import Lengths
 from megatron_grpo.run.models import config_of_teacher
-from megatron_grpo.run.sharing import PrefixSharing
+from megatron_grpo.run.sharing import Lengths, PrefixSharing
 
 
 def estimate_cost(

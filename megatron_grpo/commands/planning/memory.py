@@ -22,8 +22,8 @@ from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.check import CheckedConfig
-from megatron_grpo.run.lengths import Lengths
 from megatron_grpo.run.models import config_of_teacher
+from megatron_grpo.run.sharing import Lengths
 
 TOWER = "vision tower: on the first stage, complete on each rank; activations as if every prompt token were an image token"
 LINK = 50e9  # bytes per second between a GPU and its host, in each direction: PCIe 5.0 x16

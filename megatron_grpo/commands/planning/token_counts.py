@@ -19,7 +19,7 @@ from megatron_grpo.core.parallel.layout import sequence_alignment
 from megatron_grpo.core.policy.lr_schedule import rank_multiple
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import SequenceLengths
-from megatron_grpo.run.lengths import Lengths, lengths_of
+from megatron_grpo.run.sharing import Lengths, lengths_of
 
 MOST_ROWS = 65_536  # maximum rows of an optimizer step that are packed
 ASSUMED_PROMPT = 512  # tokens, without max_prompt_length and a file of lengths

@@ -13,9 +13,9 @@ from megatron_grpo.commands.planning.cost import work_of
 from megatron_grpo.commands.planning.parameters import TrainableSpec, layers_of_stage
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.lora import LoraSettings
-from megatron_grpo.run.lengths import read_lengths
 from megatron_grpo.run.metrics.records import write_table
 from megatron_grpo.run.schedule import schedule_run
+from megatron_grpo.run.sharing import read_lengths
 from tests.checked import check
 
 TINY = dict(
