@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def _tokens(lengths: Sequence[Any]) -> tuple[int, int]:
 def read_lengths(path: str) -> Lengths:
     """Read a file of lengths: two integers per line, separated by blanks, a tab or a comma. Blank lines and # comments are skipped.
 
+    Files that have not changed are read once.
+
     Args:
         path: File of lengths, or the output directory of a run, of which the lengths of all logged completions are read.
 
@@ -122,8 +125,17 @@ def read_lengths(path: str) -> Lengths:
     Raises:
         ConfigError: If the file cannot be read, a line is malformed, or there are no lengths.
     """
-    if Path(path).is_dir():
-        return _lengths_of_run(path)
+    files = _find_completions(path) if Path(path).is_dir() else [Path(path)]
+    return _read_once(path, tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()))
+
+
+@lru_cache(maxsize=1)
+def _read_once(path: str, files: tuple[tuple[Path, int, int], ...]) -> Lengths:
+    """Read lengths from files, given with the time of their last change and their size."""
+    return _read_run(path) if Path(path).is_dir() else _read_file(path)
+
+
+def _read_file(path: str) -> Lengths:
     pairs, invalid = list[tuple[int, int]](), list[int]()
     for number, line in enumerate(read_text(path, errors="replace").splitlines(), 1):
         text = line.partition("#")[0].strip()
@@ -147,8 +159,12 @@ def read_lengths(path: str) -> Lengths:
     return pairs
 
 
-def _lengths_of_run(output_dir: str) -> Lengths:
-    files = sorted((Path(output_dir) / "completions").rglob("*.parquet"))
+def _find_completions(output_dir: str) -> list[Path]:
+    return sorted((Path(output_dir) / "completions").rglob("*.parquet"))
+
+
+def _read_run(output_dir: str) -> Lengths:
+    files = _find_completions(output_dir)
     if not files:
         raise config_error(
             "lengths",
