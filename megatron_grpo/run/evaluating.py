@@ -63,7 +63,7 @@ def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
             raise ConfigError(problems)
         parallel = start_parallel(cfg, layout)
         clean_up.add(state.stop)
-        take_output_dir(cfg, parallel, clean_up)
+        take_output_dir(cfg, clean_up)
         display = Display() if parallel.is_rank_zero else None
         if display is not None:
             write_mark(Path(cfg.run.output_dir), _EVAL)

@@ -210,16 +210,11 @@ def open_repositories(cfg: Config, folders: Sequence[Path]) -> dict[Path, str]:
     """
     if not cfg.run.push_to_hub:
         return {}
-    repositories: dict[Path, str] | ConfigError = {}
-    if collectives.rank() == 0:
-        try:
-            repositories = {folder: _repository(cfg, suffix) for folder, suffix in zip(folders, ("", "-merged"), strict=False)}
-        except ConfigError as error:
-            repositories = error
-    repositories = collectives.broadcast_object(repositories)
-    if isinstance(repositories, ConfigError):
-        raise repositories
-    return repositories
+
+    def open_all() -> dict[Path, str]:
+        return {folder: _repository(cfg, suffix) for folder, suffix in zip(folders, ("", "-merged"), strict=False)}
+
+    return collectives.run_on_rank_zero(open_all, (ConfigError,))
 
 
 def push_to_hub(repositories: dict[Path, str]) -> None:

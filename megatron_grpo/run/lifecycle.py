@@ -73,7 +73,7 @@ def run_training(run: ScheduledRun, inputs: ValidatedInputs, parts: RunParts) ->
         watchdog = watched(cfg, parallel, peers, clean_up)
         try:
             with CleanUp() as exit_stack, record_end(cfg, parallel), report_end(peers, watchdog):
-                take_output_dir(cfg, parallel, exit_stack)
+                take_output_dir(cfg, exit_stack)
                 repositories = open_repositories(cfg, exports(cfg))
                 train_and_export(run, inputs, parallel, signal, exit_stack, parts, watchdog)
         except RunInterruptedError as stopped:
@@ -266,26 +266,21 @@ def exports(cfg: Config) -> list[Path]:
     return [out, merged_directory(out)] if cfg.tuner.tuner_type == "lora" and cfg.tuner.merge_lora else [out]
 
 
-def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> None:
+def take_output_dir(cfg: Config, clean_up: CleanUp) -> None:
     """Lock `output_dir` on the main rank, before anything is written there. Collective.
 
     Args:
         cfg: Settings of the run.
-        parallel: Process groups of this rank.
         clean_up: Receives the release of the lock.
 
     Raises:
         ConfigError: On all ranks, if another run holds the lock or the folder cannot be written.
     """
-    refusal = None
-    if parallel.is_rank_zero:
-        try:
-            clean_up.add(OutputLock.take(cfg.run.output_dir).release)
-        except ConfigError as error:
-            refusal = error
-    refusal = collectives.broadcast_object(refusal)
-    if refusal is not None:
-        raise refusal
+
+    def take() -> None:
+        clean_up.add(OutputLock.take(cfg.run.output_dir).release)
+
+    collectives.run_on_rank_zero(take, (ConfigError,))
 
 
 def _export_hint(cfg: Config) -> str:
