@@ -39,7 +39,6 @@ from megatron_grpo.run.hf_writer import HfWriter, write_adapter
 from megatron_grpo.run.metrics.model_card import CARD, CURVES, ModelCard, write_card
 from megatron_grpo.run.metrics.records import BestEffort
 from megatron_grpo.run.models import find_model
-from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
 
 if TYPE_CHECKING:
     from megatron_grpo.core.policy.reference import FrozenPolicy
@@ -281,6 +280,8 @@ def run_export(parsed: ParsedConfig) -> int:
     if problems := [*parsed.problems, *([problem_with("output_dir", obstacle)] if obstacle else [])]:
         raise ConfigError(problems)
     if cfg.run.resume not in ("auto", "never"):
+        from megatron_grpo.run.open_checkpoint import settings_of_checkpoint
+
         cfg = settings_of_checkpoint(cfg, Path(cfg.run.resume))
         export_checkpoint(cfg, find_model(cfg.model.model, with_code=cfg.model.trust_remote_code))
         return EXIT_DONE
@@ -305,6 +306,8 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
     Raises:
         ConfigError: If the layout does not fit the model.
     """
+    from megatron_grpo.run.open_checkpoint import layout_of
+
     shape = ModelShape.from_pretrained(model)
     layout, problems = layout_of(cfg, shape)
     if problems:

@@ -30,7 +30,6 @@ from megatron_grpo.run.limits import age_of, limits_of, requeue
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.model_card import ModelCard
 from megatron_grpo.run.metrics.records import EVENTS, Events
-from megatron_grpo.run.open_checkpoint import load_weights
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.signals import StopSignal
@@ -203,6 +202,8 @@ def train_and_export(
             policy = run.policy
             with policy.on_device("weights"), activity.phase("exporting"):
                 if best is not None and cfg.run.load_best_model_at_end:
+                    from megatron_grpo.run.open_checkpoint import load_weights
+
                     policy.tensors()  # wait for what the last step still transfers
                     load_weights(policy.chunks, best)
                 card = ModelCard(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir))

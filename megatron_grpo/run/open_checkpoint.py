@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import Problem, config_error, problem_with
 from megatron_grpo.core.parallel.layout import Layout
@@ -133,18 +131,3 @@ def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
     except CheckpointError as error:
         message = f"mcore_model: {directory} is undamaged but does not match this model: {error}. Use the model from which it was trained."
         raise config_error("mcore_model", message) from error
-
-
-def copy_weights(chunks: Sequence[Any], source_chunks: Sequence[Any]) -> None:
-    """Copy the parameters and buffers of one model into another of the same shape on the same ranks.
-
-    Args:
-        chunks: Model chunks to write.
-        source_chunks: Model chunks to read.
-    """
-    with torch.no_grad():
-        for target, source in zip(chunks, source_chunks, strict=True):
-            for kind in ("named_parameters", "named_buffers"):
-                source_tensors = dict(getattr(source, kind)())
-                for name, tensor in getattr(target, kind)():
-                    tensor.copy_(source_tensors[name])

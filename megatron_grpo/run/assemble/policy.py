@@ -35,7 +35,6 @@ from megatron_grpo.core.weights.trainable_parameters import trains_tower
 from megatron_grpo.run.assemble import PolicyParts
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, needs_local_layers, sharing_problems
-from megatron_grpo.run.open_checkpoint import begin_with, copy_weights, load_weights
 from megatron_grpo.run.sharing import PrefixSharing, decide
 
 if TYPE_CHECKING:
@@ -227,6 +226,8 @@ def build_loaded(
     chunks = loaded_chunks()
     adapters = choose_tuner(cfg, chunks, exchange)
     if checkpoint is not None:
+        from megatron_grpo.run.open_checkpoint import load_weights
+
         load_weights(chunks, checkpoint)
     cut = batch_partitioner(parallel, frozen(chunks)[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
     from megatron_grpo.core.policy.reference import FrozenPolicy
@@ -280,6 +281,8 @@ def build_policy(
     chunks = loaded_chunks()
     adapters = choose_tuner(cfg, chunks, exchange, adapter_sync)
     if cfg.run.mcore_model:
+        from megatron_grpo.run.open_checkpoint import begin_with
+
         begin_with(chunks, cfg.run.mcore_model)
     moves = trains_tower(cfg.tuner, shape)
     model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
@@ -299,7 +302,7 @@ def build_policy(
         else:
             copies = loaded_chunks(ref_model_path)
             if cfg.run.mcore_model and ref_model_path is None:
-                copy_weights(copies, source_chunks=model.chunks)
+                _copy_weights(copies, source_chunks=model.chunks)
             initial = ModelScorer(frozen(copies), parallel, cut)
             keep_outputs([] if moves else initial.model)
         held_to = (parts.reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
@@ -314,3 +317,13 @@ def build_policy(
         timers=timers,
         offload=offload,
     )
+
+
+def _copy_weights(chunks: Sequence[Any], source_chunks: Sequence[Any]) -> None:
+    """Copy the parameters and buffers of one model into another of the same shape on the same ranks."""
+    with torch.no_grad():
+        for target, source in zip(chunks, source_chunks, strict=True):
+            for kind in ("named_parameters", "named_buffers"):
+                source_tensors = dict(getattr(source, kind)())
+                for name, tensor in getattr(target, kind)():
+                    tensor.copy_(source_tensors[name])
