@@ -126,15 +126,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def atomic_write(path: str | Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+def atomic_write(path: str | Path, *, durable: bool = False, writer: str = "new") -> Iterator[BinaryIO]:
     """Open a stream that becomes `path` when the block ends, by one rename. If the block raises, `path` is unchanged.
 
     Args:
         path: The file to write.
         durable: Sync contents and name to disk, so that they survive a power cut.
+        writer: Name of this process, if several may write the file at the same time.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}.{writer}")
     try:
         with temporary.open("wb") as stream:
             yield stream

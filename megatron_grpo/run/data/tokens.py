@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.core.base import launcher
-from megatron_grpo.core.base.files import process_lock
+from megatron_grpo.core.base.files import atomic_write, process_lock
 from megatron_grpo.run.data.chat import PromptEncoder, find_clock
 
 logger = logging.getLogger(__name__)
@@ -88,18 +88,15 @@ def cached_table(key: str, make: Callable[[], TokenTable]) -> TokenTable:
     if table is not None:
         return table
     with process_lock(path.with_suffix(".lock"), patience=PATIENCE) as may_write:
-        table = read(path)
-        if table is not None:
+        if (table := read(path)) is not None:
             return table
         table = make()
-        if not may_write:
-            return table
-        try:
-            write(path, table)
-            _forget_unused(folder)
-        except OSError as error:
-            _print_line(folder, error)
-            return table
+        if may_write:
+            try:
+                write(path, table)
+                _forget_unused(folder)
+            except OSError as error:
+                _print_line(folder, error)
     return read(path) or table
 
 
@@ -170,14 +167,8 @@ def write(path: Path, table: TokenTable) -> None:
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")  # machines may share the directory
-    try:
-        with temporary.open("wb") as stream:
-            stream.writelines([_MAGIC, digest.digest(), *body])
-        os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    with atomic_write(path, writer=f"{socket.gethostname()}-{os.getpid()}") as stream:  # machines may share the directory
+        stream.writelines([_MAGIC, digest.digest(), *body])
 
 
 def read(path: Path) -> TokenTable | None:
