@@ -258,6 +258,7 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
     elif kind == "object":
         rows = Rows([(python_objects.get(dataset, flag), by_row(dataset.removeprefix(python_objects.PREFIX)))])
     else:
+        from megatron_grpo.run.data.hub import from_hub, saved_by_datasets
 
         read, name = (saved_by_datasets, path.name) if kind == "saved" else (from_hub, dataset)
         rows = Rows([(read(dataset, split, flag), by_row(name))])
@@ -279,6 +280,7 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
     """
     kind = _kind_of(dataset, flag)
     if kind == "hub":
+        from megatron_grpo.run.data.hub import stream_hub
 
         return stream_hub(dataset, split, flag)
     if kind == "files":
