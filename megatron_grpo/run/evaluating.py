@@ -15,7 +15,8 @@ from megatron_grpo.core.parallel import state
 from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
-from megatron_grpo.run.assemble.engines import ENGINES, sampler_of_run
+from megatron_grpo.run import plug_ins
+from megatron_grpo.run.assemble.engines import sampler_of_run
 from megatron_grpo.run.assemble.output import start_parallel
 from megatron_grpo.run.assemble.policy import build_loaded
 from megatron_grpo.run.assemble.run import build_evaluator, generator_of
@@ -124,7 +125,7 @@ def evaluate(
         (optimizer steps of the weights, result of each set).
     """
     step, model = load_model(cfg, inputs, parallel)
-    engine = ENGINES[cfg.rollout.vllm_mode](cfg, inputs, parallel, bitwise_parity=bitwise_parity)
+    engine = plug_ins.ENGINES[cfg.rollout.vllm_mode].load()(cfg, inputs, parallel, bitwise_parity=bitwise_parity)
     clean_up.add(engine.close)
     sampled_cfg = settings_of_sampler(cfg, inputs.tokenizer)
     sampler, reward_manager = sampler_of_run(sampled_cfg, inputs, engine), RewardManager(inputs.rewards, cfg.rewards.reward_weights)

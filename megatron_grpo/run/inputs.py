@@ -18,7 +18,7 @@ from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape, read_config
-from megatron_grpo.run.assemble import plug_ins
+from megatron_grpo.run import plug_ins
 from megatron_grpo.run.config import remote_code
 from megatron_grpo.run.config.evaluation import choose_data_config, flag_of, longest_completion, sets_of
 from megatron_grpo.run.config.rules.layout import length_problems
@@ -38,7 +38,6 @@ from megatron_grpo.run.rewards.protocol import RewardFunction
 
 if TYPE_CHECKING:
     from megatron_grpo.core.images import ImageProcessorSpec
-    from megatron_grpo.run.assemble.plug_ins import Environment
     from megatron_grpo.run.checkpoint.resume import Resume
     from megatron_grpo.run.data.prompts import PromptRows, PromptStream
 
@@ -62,7 +61,7 @@ class ValidatedInputs:
         tokenizer: The model's tokenizer. Without one, only `rows` are read, not `prompts`.
         image_spec: Image processor of a vision-language model.
         is_blind: Whether the model is known to take no images.
-        environment: Class whose instances are the episodes, if completions are episodes.
+        environment: Class whose instances are the episodes (`plugins.environments.protocol.Environment`), if completions are episodes.
         rollout_func: The user's function that generates completions.
         prompts: Tokenized prompts of the training set.
         held_out: Prompts of each held-out set, by name.
@@ -81,7 +80,7 @@ class ValidatedInputs:
     tokenizer: Any = None
     image_spec: ImageProcessorSpec | None = None
     is_blind: bool = False
-    environment: type[Environment] | None = None
+    environment: type[Any] | None = None
     rollout_func: Callable[..., Any] | None = None
     prompts: PromptStream = _UNREAD
     held_out: dict[str, PromptStream] = field(default_factory=dict)
@@ -102,6 +101,11 @@ class ValidatedInputs:
     def longest_prompt(self) -> int:
         """Return the tokens of the longest prompt of all sets."""
         return max(stream.longest_prompt for stream in self.streams)
+
+    @property
+    def longest_row(self) -> int:
+        """Return the tokens of the longest prompt of the sets that were read; 0 if unknown."""
+        return max((rows.longest_prompt or 0 for _, rows in self.sets), default=0)
 
     @property
     def max_images(self) -> int:
@@ -356,35 +360,7 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
     inputs.teacher_path = path
 
 
-# -- environment, data, rewards -----------------------------------------------------------------------------------------------------------
-
-
-def environment(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the class of the run's episodes.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
-    inputs.environment = plug_ins.environment(cfg, inputs.tokenizer)
-
-
-def template(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Check how the chat template renders the turns of episodes.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-
-    Raises:
-        ConfigError: If there is no template, or if it drops turns.
-    """
-    assert inputs.environment is not None
-    flag = cfg.turns.player
-    if not getattr(inputs.tokenizer, "chat_template", None):
-        message = f"{flag}: the model's tokenizer has no chat template (a base model?), which turns require. Use a chat model."
-        raise config_error((flag, "model"), message)
-    inputs.notes = [*inputs.notes, *plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)]
+# -- data, rewards -------------------------------------------------------------------------------------------------------------------------
 
 
 def training_set(cfg: Config, inputs: ValidatedInputs) -> None:
@@ -461,16 +437,6 @@ def rewards(cfg: Config, inputs: ValidatedInputs) -> None:
     """
     opening = SpecialTokens(inputs.tokenizer).render_opening(cfg.data.template_options) if inputs.tokenizer is not None else ""
     inputs.rewards = load_rewards(cfg, left_out=inputs.left_out, opening=opening)
-
-
-def rollout_function(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the function that `rollout_func` names.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
-    inputs.rollout_func = plug_ins.rollout_function(cfg)
 
 
 # -- combinations -------------------------------------------------------------------------------------------------------------------------
@@ -570,7 +536,7 @@ def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str
     return length_problems(shape, rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
 
 
-def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
+def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem] | None:
     """Return problems with the rollout servers that already answer.
 
     Only rank 0, which will talk to them, checks: other ranks may have no route to them.
@@ -581,22 +547,17 @@ def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """
     if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
         return ()
-    max_images = max((rows.max_images for _, rows in inputs.sets), default=0)
-    return plug_ins.problems_of_servers(cfg, inputs.shape, _longest(inputs), inputs.image_spec, max_images)
+    return plug_ins.READERS["servers"].load()(cfg, inputs)
 
 
-def teacher_servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
+def teacher_servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem] | None:
     """Return problems with the teacher's servers that already answer. Only rank 0 checks.
 
     Args:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    return plug_ins.problems_of_teacher(cfg, inputs.shape, inputs.tokenizer, _longest(inputs)) if launcher.read().rank == 0 else ()
-
-
-def _longest(inputs: ValidatedInputs) -> int:
-    return max((rows.longest_prompt or 0 for _, rows in inputs.sets), default=0)
+    return plug_ins.READERS["teacher"].load()(cfg, inputs) if launcher.read().rank == 0 else ()
 
 
 def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
@@ -629,7 +590,7 @@ class InputStep:
     """
 
     name: str
-    read: Callable[[Config, ValidatedInputs], Iterable[Problem] | None]
+    read: plug_ins.ReadPart | plug_ins.PlugIn[plug_ins.ReadPart]
     settings: str = ""
     needs: str = ""
 
@@ -648,13 +609,13 @@ PARTS = (
     InputStep("ref_model", reference, "ref_model"),
     InputStep("teacher_model", teacher_model, "teacher_model"),
     InputStep("image processor", image_spec, needs="shape"),
-    InputStep("environment", environment, "environment tools agent agent_command"),
-    InputStep("the template", template, needs="environment tokenizer"),
+    InputStep("environment", plug_ins.READERS["environment"], "environment tools agent agent_command"),
+    InputStep("the template", plug_ins.READERS["the template"], needs="environment tokenizer"),
     InputStep("dataset", training_set),
     InputStep("the held-out sets", held_out_sets),
     InputStep("the end of answers", end_of_answers, needs="tokenizer"),
     InputStep("rewards", rewards),  # the user's code comes last: it may change the working directory
-    InputStep("rollout_func", rollout_function, "rollout_func"),
+    InputStep("rollout_func", plug_ins.READERS["rollout_func"], "rollout_func"),
     InputStep("rows for model and rewards", rows_for_model_and_rewards),
     InputStep("servers", servers, needs="shape"),
     InputStep("teacher", teacher_servers, "teacher_model_server", "shape tokenizer"),
@@ -678,7 +639,8 @@ def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[Inp
         is_named = not part.settings or any(values[name] for name in part.settings.split())
         if part.name not in left_out and is_named and all(getattr(inputs, name) is not None for name in part.needs.split()):
             try:
-                problems.add(part.read(cfg, inputs) or ())
+                read = part.read.load() if isinstance(part.read, plug_ins.PlugIn) else part.read
+                problems.add(read(cfg, inputs) or ())
             except ConfigError as error:
                 problems.add(error.problems)
     if problems:

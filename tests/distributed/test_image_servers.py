@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from tests.distributed.test_image_rollouts import MOST, folder, load, opened, worst  # noqa: F401 - a fixture
@@ -34,22 +36,25 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     from megatron_grpo.core.parallel.layout import Layout
     from megatron_grpo.core.parallel.state import start
     from megatron_grpo.core.rollout.engine import SamplingSettings
-    from megatron_grpo.core.settings import RolloutConfig
+    from megatron_grpo.core.settings import Config, RolloutConfig, RunConfig
     from megatron_grpo.core.weights.buckets import WeightUpdate
     from megatron_grpo.core.weights.shape import ModelShape
     from megatron_grpo.plugins.servers import requests, wire
     from megatron_grpo.plugins.servers.http import start_coroutine
-    from megatron_grpo.plugins.servers.server_group import ServerRequirements
-    from megatron_grpo.plugins.servers.servers import ServerEngine
+    from megatron_grpo.plugins.servers.servers import build_servers
 
     folder = Path(folder)
     start(Layout(world_size=1), seed=0)
     stream, image_spec = opened(folder)
     prompts, model = stream.take(4), load(folder)
-    engine = ServerEngine.build(
-        RolloutConfig(vllm_mode="server", vllm_server_host=[f"@{address_file}"], vllm_server_timeout=60.0), model_path=folder / "model",
-        shape=ModelShape.from_pretrained(folder / "model"), output_dir=Path(out), device=torch.device("cpu"), image_spec=image_spec,
-        requirements=ServerRequirements(max_model_len=192, limit_images=2, max_pixels=image_spec.max_pixels),
+    rollout = RolloutConfig(vllm_mode="server", vllm_server_host=[f"@{address_file}"], vllm_server_timeout=60.0, max_completion_length=64)
+    inputs = SimpleNamespace(
+        model_path=folder / "model", shape=ModelShape.from_pretrained(folder / "model"), image_spec=image_spec, longest_prompt=128,
+        max_images=2,
+    )  # fmt: skip
+    engine = build_servers(
+        Config(rollout=rollout, run=RunConfig(output_dir=out)), inputs, SimpleNamespace(device=torch.device("cpu")),
+        bitwise_parity=lambda: None,
     )  # fmt: skip
     engine.score = lambda probes: next(iter(engine.scores(probes).values()))
     named = load_file(folder / "model" / "model.safetensors")

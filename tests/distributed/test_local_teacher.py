@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
     from megatron_grpo.core.base.activity import Timers
     from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
     from megatron_grpo.core.weights.shape import ModelShape
-    from megatron_grpo.run.assemble.engines import build_held_teacher
+    from megatron_grpo.plugins.teacher.trainer import build_held_teacher
     from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
     from megatron_grpo.run.models import rules_of
 
@@ -87,7 +88,8 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
         shape = ModelShape.from_pretrained(models[student])
         for number, others in enumerate(more):
             cfg = cases.settings(temperature=TEMPERATURE, teacher_model=str(models[name]), **settings | others)
-            teacher = build_held_teacher(cfg, shape, parallel, teacher_path=models[name], timers=Timers())
+            inputs = SimpleNamespace(shape=shape, teacher_path=models[name])
+            teacher = build_held_teacher(cfg, inputs, parallel, stop=None, checkpoints=None, timers=Timers())
             pending = SampleBuffer(parallel=parallel, cut=teacher._scorer.cut).restored(samples if parallel.is_rank_zero else [])
             for _ in range(2):  # the second time it comes back from the host, where it goes there
                 found[name, number] = teacher(pending.placed())

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,27 +91,21 @@ def told_of(groups):
 def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
     """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
     from megatron_grpo.core.weights.shape import ModelShape
-    from megatron_grpo.plugins.servers.server_group import needs_of
-    from megatron_grpo.plugins.servers.servers import ServerEngine
+    from megatron_grpo.plugins.servers.servers import build_servers
     from megatron_grpo.run.adapters import lora_sync
     from megatron_grpo.run.assemble.run import build_weight_sync
     from tests.parity_cases import build, settings
 
     out.mkdir(exist_ok=True)
-    cfg = settings(vllm_mode="server", vllm_server_host=[named], vllm_server_timeout=timeout, weight_sync_bucket_mb=1, **changes)
+    cfg = settings(
+        vllm_mode="server", vllm_server_host=[named], vllm_server_timeout=timeout, weight_sync_bucket_mb=1, output_dir=str(out), **changes
+    )
     policy, shape = build(path, cfg, world, parallel), ModelShape.from_pretrained(path)
     lora = lora_sync(cfg, shape, on_gpu=False)
     if lora is not None:
         policy.adapters.adapter_sync = lora.kind
-    engine = ServerEngine.build(
-        cfg.rollout,
-        model_path=Path(path),
-        shape=shape,
-        output_dir=out,
-        requirements=needs_of(cfg, shape, 20, lora),
-        device=policy.parallel.device,
-        lora=lora,
-    )
+    inputs = SimpleNamespace(model_path=Path(path), shape=shape, longest_prompt=20, image_spec=None, max_images=0)
+    engine = build_servers(cfg, inputs, policy.parallel, bitwise_parity=lambda: None, lora=lora)
     try:
         yield policy, engine, build_weight_sync(cfg, policy, engine)
     finally:

@@ -9,6 +9,8 @@ import math
 import numpy as np
 import pytest
 
+from megatron_grpo import cli
+from megatron_grpo.run import plug_ins
 from tests.end_to_end import outside_parts
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
@@ -54,3 +56,17 @@ def test_the_step_that_the_guard_refuses_changes_no_weight_and_is_told(run):
         assert sorted(held) == [1, 2, 3]
         differs = {(a, b): any(not np.array_equal(held[a][name], held[b][name]) for name in held[a]) for a, b in ((1, 2), (2, 3))}
         assert differs == {(1, 2): False, (2, 3): True}
+
+
+def train_with_row(rank: int, world_size: int, flags: list[str]) -> int:
+    """The exit code of a run whose sampler is named by its row alone."""
+    plug_ins.ENGINES["colocate"] = plug_ins.PlugIn("tests.end_to_end.outside_parts.build_alphabet")
+    return cli.main(["train", *flags])
+
+
+def test_one_row_adds_a_sampler(tmp_path):
+    flags = [*write_inputs(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    flags += ["--verify_weight_sync", "false", "--export_hf", "false"]
+    assert run_ranks(train_with_row, 1, flags) == [0]
+    [step] = records(tmp_path / "out" / "metrics.jsonl")
+    assert step["completions/mean_length"] == 2.5

@@ -24,7 +24,6 @@ from megatron_grpo.core.images import num_tokens
 from megatron_grpo.core.settings import EQUAL_REWARDS, Config
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.run import inputs
-from megatron_grpo.run.assemble import plug_ins
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
@@ -32,6 +31,7 @@ from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_complet
 from megatron_grpo.run.data.checks import PromptRows, check_images, check_template, encoded
 from megatron_grpo.run.data.prompts import load_rows
 from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs, settings_of_sampler
+from megatron_grpo.run.plug_ins import READERS
 from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.run.rewards.reward_manager import as_batch
@@ -154,7 +154,7 @@ PARTS = (
     InputStep("image processor", inputs.image_spec, needs="tokenizer"),
     InputStep("stop", inputs.stop_strings, "stop", "tokenizer"),
     InputStep("dataset", untokenized_rows),
-    InputStep("environment", inputs.environment, "environment tools agent agent_command"),
+    InputStep("environment", READERS["environment"], "environment tools agent agent_command"),
     InputStep("the held-out sets", inputs.held_out_sets, needs="tokenizer rows"),
     InputStep("the end of answers", inputs.end_of_answers, needs="tokenizer"),
     InputStep("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
@@ -267,9 +267,10 @@ def _batches(
         decode = {"its answer": partial(decode_completion, inputs.tokenizer, skip_special_tokens=skips)}
         return {kind: _batch(rows, indices, texts, inputs.tokenizer, decode.get(kind)) for kind, texts in kinds.items()}
     from megatron_grpo.plugins.environments.dry_run import play_rows
+    from megatron_grpo.plugins.environments.loading import find_template_notes
 
     try:
-        result.notes += plug_ins.notes_of_template(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
+        result.notes += find_template_notes(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)
     except ConfigError as error:
         result.wrong += [problem.message for problem in error.problems]
         return {}

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.grpo.advantages import advantages, zero_std_groups
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import SamplingSettings
+from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.generation import RolloutGenerator
 from megatron_grpo.core.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
@@ -193,7 +193,7 @@ class MetricsProcessor(Protocol):
     def keep(self, progress: Progress) -> None: ...
 
 
-class InterruptedSampling(Protocol):
+class InterruptedSampling(Sampler, Protocol):
     """Completions that continue over weight syncs. `plugins.partial_rollouts.trainer.PartialRollouts` documents its methods."""
 
     def sampling(self, prompts: Sequence[tuple[Prompt, int]], sampling: SamplingSettings, *, seed: int) -> AbstractContextManager[None]: ...

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import describe_exception
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.rollout.turns import Key
+from megatron_grpo.core.rollout.turns import Key, TurnEngine
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import FAULTS, Completion, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.agent_app import AgentCall, AgentServer, EndpointAddress
@@ -38,8 +38,12 @@ from megatron_grpo.plugins.environments.protocol import InvalidReplyError
 from megatron_grpo.plugins.environments.tools import ReadCalls, reader
 from megatron_grpo.plugins.environments.trajectory import History, without_turns
 from megatron_grpo.plugins.environments.workers import CallResult, CallTimeoutError, WorkerPool
+from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.rules.settings import REWARD
 from megatron_grpo.run.python_objects import copy_for_user
+
+if TYPE_CHECKING:
+    from megatron_grpo.run.inputs import ValidatedInputs
 
 SECONDS_BETWEEN_LOOKS = 0.02  # at whether an agent has ended, while the sampler is idle
 MOST_UNREAD = 0.05  # share of turns without a reader above which a warning is logged
@@ -283,3 +287,11 @@ class AgentSampler(PlayedSampler[AgentRunnerFactory, AgentPlayer]):
 
     def _notify(self, words: str) -> None:
         self._warn(f"An agent's request: {words}.")
+
+
+def build_sampler(cfg: Config, inputs: ValidatedInputs, engine: TurnEngine) -> AgentSampler:
+    """Build the sampler of the episodes of agents on an engine, as `run.plug_ins.BuildSampler`."""
+    assert inputs.environment is not None
+    max_model_len = longest_context(cfg, inputs.longest_prompt)
+    stage = AgentRunnerFactory.of(cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
+    return AgentSampler(engine, stage)

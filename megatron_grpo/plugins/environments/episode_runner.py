@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo.core.base.errors import one_line
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.rollout.turns import Key, request_seed
+from megatron_grpo.core.rollout.turns import Key, TurnEngine, request_seed
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.loading import template_of
@@ -18,8 +18,12 @@ from megatron_grpo.plugins.environments.players import Episode, PlayedSampler, P
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
 from megatron_grpo.plugins.environments.trajectory import History, Trajectory, without_turns
 from megatron_grpo.plugins.environments.workers import CallResult, CallTimeoutError, WorkerPool
+from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.python_objects import copy_for_user
 from megatron_grpo.run.rewards.process_isolation import ExitRequestedError
+
+if TYPE_CHECKING:
+    from megatron_grpo.run.inputs import ValidatedInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,3 +260,11 @@ class EpisodeSampler(PlayedSampler[EpisodeRunnerFactory, EpisodeRunner]):
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> EpisodeRunner:
         return EpisodeRunner(self.stage, prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
+
+
+def build_sampler(cfg: Config, inputs: ValidatedInputs, engine: TurnEngine) -> EpisodeSampler:
+    """Build the sampler of episodes on an engine, as `run.plug_ins.BuildSampler`."""
+    assert inputs.environment is not None
+    max_model_len = longest_context(cfg, inputs.longest_prompt)
+    stage = EpisodeRunnerFactory.of(cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
+    return EpisodeSampler(engine, stage)

@@ -9,7 +9,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, one_line, problem_with
 from megatron_grpo.core.settings import Config
@@ -21,10 +21,23 @@ from megatron_grpo.plugins.environments.trajectory import ChatTemplate, History
 from megatron_grpo.run.data.chat import read_end_ids
 from megatron_grpo.run.rewards.loading import user_object
 
+if TYPE_CHECKING:
+    from megatron_grpo.run.inputs import ValidatedInputs
+
 _QUESTION: Message = {"role": "user", "content": "What is it?"}
 _ANSWER = "It is the seventh."
 _THOUGHT = "<think>\nIt may be the seventh.\n</think>\n\nI say so."
 _CALL = '<tool_call>\n{"name": "look", "arguments": {"place": 7}}\n</tool_call>'
+
+
+def read_environment(cfg: Config, inputs: ValidatedInputs) -> None:
+    """Load the class of the run's episodes.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
+    inputs.environment = load_environment(cfg, inputs.tokenizer)
 
 
 def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | None:
@@ -94,6 +107,16 @@ def _environment(spec: str) -> type[Environment]:
     return environment_class
 
 
+def read_rollout_func(cfg: Config, inputs: ValidatedInputs) -> None:
+    """Load the function that `rollout_func` names.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the result is stored in it.
+    """
+    inputs.rollout_func = load_rollout_func(cfg)
+
+
 def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
     """Load the rollout function of a run. Imports user code.
 
@@ -126,6 +149,37 @@ def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
 
 
 # ---- the chat template
+
+
+def read_template(cfg: Config, inputs: ValidatedInputs) -> None:
+    """Check how the chat template renders the turns of episodes.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far; the notes are stored in it.
+
+    Raises:
+        ConfigError: If there is no template, or if it drops turns.
+    """
+    assert inputs.environment is not None
+    flag = cfg.turns.player
+    if not getattr(inputs.tokenizer, "chat_template", None):
+        message = f"{flag}: the model's tokenizer has no chat template (a base model?), which turns require. Use a chat model."
+        raise config_error((flag, "model"), message)
+    inputs.notes = [*inputs.notes, *find_template_notes(cfg, inputs.environment, inputs.tokenizer, inputs.model_path)]
+
+
+def find_template_notes(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
+    """Return what `check_template` finds for the settings of a run.
+
+    Args:
+        cfg: Settings of the run.
+        environment: Class of the run's episodes.
+        tokenizer: The model's tokenizer.
+        model_path: The model's directory.
+    """
+    template = template_of(cfg, environment, tokenizer, model_path=model_path)
+    return check_template(template, environment, history=cfg.turns.turn_history, flag=cfg.turns.player)
 
 
 def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import RunError, describe_exception
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.rollout.turns import request_seed
+from megatron_grpo.core.rollout.turns import TurnEngine, request_seed
+from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.players import PlayedSampler, RequestingPlayer, TurnRequest
 from megatron_grpo.plugins.environments.rollout_func_output import (
@@ -29,7 +30,11 @@ from megatron_grpo.plugins.environments.rollout_func_output import (
     completion_requests,
     completions_of,
 )
-from megatron_grpo.run.data.chat import decode_completion
+from megatron_grpo.run.config.evaluation import longest_context
+from megatron_grpo.run.data.chat import decode_completion, read_end_ids
+
+if TYPE_CHECKING:
+    from megatron_grpo.run.inputs import ValidatedInputs
 
 RolloutFunction = Callable[[Sequence[CompletionRequest], "RolloutFuncEngine"], Any]
 
@@ -285,3 +290,19 @@ class RolloutFuncSampler(PlayedSampler[RolloutFunc, RolloutFuncRunner]):
         problems = collectives.all_gather_object(self._player.problem if self._player is not None else None)
         if failed := [problem for problem in problems if problem is not None]:
             raise RunError(f"rollout_func {self.stage.name} {failed[0]}")
+
+
+def build_sampler(cfg: Config, inputs: ValidatedInputs, engine: TurnEngine) -> RolloutFuncSampler:
+    """Build the sampler of the user's rollout function on an engine, as `run.plug_ins.BuildSampler`."""
+    assert inputs.rollout_func is not None
+    limits = TokenLimits(
+        vocab_size=inputs.shape.vocab_size,
+        max_completion_length=cfg.rollout.max_completion_length,
+        max_model_len=cfg.rollout.vllm_max_model_len or longest_context(cfg, inputs.longest_prompt),
+        end_ids=read_end_ids(inputs.model_path, inputs.tokenizer, cfg.rollout.stop_token_ids),
+    )
+    rollout_func = RolloutFunc(
+        name=cfg.rollout.rollout_func or "", function=inputs.rollout_func, tokenizer=inputs.tokenizer, limits=limits,
+        timeout=cfg.rollout.rollout_func_timeout, skip_special_tokens=cfg.rollout.generation_kwargs.get("skip_special_tokens", True),
+    )  # fmt: skip
+    return RolloutFuncSampler(engine, rollout_func)

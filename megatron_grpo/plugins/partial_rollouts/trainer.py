@@ -11,16 +11,18 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.parallel import collectives
-from megatron_grpo.core.rollout.engine import InterruptibleSampler, SamplingSettings, WeightSyncError
+from megatron_grpo.core.rollout.engine import Engine, InterruptibleSampler, SamplingSettings, WeightSyncError
+from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.weight_sync import BFLOAT16_MEAN, FLOAT32_MAX
 from megatron_grpo.core.types import Group, PartialCompletion, Prompt
 from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
 
 if TYPE_CHECKING:
     from megatron_grpo.core.policy.policy import Policy
@@ -28,6 +30,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 STATS = ("rollout/partial_rows", "rollout/partial_tokens", "rollout/recomputed_tokens", "rollout/ahead_share")
+
+
+def build_partial_rollouts(cfg: Config, policy: Policy, sampler: Engine) -> PartialRollouts:
+    """Build the sampler of a run whose completions are interrupted at weight syncs, as `run.plug_ins.BuildPartialRollouts`."""
+    if hasattr(sampler, "partial_generation"):
+        sampler.partial_generation = PartialGeneration
+    check = VersionCheck(
+        policy=policy, count=cfg.rollout.verify_versions, temperature=cfg.rollout.temperature,
+        is_coarse=cfg.model.torch_dtype != "float32" or sampler.dtype != "float32",
+    )  # fmt: skip
+    in_background = cfg.rollout.vllm_mode == "server"
+    return PartialRollouts(cast(InterruptibleSampler, sampler), check=check if check.count else None, in_background=in_background)
 
 
 class PartialRollouts:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, one_line, problem_with
@@ -38,6 +38,9 @@ from megatron_grpo.plugins.servers.http import (
 )
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.rules.servers import Address, addresses_of, read_token
+
+if TYPE_CHECKING:
+    from megatron_grpo.run.inputs import ValidatedInputs
 
 SECONDS_BETWEEN_SIGNS = 10.0  # between heartbeats to servers, and between two log lines while waiting
 SECONDS_BETWEEN_TRIES = 0.25
@@ -187,16 +190,19 @@ def needs_of(
     )
 
 
-def problems_with_servers(cfg: Config, requirements: ServerRequirements) -> list[Problem]:
+def check_servers(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     """Check the servers that answer, before a run claims any. A server that does not answer yet may still start, and is no problem.
 
     Args:
         cfg: The settings, which name the servers.
-        requirements: Requirements of the run.
+        inputs: Inputs read so far: the model's shape, and the sets of prompts.
 
     Raises:
         ConfigError: The token is missing.
     """
+    max_images = max((rows.max_images for _, rows in inputs.sets), default=0)
+    lora = lora_sync(cfg, inputs.shape, on_gpu=None)
+    requirements = needs_of(cfg, inputs.shape, inputs.longest_row, lora, image_spec=inputs.image_spec, max_images=max_images)
     token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
     servers = [Server(address, token=token, incarnation="", trust=trust) for address in addresses_of(cfg.rollout)]
     run, problems = run_name(Path(cfg.run.output_dir)), []

@@ -15,32 +15,32 @@ from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import numpy as np
-import torch
 
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
+from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.rollout.engine import ReceiverChangedError, SamplingSettings, WeightsLostError, WeightSyncError, prompt_seed
 from megatron_grpo.core.rollout.experts import InvalidRoutingError, of_group
 from megatron_grpo.core.rollout.probes import probe_sequences
 from megatron_grpo.core.rollout.turns import SECONDS_BETWEEN_LOOKS, Key, Player, wait_together
-from megatron_grpo.core.settings import RolloutConfig
+from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.lora import LoraSync
-from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import Server, new_incarnation, run_name, run_name_of, trust_of
 from megatron_grpo.plugins.servers.requests import GenerationRequest, ImagesToSend, placed_images
-from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
+from megatron_grpo.plugins.servers.server_group import TrainingServerGroup, needs_of
 from megatron_grpo.plugins.servers.server_parts import ServerGeneration, ServerParts, round_robin
 from megatron_grpo.plugins.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.plugins.servers.weight_broadcast import WeightBroadcaster
 from megatron_grpo.run.config.rules.servers import addresses_of, read_token
 from megatron_grpo.run.data.chat import load_tokenizer
+from megatron_grpo.run.inputs import ValidatedInputs
 
 REPORTED = (
     ConfigError,
@@ -52,6 +52,44 @@ REPORTED = (
 )  # exceptions of rank 0 that are raised on all ranks
 
 Value = TypeVar("Value")
+
+
+def build_servers(
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraSync | None = None,
+    runner: str | None = None,
+) -> ServerEngine:  # fmt: skip
+    """Claim the rollout servers for the run that writes to `output_dir`, waiting until they answer. Collective.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: model path, shape, prompts and image processor.
+        parallel: Process groups of this rank.
+        bitwise_parity: Unused: servers refuse the setting `bitwise_parity`.
+        lora: How adapters are synced; None if merged or full weights are synced.
+        runner: Unused: a server chooses its model runner.
+
+    Raises:
+        ConfigError: The token is missing, or as for `ServerEngine`.
+    """
+    rollout = cfg.rollout
+    requirements = needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, image_spec=inputs.image_spec, max_images=inputs.max_images)
+
+    def broadcaster() -> WeightBroadcaster:
+        output_dir, incarnation, token = Path(cfg.run.output_dir), new_incarnation(), read_token(rollout)
+        is_new = run_name(output_dir) is None
+        server_group = TrainingServerGroup(
+            partial(addresses_of, rollout), partial(Server, token=token, incarnation=incarnation, trust=trust_of(rollout.vllm_server_ca)),
+            run=run_name_of(output_dir), incarnation=incarnation, requirements=requirements, timeout=rollout.vllm_server_timeout,
+            waits_for_all=is_new,
+        )  # fmt: skip
+        bucket_bytes = (rollout.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[parallel.device.type]) * MIB
+        modules = lora.modules if lora is not None else frozenset()
+        return WeightBroadcaster(server_group, device=parallel.device, bucket_bytes=bucket_bytes, modules=modules)
+
+    return ServerEngine(
+        broadcaster, tokenizer=load_tokenizer(str(inputs.model_path), trust_remote_code=cfg.model.trust_remote_code),
+        vocab_size=inputs.shape.vocab_size, returns_experts=requirements.returns_experts, image_spec=inputs.image_spec,
+    )  # fmt: skip
 
 
 class ServerEngine:
@@ -98,48 +136,6 @@ class ServerEngine:
 
         collectives.run_on_rank_zero(begin, REPORTED)
         self.prepare()
-
-    @classmethod
-    def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, requirements: ServerRequirements,
-              device: torch.device, lora: LoraSync | None = None, image_spec: ImageProcessorSpec | None = None,
-              trust_remote_code: bool = False) -> ServerEngine:  # fmt: skip
-        """Claim the servers that the settings name for the run that writes to `output_dir`. Collective.
-
-        Args:
-            cfg: The rollout settings.
-            model_path: Directory of the model, for its tokenizer.
-            shape: Shape of the model.
-            output_dir: Output directory of the run; the name of the run is stored there.
-            requirements: Requirements that each server must meet.
-            device: Device of rank 0 from which weights are sent.
-            lora: How adapters are synced; None: full weights are trained.
-            image_spec: Image processor of a vision-language model; None: text only.
-            trust_remote_code: Whether code of the model repository may run.
-
-        Raises:
-            ConfigError: The token is missing, or as for the constructor.
-        """
-
-        def broadcaster() -> WeightBroadcaster:
-            incarnation, token, trust = new_incarnation(), read_token(cfg), trust_of(cfg.vllm_server_ca)
-            is_new = run_name(output_dir) is None
-            server_group = TrainingServerGroup(
-                partial(addresses_of, cfg), partial(Server, token=token, incarnation=incarnation, trust=trust), run=run_name_of(output_dir),
-                incarnation=incarnation, requirements=requirements, timeout=cfg.vllm_server_timeout, waits_for_all=is_new,
-            )  # fmt: skip
-            bucket_bytes = (cfg.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[device.type]) * MIB
-            return WeightBroadcaster(
-                server_group, device=device, bucket_bytes=bucket_bytes, modules=lora.modules if lora is not None else frozenset()
-            )
-
-        tokenizer = load_tokenizer(str(model_path), trust_remote_code=trust_remote_code)
-        return cls(
-            broadcaster,
-            tokenizer=tokenizer,
-            vocab_size=shape.vocab_size,
-            returns_experts=requirements.returns_experts,
-            image_spec=image_spec,
-        )
 
     def run_on_rank_zero(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
         """Execute `work` on rank 0, and return its result or raise its exception on every rank. Collective."""

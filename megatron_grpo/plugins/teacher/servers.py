@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from megatron_grpo.plugins.servers.server_group import ServerGroup, ServerHandle
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.rules.servers import read_token, teacher_addresses
 from megatron_grpo.run.data.chat import vocabulary_of
+
+if TYPE_CHECKING:
+    from megatron_grpo.run.inputs import ValidatedInputs
 
 FLAG = "teacher_model_server"
 LARGEST = 1e-3  # largest valid log-prob: 0 plus rounding error
@@ -209,6 +212,16 @@ class TeacherServerGroup(ServerGroup):
                     f"{names_with_reasons(list(self.members.values()))}"
                 )
         return request.answers()
+
+
+def check_teacher(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
+    """Return problems with the teacher's servers that already answer.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Inputs read so far: the policy's shape and tokenizer, and the sets of prompts.
+    """
+    return TeacherServerGroup.build(cfg, TeacherRequirements.of(cfg, inputs.shape, inputs.tokenizer, inputs.longest_row)).problems()
 
 
 class _ScoringRequest(Calls[np.ndarray]):

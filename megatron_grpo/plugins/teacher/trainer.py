@@ -6,9 +6,10 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,14 +20,61 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.memory_offload import PolicyOffloader, Role
 from megatron_grpo.core.policy.passes import ModelScorer
+from megatron_grpo.core.policy.policy import batch_partitioner
+from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
 from megatron_grpo.core.types import RowKey, TokensToScore
 from megatron_grpo.core.types import Sequence as TokenSequence
+from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup
+from megatron_grpo.run.assemble.policy import frozen, model_of, sharing_of
+from megatron_grpo.run.checkpoint.fingerprints import TEACHER
+from megatron_grpo.run.models import config_of_teacher
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.train import StopRequest
+    from megatron_grpo.run.checkpoint.saving import Checkpoints
+    from megatron_grpo.run.inputs import ValidatedInputs
 
 Ask = Callable[[SequenceOf[TokensToScore]], SequenceOf[np.ndarray]]
 """Function of a teacher's servers: tokens -> log-probs of each from its `first` on, float32."""
 
 REPORTED = (ConfigError, RunError, NoRolloutServerError, CancelledError)  # errors of rank 0 that are raised on all ranks
+
+
+def build_served_teacher(
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, stop: StopRequest, checkpoints: Checkpoints, timers: Timers,
+    offload: Collection[Role] = (),
+) -> ServedTeacher:  # fmt: skip
+    """Connect to the frozen servers that hold the teacher, as `run.plug_ins.BuildTeacher`. Collective."""
+    requirements = TeacherRequirements.of(cfg, inputs.shape, inputs.tokenizer, inputs.longest_prompt)
+    servers = TeacherServerGroup.build(cfg, requirements, stop.should_cancel) if parallel.is_rank_zero else None
+    facts = (servers.fingerprint, servers.logprobs) if servers else ()
+    teacher = ServedTeacher(parallel, *facts)
+    checkpoints.record_fingerprint(TEACHER, teacher.fingerprint)
+    return teacher
+
+
+def build_held_teacher(
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, stop: StopRequest, checkpoints: Checkpoints, timers: Timers,
+    offload: Collection[Role] = (),
+) -> LocalTeacher:  # fmt: skip
+    """Load a frozen teacher into the training ranks, as `run.plug_ins.BuildTeacher`. Collective."""
+    path = inputs.teacher_path
+    assert path is not None
+    shape = ModelShape.from_pretrained(path)
+    teacher_cfg = config_of_teacher(cfg, shape, inputs.shape)
+    _, loaded_chunks = model_of(teacher_cfg, shape, parallel, model_path=path)
+    chunks = frozen(loaded_chunks())
+    cut = batch_partitioner(
+        parallel,
+        chunks[0].config,
+        micro_batch_size=cfg.batch.micro_batch_size,
+        max_tokens=cfg.batch.max_tokens_per_micro_batch,
+        min_saving_ratio=sharing_of(teacher_cfg, shape, parallel).min_saving_ratio,
+    )
+    leaves = cfg.grpo.offload_teacher_model or "reference" in offload
+    return LocalTeacher(cfg.grpo.teacher_model or str(path), ModelScorer(chunks, parallel, cut), timers, leaves=leaves)
 
 
 class ServedTeacher:

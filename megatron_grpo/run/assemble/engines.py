@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo.core import train
-from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.errors import config_error
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.policy.memory_offload import Role
-from megatron_grpo.core.policy.passes import ModelScorer
-from megatron_grpo.core.policy.policy import Policy, batch_partitioner
-from megatron_grpo.core.rollout.engine import Engine, InterruptibleSampler, Sampler
+from megatron_grpo.core.policy.policy import Policy
+from megatron_grpo.core.rollout.engine import Engine, Sampler
 from megatron_grpo.core.settings import Config
-from megatron_grpo.core.trainer.rollouts import Teacher
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run import plug_ins
 from megatron_grpo.run.adapters import lora_sync
-from megatron_grpo.run.assemble.policy import frozen, model_of, sharing_of
-from megatron_grpo.run.checkpoint.fingerprints import MODEL_RUNNER, TEACHER
+from megatron_grpo.run.checkpoint.fingerprints import MODEL_RUNNER
 from megatron_grpo.run.checkpoint.saving import Checkpoints
 from megatron_grpo.run.config.evaluation import longest_context
-from megatron_grpo.run.data.chat import PromptEncoder, read_end_ids
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
-from megatron_grpo.run.models import config_of_teacher
 
 if TYPE_CHECKING:
     from megatron_grpo.core.rollout.experts import ExpertLayers
     from megatron_grpo.core.rollout.turns import TurnEngine
-    from megatron_grpo.plugins.environments.rollout_func import RolloutFunc
-    from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts
+    from megatron_grpo.core.trainer.rollouts import Teacher
 
 MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
 
@@ -73,33 +65,6 @@ def build_colocated(
     )
 
 
-def build_servers(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraSync | None = None,
-    runner: str | None = None,
-) -> Engine:  # fmt: skip
-    """Connect to the rollout servers, waiting until they answer. Collective.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Validated inputs: model path, shape, prompts and image processor.
-        parallel: Process groups of this rank.
-        bitwise_parity: Unused: servers refuse the setting `bitwise_parity`.
-        lora: How adapters are synced; None if merged or full weights are synced.
-        runner: Unused: a server chooses its model runner.
-    """
-    from megatron_grpo.plugins.servers.server_group import needs_of
-    from megatron_grpo.plugins.servers.servers import ServerEngine
-
-    return ServerEngine.build(
-        cfg.rollout, model_path=inputs.model_path, shape=inputs.shape, output_dir=Path(cfg.run.output_dir),
-        requirements=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, image_spec=inputs.image_spec, max_images=inputs.max_images),
-        device=parallel.device, lora=lora, image_spec=inputs.image_spec, trust_remote_code=cfg.model.trust_remote_code,
-    )  # fmt: skip
-
-
-ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode
-
-
 def choose_engine_factory(cfg: Config, checkpoints: Checkpoints, **parts: Any) -> MakeEngine:
     """Return the factory of the engine of `vllm_mode`. One in the ranks keeps the model runner of the checkpoint.
 
@@ -108,7 +73,7 @@ def choose_engine_factory(cfg: Config, checkpoints: Checkpoints, **parts: Any) -
         checkpoints: Checkpoints of the run, one of which may have been chosen.
         **parts: Further arguments of the factory.
     """
-    return partial(ENGINES[cfg.rollout.vllm_mode], runner=checkpoints.recorded(MODEL_RUNNER), **parts)
+    return partial(plug_ins.ENGINES[cfg.rollout.vllm_mode].load(), runner=checkpoints.recorded(MODEL_RUNNER), **parts)
 
 
 def start_engine(
@@ -179,29 +144,6 @@ def check_async_sampler(cfg: Config, sampler: Sampler) -> None:
         raise config_error("async_rollout_depth", message)
 
 
-def partial_rollouts_of(cfg: Config, policy: Policy, sampler: Engine) -> PartialRollouts | None:
-    """Return the sampler whose completions continue over weight syncs; None without partial rollouts.
-
-    Args:
-        cfg: Settings of the run.
-        policy: The policy, which checks the versions of interrupted completions.
-        sampler: The engine.
-    """
-    if not cfg.rollout.partial_rollouts:
-        return None
-    from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
-    from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts, VersionCheck
-
-    if hasattr(sampler, "partial_generation"):
-        sampler.partial_generation = PartialGeneration
-    check = VersionCheck(
-        policy=policy, count=cfg.rollout.verify_versions, temperature=cfg.rollout.temperature,
-        is_coarse=cfg.model.torch_dtype != "float32" or sampler.dtype != "float32",
-    )  # fmt: skip
-    in_background = cfg.rollout.vllm_mode == "server"
-    return PartialRollouts(cast(InterruptibleSampler, sampler), check=check if check.count else None, in_background=in_background)
-
-
 def sampler_of_run(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
     """Return the sampler of the run: the engine itself, or the episodes or rollout function that use it.
 
@@ -215,57 +157,11 @@ def sampler_of_run(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sam
     """
     if inputs.environment is None and inputs.rollout_func is None:
         return sampler
+    flag = "rollout_func" if inputs.rollout_func is not None else cfg.turns.player
     if not hasattr(sampler, "play"):
-        flag = "rollout_func" if inputs.rollout_func else cfg.turns.player
         message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), so it cannot sample turns. Leave {flag} out."
         raise config_error(flag, message)
-    engine = cast("TurnEngine", sampler)
-    tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
-    max_model_len = longest_context(cfg, inputs.longest_prompt)
-    if inputs.rollout_func is not None:
-        from megatron_grpo.plugins.environments.rollout_func import RolloutFuncSampler
-
-        return RolloutFuncSampler(engine, wrap_rollout_func(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
-    assert inputs.environment is not None
-    if cfg.turns.has_agent:
-        from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
-        from megatron_grpo.plugins.environments.agents import AgentRunnerFactory, AgentSampler
-
-        agent = cast("type[AgentEnvironment]", inputs.environment)
-        stage = AgentRunnerFactory.of(cfg, agent, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
-        return AgentSampler(engine, stage)
-    from megatron_grpo.plugins.environments.episode_runner import EpisodeRunnerFactory, EpisodeSampler
-
-    return EpisodeSampler(
-        engine, EpisodeRunnerFactory.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
-    )
-
-
-def wrap_rollout_func(
-    cfg: Config, inputs: ValidatedInputs, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int
-) -> RolloutFunc:
-    """Wrap the user's rollout function with its limits, tokenizer and timeout.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Validated inputs: model path and shape.
-        function: The function that `rollout_func` names.
-        tokenizer: The model's tokenizer.
-        max_model_len: Tokens of prompt and completion together. `vllm_max_model_len` overrides it.
-    """
-    from megatron_grpo.plugins.environments.rollout_func import RolloutFunc
-    from megatron_grpo.plugins.environments.rollout_func_output import TokenLimits
-
-    limits = TokenLimits(
-        vocab_size=inputs.shape.vocab_size,
-        max_completion_length=cfg.rollout.max_completion_length,
-        max_model_len=cfg.rollout.vllm_max_model_len or max_model_len,
-        end_ids=read_end_ids(inputs.model_path, tokenizer, cfg.rollout.stop_token_ids),
-    )
-    return RolloutFunc(
-        name=cfg.rollout.rollout_func or "", function=function, tokenizer=tokenizer, limits=limits,
-        timeout=cfg.rollout.rollout_func_timeout, skip_special_tokens=cfg.rollout.generation_kwargs.get("skip_special_tokens", True),
-    )  # fmt: skip
+    return plug_ins.SAMPLERS[flag].load()(cfg, inputs, cast("TurnEngine", sampler))
 
 
 def adapter_sync_mode(
@@ -318,60 +214,14 @@ def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
     return ExpertLayers.of(shape)
 
 
-def build_served_teacher(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, stop: train.StopRequest, checkpoints: Checkpoints
-) -> Teacher | None:
-    """Connect to the frozen servers that hold the teacher, waiting until they answer. Collective.
+def build_teacher(flag: str, cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, **parts: Any) -> Teacher | None:
+    """Build the teacher if this setting names it; None otherwise. Collective.
 
     Args:
+        flag: A setting that may name the teacher.
         cfg: Settings of the run.
-        inputs: Validated inputs: shape and prompts.
+        inputs: Validated inputs.
         parallel: Process groups of this rank.
-        stop: Tells when to give up waiting.
-        checkpoints: Receives the teacher's fingerprint.
-
-    Returns:
-        The teacher; None if `teacher_model_server` is empty.
+        **parts: Further arguments of `run.plug_ins.BuildTeacher`.
     """
-    if not cfg.grpo.teacher_model_server:
-        return None
-    from megatron_grpo.plugins.teacher import servers as teachers
-    from megatron_grpo.plugins.teacher.trainer import ServedTeacher
-
-    tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
-    requirements = teachers.TeacherRequirements.of(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
-    servers = teachers.TeacherServerGroup.build(cfg, requirements, stop.should_cancel) if parallel.is_rank_zero else None
-    facts = (servers.fingerprint, servers.logprobs) if servers else ()
-    teacher = ServedTeacher(parallel, *facts)
-    checkpoints.record_fingerprint(TEACHER, teacher.fingerprint)
-    return teacher
-
-
-def build_held_teacher(
-    cfg: Config, student: ModelShape, parallel: ParallelState, *, teacher_path: Path, timers: Timers, offload: Collection[Role] = ()
-) -> Teacher:
-    """Load a frozen teacher of any shape into the training ranks, in the run's layout. Collective.
-
-    Args:
-        cfg: Settings of the run.
-        student: Shape of the policy.
-        parallel: Process groups of this rank.
-        teacher_path: The teacher's checkpoint.
-        timers: Timers of the run.
-        offload: Roles of the policy that leave the device while the sampler works. If "reference" is among them, the teacher leaves too.
-    """
-    from megatron_grpo.plugins.teacher.trainer import LocalTeacher
-
-    shape = ModelShape.from_pretrained(teacher_path)
-    teacher_cfg = config_of_teacher(cfg, shape, student)
-    _, loaded_chunks = model_of(teacher_cfg, shape, parallel, model_path=teacher_path)
-    chunks = frozen(loaded_chunks())
-    cut = batch_partitioner(
-        parallel,
-        chunks[0].config,
-        micro_batch_size=cfg.batch.micro_batch_size,
-        max_tokens=cfg.batch.max_tokens_per_micro_batch,
-        min_saving_ratio=sharing_of(teacher_cfg, shape, parallel).min_saving_ratio,
-    )
-    leaves = cfg.grpo.offload_teacher_model or "reference" in offload
-    return LocalTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), timers, leaves=leaves)
+    return plug_ins.TEACHERS[flag].load()(cfg, inputs, parallel, **parts) if cfg.grpo.teacher_flag == flag else None

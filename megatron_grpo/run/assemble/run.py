@@ -26,13 +26,12 @@ from megatron_grpo.core.trainer.step_monitor import StepMonitor
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run import plug_ins
 from megatron_grpo.run.assemble import AnalysisHooks, Listener, Planner, RunParts, RunPlan
 from megatron_grpo.run.assemble.engines import (
     adapter_sync_mode,
-    build_held_teacher,
-    build_served_teacher,
+    build_teacher,
     choose_engine_factory,
-    partial_rollouts_of,
     replayed_experts,
     sampler_of_run,
     start_engine,
@@ -147,7 +146,8 @@ def assemble_run(
     """
     cfg, schedule, timers = run.checked.config, run.schedule, logger.timers
     assert schedule.num_steps is not None
-    teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
+    for_teacher = {"stop": stop, "checkpoints": checkpoints, "timers": timers}
+    teacher = build_teacher("teacher_model_server", cfg, inputs, parallel, **for_teacher)  # before a model loads: it may be refused
     lora = adapter_sync_mode(cfg, inputs, parallel, logger, sampler_is_known=parts.engine is None)
     offload = offloaded_roles(run, parallel, parts.planner)
     if cfg.rollout.bitwise_parity:
@@ -156,12 +156,11 @@ def assemble_run(
         cfg, parallel, model_path=inputs.model_path, num_steps=schedule.num_steps, timers=timers, parts=parts,
         adapter_sync=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
-    if inputs.teacher_path is not None:
-        teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, timers=timers, offload=offload)
+    teacher = teacher or build_teacher("teacher_model", cfg, inputs, parallel, **for_teacher, offload=offload)
     make = parts.engine or choose_engine_factory(cfg, checkpoints, lora=lora, bitwise_parity=parts.analysis.vllm_bitwise_parity)
     sampler = with_cancellation(start_engine(make, cfg, inputs, parallel, policy, checkpoints), stop)
     weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.print_line, shape=inputs.shape)
-    partial_rollouts = partial_rollouts_of(cfg, policy, sampler)
+    partial_rollouts = plug_ins.PARTIAL_ROLLOUTS.load()(cfg, policy, sampler) if cfg.rollout.partial_rollouts else None
     sampled_cfg = settings_of_sampler(cfg, inputs.tokenizer)
     generator = generator_of(
         sampled_cfg, inputs, partial_rollouts or sampler_of_run(sampled_cfg, inputs, sampler), reward_manager, timers,
