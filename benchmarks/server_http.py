@@ -27,9 +27,9 @@ from rich.table import Table
 
 from megatron_grpo.core.weights.hf_files import HfReader
 from megatron_grpo.plugins.servers import http, wire
+from megatron_grpo.plugins.servers.addresses import Address
 from megatron_grpo.plugins.servers.requests import GenerationRequest
 from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
-from megatron_grpo.run.config.rules.servers import Address
 from tests.servers import TOKEN, Server, Trainer, push
 from tests.tiny_models import write_tiny
 

@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_grpo.plugins.servers import wire
-from megatron_grpo.run.config.rules.servers import Address
+from megatron_grpo.plugins.servers.addresses import Address
 
 TOKEN = "the token of these tests"
 STATE = wire.ServerState(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_grpo.core.parallel.state import ParallelState
     from megatron_grpo.core.policy.memory_offload import Role
     from megatron_grpo.core.policy.policy import Policy
-    from megatron_grpo.core.rollout.adapters import LoraSync
+    from megatron_grpo.core.weights.lora import LoraSync
     from megatron_grpo.core.rollout.engine import Engine, Sampler
     from megatron_grpo.core.rollout.turns import TurnEngine
     from megatron_grpo.core.settings import Config
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from megatron_grpo.run.checkpoint.saving import Checkpoints
     from megatron_grpo.run.inputs import ValidatedInputs
 
-Function = TypeVar("Function")
+Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
-class PlugIn(Generic[Function]):
-    """A function that is imported when it is needed.
+@dataclass(frozen=True)
+class PlugIn(Generic[Value]):
+    """A function, or another value of a module, that is imported when it is needed.
 
     Args:
         path: Its dotted name.
@@ -38,10 +38,10 @@ class PlugIn(Generic[Function]):
 
     path: str
 
-    def load(self) -> Function:
-        """Import the function."""
+    def load(self) -> Value:
+        """Import the module, and return the value."""
         module, _, name = self.path.rpartition(".")
-        return cast(Function, getattr(importlib.import_module(module), name))
+        return cast(Value, getattr(importlib.import_module(module), name))
 
 
 class ReadPart(Protocol):

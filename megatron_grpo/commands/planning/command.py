@@ -14,7 +14,6 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.base.files import atomic_write_text
 from megatron_grpo.run.check import CheckedConfig, check_parsed
 from megatron_grpo.run.config import ParsedConfig, remote_code
-from megatron_grpo.run.config.rules.servers import CALLS, FROM_FILE, addresses_of, chunk_size
 from megatron_grpo.run.schedule import ScheduledRun
 from megatron_grpo.run.sharing import Lengths, PrefixSharing, decide, read_lengths
 from megatron_grpo.run.validate import validate_run
@@ -51,25 +50,13 @@ class Plan(ScheduledRun):
 
     @property
     def servers(self) -> dict[str, Any] | None:
-        """Return the `servers` object of `plan --json`; None without rollout servers.
-
-        `num_servers` counts the servers named in the settings; address files may add others later. `prompts_per_call` assumes that a server
-        decodes `vllm_max_num_seqs` sequences at a time (the server default), because the real value is known only once the server responds.
-        """
-        rollout, sizes = self.checked.config.rollout, self.checked.sizes
+        """Return the `servers` object of `plan --json`; None without rollout servers."""
+        rollout = self.checked.config.rollout
         if rollout.vllm_mode != "server":
             return None
-        addresses = [str(address) for address in addresses_of(rollout)]
-        prompts, n = sizes.num_rollout_prompts, sizes.num_generations
-        return {
-            "addresses": addresses,
-            "files": [host.removeprefix(FROM_FILE) for host in rollout.vllm_server_host if host.startswith(FROM_FILE)],
-            "num_servers": len(addresses),
-            "calls_per_server": CALLS,
-            "max_num_seqs": rollout.vllm_max_num_seqs,
-            "prompts_per_call": chunk_size(prompts, n=n, num_servers=max(1, len(addresses)), max_num_seqs=rollout.vllm_max_num_seqs),
-            "pushed_by": "rank 0",
-        }
+        from megatron_grpo.plugins.servers.plan import plan_servers
+
+        return plan_servers(rollout, self.checked.sizes)
 
     @property
     def bubble(self) -> float:

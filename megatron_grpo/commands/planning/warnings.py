@@ -18,9 +18,8 @@ from megatron_grpo.core.policy.lr_schedule import course_of, lost_update_warning
 from megatron_grpo.core.weights.lora import LoraSync, lora_of
 from megatron_grpo.run.adapters import peft_leaves_out
 from megatron_grpo.run.check import CheckedConfig
-from megatron_grpo.run.config.rules import Rule, Rules, broken_rules, settings_of
+from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, settings_of
 from megatron_grpo.run.config.rules import grpo as grpo_validation
-from megatron_grpo.run.config.rules.servers import addresses_of
 
 BUBBLE = 0.3
 GPU_DRIVER = Path("/dev/nvidiactl")
@@ -167,28 +166,6 @@ def _unread_by_peft(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"lost": unread} if unread else None
 
 
-def _in_the_clear(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the servers that receive unencrypted traffic."""
-    addresses = addresses_of(c.cfg.rollout) if c.vllm_mode == "server" else ()
-    clear = [str(address) for address in addresses if not address.is_https and not address.is_here]
-    return {"them": ", ".join(clear[:4])} if clear else None
-
-
-def _half_empty(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the number of episodes that the engine of one rank could sample at a time, if fewer agents run."""
-    if not c.cfg.turns.has_agent:
-        return None
-    servers = len(addresses_of(c.cfg.rollout)) if c.vllm_mode == "server" else 0
-    players = 1 if servers else max(1, c.layout.world_size // c.vllm_tensor_parallel_size)
-    room = min(c.vllm_max_num_seqs * max(1, servers), -(-c.sizes.num_rollout_prompts // players) * c.sizes.num_generations)
-    return {"room": room} if c.max_agents < room else None
-
-
-def _are_agents_in_the_clear(c: SimpleNamespace) -> bool:
-    return c.cfg.turns.has_agent and c.agent_ssl_certfile is None and c.agent_host not in ("localhost", "::1") and (
-        not c.agent_host.startswith("127."))  # fmt: skip
-
-
 def _peak(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the peak of an estimate that does not fit in GPU memory, in GB."""
     if not c.memory or not c.memory.get("gpu_memory_bytes") or c.memory["fits"]:
@@ -311,14 +288,7 @@ OF_ADAPTERS: Rules = (
     Rule("target_modules", _unread_by_peft, "{lost}"),
 )
 OF_THE_MACHINE: Rules = (
-    Rule("vllm_server_host", _in_the_clear,
-         "Prompts, completions and the token are sent unencrypted to {them}. On a shared network use https (megatron-grpo serve "
-         "--ssl_certfile, and vllm_server_ca here). Weights are always sent unencrypted."),
-    Rule("agent_host agent_ssl_certfile", _are_agents_in_the_clear,
-         "agent_host ({agent_host}): requests and keys of agents are sent unencrypted. On a shared network set agent_ssl_certfile."),
-    Rule("max_agents vllm_max_num_seqs", _half_empty,
-         "Note: max_agents ({max_agents}) leaves the engine partly empty: a rank could sample {room} episodes at a time. Raise max_agents "
-         "if the machine has room for more agents."),
+    PLUG_INS["warnings of servers"], PLUG_INS["warnings of agents"],
     Rule("vllm_gpu_memory_utilization", lambda c: (values := _peak(c)) and not values["is_over"],
          "vllm_gpu_memory_utilization leaves a KV cache of {memory[sampler][kv_cache_tokens]:,} tokens after vLLM's weights, but a "
          "sequence has up to {memory[longest_sequence]:,}."),

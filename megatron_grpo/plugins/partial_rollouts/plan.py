@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.run.config.rules.servers import addresses_of
+from megatron_grpo.plugins.servers.addresses import addresses_of
 from megatron_grpo.run.sharing import Lengths
 
 DEPTHS, ORDERS = (1, 2, 3), 5  # depths and random orders of the prompts

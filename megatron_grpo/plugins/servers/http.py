@@ -21,7 +21,7 @@ from msgspec import Struct
 from megatron_grpo.core.base.errors import config_error, keep_secret, one_line
 from megatron_grpo.core.base.files import atomic_write_text
 from megatron_grpo.plugins.servers import wire
-from megatron_grpo.run.config.rules.servers import Address
+from megatron_grpo.plugins.servers.addresses import Address
 
 if TYPE_CHECKING:
     import httpx2

@@ -18,13 +18,13 @@ from megatron_grpo.core.images import ImageProcessorSpec, image_spec_of
 from megatron_grpo.core.settings import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.plugins.servers.addresses import TOKEN_VARIABLE, default_token_file, read_private
 from megatron_grpo.run.config import ParsedConfig, remote_code
 from megatron_grpo.run.config.engine_kwargs import PASSED_ON
 from megatron_grpo.run.config.read import COMMAND_LINE
 from megatron_grpo.run.config.rules import Rule, broken_rules, changed, in_typed_names, settings_of, typed_fields
 from megatron_grpo.run.config.rules.layout import engine_problems, length_problems
 from megatron_grpo.run.config.rules.policy import sampler_problems
-from megatron_grpo.run.config.rules.servers import TOKEN_VARIABLE, default_token_file, read_private
 from megatron_grpo.run.config.rules.settings import RANGE
 from megatron_grpo.run.config.table import table
 from megatron_grpo.run.models import find_model

@@ -25,6 +25,7 @@ from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.core.weights.shape import ModelShape, flat_values
 from megatron_grpo.plugins.servers import wire
+from megatron_grpo.plugins.servers.addresses import Address, addresses_of, read_token
 from megatron_grpo.plugins.servers.http import (
     CONNECT,
     Server,
@@ -37,7 +38,6 @@ from megatron_grpo.plugins.servers.http import (
     with_timeout,
 )
 from megatron_grpo.run.config.evaluation import longest_context
-from megatron_grpo.run.config.rules.servers import Address, addresses_of, read_token
 
 if TYPE_CHECKING:
     from megatron_grpo.run.inputs import ValidatedInputs

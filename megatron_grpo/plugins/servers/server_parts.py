@@ -22,10 +22,9 @@ from megatron_grpo.core.types import Group, PartialCompletion, Prompt, SampledTu
 from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import ServerRefusedError, start_coroutine
-from megatron_grpo.plugins.servers.requests import ENDS, generate
+from megatron_grpo.plugins.servers.requests import CALLS, ENDS, generate
 from megatron_grpo.plugins.servers.server_group import ServerHandle
 from megatron_grpo.plugins.servers.server_turns import BETWEEN_CALLS, NoServerError, ServerTurns
-from megatron_grpo.run.config.rules.servers import CALLS
 
 if TYPE_CHECKING:
     from megatron_grpo.plugins.servers.servers import ServerEngine

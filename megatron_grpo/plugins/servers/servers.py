@@ -32,13 +32,13 @@ from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.plugins.servers import wire
+from megatron_grpo.plugins.servers.addresses import addresses_of, read_token
 from megatron_grpo.plugins.servers.http import Server, new_incarnation, run_name, run_name_of, trust_of
 from megatron_grpo.plugins.servers.requests import GenerationRequest, ImagesToSend, placed_images
 from megatron_grpo.plugins.servers.server_group import TrainingServerGroup, needs_of
 from megatron_grpo.plugins.servers.server_parts import ServerGeneration, ServerParts, round_robin
 from megatron_grpo.plugins.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.plugins.servers.weight_broadcast import WeightBroadcaster
-from megatron_grpo.run.config.rules.servers import addresses_of, read_token
 from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.inputs import ValidatedInputs
 

@@ -20,11 +20,11 @@ from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import TokensToScore
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.servers import wire
+from megatron_grpo.plugins.servers.addresses import read_token, teacher_addresses
 from megatron_grpo.plugins.servers.http import CONNECT, Server, ServerGoneError, gather_results, trust_of, with_timeout
 from megatron_grpo.plugins.servers.requests import Calls, Chunk
 from megatron_grpo.plugins.servers.server_group import ServerGroup, ServerHandle, names_with_reasons, request_state
 from megatron_grpo.run.config.evaluation import longest_context
-from megatron_grpo.run.config.rules.servers import read_token, teacher_addresses
 from megatron_grpo.run.data.chat import vocabulary_of
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 from megatron_grpo.core.base.errors import RewardError, first_line, keep_secret, one_line
 from megatron_grpo.plugins.rewards.endpoint import ApiKey, UnansweredError, post_json
 from megatron_grpo.plugins.servers import wire
+from megatron_grpo.plugins.servers.addresses import Address
 from megatron_grpo.plugins.servers.http import Server, ServerGoneError, ServerRefusedError, start_coroutine
-from megatron_grpo.run.config.rules.servers import Address
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.run.rewards.scoring import score
 

@@ -8,26 +8,44 @@ from pathlib import Path
 import pytest
 
 import megatron_grpo
+from megatron_grpo.run.config.rules import PLUG_INS, Rule
 from megatron_grpo.run.config.table import table
+from megatron_grpo.run.plug_ins import PLUGINS, PlugIn
 
 PACKAGE = Path(megatron_grpo.__file__).parent
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if " Rule(" in file.read_text(encoding="utf-8"))
 
 
-def unknown_names(source: str) -> set[str]:
+def given_names(source: str) -> set[str]:
+    """What `settings_of` is given, for the rules of the file and of plug-ins."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [call for call in calls if ast.unparse(call.func) in ("settings_of", "SimpleNamespace")]
+    return {word.arg for call in named for word in call.keywords}
+
+
+GIVEN_TO_PLUG_INS = set().union(*(given_names(file.read_text(encoding="utf-8")) for file in FILES))
+
+
+def unknown_names(source: str, given: set[str] = frozenset()) -> set[str]:
     """Of what is read of the settings `c`: all that is neither a setting, nor given to `settings_of`, nor a word that is found."""
     nodes = list(ast.walk(ast.parse(source)))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "c"}
-    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) in ("settings_of", "SimpleNamespace")]
-    given = {"cfg", "plays", "player", "teacher", "name", "value", "off"} | {word.arg for call in calls for word in call.keywords}
+    given = {"cfg", "plays", "player", "teacher", "name", "value", "off"} | given_names(source) | given
     words = {key.value for node in nodes if isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)}
     return read - table().keys() - given - words
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}.{file.stem}")
 def test_rules_read_settings_that_there_are(file):
-    assert unknown_names(file.read_text(encoding="utf-8")) == set()
+    given = GIVEN_TO_PLUG_INS if "plugins" in file.parts else set()
+    assert unknown_names(file.read_text(encoding="utf-8"), given) == set()
 
 
 def test_a_name_that_is_no_setting_is_seen():
     assert unknown_names('Rule("lr", lambda c: c.lrr > c.lr or c.near, "", {"near": 1})') == {"lrr"}
+
+
+@pytest.mark.parametrize("name", PLUG_INS)
+def test_settings_of_plug_ins_exist_and_so_do_their_rules(name):
+    assert set(PLUG_INS[name].settings.split()) <= table().keys()
+    assert all(isinstance(row, (Rule, tuple)) for row in PlugIn(f"{PLUGINS}.{PLUG_INS[name].path}").load())

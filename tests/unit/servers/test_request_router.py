@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_grpo.plugins.servers.requests import MOST_DEATHS, RequestRouter
-from megatron_grpo.run.config.rules.servers import CALLS, chunk_size
+from megatron_grpo.plugins.servers.requests import CALLS, MOST_DEATHS, RequestRouter, chunk_size
 
 
 class World:

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from megatron_grpo.core.base.errors import ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.plugins.servers import http, requests, server_group, wire
+from megatron_grpo.plugins.servers.addresses import Address
 from megatron_grpo.plugins.servers.http import Server, ServerGoneError, ServerRefusedError, run_name, run_name_of, start_coroutine
 from megatron_grpo.plugins.servers.requests import GenerationRequest
 from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
-from megatron_grpo.run.config.rules.servers import Address
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer, certificate_in
 
 SAMPLING = wire.Sampling()

@@ -1,21 +1,22 @@
 """Rules about settings that do not go together, as rows: which settings, when, the message, and what works instead. No torch.
 
-The rows of a package are in its `validation.py`; those about groups of settings are beside their meaning here (`tuner`, `servers` ...).
-`broken_rules` evaluates them.
+The rows about a group of settings are in a file here (`tuner`, `grpo` ...), those of a plug-in in its `rules.py`; `PLUG_INS` says when
+these are imported. `broken_rules` evaluates them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.core.settings import Config
+from megatron_grpo.core.settings import Config, TurnsConfig
 from megatron_grpo.run.config.read import COMMAND_LINE
+from megatron_grpo.run.plug_ins import PLUGINS, PlugIn
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,33 @@ class Rule:
     use: Mapping[str, Any] | Callable[[SimpleNamespace], Mapping[str, Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PlugInRules:
+    """Rules of a plug-in, in their place among the others. They are imported only if one of its settings differs from its default.
+
+    Args:
+        path: Their dotted name below `plugins`.
+        settings: The settings, separated by spaces. While all have their defaults, none of the rules applies.
+    """
+
+    path: str
+    settings: str
+
+
 # Of a tuple of rules only the first that applies is reported.
-Rules = Iterable[Rule | tuple[Rule, ...]]
+Rules = Iterable[Rule | PlugInRules | tuple[Rule, ...]]
+_TEACHER = "teacher_model teacher_model_server"
+PLUG_INS = {
+    "a teacher": PlugInRules("teacher.rules.RULES", f"{_TEACHER} offload_teacher_model"),
+    "a teacher, mathematics": PlugInRules("teacher.rules.GRPO_RULES", f"{_TEACHER} teacher_kl_coef"),
+    "warnings of a teacher": PlugInRules("teacher.rules.WARNINGS", _TEACHER),
+    "servers": PlugInRules("servers.rules.RULES", "vllm_mode vllm_server_host vllm_server_base_url"),
+    "warnings of servers": PlugInRules("servers.rules.WARNINGS", "vllm_mode"),
+    "partial rollouts": PlugInRules("partial_rollouts.rules.RULES", "async_rollout_depth"),
+    "episodes": PlugInRules("environments.rules.EPISODES", " ".join(setting.name for setting in fields(TurnsConfig))),
+    "warnings of agents": PlugInRules("environments.rules.WARNINGS", "agent agent_command"),
+    "a rollout function": PlugInRules("environments.rules.ROLLOUT_FUNC", "rollout_func rollout_func_timeout"),
+}
 
 
 def settings_of(cfg: Config, **extra: Any) -> SimpleNamespace:
@@ -109,6 +135,10 @@ def broken_rules(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
         c: From `settings_of`.
     """
     for rule in rules:
+        if isinstance(rule, PlugInRules):
+            if changed(c, *rule.settings.split()):
+                yield from broken_rules(PlugIn[Rules](f"{PLUGINS}.{rule.path}").load(), c)
+            continue
         if isinstance(rule, tuple):
             yield from next(filter(None, (list(broken_rules([alternative], c)) for alternative in rule)), ())
             continue

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.rollout.sampling_mask import flag_of, training_structured_outputs
 from megatron_grpo.core.settings import Config, GrpoConfig
-from megatron_grpo.run.config.rules import Rule, broken_rules, changed, settings_of
+from megatron_grpo.run.config.rules import PLUG_INS, Rule, broken_rules, changed, settings_of
 from megatron_grpo.run.config.sampling_mask import NOTE, SAMPLING_MASK
 
 # Allowed scale_rewards of each estimator: the default, or what the estimator does anyway.
@@ -27,8 +27,6 @@ SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "luspo", "fipo")
 # These always use the whole sequence: the level of the ratio only affects the bias correction of the KL.
 SEQUENCE_LOSS_TYPES = ("vespo", "real")
-# Their loss of a token depends on the sign of its sequence's single advantage, or on later tokens of the sequence.
-OF_ONE_SIGN = ("vespo", "fipo", "real")
 # These sum over tokens, so a ratio shared by a whole sequence counts once per token.
 LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum", "fipo")
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
@@ -75,12 +73,6 @@ def _settings(config: Config) -> SimpleNamespace:
 
 
 # ---- computed neighbours
-
-
-def _dropped(c: SimpleNamespace) -> dict[str, Any] | None:
-    names = c.dropping.split(" and ") if c.dropping else []
-    values = {"names": names, "flags": " ".join(names), "both": c.dropping, "it": "them" if len(names) > 1 else "it"}
-    return values if names and c.teacher and not c.reward_funcs else None
 
 
 def _is_gdpo(c: SimpleNamespace) -> bool:
@@ -157,30 +149,7 @@ RULES = (
     Rule("router_replay_mode vllm_enable_prefix_caching", lambda c: c.router_replay_mode == "R3" and not c.vllm_enable_prefix_caching,
          "router_replay_mode R3 needs vllm_enable_prefix_caching true; otherwise vLLM returns no routed experts. Use true.",
          {"vllm_enable_prefix_caching": [True]}),
-    # a teacher
-    Rule("teacher_kl_coef teacher_model", lambda c: not c.teacher and changed(c, "teacher_kl_coef"),
-         "teacher_kl_coef ({teacher_kl_coef}) weighs the teacher's KL, but no teacher is set. Set teacher_model or "
-         "teacher_model_server, or leave it out."),
-    # vLLM returns log-probs of sampled tokens over the full softmax at temperature 1
-    Rule("teacher_model_server {name}",
-         lambda c: c.teacher == "teacher_model_server" and changed(c, "temperature", "top_p", "top_k", "min_p"),
-         "teacher_model_server: a server returns log-probs of the full softmax at temperature 1, but with {name} ({value}) tokens "
-         "are sampled from another distribution. Use {name} {off:g}, or teacher_model.", lambda c: {c.name: [c.off]}),
-    Rule("teacher_model_server {bounding}", lambda c: c.teacher == "teacher_model_server" and c.bounding,
-         "teacher_model_server: a server returns log-probs of the full softmax, but with {bounding} tokens are sampled from those "
-         "that a grammar allows. Leave it out, or use teacher_model."),
-    Rule("{teacher} loss_type", lambda c: c.teacher and c.loss_type in OF_ONE_SIGN,
-         "{teacher} gives each token a separate advantage, but loss_type {loss_type} weighs a sequence by a single advantage. Use "
-         "grpo, dapo, or another token-level loss_type.", {"loss_type": ["grpo", "dapo"]}),
-    Rule("{teacher} off_policy_sequence_mask_delta", lambda c: c.teacher and c.off_policy_sequence_mask_delta is not None,
-         "{teacher} gives each token a separate advantage, but off_policy_sequence_mask_delta drops sequences by a single negative "
-         "advantage. Leave one of them out."),
-    Rule("{flags} {teacher}", _dropped,
-         "{both} drops zero-std groups, and without reward_funcs all groups are zero-std. Leave {it} out; with a teacher, all groups "
-         "are trained.", lambda c: dict.fromkeys(c.names, [False])),
-    Rule("oversample_ratio {teacher}", lambda c: c.teacher and c.oversample_ratio > 1 and not c.reward_funcs,
-         "oversample_ratio ({oversample_ratio:g}) samples more groups than are trained and drops zero-std groups, and without "
-         "reward_funcs all groups are zero-std: the additional samples would be wasted. Use 1.", {"oversample_ratio": [1.0]}),
+    PLUG_INS["a teacher, mathematics"],
     # an entropy bonus that adapts
     Rule("{name} use_adaptive_entropy",
          lambda c: not c.use_adaptive_entropy and [field for field in changed(c, *ADAPTIVE) if field["name"] in c.cfg.typed],
@@ -234,11 +203,7 @@ WARNINGS = (
     Rule("", lambda c: c.kl_in_reward and c.dropping,
          "kl_in_reward with {dropping}: a group with equal rewards is dropped although the KL penalties of its completions differ and "
          "carry a signal. To train such groups, leave {dropping} out."),
-    Rule("", lambda c: c.teacher and c.reward_funcs and (c.exclude_zero_std_groups or c.dynamic_sample),
-         "{teacher}: the teacher's signal also trains zero-std groups, but exclude_zero_std_groups and dynamic_sample drop them."),
-    Rule("", lambda c: c.teacher and c.importance_sampling_level == "sequence",
-         "{teacher} with importance_sampling_level sequence: the ratio is per sequence, so the teacher's token advantages are "
-         "averaged over the sequence. Use importance_sampling_level token or sequence_token to keep them separate."),
+    PLUG_INS["warnings of a teacher"],
     Rule("", lambda c: c.tuner_type == "lora" and c.lora_dropout > 0,
          "lora_dropout {lora_dropout:g}: dropout applies in training but not in sampling, so the ratio differs from 1 even before "
          "the first step, and the gradient belongs to another policy than the sampling one. Use 0 to train the sampling policy."),

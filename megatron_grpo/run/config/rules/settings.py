@@ -13,20 +13,16 @@ from typing import Any
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.base.files import plot_obstacle
 from megatron_grpo.core.policy.lr_schedule import DTYPES
-from megatron_grpo.core.rollout.sampling_mask import flag_of, training_structured_outputs
 from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.engine_kwargs import PASSED_ON
 from megatron_grpo.run.config.evaluation import BEST, EVALUATION, longest_completion, longest_context
-from megatron_grpo.run.config.rules import Rule, Rules, broken_rules, changed, in_typed_names, settings_of, typed_fields
-from megatron_grpo.run.config.rules.servers import SERVERS
+from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, changed, in_typed_names, settings_of, typed_fields
 from megatron_grpo.run.config.rules.tuner import tuner_rules
 from megatron_grpo.run.config.sampling_mask import GRAMMAR
 from megatron_grpo.run.config.table import bytes_of, table
 from megatron_grpo.run.config.write import find_secrets
 
 REWARD = "environment"  # the built-in reward that an environment gives
-AGENTS = ("agent_verdict", "agent_columns", "agent_env", "agent_memory_mb", "agent_timeout", "max_agents", "max_agent_contexts",
-          "agent_host", "agent_port", "agent_ssl_certfile", "agent_ssl_keyfile")  # fmt: skip
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), its square is still finite
 
 
@@ -37,7 +33,7 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
         cfg: The configuration.
         unreadable: Settings whose values could not be read. Problems about them are omitted.
     """
-    of_sampling = (*SERVERS, *SAMPLING, *PASSED_ON, *GRAMMAR)
+    of_sampling = (PLUG_INS["a teacher"], PLUG_INS["servers"], *SAMPLING, *PASSED_ON, *GRAMMAR)
     of_a_run = (*LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
     rules: Rules = (RANGE, SECRET, *TRAINING, *tuner_rules(cfg), *of_sampling, *of_a_run)
     problems = broken_rules(rules, settings_of(cfg, among=table(), longest=_longest(cfg)))
@@ -88,20 +84,6 @@ def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
     prompt = f"max_prompt_length ({c.max_prompt_length})" if c.max_prompt_length else "a prompt (at least 1 token)"
     limit = "eval_max_completion_length" if completion > c.max_completion_length else "max_completion_length"
     return {"completion": completion, "prompt": prompt, "said": limit}
-
-
-def _answered_once(c: SimpleNamespace) -> dict[str, Any] | None:
-    names = ("max_turns", "turn_history", "turn_discount", "environment_timeout", "max_environment_concurrency", "max_failed_episodes",
-             "tool_call_parser")  # fmt: skip
-    settings = [] if c.plays else changed(c, *names)
-    listed = ", ".join(f"{c.cfg.typed.get(s['name'], s['name'])} ({s['value']})" for s in settings)
-    return {"told": listed, "names": " ".join(s["name"] for s in settings)} if settings else None
-
-
-def _depths(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the smaller depths, if completions are interrupted at weight syncs."""
-    smaller = [0, 1] if c.vllm_mode == "server" else [0]
-    return {"smaller": smaller, "depths": " or ".join(map(str, smaller))} if c.cfg.rollout.partial_rollouts else None
 
 
 def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -210,81 +192,10 @@ SAMPLING = (
          "when the rollout arrives; with rollout_importance_sampling_mode none nothing corrects for the difference. Use "
          "rollout_importance_sampling_mode token_truncate, or old_logprobs rollout (ratio to the sampler's log-probs).",
          {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
-    # partial rollouts
-    Rule("async_rollout_depth {flag}", lambda c: training_structured_outputs(c.cfg.rollout) is not None
-         and (depths := _depths(c)) and depths | {"flag": flag_of(c.cfg.rollout)},
-         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and structured outputs begin anew after an "
-         "interruption. Omit them, or use async_rollout_depth {depths}.", lambda c: {"async_rollout_depth": c.smaller}),
-    Rule("async_rollout_depth router_replay_mode", lambda c: c.router_replay_mode == "R3" and _depths(c),
-         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and the recorded experts of their parts are "
-         "not joined. Use router_replay_mode R2 or disabled, or async_rollout_depth {depths}.",
-         lambda c: {"router_replay_mode": ["R2", "disabled"], "async_rollout_depth": c.smaller}),
-    # environments and tools
-    Rule("{names}", _answered_once, "{told}: only used with an environment or tools; without them an episode has one turn. Set "
-                                    "--environment or --tools, or omit it."),
-    Rule("agent agent_command", lambda c: c.agent is not None and c.agent_command is not None,
-         "agent ({agent}) and agent_command ({agent_command}) both define the agent of an episode. Use one of them.",
-         {"agent": ["none"], "agent_command": ["none"]}),
-    Rule("{player} {other}", lambda c: c.cfg.turns.has_agent and [{"other": name} for name in ("environment", "tools") if getattr(c, name)],
-         "{player} and {other} cannot be combined: both define who answers the policy's turns. Use one of them."),
-    Rule("{name} agent", lambda c: not c.cfg.turns.has_agent and changed(c, *AGENTS),
-         "{name} ({value}) requires agent or agent_command. Set one of them, or omit {name}."),
-    Rule("{name} agent", lambda c: c.agent is not None and changed(c, *AGENTS[:4]),
-         "{name} ({value}) requires agent_command; the function of agent does this itself. Omit {name}."),
-    Rule("{name} {player}", lambda c: c.cfg.turns.has_agent
-         and changed(c, "turn_discount", "environment_timeout", "max_environment_concurrency"),
-         "{name} ({value}) is not supported with {player}. Use {off}.", lambda c: {c.name: [c.off]}),
-    Rule("{player} vllm_max_model_len", lambda c: c.cfg.turns.has_agent and c.vllm_max_model_len is None,
-         "{player} requires vllm_max_model_len: the length of an agent's prompts is not known before it sends them. Set it to the length "
-         "of the longest conversation in tokens, which servers must support too."),
-    Rule("agent_ssl_keyfile agent_ssl_certfile", lambda c: c.agent_ssl_keyfile is not None and c.agent_ssl_certfile is None,
-         "agent_ssl_keyfile ({agent_ssl_keyfile}) needs a certificate. Set agent_ssl_certfile."),
-    Rule("reward_funcs agent_verdict", lambda c: c.agent_command is not None and c.agent_verdict is None and REWARD in c.reward_funcs,
-         "reward_funcs environment with agent_command requires agent_verdict, which returns the reward of an episode. Set it, or use "
-         "reward functions that read the conversation."),
-    Rule("agent_verdict reward_funcs", lambda c: c.agent_command is not None and c.agent_verdict is not None
-         and bool(c.reward_funcs) and REWARD not in c.reward_funcs,
-         "agent_verdict ({agent_verdict}) returns the reward environment, which reward_funcs does not name. Use --reward_funcs environment "
-         "with it, or omit it."),
+    PLUG_INS["partial rollouts"], PLUG_INS["episodes"],
     Rule("reward_funcs environment", lambda c: not c.plays and REWARD in c.reward_funcs,
          "reward_funcs environment requires an environment that returns rewards. Set --environment."),
-    Rule("tool_call_parser tools", lambda c: c.plays and c.tool_call_parser != "hermes" and not c.tools
-         and not c.cfg.turns.has_agent,
-         "tool_call_parser ({tool_call_parser}) parses calls of --tools, which is not set; an environment parses the model's text itself. "
-         "Omit it, or set --tools.", {"tool_call_parser": ["hermes"]}),
-    Rule("reward_funcs environment", lambda c: c.plays and REWARD in c.reward_funcs and c.environment is None
-         and not c.cfg.turns.has_agent,
-         "reward_funcs environment uses the rewards that an environment returns per turn, and --tools alone returns none. Use a reward "
-         "function that scores the episode."),
-    Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth and c.vllm_mode == "colocate",
-         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and episodes of {players} cannot be "
-         "interrupted. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
-    Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth and c.vllm_mode == "server",
-         "async_rollout_depth {async_rollout_depth} is not supported with {players}: they would run in the trainer's process "
-         "during training and slow it down. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
-    Rule("router_replay_mode {player}", lambda c: c.plays and c.router_replay_mode == "R3",
-         "router_replay_mode R3 is not supported with {players}: the expert choices of an episode come from several requests, "
-         "which are not merged. Use R2, or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
-    Rule("truncation_strategy {player}", lambda c: c.plays and c.max_prompt_length is not None
-         and "left" in (c.truncation_strategy, c.eval_truncation_strategy),
-         "truncation_strategy left is not supported with {players}: it removes the beginning of a prompt, which the chat "
-         "template renders again when it rewrites earlier turns. Use delete, or raise.", {"truncation_strategy": ["delete", "raise"]}),
-    # the user's rollout function
-    Rule("rollout_func_timeout rollout_func", lambda c: c.rollout_func is None and "rollout_func_timeout" in c.cfg.typed
-         and changed(c, "rollout_func_timeout"),
-         "rollout_func_timeout ({rollout_func_timeout:g}) requires rollout_func. Set it, or omit rollout_func_timeout."),
-    Rule("rollout_func {player}", lambda c: c.rollout_func is not None and c.plays,
-         "rollout_func and {player} cannot be combined: both define how completions are generated. Use one of them.",
-         {"rollout_func": ["none"]}),
-    Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.async_rollout_depth and c.vllm_mode == "colocate",
-         "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and those of rollout_func cannot be "
-         "interrupted. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
-    Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.async_rollout_depth and c.vllm_mode == "server",
-         "async_rollout_depth {async_rollout_depth} is not supported with rollout_func: the function would run in the trainer's process "
-         "during training and slow it down. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
-    Rule("router_replay_mode rollout_func", lambda c: c.rollout_func is not None and c.router_replay_mode == "R3",
-         "router_replay_mode R3 is not supported with rollout_func: the requests that sampled the returned tokens are unknown. Use R2, or "
-         "disabled.", {"router_replay_mode": ["R2", "disabled"]}),
+    PLUG_INS["a rollout function"],
 )
 
 LENGTHS_AND_REWARDS = (

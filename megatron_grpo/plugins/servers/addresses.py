@@ -7,24 +7,14 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_grpo.core.base.errors import config_error
 from megatron_grpo.core.base.files import read_text
 from megatron_grpo.core.settings import GrpoConfig, RolloutConfig
-from megatron_grpo.run.config.rules import Rule, changed
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"  # environment variable from which both sides read the token
-CALLS = 2  # concurrent calls per server, each large enough to fill it, so that it is never half empty before the end
 FROM_FILE = "@"  # prefix of the name of a file or directory of addresses
-NAMES = ("vllm_server_host", "vllm_server_base_url")
-# Settings with which an engine is started. Servers have their own: the trainer then has no engine.
-OF_THE_ENGINE = (
-    *("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_kv_cache_memory_mb", "vllm_max_model_len", "vllm_max_num_seqs"),
-    *("vllm_dtype", "vllm_enforce_eager", "vllm_enable_prefix_caching", "sleep_level"),
-)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -186,107 +176,3 @@ def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) 
     if not token:
         raise config_error(flag, f"{flag} ({path}) is empty.")
     return token
-
-
-def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int) -> int:
-    """Return the prompts of one call: enough to fill the server, at most an equal share of all calls to all servers.
-
-    Args:
-        num_prompts: Prompts of the rollout.
-        n: Completions per prompt.
-        num_servers: Number of servers.
-        max_num_seqs: Sequences that a server processes at once.
-    """
-    return max(1, min(max_num_seqs // n, -(-num_prompts // (num_servers * CALLS))))
-
-
-# ---- rules
-
-
-def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the message fields of a problem for typed engine settings if the engine belongs to a server."""
-    engine = [name for name in OF_THE_ENGINE if name in c.cfg.typed and not (name == "vllm_max_model_len" and c.cfg.turns.has_agent)]
-    settings = changed(c, *engine) if c.vllm_mode == "server" else []
-    if not settings:
-        return None
-    names, defaults = ", ".join(f"{s['name']} ({s['value']})" for s in settings), {s["name"]: [s["off"]] for s in settings}
-    return {"flags": " ".join(defaults), "said": names, "near": defaults, "them": "it" if len(settings) == 1 else "them"}
-
-
-def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the message fields of a problem for settings that name servers if no server samples."""
-    idle_names = [name for name in NAMES if getattr(c, name)] if c.vllm_mode != "server" else []
-    return {"flags": " ".join(idle_names), "named": " and ".join(idle_names)} if idle_names else None
-
-
-def _server_addresses(c: SimpleNamespace) -> tuple[list[Address], str]:
-    """Return (addresses of the rollout servers, what is wrong with them)."""
-    try:
-        return addresses_of(c.cfg.rollout), ""
-    except ValueError as error:
-        return [], str(error)
-
-
-def _hosts(c: SimpleNamespace) -> list[str]:
-    return [host for host in c.vllm_server_host if not host.startswith(FROM_FILE)]
-
-
-def _wrong_teacher(c: SimpleNamespace) -> dict[str, Any] | None:
-    try:
-        teacher_addresses(c.cfg.grpo)
-    except ValueError as error:
-        return {"error": error}
-    return None
-
-
-def _servers_that_are_teachers(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Return the message fields of a problem for a server that is named both as rollout server and as teacher."""
-    teachers = teacher_addresses(c.cfg.grpo)
-    common = [address for address in _server_addresses(c)[0] if address in teachers]
-    return {"address": common[0]} if common else None
-
-
-def _plain_http_servers(c: SimpleNamespace) -> dict[str, Any] | None:
-    plain = [str(address) for address in _server_addresses(c)[0] if not address.is_https]
-    return {"plain": ", ".join(plain)} if c.vllm_server_ca is not None and plain else None
-
-
-# fmt: off
-SERVERS = (
-    Rule("teacher_model teacher_model_server", lambda c: c.teacher_model and c.teacher_model_server,
-         "teacher_model ({teacher_model}), a teacher in the training ranks, and teacher_model_server, a teacher on servers, cannot be "
-         "combined. Use one of them."),
-    Rule("offload_teacher_model", lambda c: c.offload_teacher_model and not c.teacher_model,
-         "offload_teacher_model requires teacher_model, which is not set. Omit it.",
-         {"offload_teacher_model": [False]}),
-    (
-        Rule("teacher_model_server", _wrong_teacher, "teacher_model_server: {error}."),
-        Rule("teacher_model_server vllm_server_host", _servers_that_are_teachers,
-             "{address} is both a rollout server, whose weights the run updates, and a teacher server, whose weights are fixed. Start the "
-             "teacher on another port (megatron-grpo serve --frozen true)."),
-    ),
-    Rule("{flags} vllm_mode", _idle,
-         "{named} sets addresses of rollout servers, but vllm_mode ({vllm_mode}) samples inside the training ranks. Use vllm_mode server, "
-         "or omit it.", {"vllm_mode": ["server"]}),
-    Rule("vllm_server_host vllm_mode", lambda c: c.vllm_mode == "server" and not c.vllm_server_host and not c.vllm_server_base_url,
-         "vllm_mode server requires rollout servers. Set vllm_server_host (and vllm_server_port), or vllm_server_base_url."),
-    (
-        Rule("vllm_server_port vllm_server_host", lambda c: c.vllm_mode == "server" and len(_hosts(c)) > 1
-             and len(c.vllm_server_port) not in (1, len(_hosts(c))) and {"ports": len(c.vllm_server_port), "hosts": len(_hosts(c))},
-             "vllm_server_port has {ports} ports for {hosts} hosts. Set one port for all hosts, or one per host."),
-        Rule("vllm_server_base_url "
-            "vllm_server_host", lambda c: c.vllm_mode == "server" and (invalid := _server_addresses(c)[1]) and {"wrong": invalid},
-             "servers: {wrong}."),
-        Rule("vllm_server_host", lambda c: c.vllm_mode == "server"
-             and (invalid := [url for url in _hosts(c) if "/" in url or url.count(":") == 1]) and {"wrong": ", ".join(invalid)},
-             "vllm_server_host ({wrong}) must be a host without a port. Set the port with vllm_server_port."),
-    ),
-    Rule("vllm_server_ca vllm_server_base_url", lambda c: c.vllm_mode == "server" and _plain_http_servers(c),
-         "vllm_server_ca requires https, and {plain} does not use it. Use https://."),
-    Rule("{flags}", _of_the_engine,
-         "{said}: no effect with vllm_mode server. Pass {them} to `megatron-grpo serve`, and omit {them} here.",
-         lambda c: c.near),
-    Rule("vllm_server_ca", lambda c: c.vllm_mode == "server" and c.vllm_server_ca is not None and not Path(c.vllm_server_ca).is_file(),
-         "vllm_server_ca ({vllm_server_ca}) is not a file. Expected a file with certificates (PEM)."),
-)
-# fmt: on
