@@ -550,16 +550,6 @@ def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem] | None:
     return plug_ins.READERS["servers"].load()(cfg, inputs)
 
 
-def teacher_servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem] | None:
-    """Return problems with the teacher's servers that already answer. Only rank 0 checks.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
-    return plug_ins.READERS["teacher"].load()(cfg, inputs) if launcher.read().rank == 0 else ()
-
-
 def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
     """Return problems with tracking services that are unknown or not installed.
 
@@ -618,7 +608,7 @@ PARTS = (
     InputStep("rollout_func", plug_ins.READERS["rollout_func"], "rollout_func"),
     InputStep("rows for model and rewards", rows_for_model_and_rewards),
     InputStep("servers", servers, needs="shape"),
-    InputStep("teacher", teacher_servers, "teacher_model_server", "shape tokenizer"),
+    InputStep("teacher", plug_ins.READERS["teacher"], "teacher_model_server", "shape tokenizer"),
 )
 
 

@@ -1,4 +1,4 @@
-"""What `plan` shows about rollout servers. No torch, and no connection is made."""
+"""How a rollout is divided into calls to rollout servers, and what `plan` shows about them. No torch, and no connection is made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from typing import Any
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.plugins.servers.addresses import FROM_FILE, addresses_of
-from megatron_grpo.plugins.servers.requests import CALLS, chunk_size
+
+CALLS = 2  # concurrent calls per server, each large enough to fill it, so that it is never half empty before the end
+
+
+def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int) -> int:
+    """Return the prompts of one call: enough to fill the server, at most an equal share of all calls to all servers.
+
+    Args:
+        num_prompts: Prompts of the rollout.
+        n: Completions per prompt.
+        num_servers: Number of servers.
+        max_num_seqs: Sequences that a server processes at once.
+    """
+    return max(1, min(max_num_seqs // n, -(-num_prompts // (num_servers * CALLS))))
 
 
 def plan_servers(rollout: RolloutConfig, sizes: BatchSizes) -> dict[str, Any]:

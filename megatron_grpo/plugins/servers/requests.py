@@ -21,6 +21,7 @@ from megatron_grpo.core.images import ImageProcessorSpec, num_tokens
 from megatron_grpo.core.types import Image
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import ServerGoneError, start_coroutine
+from megatron_grpo.plugins.servers.plan import CALLS, chunk_size
 from megatron_grpo.plugins.servers.server_group import ServerGroup, ServerHandle, TrainingServerGroup
 
 MOST_DEATHS = 3  # a prompt is not sent again after this many servers died with it in flight
@@ -29,19 +30,6 @@ PlacedImages = Sequence[tuple[int, Image]]
 Key = TypeVar("Key", bound=Hashable)
 Answered = TypeVar("Answered")
 Chunk = tuple[int, ...]  # numbers of the items in one call
-CALLS = 2  # concurrent calls per server, each large enough to fill it, so that it is never half empty before the end
-
-
-def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int) -> int:
-    """Return the prompts of one call: enough to fill the server, at most an equal share of all calls to all servers.
-
-    Args:
-        num_prompts: Prompts of the rollout.
-        n: Completions per prompt.
-        num_servers: Number of servers.
-        max_num_seqs: Sequences that a server processes at once.
-    """
-    return max(1, min(max_num_seqs // n, -(-num_prompts // (num_servers * CALLS))))
 
 
 class RequestRouter(Generic[Key, Answered]):

@@ -201,7 +201,7 @@ class ServerGeneration(PartialGeneration):
                         return len(open_)
             return 0
 
-        self._engine.require_all(wait, "{} completions are not sampled", "{} completions are not sampled")
+        self._engine.require_all(wait, "{} completions are not sampled")
         n = self._sampling.n
         groups = [] if self._parts is None else [[self._found[key] for key in keys[i : i + n]] for i in range(0, len(keys), n)]
         local = [sampled for part in collectives.exchange(round_robin(groups)) for sampled in part]

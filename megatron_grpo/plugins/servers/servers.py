@@ -236,7 +236,7 @@ class ServerEngine:
             parts.update(round_robin(player.groups()))
             return 0
 
-        self.require_all(play, "{} turns are not sampled", "{} turns are not sampled")
+        self.require_all(play, "{} turns are not sampled")
         return [group for part in collectives.exchange(parts) for group in part]
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerGenerationFuture:
@@ -294,15 +294,14 @@ class ServerEngine:
                 question.ask(broadcaster.server_group)
             return question.wait(self.should_cancel)
 
-        self.require_all(wait, "{} prompts are not completed", "{} prompts are not completed")
+        self.require_all(wait, "{} prompts are not completed")
 
-    def require_all(self, work: Callable[[WeightBroadcaster], int], waiting_text: str, lost_text: str) -> None:
+    def require_all(self, work: Callable[[WeightBroadcaster], int], unfinished: str) -> None:
         """Execute `work` on rank 0. Collective.
 
         Args:
             work: Returns the number of items that are unfinished because no server is left, else 0.
-            waiting_text: Format string of the log line, with one place for that number.
-            lost_text: Format string for the exception.
+            unfinished: Format string of the log line and of the exception, with one place for that number.
 
         Raises:
             WeightsLostError: Some items are unfinished.
@@ -311,13 +310,13 @@ class ServerEngine:
         def counted(broadcaster: WeightBroadcaster) -> int:
             if count := work(broadcaster):
                 broadcaster.server_group.print_line(
-                    f"{waiting_text.format(count)}, and no rollout server is available: weights are synced again as soon as one responds"
+                    f"{unfinished.format(count)}, and no rollout server is available: weights are synced again as soon as one responds"
                 )
             return count
 
         if count := self.run_on_rank_zero(counted):
             version, self.version, self.has_base = self.version, NO_VERSION, False
-            raise WeightsLostError(f"No rollout server has the weights of version {version} any more, and {lost_text.format(count)}")
+            raise WeightsLostError(f"No rollout server has the weights of version {version} any more, and {unfinished.format(count)}")
 
     def close(self) -> None:
         if self._broadcaster is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_grpo.core.base import activity
+from megatron_grpo.core.base import activity, launcher
 from megatron_grpo.core.base.errors import ConfigError, NoRolloutServerError, Problem, RunError, config_error, problem_with
 from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import TokensToScore
@@ -215,12 +215,14 @@ class TeacherServerGroup(ServerGroup):
 
 
 def check_teacher(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
-    """Return problems with the teacher's servers that already answer.
+    """Return problems with the teacher's servers that already answer. Only rank 0 checks.
 
     Args:
         cfg: Settings of the run.
         inputs: Inputs read so far: the policy's shape and tokenizer, and the sets of prompts.
     """
+    if launcher.read().rank != 0:
+        return []
     return TeacherServerGroup.build(cfg, TeacherRequirements.of(cfg, inputs.shape, inputs.tokenizer, inputs.longest_row)).problems()
 
 

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_grpo.plugins.servers.requests import CALLS, MOST_DEATHS, RequestRouter, chunk_size
+from megatron_grpo.plugins.servers.plan import CALLS, chunk_size
+from megatron_grpo.plugins.servers.requests import MOST_DEATHS, RequestRouter
 
 
 class World:
