@@ -15,8 +15,8 @@ from typing import Any
 from megatron_grpo.commands.compat.foreign_args import NOTE, OFF, ForeignArgs, SettingChange
 from megatron_grpo.commands.compat.tables import contents, sentence
 from megatron_grpo.core.base.files import parse_json, parse_yaml
-from megatron_grpo.run.config.read import format_value
 from megatron_grpo.plugins.servers.rules import OF_THE_ENGINE
+from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.table import FALSE, TRUE, InvalidValueError, table
 
 BUILT_IN_REWARDS = (

@@ -37,6 +37,7 @@ from megatron_grpo.plugins.servers.http import (
     trust_of,
     with_timeout,
 )
+from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.config.evaluation import longest_context
 
 if TYPE_CHECKING:
