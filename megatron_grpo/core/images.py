@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import stat
 import struct
 import threading
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
-    from megatron_grpo.core.settings import DataConfig
     from megatron_grpo.core.types import Image as ImageOfRow
 
 
@@ -421,49 +419,6 @@ def resized_size(height: int, width: int, *, factor: int, min_pixels: int, max_p
         grow = math.sqrt(min_pixels / (height * width))
         rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return rows, columns
-
-
-def image_spec_of(cfg: DataConfig, model_path: str | Path) -> ImageProcessorSpec | None:
-    """Return the image settings of a run's model. Bounds come from the run's settings, else from the environment, else from the model.
-
-    Args:
-        cfg: Data settings.
-        model_path: Directory of a Hugging Face checkpoint.
-
-    Returns:
-        The settings; None for a text model.
-
-    Raises:
-        ConfigError: If the model's files or the bounds are invalid.
-    """
-    bounds = {name: getattr(cfg, name) or _of_environment(variable) for name, variable in VARIABLES.items()}
-    return ImageProcessorSpec.of(model_path, min_pixels=bounds["min_pixels"], max_pixels=bounds["max_pixels"])
-
-
-def bound_notes(cfg: DataConfig) -> list[str]:
-    """Return a sentence for each image size bound in the environment that differs from the setting, saying which one applies.
-
-    Args:
-        cfg: Data settings.
-    """
-    notes = []
-    for name, variable in VARIABLES.items():
-        configured, from_environment = getattr(cfg, name), os.environ.get(variable)
-        if from_environment is None or str(configured) == from_environment:
-            continue
-        source = f"the environment variable {variable} ({from_environment})"
-        notes.append(f"{name} ({configured}) overrides {source}." if configured else f"{name} is not set; {source} applies.")
-    return notes
-
-
-def _of_environment(variable: str) -> int | None:
-    text = os.environ.get(variable)
-    if text is None:
-        return None
-    if not text.strip().isdecimal() or int(text) < 1:
-        name = next(name for name, env_name in VARIABLES.items() if env_name == variable)
-        raise _image_error(f"Environment variable {variable} ({text!r}) is not a positive number of pixels. Unset it, or set {name}", name)
-    return int(text)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from megatron_grpo.run.data.chat import (  # fmt: skip
     unread_options,
     vocabulary_of,
 )
-from megatron_grpo.run.models import as_teacher_problem, find_model
+from megatron_grpo.run.models import as_teacher_problem, find_model, image_spec_of
 from megatron_grpo.run.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.run.rewards.protocol import RewardFunction
 
@@ -291,7 +291,7 @@ def image_spec(cfg: Config, inputs: ValidatedInputs) -> None:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    from megatron_grpo.core.images import image_spec_of, is_multimodal
+    from megatron_grpo.core.images import is_multimodal
 
     inputs.is_blind = not is_multimodal(read_config(inputs.model_path))
     is_config_alone = "weights" in inputs.left_out and not (inputs.model_path / "preprocessor_config.json").exists()

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.core import images
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, first_line, one_line, problem_with
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.settings import Config
+from megatron_grpo.core.settings import Config, DataConfig
 from megatron_grpo.core.weights.families import FAMILIES, NOT_YET_BY_NAME
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
@@ -222,3 +223,46 @@ def as_teacher_problem(problem: Problem) -> Problem:
     """
     flags = dict.fromkeys((FLAG, *(flag for flag in problem.flags if flag != "model")))
     return replace(problem, flags=tuple(flags), message=f"teacher_model: {problem.message.removeprefix('model: ')}")
+
+
+def image_spec_of(cfg: DataConfig, model_path: str | Path) -> images.ImageProcessorSpec | None:
+    """Return the image settings of a run's model. Bounds come from the run's settings, else from the environment, else from the model.
+
+    Args:
+        cfg: Data settings.
+        model_path: Directory of a Hugging Face checkpoint.
+
+    Returns:
+        The settings; None for a text model.
+
+    Raises:
+        ConfigError: If the model's files or the bounds are invalid.
+    """
+    bounds = {name: getattr(cfg, name) or _of_environment(variable) for name, variable in images.VARIABLES.items()}
+    return images.ImageProcessorSpec.of(model_path, min_pixels=bounds["min_pixels"], max_pixels=bounds["max_pixels"])
+
+
+def bound_notes(cfg: DataConfig) -> list[str]:
+    """Return a sentence for each image size bound in the environment that differs from the setting, saying which one applies.
+
+    Args:
+        cfg: Data settings.
+    """
+    notes = []
+    for name, variable in images.VARIABLES.items():
+        configured, from_environment = getattr(cfg, name), os.environ.get(variable)
+        if from_environment is None or str(configured) == from_environment:
+            continue
+        source = f"the environment variable {variable} ({from_environment})"
+        notes.append(f"{name} ({configured}) overrides {source}." if configured else f"{name} is not set; {source} applies.")
+    return notes
+
+
+def _of_environment(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not text.strip().isdecimal() or int(text) < 1:
+        name = next(name for name, env_name in images.VARIABLES.items() if env_name == variable)
+        raise config_error(name, f"Environment variable {variable} ({text!r}) is not a positive number of pixels. Unset it, or set {name}.")
+    return int(text)

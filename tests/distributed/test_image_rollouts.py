@@ -34,10 +34,10 @@ def written(at, kind):
 
 
 def opened(folder, **settings):
-    from megatron_grpo.core.images import image_spec_of
     from megatron_grpo.core.settings import DataConfig
     from megatron_grpo.run.data.chat import load_tokenizer
     from megatron_grpo.run.data.prompts import open_stream
+    from megatron_grpo.run.models import image_spec_of
 
     cfg = DataConfig(dataset=str(folder / "rows.jsonl"), dataset_shuffle=False, **settings)
     image_spec = image_spec_of(cfg, folder / "model")

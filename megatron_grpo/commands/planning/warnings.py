@@ -13,13 +13,13 @@ from megatron_grpo import name_adam
 from megatron_grpo.commands.planning.budget import wanted_micro_batches
 from megatron_grpo.commands.planning.summary import bubble_fraction, staleness
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.images import bound_notes
 from megatron_grpo.core.policy.lr_schedule import course_of, lost_update_warnings
 from megatron_grpo.core.weights.lora import LoraSync, lora_of
 from megatron_grpo.run.adapters import peft_leaves_out
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, settings_of
 from megatron_grpo.run.config.rules import grpo as grpo_validation
+from megatron_grpo.run.models import bound_notes
 
 BUBBLE = 0.3
 GPU_DRIVER = Path("/dev/nvidiactl")

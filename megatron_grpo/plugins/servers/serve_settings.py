@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import ConfigError, config_error, problem_with
-from megatron_grpo.core.images import ImageProcessorSpec, image_spec_of
+from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.settings import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape
@@ -27,7 +27,7 @@ from megatron_grpo.run.config.rules.layout import engine_problems, length_proble
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.rules.settings import RANGE
 from megatron_grpo.run.config.table import table
-from megatron_grpo.run.models import find_model
+from megatron_grpo.run.models import find_model, image_spec_of
 
 if TYPE_CHECKING:
     from megatron_grpo.core.rollout.experts import ExpertLayers

@@ -18,10 +18,8 @@ from megatron_grpo.core.images import (
     ImageSource,
     PatchCache,
     as_png,
-    bound_notes,
     collapse_image_tokens,
     decode_image,
-    image_spec_of,
     num_tokens,
     resized_size,
     source_of,
@@ -34,6 +32,7 @@ from megatron_grpo.run.data.files import Rows, images_of_row
 from megatron_grpo.run.data.image_dataset import ImageStore, expand_image_tokens, places
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
+from megatron_grpo.run.models import bound_notes, image_spec_of
 from tests.seeing import as_bytes, picture
 
 EYES = ImageProcessorSpec(image_token=9, around=(7, 8), min_pixels=3136, max_pixels=50176, settings={
