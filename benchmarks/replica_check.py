@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks of the tests
 
-from megatron_grpo.core.settings import RunConfig
+from megatron_grpo.run.config.settings import RunConfig
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.replica_check_cases import Looks

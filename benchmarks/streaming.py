@@ -59,7 +59,7 @@ def as_parquet(path: Path) -> Path:
 def measure(path: str, how: str) -> None:
     from pyarrow import parquet  # noqa: F401 - its own memory is no row's
 
-    from megatron_grpo.core.settings import DataConfig
+    from megatron_grpo.run.config.settings import DataConfig
     from megatron_grpo.run.data.prompts import open_stream
 
     cfg = DataConfig(dataset=path, streaming=how == "streaming", max_prompt_length=LONGEST, load_from_cache_file=False)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from megatron_grpo.core.rollout.engine import Engine as Engine
     from megatron_grpo.core.rollout.engine import Sampler as Sampler
     from megatron_grpo.core.rollout.engine import WeightReceiver as WeightReceiver
-    from megatron_grpo.core.settings import DataConfig as DataConfig
     from megatron_grpo.core.types import Completion as Completion
     from megatron_grpo.core.types import Group as Group
     from megatron_grpo.core.types import Prompt as Prompt
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_grpo.plugins.environments.protocol import Turn as Turn
     from megatron_grpo.plugins.rewards.sandbox import run_program as run_program
     from megatron_grpo.run.config.grpo_config import GRPOConfig as GRPOConfig
+    from megatron_grpo.run.config.settings import DataConfig as DataConfig
     from megatron_grpo.run.data.chat import load_tokenizer as load_tokenizer
     from megatron_grpo.run.data.prompts import open_stream as open_stream
     from megatron_grpo.run.rewards.protocol import RowFailure as RowFailure
@@ -40,11 +40,11 @@ _PUBLIC = {
     "core.policy.gradient_check": "GradientCheck",
     "core.policy.reference": "Reference",
     "core.rollout.engine": "BackgroundSampler Engine Sampler WeightReceiver",
-    "core.settings": "DataConfig",
     "core.types": "Completion Group Prompt",
     "plugins.environments.protocol": "Environment StepOutput Turn",
     "plugins.rewards.sandbox": "run_program",
     "run.config.grpo_config": "GRPOConfig",
+    "run.config.settings": "DataConfig",
     "run.data.chat": "load_tokenizer",
     "run.data.prompts": "open_stream",
     "run.rewards.protocol": "RowFailure Score",

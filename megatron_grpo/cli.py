@@ -25,9 +25,9 @@ from megatron_grpo.core.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, 
 from megatron_grpo.run.terminal import replace_unencodable
 
 if TYPE_CHECKING:
-    from megatron_grpo.core.settings import Config
     from megatron_grpo.run.config import ParsedConfig
     from megatron_grpo.run.config.parse import ForeignNames
+    from megatron_grpo.run.config.settings import Config
 
 # The commands, in the order of --help. A row has the function to run and what it takes (see `_arguments`), what the process needs (see
 # `run`), the arguments as --help shows them, and the help, whose first line is that of the overview.

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.types import Sample
 from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo_referee import reference
 from tests import parity_cases as cases
 

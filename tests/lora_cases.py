@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.adapters import initial_adapter
 from megatron_grpo.core.weights.lora import PREFIX, LoraSettings, module_of, own_name, own_sizes, peft_name
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.hf_writer import write_adapter
 
 # Three columns in one part of a fused linear, six in a layer's down_proj, two alphas: what a file of PEFT may hold.

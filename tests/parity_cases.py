@@ -19,10 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.core.settings import Config, OptimizerConfig
+from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.core.types import Sample
 from megatron_grpo.core.weights.trainable_parameters import parameter_trains, trains
 from megatron_grpo.core.weights.vision_towers import part_of
+from megatron_grpo.run.config.settings import Config
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
 # lengths that no layout divides. The completions of a group share the context of their first token, so its entropy too.

@@ -80,7 +80,7 @@ def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> st
 
 def settings_page() -> str:
     """Every setting with type, default, unit, range and aliases, from the table that the parser uses."""
-    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.config.table import table
 
     def plain(value: object) -> str:

@@ -24,8 +24,8 @@ from megatron_grpo.run.metrics.records import Records
 
 if TYPE_CHECKING:
     from megatron_grpo.commands.planning.command import Plan
-    from megatron_grpo.core.settings import Config
     from megatron_grpo.run.config.parse import ParsedConfig
+    from megatron_grpo.run.config.settings import Config
 
 Function = str | Callable[..., Any]
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, problem_with
 from megatron_grpo.core.field import range_of
-from megatron_grpo.core.settings import Config, TunerConfig
+from megatron_grpo.core.settings import TunerConfig
 from megatron_grpo.core.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, LoraSync, linear_modules, lora_of, own_name, own_sizes
 from megatron_grpo.core.weights.safetensors_files import stored_shapes
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.tuner import NO_ADAPTER
+from megatron_grpo.run.config.settings import Config
 
 if TYPE_CHECKING:
     from megatron_grpo.core.weights.adapters import Read

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.adapters import adapter_problems, lora_sync
@@ -24,6 +23,7 @@ from megatron_grpo.run.config.rules.batch_sizes import checked_sizes, size_probl
 from megatron_grpo.run.config.rules.layout import engine_problems, length_problems
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.rules.tuner import are_names_readable, freezing_problems
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.sizes import SizeModel
 from megatron_grpo.run.models import read_shape, read_teacher, rules_of, teacher_problems
 

@@ -13,7 +13,6 @@ from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.core.base.files import write_mark
 from megatron_grpo.core.parallel import state
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.run import plug_ins
 from megatron_grpo.run.assemble.engines import sampler_of_run
@@ -27,6 +26,7 @@ from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.evaluation import sets_of
 from megatron_grpo.run.config.rules.layout import engine_problems
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.inputs import OF_A_RUN, ValidatedInputs, read_inputs, settings_of_sampler
 from megatron_grpo.run.lifecycle import take_output_dir
 from megatron_grpo.run.metrics.display import Display

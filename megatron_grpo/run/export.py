@@ -23,7 +23,6 @@ from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, RunError, con
 from megatron_grpo.core.base.files import MARK, export_obstacle, read_mark, write_mark
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.policy import Policy
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.hf_files import HfReader
 from megatron_grpo.core.weights.lora import A, B, LoraSettings, own_sizes, peft_name
 from megatron_grpo.core.weights.mapping import WeightMap
@@ -34,6 +33,7 @@ from megatron_grpo.run.assemble.policy import build_loaded
 from megatron_grpo.run.checkpoint.fingerprints import base_problems, model_fingerprint
 from megatron_grpo.run.checkpoint.manifest import read_manifest
 from megatron_grpo.run.config import ParsedConfig
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import bytes_of, table
 from megatron_grpo.run.hf_writer import HfWriter, write_adapter
 from megatron_grpo.run.metrics.model_card import CARD, CURVES, ModelCard, write_card

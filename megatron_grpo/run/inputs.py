@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape, read_config
 from megatron_grpo.run import plug_ins
@@ -23,6 +22,7 @@ from megatron_grpo.run.config import remote_code
 from megatron_grpo.run.config.evaluation import choose_data_config, flag_of, longest_completion, sets_of
 from megatron_grpo.run.config.rules.layout import length_problems
 from megatron_grpo.run.config.sampling_mask import structured_outputs_problems
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import (  # fmt: skip
     SpecialTokens,
     find_clock,

@@ -17,12 +17,12 @@ from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, R
 from megatron_grpo.core.base.files import MARK
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.assemble import RunParts
 from megatron_grpo.run.assemble.output import OutputLock, start_parallel
 from megatron_grpo.run.assemble.run import build_run
 from megatron_grpo.run.checkpoint.output_files import check_output_dir
 from megatron_grpo.run.checkpoint.saving import Checkpoints
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.export import export_model, merged_directory, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs

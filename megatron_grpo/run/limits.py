@@ -15,7 +15,7 @@ from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import Problem
 
 if TYPE_CHECKING:  # signal handlers are installed before anything else is imported
-    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.config.settings import Config
 
 LONGEST_LEAD = 300.0  # seconds before the end of a Slurm job, or a tenth of its length if that is less
 REQUEUE_SECONDS = 60.0  # time limit for slurmctld to answer

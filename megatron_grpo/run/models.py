@@ -16,13 +16,13 @@ from typing import Any
 from megatron_grpo.core import images
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, first_line, one_line, problem_with
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.settings import Config, DataConfig
 from megatron_grpo.core.weights.families import FAMILIES, NOT_YET_BY_NAME
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
 from megatron_grpo.run.config.rules import policy as validation
 from megatron_grpo.run.config.rules import stages
 from megatron_grpo.run.config.rules.layout import layout_problems, length_problems
+from megatron_grpo.run.config.settings import Config, DataConfig
 from megatron_grpo.run.config.sizes import SizeModel
 from megatron_grpo.run.data.files import is_path
 

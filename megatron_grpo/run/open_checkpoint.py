@@ -12,13 +12,14 @@ from megatron_grpo.core.base.errors import Problem, config_error, problem_with
 from megatron_grpo.core.parallel.layout import Layout
 from megatron_grpo.core.policy import sharded_state
 from megatron_grpo.core.policy.lr_schedule import OF_THE_OPTIMIZER
-from megatron_grpo.core.settings import Config, ParallelConfig
+from megatron_grpo.core.settings import ParallelConfig
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, read_sharded
 from megatron_grpo.run.checkpoint.manifest import Manifest, find_damage, read_manifest
 from megatron_grpo.run.checkpoint.resume import initial_weights_of, join_faults
 from megatron_grpo.run.checkpoint.saving import damage_of
 from megatron_grpo.run.config.rules.layout import layout_problems
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
 
 # Settings of a checkpoint that are ignored: an export has its own layout, needs no reference, and is not a training run.

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from megatron_grpo.core.policy.policy import Policy
     from megatron_grpo.core.rollout.engine import Engine, Sampler
     from megatron_grpo.core.rollout.turns import TurnEngine
-    from megatron_grpo.core.settings import Config
     from megatron_grpo.core.train import StopRequest
     from megatron_grpo.core.trainer.rollouts import InterruptedSampling, Teacher
     from megatron_grpo.core.weights.lora import LoraSync
     from megatron_grpo.run.checkpoint.saving import Checkpoints
+    from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.inputs import ValidatedInputs
 
 Value = TypeVar("Value")

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run import python_objects
 from megatron_grpo.run.check import CheckedConfig, check_parsed
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.evaluation import flag_of, sets_of
 from megatron_grpo.run.config.read import COMMAND_LINE
 from megatron_grpo.run.config.rules.policy import sampler_problems
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import absolute_paths
 from megatron_grpo.run.data.chat import find_clock
 from megatron_grpo.run.data.files import is_path, split_count

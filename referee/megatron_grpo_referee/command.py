@@ -14,9 +14,9 @@ from typing import Any
 from megatron_grpo.commands.analysis.printing import print_report, table_lines
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.core.base.files import plot_obstacle
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.read import split_flags
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import InvalidValueError, read_value, table
 from megatron_grpo_referee.dump import SYSTEMS, Dump, refusal
 from megatron_grpo_referee.findings import Finding, findings, first_different, incomplete_groups

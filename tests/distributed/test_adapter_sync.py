@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_grpo.core.settings import Config, ModelConfig, RolloutConfig, TunerConfig
+from megatron_grpo.core.settings import ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.core.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
 from megatron_grpo.core.types import make_sequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
@@ -23,6 +23,7 @@ from megatron_grpo.core.weights.lora import LoraSync, lora_of
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.assemble.policy import build_policy
+from megatron_grpo.run.config.settings import Config
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, tokens_of
 from tests.parity_cases import batch_of, join, settings, stored_rollout
 from tests.ranks import run_ranks

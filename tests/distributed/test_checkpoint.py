@@ -193,9 +193,9 @@ class Policy:
 
 
 def checkpoints(folder, resume="auto", **settings):
-    from megatron_grpo.core.settings import RunConfig
     from megatron_grpo.run.checkpoint.resume import find_checkpoints
     from megatron_grpo.run.checkpoint.saving import Checkpoints
+    from megatron_grpo.run.config.settings import RunConfig
 
     print_line = settings.pop("print_line", None)
     return Checkpoints(

@@ -34,7 +34,7 @@ def written(at, kind):
 
 
 def opened(folder, **settings):
-    from megatron_grpo.core.settings import DataConfig
+    from megatron_grpo.run.config.settings import DataConfig
     from megatron_grpo.run.data.chat import load_tokenizer
     from megatron_grpo.run.data.prompts import open_stream
     from megatron_grpo.run.models import image_spec_of

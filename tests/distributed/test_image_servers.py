@@ -36,12 +36,13 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     from megatron_grpo.core.parallel.layout import Layout
     from megatron_grpo.core.parallel.state import start
     from megatron_grpo.core.rollout.engine import SamplingSettings
-    from megatron_grpo.core.settings import Config, RolloutConfig, RunConfig
+    from megatron_grpo.core.settings import RolloutConfig
     from megatron_grpo.core.weights.buckets import WeightUpdate
     from megatron_grpo.core.weights.shape import ModelShape
     from megatron_grpo.plugins.servers import requests, wire
     from megatron_grpo.plugins.servers.http import start_coroutine
     from megatron_grpo.plugins.servers.servers import build_servers
+    from megatron_grpo.run.config.settings import Config, RunConfig
 
     folder = Path(folder)
     start(Layout(world_size=1), seed=0)

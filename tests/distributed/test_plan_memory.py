@@ -8,9 +8,9 @@ from megatron_grpo.commands.planning.cost import checkpoint_bytes
 from megatron_grpo.commands.planning.memory import OffloadPlan
 from megatron_grpo.commands.planning.parameters import TrainableSpec, state_bytes, static_memory
 from megatron_grpo.core.policy.lr_schedule import BYTES
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
+from megatron_grpo.run.config.settings import Config
 from tests.lora_cases import ODD, random_adapter
 from tests.offload_cases import LOW
 from tests.parity_cases import join

@@ -123,7 +123,7 @@ def test_kept_words_are_planned_with_their_bytes(ask):
 
 def test_what_is_refused_with_pictures_is_refused_with_its_message(tmp_path):
     from megatron_grpo.core.base.errors import ConfigError
-    from megatron_grpo.core.settings import DataConfig
+    from megatron_grpo.run.config.settings import DataConfig
     from megatron_grpo.run.data.prompts import load_rows
     from tests.unit.data.test_images import EYES
 

@@ -14,11 +14,11 @@ from PIL import Image, ImageDraw
 from megatron_grpo import score
 from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.core.base.errors import RewardError
-from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.core.types import Group, Prompt, make_completion
 from megatron_grpo.plugins.environments.foreign_environments import adapted
 from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
 from megatron_grpo.plugins.environments.rollout_func_output import TokenLimits, completion_requests, completions_of
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.prompts import PromptStream, load_rows
 from megatron_grpo.run.python_objects import copy_for_user
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction

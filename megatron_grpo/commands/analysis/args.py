@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import Sample
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.checkpoint.manifest import MANIFEST, Folder, Manifest, find_damage
@@ -18,6 +17,7 @@ from megatron_grpo.run.checkpoint.saving import RECORDED
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.open_checkpoint import settings_over, undamaged_checkpoint
 
 Parse = Callable[[Sequence[str]], ParsedConfig]

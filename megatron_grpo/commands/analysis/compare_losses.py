@@ -31,7 +31,6 @@ from megatron_grpo.core.grpo.zero_gradient import RowKind, zero_gradient_kinds
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.optimizer import gradient_norm
 from megatron_grpo.core.policy.policy import Policy
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.sample_buffer import SampleBuffer, score_rows
 from megatron_grpo.core.types import GlobalBatch, RowKey, Sample, SampleWithOldLogprobs
 from megatron_grpo.core.weights.shape import ModelShape
@@ -41,6 +40,7 @@ from megatron_grpo.run.checkpoint.resume import OURS
 from megatron_grpo.run.checkpoint.samples import read_samples
 from megatron_grpo.run.checkpoint.saving import RECORDED
 from megatron_grpo.run.config import ParsedConfig
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.metrics.records import Records
 from megatron_grpo.run.models import find_model
 from megatron_grpo.run.open_checkpoint import load_weights

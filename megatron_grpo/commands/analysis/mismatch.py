@@ -33,13 +33,13 @@ from megatron_grpo.core.policy.reference import FrozenPolicy
 from megatron_grpo.core.rollout.colocated import ColocatedEngine
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.probes import probe_sequences
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.assemble.output import start_parallel
 from megatron_grpo.run.assemble.policy import build_loaded
 from megatron_grpo.run.config import ParsedConfig, sampling_mask
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.metrics.rollout import TOKENS
 from megatron_grpo.run.metrics.summary import USUAL

@@ -22,7 +22,7 @@ from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.gradient_check import non_finite_rows
 from megatron_grpo.core.policy.lr_schedule import OF_THE_OPTIMIZER
 from megatron_grpo.core.policy.policy import Policy, ReducedGradient
-from megatron_grpo.core.settings import Config, ParallelConfig
+from megatron_grpo.core.settings import ParallelConfig
 from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey
 from megatron_grpo.core.weights.shape import ModelShape
@@ -32,6 +32,7 @@ from megatron_grpo.run.assemble.policy import build_policy
 from megatron_grpo.run.checkpoint import rng_state
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.config import ParsedConfig
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import InvalidValueError, Setting, read_value, table
 from megatron_grpo.run.models import find_model
 from megatron_grpo.run.open_checkpoint import layout_of, load_weights, undamaged_checkpoint

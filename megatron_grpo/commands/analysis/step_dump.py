@@ -32,7 +32,6 @@ from megatron_grpo.core.base.files import atomic_write, atomic_write_text, parse
 from megatron_grpo.core.batching.schedule import MicroStep, ScheduledStep
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.policy.policy import Policy, ReducedGradient
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.core.trainer.step_monitor import DumpReason
 from megatron_grpo.core.types import RowKey, Sample
@@ -41,6 +40,7 @@ from megatron_grpo.run.checkpoint import rng_state
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, errors_on_all_ranks
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.checkpoint.samples import file_of, read_samples
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.export import drain_rest
 from megatron_grpo.run.hf_writer import HfWriter, write_adapter
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.batch_sizes import BatchSizes
-    from megatron_grpo.core.settings import Config, RunConfig
+    from megatron_grpo.run.config.settings import Config, RunConfig
 
 _OF_SWIFT = (
     "It rounds a run of epochs down to optimizer steps, and ends it with the first step of a rollout that they do not fill: this is done \

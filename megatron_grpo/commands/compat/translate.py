@@ -14,9 +14,9 @@ from megatron_grpo.commands.compat.foreign_args import NOTE, Dialect, ForeignArg
 from megatron_grpo.commands.compat.script import plain
 from megatron_grpo.commands.compat.tables import contents
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.core.settings import SizeOrigin
 from megatron_grpo.run.config.parse import ForeignDefault, ForeignSystem
 from megatron_grpo.run.config.read import UNKNOWN, TypedSetting, format_value, words_of
+from megatron_grpo.run.config.settings import SizeOrigin
 from megatron_grpo.run.config.table import InvalidValueError, names, read_value, table
 
 _LABELS = ("run_name", "project")  # training does not depend on them

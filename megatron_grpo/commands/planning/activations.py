@@ -20,11 +20,11 @@ from megatron_grpo.commands.planning.parameters import (
     rows_and_channels,
 )
 from megatron_grpo.core.batching.batch_sizes import SCORED_TOKENS, BatchSizes
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import is_linear
 from megatron_grpo.core.weights.names import WeightEntry, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import CHUNK, DeltaNetShape
+from megatron_grpo.run.config.settings import Config
 
 PER_PATCH = 34  # channels per patch and layer that the backward needs, in tower widths (attention without scores, two norms, an MLP)
 READ_ATTENTION_INPUT = (

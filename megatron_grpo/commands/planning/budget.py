@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.sharing import PrefixSharing, decide
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.grpo.zero_gradient import zero_gradient_kinds
 from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens, samples_from_part
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.names import ShardCut, WeightEntry, num_parameters, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import CHUNK, DeltaNetShape
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.models import config_of_teacher
 from megatron_grpo.run.sharing import Lengths, PrefixSharing
 

@@ -12,8 +12,8 @@ from megatron_grpo.core.weights.trainable_parameters import trains_tower
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.batch_sizes import BatchSizes
-    from megatron_grpo.core.settings import Config
     from megatron_grpo.core.weights.shape import ModelShape
+    from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.data.prompts import PromptRows
 
 MOST_ROWS = 2000  # maximum rows examined, evenly spaced

@@ -18,10 +18,10 @@ from megatron_grpo.commands.planning.sampler import bucket_bytes, sampler_memory
 from megatron_grpo.commands.planning.token_counts import sequence_tokens
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.policy.lr_schedule import BLOCK
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.check import CheckedConfig
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.models import config_of_teacher
 from megatron_grpo.run.sharing import Lengths
 

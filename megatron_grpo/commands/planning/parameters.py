@@ -13,13 +13,14 @@ from functools import cache
 
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.policy.lr_schedule import BYTES as BYTES_OF_STATE
-from megatron_grpo.core.settings import Config, OptimizerConfig
+from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.core.weights.lora import LoraSettings, LoraSync, adapter_entries, is_linear, lora_of
 from megatron_grpo.core.weights.names import ShardCut, WeightEntry, layer_entries, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains
 from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.config.rules.stages import layer_counts
+from megatron_grpo.run.config.settings import Config
 
 BYTES = {"float32": 4, "bfloat16": 2}
 FP32 = 4

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from megatron_grpo.commands.planning.parameters import BYTES, FP32, TrainableSpec, WeightRow, layers_of_stage, numel_of, padded_vocab
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.buckets import (
     DEFAULT_BUCKET_MB,
     MIB,
@@ -27,6 +26,7 @@ from megatron_grpo.core.weights.names import ShardCut, WeightEntry, num_paramete
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import DeltaNetShape
 from megatron_grpo.core.weights.vision_towers import MEGATRON
+from megatron_grpo.run.config.settings import Config
 
 
 def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, sequence: int) -> dict[str, int]:

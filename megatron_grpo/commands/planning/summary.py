@@ -10,10 +10,10 @@ from typing import Any
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.batching.schedule import MicroStep, TrainingSchedule
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config import table
 from megatron_grpo.run.config.read import words_of
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.schedule import last_micro_steps
 
 MOST_EPOCHS = 1000  # epochs whose ends are listed

@@ -17,8 +17,8 @@ from megatron_grpo.core.batching.prefix_groups import Alignment, num_tokens
 from megatron_grpo.core.batching.split import BatchPartitioner, MicroBatchSpec, partition_padded
 from megatron_grpo.core.parallel.layout import sequence_alignment
 from megatron_grpo.core.policy.lr_schedule import rank_multiple
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import SequenceLengths
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.sharing import Lengths, lengths_of
 
 MOST_ROWS = 65_536  # maximum rows of an optimizer step that are packed

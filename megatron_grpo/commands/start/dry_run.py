@@ -21,12 +21,13 @@ import numpy as np
 
 from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, one_line
 from megatron_grpo.core.images import num_tokens
-from megatron_grpo.core.settings import EQUAL_REWARDS, Config
+from megatron_grpo.core.settings import EQUAL_REWARDS
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.run import inputs
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_completion, decode_completion, end_of_prompt, find_opened_tag
 from megatron_grpo.run.data.checks import PromptRows, check_images, check_template, encoded
 from megatron_grpo.run.data.prompts import load_rows

@@ -13,8 +13,8 @@ from typing import Any
 
 import megatron_grpo
 from megatron_grpo.core.base.errors import ConfigError, Problem
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.read import format_value
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import MAPS, Setting, canonical, close_to, keys, table
 
 COMMANDS: dict[str, dict[str, Any]] = json.loads(Path(megatron_grpo.__file__).with_name("cli.json").read_text(encoding="utf-8"))

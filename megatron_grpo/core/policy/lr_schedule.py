@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_grpo.core.settings import Config, OptimizerConfig
+from megatron_grpo.core.settings import OptimizerConfig, StepConfig
 
 # Dtypes of gradients and optimizer state (`use_precision_aware_optimizer`).
 BLOCK = 1 << 22  # elements that share a scale
@@ -77,7 +77,7 @@ def lost_update_warnings(opt: OptimizerConfig) -> Iterator[str]:
         )
 
 
-def rank_multiple(cfg: Config) -> int:
+def rank_multiple(cfg: StepConfig) -> int:
     """Return the multiple to which the tokens of a micro-batch on one rank are padded.
 
     Args:

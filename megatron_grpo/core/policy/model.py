@@ -23,7 +23,7 @@ from megatron_grpo.core.policy.layers import PackedAttention
 from megatron_grpo.core.policy.model_config import layer_specs, padded_vocab_size, transformer_config
 from megatron_grpo.core.policy.packed_batch import LocalBatch
 from megatron_grpo.core.policy.router import replace_routers
-from megatron_grpo.core.settings import Config
+from megatron_grpo.core.settings import StepConfig
 from megatron_grpo.core.weights.rope import rope_inverse_frequencies
 from megatron_grpo.core.weights.shape import ModelShape
 
@@ -91,7 +91,7 @@ class PolicyModel(GPTModel):
     """
 
     def __init__(
-        self, shape: ModelShape, config: TransformerConfig, cfg: Config, parallel: ParallelState, *, index: int, use_te: bool,
+        self, shape: ModelShape, config: TransformerConfig, cfg: StepConfig, parallel: ParallelState, *, index: int, use_te: bool,
         plain_linears: bool, tower: torch.nn.Module | None,
     ):  # fmt: skip
         vp_stage, rows = index if parallel.layout.vpp else None, padded_vocab_size(shape, cfg)
@@ -216,7 +216,7 @@ class PolicyModel(GPTModel):
 
 
 def build_chunks(
-    shape: ModelShape, cfg: Config, parallel: ParallelState, *, use_te: bool, plain_linears: bool = False,
+    shape: ModelShape, cfg: StepConfig, parallel: ParallelState, *, use_te: bool, plain_linears: bool = False,
     tower: torch.nn.Module | None = None,
 ) -> list[PolicyModel]:  # fmt: skip
     """Build the model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`.

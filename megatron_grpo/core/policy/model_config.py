@@ -31,11 +31,11 @@ from megatron_grpo.core.policy.layers import (
     of_biased_experts,
     with_bias,
 )
-from megatron_grpo.core.settings import Config, KernelConfig, ModelConfig, ParallelConfig
+from megatron_grpo.core.settings import KernelConfig, ModelConfig, ParallelConfig, StepConfig
 from megatron_grpo.core.weights.shape import ModelShape
 
 
-def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
+def padded_vocab_size(shape: ModelShape, cfg: StepConfig) -> int:
     """Return the rows of the embedding, padded so that TP divides them evenly.
 
     Args:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, describe_value, one_line, problem_with
-from megatron_grpo.core.settings import Config
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, as_finite_number, find_invalid_columns
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.python_objects import copy_for_user
 from megatron_grpo.run.rewards.loading import user_object
 

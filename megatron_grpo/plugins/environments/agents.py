@@ -19,7 +19,6 @@ from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import describe_exception
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key, TurnEngine
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import FAULTS, Completion, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.agent_app import AgentCall, AgentServer, EndpointAddress
 from megatron_grpo.plugins.environments.agent_programs import (
@@ -40,6 +39,7 @@ from megatron_grpo.plugins.environments.trajectory import History, without_turns
 from megatron_grpo.plugins.environments.workers import CallResult, CallTimeoutError, WorkerPool
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.rules.settings import REWARD
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.python_objects import copy_for_user
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import FAULTS, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
 from megatron_grpo.plugins.environments.agents import AgentPlayer, AgentRunnerFactory
@@ -19,6 +18,7 @@ from megatron_grpo.plugins.environments.players import RequestingPlayer
 from megatron_grpo.plugins.environments.protocol import Environment
 from megatron_grpo.plugins.environments.tools import ToolEnvironment
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate
+from megatron_grpo.run.config.settings import Config
 
 if TYPE_CHECKING:
     from megatron_grpo.run.inputs import ValidatedInputs

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_grpo.core.base.errors import one_line
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key, TurnEngine, request_seed
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.loading import template_of
 from megatron_grpo.plugins.environments.players import Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
@@ -19,6 +18,7 @@ from megatron_grpo.plugins.environments.protocol import Environment, InvalidRepl
 from megatron_grpo.plugins.environments.trajectory import History, Trajectory, without_turns
 from megatron_grpo.plugins.environments.workers import CallResult, CallTimeoutError, WorkerPool
 from megatron_grpo.run.config.evaluation import longest_context
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.python_objects import copy_for_user
 from megatron_grpo.run.rewards.process_isolation import ExitRequestedError
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, one_line, problem_with
-from megatron_grpo.core.settings import Config
 from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment, load_agent
 from megatron_grpo.plugins.environments.foreign_environments import adapted
 from megatron_grpo.plugins.environments.protocol import Environment, Message
 from megatron_grpo.plugins.environments.tools import InvalidToolError, ToolEnvironment, reader, schema_of, tool_set
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate, History
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import read_end_ids
 from megatron_grpo.run.rewards.loading import user_object
 

@@ -20,7 +20,6 @@ from megatron_grpo.core.base.errors import RunError, describe_exception
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import TurnEngine, request_seed
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.players import PlayedSampler, RequestingPlayer, TurnRequest
 from megatron_grpo.plugins.environments.rollout_func_output import (
@@ -31,6 +30,7 @@ from megatron_grpo.plugins.environments.rollout_func_output import (
     completions_of,
 )
 from megatron_grpo.run.config.evaluation import longest_context
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import decode_completion, read_end_ids
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _HASHES = re.compile(r"^####\s*(.+?)\s*$", re.MULTILINE)

@@ -15,11 +15,11 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, one_line
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.settings import Config, RewardConfig
 from megatron_grpo.plugins.rewards.answers import right_answers
 from megatron_grpo.plugins.rewards.hidden_tests import fault_of
 from megatron_grpo.plugins.rewards.jail import NO_LANDLOCK
 from megatron_grpo.plugins.rewards.sandbox import SandboxResult, run_program, why_unsafe
+from megatron_grpo.run.config.settings import Config, RewardConfig
 from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of
 
 COLUMNS = ("tests", "test_list", "test_cases")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, one_line, problem_with
-from megatron_grpo.core.settings import Config, RewardConfig
 from megatron_grpo.plugins.rewards.endpoint import ApiKey, UnansweredError, ask_all, post_json, url_fault, warn_of_plain
+from megatron_grpo.run.config.settings import Config, RewardConfig
 from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of, text_of_prompt
 
 DEFAULT_PROMPT = """Judge how well the response answers the question.

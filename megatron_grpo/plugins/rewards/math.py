@@ -23,8 +23,8 @@ from typing import IO, Any
 
 from megatron_grpo.core.base.cleanup import die_with_parent
 from megatron_grpo.core.base.errors import SECRET, config_error
-from megatron_grpo.core.settings import Config
 from megatron_grpo.plugins.rewards.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of
 
 _FIRST_LOOK = 1.0  # seconds; rows that take longer are retried after all other rows have their scores

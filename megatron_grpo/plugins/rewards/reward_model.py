@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, first_line, one_line, problem_with
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.settings import Config, RewardConfig
 from megatron_grpo.plugins.rewards.endpoint import UnansweredError, ask_all, post_json, url_fault, warn_of_plain
+from megatron_grpo.run.config.settings import Config, RewardConfig
 from megatron_grpo.run.data.chat import encode_text
 from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of, text_of_prompt
 

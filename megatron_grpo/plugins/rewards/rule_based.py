@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
-from megatron_grpo.core.settings import Config
 from megatron_grpo.plugins.rewards.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import end_of_prompt, find_opened_tag
 from megatron_grpo.run.rewards.protocol import ReadsOpening, RowFailure, Score, text_of
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import ConfigError, config_error, problem_with
 from megatron_grpo.core.images import ImageProcessorSpec
-from megatron_grpo.core.settings import Config, RolloutConfig, ServeConfig, TunerConfig
+from megatron_grpo.core.settings import RolloutConfig, TunerConfig
 from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.servers.addresses import TOKEN_VARIABLE, default_token_file, read_private
@@ -26,6 +26,7 @@ from megatron_grpo.run.config.rules import Rule, broken_rules, changed, in_typed
 from megatron_grpo.run.config.rules.layout import engine_problems, length_problems
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.rules.settings import RANGE
+from megatron_grpo.run.config.settings import Config, ServeConfig
 from megatron_grpo.run.config.table import table
 from megatron_grpo.run.models import find_model, image_spec_of
 

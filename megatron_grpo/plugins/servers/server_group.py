@@ -21,7 +21,6 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, one_line, problem_with
 from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.core.weights.shape import ModelShape, flat_values
 from megatron_grpo.plugins.servers import wire
@@ -39,6 +38,7 @@ from megatron_grpo.plugins.servers.http import (
 )
 from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.config.evaluation import longest_context
+from megatron_grpo.run.config.settings import Config
 
 if TYPE_CHECKING:
     from megatron_grpo.run.inputs import ValidatedInputs

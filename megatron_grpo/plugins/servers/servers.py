@@ -26,7 +26,6 @@ from megatron_grpo.core.rollout.engine import ReceiverChangedError, SamplingSett
 from megatron_grpo.core.rollout.experts import InvalidRoutingError, of_group
 from megatron_grpo.core.rollout.probes import probe_sequences
 from megatron_grpo.core.rollout.turns import SECONDS_BETWEEN_LOOKS, Key, Player, wait_together
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
@@ -39,6 +38,7 @@ from megatron_grpo.plugins.servers.server_group import TrainingServerGroup, need
 from megatron_grpo.plugins.servers.server_parts import ServerGeneration, ServerParts, round_robin
 from megatron_grpo.plugins.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.plugins.servers.weight_broadcast import WeightBroadcaster
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.inputs import ValidatedInputs
 

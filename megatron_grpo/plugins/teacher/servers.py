@@ -16,7 +16,6 @@ import numpy as np
 
 from megatron_grpo.core.base import activity, launcher
 from megatron_grpo.core.base.errors import ConfigError, NoRolloutServerError, Problem, RunError, config_error, problem_with
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.types import TokensToScore
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.servers import wire
@@ -25,6 +24,7 @@ from megatron_grpo.plugins.servers.http import CONNECT, Server, ServerGoneError,
 from megatron_grpo.plugins.servers.requests import Calls, Chunk
 from megatron_grpo.plugins.servers.server_group import ServerGroup, ServerHandle, names_with_reasons, request_state
 from megatron_grpo.run.config.evaluation import longest_context
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import vocabulary_of
 
 if TYPE_CHECKING:

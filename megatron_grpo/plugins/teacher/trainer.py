@@ -21,7 +21,6 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.memory_offload import PolicyOffloader, Role
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import batch_partitioner
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
 from megatron_grpo.core.types import RowKey, TokensToScore
 from megatron_grpo.core.types import Sequence as TokenSequence
@@ -29,6 +28,7 @@ from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup
 from megatron_grpo.run.assemble.policy import frozen, model_of, sharing_of
 from megatron_grpo.run.checkpoint.fingerprints import TEACHER
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.models import config_of_teacher
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from megatron_grpo.core.base.errors import config_error
 from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.policy import Policy
 from megatron_grpo.core.rollout.engine import Engine, Sampler
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run import plug_ins
@@ -19,6 +18,7 @@ from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.checkpoint.fingerprints import MODEL_RUNNER
 from megatron_grpo.run.checkpoint.saving import Checkpoints
 from megatron_grpo.run.config.evaluation import longest_context
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 

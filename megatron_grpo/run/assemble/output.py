@@ -27,13 +27,13 @@ from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.parallel.layout import Layout
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.checkpoint.fingerprints import values_equal_on_ranks
 from megatron_grpo.run.checkpoint.output_files import LOCK as NAME
 from megatron_grpo.run.checkpoint.output_files import BestCheckpoint, check_output_dir, claim, remove_run
 from megatron_grpo.run.checkpoint.saving import Checkpoints
 from megatron_grpo.run.config.evaluation import is_greater_better, metric_of
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import write_config
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.metrics import model_card

@@ -25,7 +25,7 @@ from megatron_grpo.core.policy.model_config import padded_vocab_size
 from megatron_grpo.core.policy.optimizer import Trainable, select_trainable
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import Policy, batch_partitioner
-from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.hf_files import HfReader, check_tied_head
 from megatron_grpo.core.weights.lora import AdapterUpdateRequest, LoraSettings, lora_of, own_sizes
@@ -35,6 +35,7 @@ from megatron_grpo.core.weights.trainable_parameters import trains_tower
 from megatron_grpo.run.assemble import PolicyParts
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, needs_local_layers, sharing_problems
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.sharing import PrefixSharing, decide
 
 if TYPE_CHECKING:

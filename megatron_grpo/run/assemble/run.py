@@ -19,7 +19,7 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.memory_offload import Role
 from megatron_grpo.core.policy.policy import Policy
 from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings, WeightReceiver
-from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.generation import RolloutGenerator
 from megatron_grpo.core.trainer.rollouts import KlPenalty, Rollouts
 from megatron_grpo.core.trainer.step_monitor import StepMonitor
@@ -43,6 +43,7 @@ from megatron_grpo.run.checkpoint.output_files import BestCheckpoint
 from megatron_grpo.run.checkpoint.saving import Checkpoints
 from megatron_grpo.run.config.evaluation import describe_rules, eval_sampling, find_pass_reward, most_of, score_of
 from megatron_grpo.run.config.rules.policy import sampler_problems
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.prompts import PromptStream
 from megatron_grpo.run.inputs import ValidatedInputs, settings_of_sampler
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger

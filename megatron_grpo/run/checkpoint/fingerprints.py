@@ -18,11 +18,11 @@ from megatron_grpo import __version__, installed_version
 from megatron_grpo.core import images as image_processing
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.lora import BASE
 from megatron_grpo.run import python_objects
 from megatron_grpo.run.checkpoint.manifest import MANIFEST
 from megatron_grpo.run.config.remote_code import files_that_run
+from megatron_grpo.run.config.settings import Config
 
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.*")

@@ -22,8 +22,8 @@ from megatron_grpo.run.checkpoint.output_files import holds_run, overwrite_obsta
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.schedule import TrainingSchedule
-    from megatron_grpo.core.settings import Config
     from megatron_grpo.run.checkpoint.resume_compatibility import ResumeDifference
+    from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.data.prompts import PromptStream
 
 _FLAG = "mcore_model"

@@ -1,6 +1,6 @@
 """Verdicts on settings that change between a checkpoint and the run that continues it. No torch.
 
-`core/settings.py` has a verdict for every setting:
+`core/settings.py` and `run/config/settings.py` have a verdict for every setting:
 
 refused    the checkpoint cannot be continued with another value
 between    may change if no rollout is in progress, and is reported; refused if rows wait that were sampled with the old value

@@ -34,7 +34,7 @@ from megatron_grpo.run.checkpoint.resume import OURS, Resume, ResumeCandidate, j
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.schedule import ScheduledStep
-    from megatron_grpo.core.settings import RunConfig
+    from megatron_grpo.run.config.settings import RunConfig
     from megatron_grpo.run.data.prompts import PromptStream
 
 __all__ = ["CheckpointError", "Checkpoints"]

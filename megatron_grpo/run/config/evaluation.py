@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.core.settings import Config, DataConfig
 from megatron_grpo.run.config.rules import Rule, changed
+from megatron_grpo.run.config.settings import Config, DataConfig
 from megatron_grpo.run.config.table import close_to
 
 ALONE = "eval"  # name of the set that eval_dataset names

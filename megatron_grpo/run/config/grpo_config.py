@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from megatron_grpo.core import settings as config
+from megatron_grpo.core import settings as step
 from megatron_grpo.core.base.errors import ConfigError, Problem
+from megatron_grpo.run.config import settings as run
 from megatron_grpo.run.config.table import canonical, close_to, names
 
 
@@ -55,9 +56,9 @@ class Aliases:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GRPOConfig(
-    Aliases, config.PlanConfig, config.EvalConfig, config.RunConfig, config.OptimizerConfig, config.GrpoConfig, config.RewardConfig,
-    config.TurnsConfig, config.RolloutConfig, config.DataConfig, config.BatchConfig, config.KernelConfig, config.ParallelConfig,
-    config.TunerConfig, config.ModelConfig,
+    Aliases, run.PlanConfig, run.EvalConfig, run.RunConfig, step.OptimizerConfig, step.GrpoConfig, run.RewardConfig,
+    run.TurnsConfig, step.RolloutConfig, run.DataConfig, step.BatchConfig, step.KernelConfig, step.ParallelConfig,
+    step.TunerConfig, step.ModelConfig,
 ):  # fmt: skip
     """Settings of a run: every setting of `megatron-grpo train --help`, and its aliases, as a keyword.
 

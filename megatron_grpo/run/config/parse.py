@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.read import COMMAND_LINE, Read, TypedSetting, format_value, is_from_script, read_file, read_words, split_entry
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import InvalidValueError, Setting, names, read_value, table
 
 

@@ -25,8 +25,9 @@ from megatron_grpo.core.rollout.sampling_mask import (
     samples_from_part,
     training_structured_outputs,
 )
-from megatron_grpo.core.settings import Config, RolloutConfig
+from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.run.config.rules import Rule
+from megatron_grpo.run.config.settings import Config
 
 # Kinds of structured outputs, of which one is given, with the types of their values.
 KINDS: Mapping[str, tuple[type, ...]] = {

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 
-from megatron_grpo.core.settings import Config, ParallelConfig, SizeOrigin
+from megatron_grpo.core.settings import ParallelConfig
+from megatron_grpo.run.config.settings import Config, SizeOrigin
 
 WORLD, TP, PP, CP = "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"

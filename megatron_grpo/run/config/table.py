@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.core.base.files import parse_json, read_text
 from megatron_grpo.core.field import Setting
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 
 # Groups of rarely used settings, each under one name that `--help` lists once: (topic, prefixes of the names of its keys). A key is a
 # setting like any other, with its own flag.

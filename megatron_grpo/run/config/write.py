@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base.files import atomic_write_text
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 
 # Sources whose values another launch may derive differently.
 _NOT_WRITTEN = ("derived", "launcher", "implied")

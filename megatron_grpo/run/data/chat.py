@@ -25,8 +25,8 @@ from megatron_grpo.run.config import remote_code
 
 if TYPE_CHECKING:
     from megatron_grpo.core.images import ImageProcessorSpec
-    from megatron_grpo.core.settings import DataConfig
     from megatron_grpo.core.types import Image
+    from megatron_grpo.run.config.settings import DataConfig
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import numpy as np
 from megatron_grpo.core.base.cleanup import run_in_thread
 from megatron_grpo.core.base.errors import ConfigError, Problem, one_line
 from megatron_grpo.core.images import ImageProcessorSpec, require_pillow
-from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.core.types import Image
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.chat import TAG, PromptEncoder, Raw, unread_names
 from megatron_grpo.run.data.files import IMAGE_COLUMNS, NAMED_ROWS, TEMPLATE_COLUMNS, Row, Rows, images_of_row, split_count
 from megatron_grpo.run.data.tokens import TokenTable

@@ -20,9 +20,9 @@ import numpy as np
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.core.images import ImageProcessorSpec
-from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.core.types import Image, Prompt
 from megatron_grpo.run.config.evaluation import SPLIT
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import checks, files
 from megatron_grpo.run.data.chat import PromptEncoder
 from megatron_grpo.run.data.checks import Encode, PromptRows

@@ -21,8 +21,8 @@ from typing import Any
 
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, RowsError, RunError, config_error, problem_with
-from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.core.types import Prompt
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import checks
 from megatron_grpo.run.data.checks import Encode, PromptRows
 from megatron_grpo.run.data.files import NAMED_ROWS, Rows, Source, SourceRow, concatenated, open_source, split_count

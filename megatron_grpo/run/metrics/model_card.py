@@ -18,8 +18,8 @@ import yaml
 
 from megatron_grpo import __version__, installed_version
 from megatron_grpo.core.base.files import atomic_write_text, parse_yaml
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.remote_code import problem_of
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import find_secrets
 from megatron_grpo.run.data.files import is_path
 from megatron_grpo.run.metrics.evaluations import curves_in

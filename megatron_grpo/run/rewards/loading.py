@@ -24,8 +24,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, describe_value, one_line
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run import python_objects
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, isolated
 from megatron_grpo.run.rewards.protocol import ReadsOpening, RewardFunction, accepted_names, positional_names, text_of
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from megatron_grpo.core.settings import Config, ParallelConfig
+from megatron_grpo.core.settings import ParallelConfig
 from megatron_grpo.run.config.rules.stages import expand_layout, layer_counts, problems
+from megatron_grpo.run.config.settings import Config
 from tests.ranks import run_ranks
 
 PP, VPP, LAYOUT = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout"

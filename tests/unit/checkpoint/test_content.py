@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.checkpoint.fingerprints import values_equal_on_ranks
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
 
 CONTENT = {"model": "qwen3 1", "data set": "2", "teacher": "3", "reward a.py:f": "4"}

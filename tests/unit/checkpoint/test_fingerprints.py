@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from megatron_grpo.core.settings import Config, DataConfig, RewardConfig
 from megatron_grpo.run.checkpoint.fingerprints import SAMPLE_BYTES, SAMPLES, content_of, model_fingerprint
+from megatron_grpo.run.config.settings import Config, DataConfig, RewardConfig
 from megatron_grpo.run.data.prompts import load_rows
 
 LARGE = SAMPLES * SAMPLE_BYTES * 3
@@ -101,7 +101,7 @@ def test_every_row_and_every_column_of_a_data_set_counts(tmp_path, change):
 def test_the_same_rows_have_the_same_fingerprint_in_another_file_format_and_process(tmp_path):
     before = fingerprint(tmp_path, ROWS)
     (tmp_path / "data.json").write_text(json.dumps([dict(reversed(row.items())) for row in ROWS], indent=2))
-    code = "import sys; from megatron_grpo.run.data.prompts import *; from megatron_grpo.core.settings import DataConfig;"
+    code = "import sys; from megatron_grpo.run.data.prompts import *; from megatron_grpo.run.config.settings import DataConfig;"
     code += "print(load_rows(DataConfig(dataset=sys.argv[1])).fingerprint())"
     told = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data.json")], capture_output=True, text=True, env=dict(os.environ))
     assert told.stdout.strip() == before

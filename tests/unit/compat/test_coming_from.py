@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from tests.checked import check
 
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"

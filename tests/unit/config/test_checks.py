@@ -29,8 +29,8 @@ def test_neither_is_a_weight(weights):
 
 
 def test_a_size_of_files_is_said_as_people_say_it():
-    from megatron_grpo.core.settings import Config
     from megatron_grpo.run.config.rules.settings import validate
+    from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.config.table import bytes_of
 
     said = {

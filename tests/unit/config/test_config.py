@@ -7,10 +7,10 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from megatron_grpo.commands.compat import DIALECTS
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.check import check_parsed
 from megatron_grpo.run.config import parse, table
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.settings import Config
 from tests.checked import check
 
 

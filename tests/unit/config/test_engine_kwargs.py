@@ -9,10 +9,10 @@ import pytest
 
 import megatron_grpo
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config import engine_kwargs, sampling_mask
 from megatron_grpo.run.config.evaluation import eval_sampling, longest_completion
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
 from megatron_grpo.run.evaluate import sampling_of
 from tests.checked import check

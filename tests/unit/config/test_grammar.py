@@ -6,10 +6,10 @@ import pytest
 
 from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.rollout.sampling_mask import training_structured_outputs
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.parse import parse
 from megatron_grpo.run.config.rules import grpo as validation
 from megatron_grpo.run.config.sampling_mask import parser_error, structured_outputs_problems
+from megatron_grpo.run.config.settings import Config
 
 
 @pytest.mark.parametrize(

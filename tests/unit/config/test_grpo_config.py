@@ -13,8 +13,8 @@ from typing import get_type_hints
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.grpo_config import Aliases, GRPOConfig
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
 
 OF_TRAIN = {name: setting for name, setting in table().items() if setting.group != "serve"}

@@ -11,8 +11,8 @@ import pytest
 
 import megatron_grpo
 from megatron_grpo.cli import COMMANDS, main
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run import config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import MAPS, keys, table
 
 PACKAGE = Path(megatron_grpo.__file__).parent

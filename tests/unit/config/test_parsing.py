@@ -12,8 +12,8 @@ import yaml
 
 from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config import parse, resolve, table
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import as_yaml
 from tests.checked import check
 

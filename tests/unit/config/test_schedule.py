@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from megatron_grpo.core.settings import Config, OptimizerConfig
+from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.schedule import length_problems
 from tests.ranks import run_ranks
 

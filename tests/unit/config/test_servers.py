@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config, RolloutConfig
+from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.plugins.servers.addresses import Address, addresses_of, read_token
 from megatron_grpo.plugins.servers.rules import OF_THE_ENGINE
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
 
 

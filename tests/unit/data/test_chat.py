@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_completion, encode_text, find_opened_tag, load_tokenizer
 from megatron_grpo.run.data.prompts import open_stream
 from tests.tiny_models import write_tiny

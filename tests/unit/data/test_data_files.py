@@ -127,7 +127,7 @@ def test_reading_rows_imports_neither_torch_nor_transformers(tmp_path):
         "import sys\n"
         "from megatron_grpo.run.data.prompts import load_rows\n"
         "from megatron_grpo.run.rewards.loading import load_rewards\n"
-        f"from megatron_grpo.core.settings import DataConfig\nassert len(load_rows(DataConfig(dataset={dataset!r}))) == 7\n"
+        f"from megatron_grpo.run.config.settings import DataConfig\nassert len(load_rows(DataConfig(dataset={dataset!r}))) == 7\n"
         "heavy = [name for name in ('torch', 'transformers', 'datasets', 'pyarrow', 'sympy') if name in sys.modules]\n"
         "assert not heavy, heavy\n"
     )

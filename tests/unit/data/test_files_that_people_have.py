@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config, DataConfig
 from megatron_grpo.run.config.evaluation import SPLIT, choose_data_config
+from megatron_grpo.run.config.settings import Config, DataConfig
 from megatron_grpo.run.data.checks import check_for_episodes, find_notes, find_shared
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 

@@ -24,8 +24,8 @@ from megatron_grpo.core.images import (
     resized_size,
     source_of,
 )
-from megatron_grpo.core.settings import DataConfig
 from megatron_grpo.run.config.parse import resolve
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.chat import with_parts
 from megatron_grpo.run.data.checks import check_for_episodes, check_images, num_places
 from megatron_grpo.run.data.files import Rows, images_of_row

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config, DataConfig
 from megatron_grpo.run.config.evaluation import SPLIT, eval_sampling, flag_of, sets_of
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.settings import Config, DataConfig
 from megatron_grpo.run.data.files import read_rows
 from megatron_grpo.run.data.prompts import load_rows
 from tests.checked import check

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.checks import check_lengths
 from megatron_grpo.run.data.prompts import PromptStream, load_rows, permutation
 

@@ -198,7 +198,7 @@ def test_plan_refuses_names_the_files_and_runs_nothing(model, mark, capsys, monk
 
 
 def test_a_checkpoint_does_not_say_that_code_may_run(monkeypatch):
-    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.open_checkpoint import settings_over
 
     assert settings_over(Config(), {"trust_remote_code": True, "seed": 5}).model.trust_remote_code is False
@@ -247,7 +247,7 @@ def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(mod
 
 
 def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
-    from megatron_grpo.core.settings import Config
+    from megatron_grpo.run.config.settings import Config
     from megatron_grpo.run.metrics.model_card import ModelCard, text_of
 
     for source, trusts in ((model, True), (plain, False)):
@@ -256,8 +256,9 @@ def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
 
 
 def test_other_code_is_another_content(model):
-    from megatron_grpo.core.settings import Config, ModelConfig
+    from megatron_grpo.core.settings import ModelConfig
     from megatron_grpo.run.checkpoint.fingerprints import content_of
+    from megatron_grpo.run.config.settings import Config
 
     name, cfg = "the model's own code", Config(model=ModelConfig(trust_remote_code=True))
     before = content_of(cfg, model_path=model)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.data.checks import tokenised
 from megatron_grpo.run.data.files import LONGEST_LINE, _table, read_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError, RowsError, RunError
-from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import streamed
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.data.streamed import REMEMBERED, StreamedPrompts, open_sets

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron_grpo.core.settings import DataConfig
+from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import prompts, tokens
 from megatron_grpo.run.data.chat import PromptEncoder, find_clock, load_tokenizer
 from megatron_grpo.run.data.prompts import open_stream

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.plugins.environments import agent_programs
 from megatron_grpo.plugins.environments.agent_programs import AgentProgram, _missing_script, load_agent
+from megatron_grpo.run.config.settings import Config
 from tests.agents import Ledger, played
 
 ASKS = """

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.scored_rollout import EnvironmentFailuresError, check_failures
 from megatron_grpo.core.types import (  # fmt: skip
     FAULTS,
@@ -23,6 +22,7 @@ from megatron_grpo.core.types import (  # fmt: skip
     Sequence,
 )
 from megatron_grpo.plugins.rewards.rule_based import build_environment
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.metrics.rollout import Completions, episode_stats
 from megatron_grpo.run.rewards.protocol import RewardFunction
 from megatron_grpo.run.rewards.reward_manager import RewardManager, as_batch

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.core.grpo.advantages import ESTIMATORS, advantages, name_of_estimator, reward_metrics, zero_std_groups
-from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo_referee import reference
 
 COMBINATIONS = [

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron_grpo.core.grpo.advantages import advantages
-from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo_referee.reference import ReferenceCompletion
 from tests.reference.packing import package_loss
 

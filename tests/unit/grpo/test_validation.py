@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.settings import Config, GrpoConfig, RewardConfig, RolloutConfig
+from megatron_grpo.core.settings import GrpoConfig, RolloutConfig
 from megatron_grpo.run.config.rules import grpo as validation
+from megatron_grpo.run.config.settings import Config, RewardConfig
 from megatron_grpo.run.config.table import table
 
 

@@ -11,8 +11,9 @@ import torch
 
 from megatron_grpo.core.grpo.loss import OBJECTIVES, GrpoLoss
 from megatron_grpo.core.grpo.zero_gradient import DECIDING, has_zero_gradient, zero_gradient_kinds
-from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.config.settings import Config
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, package_loss, random_batch, threshold_of, token_weight_fn
 
 WEIGHTLESS = {"no_token"}

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.core.parallel.collectives import Node
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo
 from megatron_grpo.core.types import Progress
 from megatron_grpo.run.assemble.output import version_check
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.metrics.rollout import Completions
 from megatron_grpo.run.metrics.summary import LogpDifferenceMonitor
 from tests.loggers import logger_in

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_grpo import __version__
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
 from megatron_grpo.run.export import describe
 from megatron_grpo.run.metrics.model_card import ModelCard, base_name, licence_of, without_local_paths, write_card

@@ -13,7 +13,7 @@ from megatron_grpo.commands.planning.command import make_plan
 from megatron_grpo.commands.planning.memory import UNCOUNTED, OffloadPlan, decide
 from megatron_grpo.commands.planning.parameters import StaticMemory
 from megatron_grpo.commands.planning.report import describe_offload
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.schedule import schedule_run
 from tests.checked import check
 

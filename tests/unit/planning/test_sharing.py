@@ -10,7 +10,7 @@ from megatron_grpo.commands.planning.budget import wanted_micro_batches
 from megatron_grpo.commands.planning.command import Plan, make_plan
 from megatron_grpo.commands.planning.report import print_report
 from megatron_grpo.core.batching import pack, prefix_groups, split
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.schedule import schedule_run
 from megatron_grpo.run.sharing import LEAST_SAVING, decide
 from tests.checked import check

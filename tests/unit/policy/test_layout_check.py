@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.policy import machine_problems, problems
+from megatron_grpo.run.config.settings import Config
 from tests.unit.weights.tiny import config_of
 
 PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"

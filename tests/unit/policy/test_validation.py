@@ -11,11 +11,11 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.core.policy.flash import flash_obstacle
 from megatron_grpo.core.policy.lr_schedule import rank_multiple
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
 from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, problems, sampler_problems, sharing_problems
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.sharing import LEAST_SAVING, decide
 from megatron_grpo.run.validate import load_inputs
 from tests.checked import check

@@ -14,9 +14,9 @@ import time
 
 import pytest
 
-from megatron_grpo.core.settings import RewardConfig
 from megatron_grpo.plugins.rewards.code import CodeReward
 from megatron_grpo.plugins.rewards.sandbox import run_program
+from megatron_grpo.run.config.settings import RewardConfig
 from megatron_grpo.run.rewards.protocol import RowFailure
 
 HERE = ("x86_64", "aarch64").index(platform.machine())
@@ -489,7 +489,7 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.plugins.rewards import jail
 from megatron_grpo.plugins.rewards.sandbox import run_program
 from megatron_grpo.run.rewards.loading import load_rewards
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 import struct
 body = [jail._load(0), *jail._on_call(444, [jail._return(jail._ERRNO | errno.EOPNOTSUPP)]), jail._return(jail._ALLOW)]
 code = ctypes.create_string_buffer(b"".join(body))

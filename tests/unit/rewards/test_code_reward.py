@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_grpo.core.settings import Config
 from megatron_grpo.plugins.rewards.code import program_of, read_tests
 from megatron_grpo.plugins.rewards.sandbox import run_program, why_unsafe
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import load_rewards
 from megatron_grpo.run.rewards.protocol import RowFailure
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError, RewardError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.checkpoint.fingerprints import settings_of
 from megatron_grpo.run.config.parse import parse
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import as_yaml
 from megatron_grpo.run.rewards.scoring import score
 from tests.unit.rewards.servers import json_server

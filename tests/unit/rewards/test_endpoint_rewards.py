@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_grpo.core.base.errors import ConfigError, RewardError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.plugins.rewards.llm_judge import read_score
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import load_rewards
 from megatron_grpo.run.rewards.protocol import RewardBatch, RowFailure
 from megatron_grpo.run.rewards.scoring import score

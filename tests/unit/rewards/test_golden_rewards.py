@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import close_rewards, load_rewards
 from megatron_grpo.run.rewards.protocol import RowFailure
 

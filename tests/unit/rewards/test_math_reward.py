@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("math_verify")
 
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import load_rewards
 from megatron_grpo.run.rewards.protocol import RewardBatch, RowFailure
 from megatron_grpo.run.rewards.scoring import score

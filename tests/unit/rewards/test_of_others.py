@@ -10,8 +10,8 @@ import pytest
 
 from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import load_rewards, trains_at_import
 
 MAIN = "def main():\n    trainer = GRPOTrainer(model='m')\n    trainer.train()\ndef other(): main()\n"

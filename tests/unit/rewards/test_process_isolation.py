@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError, RewardError
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import load_rewards
 from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, isolated
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction

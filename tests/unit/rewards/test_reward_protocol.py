@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import BUILT_IN, check_columns, load_rewards
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, RewardStats, RowFailure, as_score, as_scores, text_of
 from megatron_grpo.run.rewards.scoring import score

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.plugins.rewards.answers import final_answer, last_boxed, same_answer
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import close_rewards, load_rewards
 
 

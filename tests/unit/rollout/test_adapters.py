@@ -7,9 +7,10 @@ import json
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config, ModelConfig, RolloutConfig, TunerConfig
+from megatron_grpo.core.settings import ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.adapters import SLOT_RANKS, lora_sync, slot_rank
+from megatron_grpo.run.config.settings import Config
 from tests.unit.weights.tiny import config_of
 
 DENSE, EXPERTS, LATENT = (ModelShape.from_hf(config_of(name)) for name in ("qwen3", "qwen3_moe", "deepseek_v3"))

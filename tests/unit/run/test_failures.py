@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError, RewardError, RunError, RunInterruptedError
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run import failures
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.failures import machine_sentence, report
 
 ROOT = Path(__file__).resolve().parents[3]

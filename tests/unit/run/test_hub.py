@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.rules.settings import validate
+from megatron_grpo.run.config.settings import Config
 from tests.ranks import run_ranks
 from tests.small_hub import TOKEN, SmallHub, use
 
@@ -36,8 +36,8 @@ def opened_and_pushed(out, folders, **settings):
     """{folder: repository}; or the kind of error and its sentence."""
     from megatron_grpo.core.base.errors import ConfigError, RunError
     from megatron_grpo.core.parallel import collectives
-    from megatron_grpo.core.settings import Config
     from megatron_grpo.run import export
+    from megatron_grpo.run.config.settings import Config
 
     cfg = Config().with_values({"output_dir": str(out), "push_to_hub": True, **settings})
     try:

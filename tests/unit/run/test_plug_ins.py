@@ -7,8 +7,9 @@ import typing
 
 import pytest
 
-from megatron_grpo.core.settings import RolloutConfig, TurnsConfig
+from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.run import plug_ins
+from megatron_grpo.run.config.settings import TurnsConfig
 from megatron_grpo.run.inputs import PARTS
 from megatron_grpo.run.plug_ins import PlugIn
 

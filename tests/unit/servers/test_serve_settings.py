@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.settings import Config, RunConfig, ServeConfig
 from megatron_grpo.plugins.servers.serve_lifecycle import reachable_host, take_port
 from megatron_grpo.plugins.servers.serve_settings import check_serving, default_token_file, read_token
 from megatron_grpo.run.config import parse
+from megatron_grpo.run.config.settings import Config, RunConfig, ServeConfig
 from tests.tiny_models import write_tiny
 
 GOOD = "a-token-of-24-characters"
@@ -123,7 +123,8 @@ def test_a_token_is_made_once_for_its_owner_alone_and_found_again(home):
 
 
 def test_servers_that_start_together_agree_on_one_token(home):
-    code = ("from megatron_grpo.plugins.servers.serve_settings import read_token; from megatron_grpo.core.settings import ServeConfig\n"
+    code = ("from megatron_grpo.plugins.servers.serve_settings import read_token\n"
+            "from megatron_grpo.run.config.settings import ServeConfig\n"
             f"print(read_token(ServeConfig(token_file={str(home / 'shared')!r}))[0])")  # fmt: skip
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
                for _ in range(3)]  # fmt: skip

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from megatron_grpo.plugins import listener
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.plugins.servers import serve_lifecycle as life
-from megatron_grpo.core.settings import Config
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape, RopeShape
 
 class NoEngine:

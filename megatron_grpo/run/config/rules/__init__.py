@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.core.settings import Config, TurnsConfig
 from megatron_grpo.run.config.read import COMMAND_LINE
+from megatron_grpo.run.config.settings import Config, TurnsConfig
 from megatron_grpo.run.plug_ins import PLUGINS, PlugIn
 
 

@@ -9,9 +9,9 @@ from math import gcd, isqrt, lcm
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.parallel.layout import Layout
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.rules.sizes import SizeRule, lower_bounds, minimum, rules
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.sizes import (
     CP,
     EP,

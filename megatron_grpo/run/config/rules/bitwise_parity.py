@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.rollout.sampling_mask import flag_of, samples_from_part, training_structured_outputs
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules import Rule, broken_rules, settings_of
+from megatron_grpo.run.config.settings import Config
 
 # tools/bitwise_parity.py compares these bit by bit.
 PROVEN = (

@@ -12,9 +12,10 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.rollout.sampling_mask import flag_of, training_structured_outputs
-from megatron_grpo.core.settings import Config, GrpoConfig
+from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.run.config.rules import PLUG_INS, Rule, broken_rules, changed, settings_of
 from megatron_grpo.run.config.sampling_mask import NOTE, SAMPLING_MASK
+from megatron_grpo.run.config.settings import Config
 
 # Allowed scale_rewards of each estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {

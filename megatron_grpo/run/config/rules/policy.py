@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.policy.lr_schedule import FP8_NEEDS
-from megatron_grpo.core.settings import Config
 from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.lora import linear_modules, lora_of
 from megatron_grpo.core.weights.shape import ModelShape
@@ -19,6 +18,7 @@ from megatron_grpo.core.weights.sizes import yarn_mscale
 from megatron_grpo.run.config.read import COMMAND_LINE
 from megatron_grpo.run.config.rules import Rule, broken_rules, settings_of
 from megatron_grpo.run.config.rules.stages import layer_counts
+from megatron_grpo.run.config.settings import Config
 
 # What vLLM 0.32's CPU kernels compute: channels of a head, and multiples of the channels of an expert.
 CPU_HEADS, CPU_EXPERTS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 32

@@ -13,12 +13,12 @@ from typing import Any
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.base.files import plot_obstacle
 from megatron_grpo.core.policy.lr_schedule import DTYPES
-from megatron_grpo.core.settings import Config
 from megatron_grpo.run.config.engine_kwargs import PASSED_ON
 from megatron_grpo.run.config.evaluation import BEST, EVALUATION, longest_completion, longest_context
 from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, changed, in_typed_names, settings_of, typed_fields
 from megatron_grpo.run.config.rules.tuner import tuner_rules
 from megatron_grpo.run.config.sampling_mask import GRAMMAR
+from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import bytes_of, table
 from megatron_grpo.run.config.write import find_secrets
 

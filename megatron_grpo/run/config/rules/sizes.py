@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_grpo.core.settings import SizeOrigin
 from megatron_grpo.run.config.rules.stages import ACCOUNTS, counted_layers
+from megatron_grpo.run.config.settings import SizeOrigin
 from megatron_grpo.run.config.sizes import (
     ACCUMULATION,
     CP,

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.core.settings import Config, ParallelConfig
+from megatron_grpo.core.settings import ParallelConfig
+from megatron_grpo.run.config.settings import Config
 
 LAYOUT = "pipeline_model_parallel_layout"
 ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.core.settings import Config, TunerConfig
+from megatron_grpo.core.settings import TunerConfig
 from megatron_grpo.core.weights.names import WeightEntry, entries_in_layers, outer_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains, trains_all
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.rules import Rule, broken_rules, changed, settings_of, typed_fields
+from megatron_grpo.run.config.settings import Config
 
 _TOWER = ("freeze_vit", "freeze_aligner")
 _OF_FULL = ("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
