@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.core.base.errors import config_error
 from megatron_grpo.core.base.files import read_text
 from megatron_grpo.core.policy.flash import flash_obstacle
-from megatron_grpo.core.settings import Config
-from megatron_grpo.core.types import SequenceLengths
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.policy import attention_channels, sharing_obstacle
+from megatron_grpo.run.config.settings import Config
+
+if TYPE_CHECKING:
+    from megatron_grpo.core.types import SequenceLengths
 
 Lengths = Sequence[tuple[int, int]]  # (prompt, completion) in tokens
 LEAST_SAVING = 1 / 16  # of a group's tokens; on a CPU, sharing that saved less was slower than recomputing them
@@ -186,6 +188,8 @@ def lengths_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[S
         pairs: (prompt, completion) lengths in tokens.
         num_generations: Rows per group. Consecutive rows with one prompt length form a group.
     """
+    from megatron_grpo.core.types import SequenceLengths  # needs NumPy, which plan imports only for them
+
     lengths = []
     for begin in range(0, len(pairs), num_generations):
         group = pairs[begin : begin + num_generations]
