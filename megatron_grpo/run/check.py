@@ -15,7 +15,6 @@ from megatron_grpo.run.config import names
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.parse import ForeignDefault, ParsedConfig
 from megatron_grpo.run.config.read import format_value
-from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
 from megatron_grpo.run.config.rules import grpo as grpo_validation
 from megatron_grpo.run.config.rules import in_typed_names, stages
 from megatron_grpo.run.config.rules import policy as policy_validation
@@ -25,7 +24,7 @@ from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.rules.tuner import are_names_readable, freezing_problems
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.sizes import SizeModel
-from megatron_grpo.run.models import read_shape, read_teacher, rules_of, teacher_problems
+from megatron_grpo.run.models import find_parity_problems, read_shape, read_teacher, rules_of, teacher_problems
 
 _SEES = "false (vision-language model)"
 _TARGETS = ("target_modules", "target_regex", "exclude_modules")
@@ -250,7 +249,7 @@ def _settings_problems(parsed: ParsedConfig, shapes: Shapes) -> list[Problem]:
         *of_stages,
         *of_model,
         *tuner_problems(cfg, shape),
-        *bitwise_parity_validation.problems(cfg, shape),
+        *find_parity_problems(cfg, shape),
     ]
     problems = [in_typed_names(cfg, problem) for problem in unvalidated if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *problems]

@@ -18,7 +18,6 @@ from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, f
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.core.weights.families import FAMILIES, NOT_YET_BY_NAME
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.run.config.rules import bitwise_parity as bitwise_parity_validation
 from megatron_grpo.run.config.rules import policy as validation
 from megatron_grpo.run.config.rules import stages
 from megatron_grpo.run.config.rules.layout import layout_problems, length_problems
@@ -212,7 +211,7 @@ def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShap
 
 
 def _against(cfg: Config, shape: ModelShape) -> list[Problem]:
-    return [*validation.problems(cfg, shape), *bitwise_parity_validation.problems(cfg, shape)]
+    return [*validation.problems(cfg, shape), *find_parity_problems(cfg, shape)]
 
 
 def as_teacher_problem(problem: Problem) -> Problem:
@@ -266,3 +265,17 @@ def _of_environment(variable: str) -> int | None:
         name = next(name for name, env_name in images.VARIABLES.items() if env_name == variable)
         raise config_error(name, f"Environment variable {variable} ({text!r}) is not a positive number of pixels. Unset it, or set {name}.")
     return int(text)
+
+
+def find_parity_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
+    """Return the settings that conflict with `bitwise_parity`, whose rules are imported only with it; an empty list if it is off.
+
+    Args:
+        cfg: The settings of the run.
+        shape: The model's dimensions; None if unknown.
+    """
+    if not cfg.rollout.bitwise_parity:
+        return []
+    from megatron_grpo.run.config.rules import bitwise_parity
+
+    return bitwise_parity.problems(cfg, shape)

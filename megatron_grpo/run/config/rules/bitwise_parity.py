@@ -26,13 +26,13 @@ PROVEN = (
 
 
 def problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
-    """Return the settings that conflict with `bitwise_parity`; an empty list if it is off.
+    """Return the settings that conflict with `bitwise_parity`, which is on.
 
     Args:
         cfg: The settings of the run.
         shape: The model's dimensions; None if unknown.
     """
-    return list(broken_rules(RULES, settings_of(cfg, shape=shape))) if cfg.rollout.bitwise_parity else []
+    return list(broken_rules(RULES, settings_of(cfg, shape=shape)))
 
 
 def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
