@@ -55,7 +55,7 @@ def groups(rng: np.random.Generator) -> Table:
         computed = prompt - 1 + np.clip(rng.lognormal(6.2, 0.9, NUM_COMPLETIONS), 1, 8192).astype(np.int64)
 
         def packing(size=size, prompt=prompt, budget=budget, computed=computed):
-            rows = RowColumns.of_columns(
+            rows = RowColumns.from_columns(
                 group=np.arange(NUM_COMPLETIONS) // size, prefix=np.full(NUM_COMPLETIONS, prompt), num_contexts=np.ones_like(computed),
                 computed=computed, alignment=Alignment(), balance_length=48_000.0,
             )  # fmt: skip

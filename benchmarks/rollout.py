@@ -81,9 +81,9 @@ def main() -> None:
         return llm.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in asked], params, use_tqdm=False)
 
     def as_trl_asks(prompt: Prompt) -> SamplingParams:
-        return SamplingParams(n=sampling.n, max_tokens=sampling.max_completion_length, logprobs=0, seed=seed_of(prompt))
+        return SamplingParams(n=sampling.n, max_tokens=sampling.max_completion_length, logprobs=0, seed=derive_seed(prompt))
 
-    def seed_of(prompt: Prompt):
+    def derive_seed(prompt: Prompt):
         return engine._request_seed(1, prompt, sampling)
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -101,7 +101,7 @@ def main() -> None:
         ways = {
             OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023 - called at once, below
             BARE: lambda: ask(bare, asked, [as_trl_asks(prompt) for prompt in asked]),  # noqa: B023 - called in this pass
-            INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, seed_of(prompt), vocab_size=512) for prompt in asked]),  # noqa: B023 - called in this pass
+            INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, derive_seed(prompt), vocab_size=512) for prompt in asked]),  # noqa: B023 - called in this pass
             GENERATE: lambda: by_transformers(asked),  # noqa: B023 - called in this pass
         }
         for way in ways if turn % 2 else reversed(ways):

@@ -5,7 +5,7 @@
     python benchmarks/saving.py grids                  every rank of 64, 1,024 and 16,384 GPUs, by the code that saves
 
 The grids are simulated: shapes of a real model, cut as Megatron-Core cuts them, by the package's own `boxes`, `divide_tensors` and
-`metadata_of`.
+`serialize_metadata`.
 Bytes, pieces, files and descriptions are counted and not guessed; seconds of the first rank are measured; seconds of a copy are bytes by a
 rate that is said.
 """
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_grpo.core.policy.sharded_state import boxes
-from megatron_grpo.run.checkpoint.distributed import PlacedShard, Shard, divide_tensors, metadata_of
+from megatron_grpo.run.checkpoint.distributed import PlacedShard, Shard, divide_tensors, serialize_metadata
 
 TO_HOST = 50e9  # bytes a second from a GPU to pinned memory; `plan` assumes the same
 HEADER = 1100  # bytes that torch writes around a tensor
@@ -147,7 +147,7 @@ def one_grid(world: int, model: str, layout: dict) -> list[str]:
     sizes = [sum(part.length for part in pieces) for pieces in ranks]
     sent = sum(len(pickle.dumps(pieces)) for pieces in ranks)
     before = time.process_time()
-    said = metadata_of([(f"__{rank}_0.distcp", pieces) for rank, pieces in enumerate(ranks) if pieces])
+    said = serialize_metadata([(f"__{rank}_0.distcp", pieces) for rank, pieces in enumerate(ranks) if pieces])
     seconds = time.process_time() - before
     tracemalloc.start()
     pickle.loads(said)

@@ -70,7 +70,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
 
     def episodes() -> int:
         asked.clear()
-        play = EpisodeRunner(stage, prompts, n=8, seed_of=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
+        play = EpisodeRunner(stage, prompts, n=8, derive_seed=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
         turns = Cut(engine._llm.llm_engine, sampling, version=0)
         while not play.advance(turns, 10.0, version=0):
             pass

@@ -75,7 +75,7 @@ def write_good(folder: Path) -> dict[str, str]:
             "output_dir": str(folder / "out"), "max_completion_length": "8", "num_generations": "4"}  # fmt: skip
 
 
-def words_of(case: Case, at: Path, good: Mapping[str, str]) -> list[str]:
+def split_words(case: Case, at: Path, good: Mapping[str, str]) -> list[str]:
     change = case.flags(at, good) if callable(case.flags) else case.flags
     extra = case.extra(at, good) if callable(case.extra) else case.extra
     flags = {name: value for name, value in ({**good, **change}).items() if value is not None}
@@ -132,7 +132,7 @@ def judged(case: Case, command: str, outcome: Outcome, says: Sequence[str]) -> l
 def faults_of(case: Case, at: Path, good: Mapping[str, str]) -> tuple[list[str], str]:
     """(what is wrong with how both commands meet a case, what they said). at: a folder of its own."""
     at.mkdir(parents=True, exist_ok=True)
-    words = words_of(case, at, good)
+    words = split_words(case, at, good)
     says = case.says(at, good) if callable(case.says) else case.says
     outcomes = {command: run(command, words, case.environ, at) for command in case.commands}
     faults = [fault for command, outcome in outcomes.items() for fault in judged(case, command, outcome, says)]
@@ -800,7 +800,7 @@ def of_models() -> Iterator[Case]:
 # ---- adapters --------------------------------------------------------------------------------------------------------------------------
 
 
-def of_adapters() -> Iterator[Case]:
+def converts_adapters() -> Iterator[Case]:
     """A good one, of rank 2 and alpha 16 on q_proj and down_proj, broken in one way each."""
     from megatron_grpo.core.weights.lora import LoraSettings
     from tests.lora_cases import random_adapter
@@ -991,5 +991,17 @@ def of_places() -> Iterator[Case]:
 
 
 def everything() -> list[Case]:
-    makers = (of_settings, of_sizes, of_pairs, of_lines, of_files, of_dialects, of_data, of_models, of_adapters, of_rewards, of_places)
+    makers = (
+        of_settings,
+        of_sizes,
+        of_pairs,
+        of_lines,
+        of_files,
+        of_dialects,
+        of_data,
+        of_models,
+        converts_adapters,
+        of_rewards,
+        of_places,
+    )
     return [case for maker in makers for case in maker()]

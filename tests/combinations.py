@@ -86,7 +86,7 @@ def config_of(combination: Combination) -> GrpoConfig | None:
     return random_others(np.random.default_rng(whole_product().index(combination)), base, OTHERS)
 
 
-def runs_of(combinations: Sequence[Combination]) -> Runs:
+def iterate_runs(combinations: Sequence[Combination]) -> Runs:
     """Combination i is cut in way i, modulo four."""
     return {combination: (config_of(combination), CUTS[i % len(CUTS)]) for i, combination in enumerate(combinations)}
 
@@ -266,7 +266,7 @@ def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.nda
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
     found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(pending.placed())
-    return found[pending.rows.places_of([sample.rollout for sample in samples], [sample.row for sample in samples])]
+    return found[pending.rows.find_indices([sample.rollout for sample in samples], [sample.row for sample in samples])]
 
 
 def _worst(found: Mapping[str, np.ndarray], right: Expected, wanted: np.ndarray) -> tuple[float, str]:

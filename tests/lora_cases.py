@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo.core.weights.adapters import initial_adapter
-from megatron_grpo.core.weights.lora import PREFIX, LoraSettings, module_of, own_name, own_sizes, peft_name
+from megatron_grpo.core.weights.lora import PREFIX, LoraSettings, find_module, own_name, own_sizes, peft_name
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.hf_writer import write_adapter
@@ -83,16 +83,16 @@ def _with_experts(base, path, adapter: Path, dtype: str):
             name = f"{module}.{which}.weight"
             named[name] = torch.nn.Parameter(held[PREFIX + name].to(getattr(torch, dtype)))
             found.append(named[name])
-        return (*found, settings.scale_of(module))
+        return (*found, settings.compute_lora_scale(module))
 
     for name, module in list(base.named_modules()):
-        if isinstance(module, torch.nn.Linear) and ".layers." in name and settings.rank_of(name):
+        if isinstance(module, torch.nn.Linear) and ".layers." in name and settings.find_lora_rank(name):
             torch.nn.utils.parametrize.register_parametrization(module, "weight", _Delta([[pair(name)]]), unsafe=True)
         elif hasattr(module, "gate_up_proj"):
             block, (gate, up, down) = _block(path), _expert_names(path)
             experts = name.replace(".mlp.", f".{block}.")
             for attribute, parts in (("gate_up_proj", (gate, up)), ("down_proj", (down,))):
-                if not settings.rank_of(f"{experts}.0.{parts[0]}"):
+                if not settings.find_lora_rank(f"{experts}.0.{parts[0]}"):
                     continue
                 pairs = [[pair(f"{experts}.{e}.{part}") for part in parts] for e in range(len(module.gate_up_proj))]
                 torch.nn.utils.parametrize.register_parametrization(module, attribute, _Delta(pairs), unsafe=True)
@@ -111,9 +111,9 @@ def start_of(cfg: Config) -> Path:
     if cfg.tuner.adapters:
         return Path(cfg.tuner.adapters)
     shape = ModelShape.from_pretrained(cfg.model.model)
-    settings = LoraSettings.of(cfg.tuner, shape)
+    settings = LoraSettings.from_config(cfg.tuner, shape)
     sizes = own_sizes(settings, shape)
     read, out = initial_adapter(sizes, cfg.run.seed), Path(tempfile.mkdtemp())
-    config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), cfg.model.model, is_multimodal=shape.vision is not None)
+    config = settings.to_peft(dict.fromkeys(map(find_module, sizes)), cfg.model.model, is_multimodal=shape.vision is not None)
     write_adapter(out, ((peft_name(name, shape), read(name)) for name in sizes), config, {})
     return out

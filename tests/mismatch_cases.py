@@ -319,8 +319,8 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
         ComparedRow,
         ModelPair,
         compare_operations,
+        make_sequence,
         one_per_micro_batch,
-        sequence_of,
     )
     from megatron_grpo.core.parallel import collectives
     from megatron_grpo.core.rollout.engine import SamplingSettings
@@ -355,7 +355,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
         return policy.scorer.score(sequences, temperature=bench.temperature)
 
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
-    scored = score([sequence_of(one.sequence.token_ids, int(np.argmax(one.sequence.mask))) for one in completions])
+    scored = score([make_sequence(one.sequence.token_ids, int(np.argmax(one.sequence.mask))) for one in completions])
     rows = [
         ComparedRow(tokens=one.sequence.token_ids, is_sampled=one.sequence.mask, sampler=one.logprobs, trainer=trainer)
         for one, trainer in zip(completions, scored, strict=True)

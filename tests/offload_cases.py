@@ -50,7 +50,7 @@ LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
 SMALL = 32 << 10
 
 
-def inputs_of(name: str, dtype: str, folder: Path, *, layers: int = 4) -> tuple[Path, int, dict[str, Any]]:
+def read_size_inputs(name: str, dtype: str, folder: Path, *, layers: int = 4) -> tuple[Path, int, dict[str, Any]]:
     """The model's directory, how many ranks, and the settings."""
     from tests.lora_cases import random_adapter
     from tests.tiny_models import write_tiny

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.core.types import Sample
 from megatron_grpo.core.weights.trainable_parameters import parameter_trains, trains
-from megatron_grpo.core.weights.vision_towers import part_of
+from megatron_grpo.core.weights.vision_towers import find_part
 from megatron_grpo.run.config.settings import Config
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
@@ -278,9 +278,9 @@ def with_zero_std(steps: Sequence[Sequence[Sample]], *prompts: int) -> list[list
 
 def with_prefix(group: Sequence[Sample]) -> list[Sample]:
     """A group whose rows know what they all begin with, as those of a rollout do."""
-    from megatron_grpo.core.batching.prefix_groups import common_prefix, contexts_of
+    from megatron_grpo.core.batching.prefix_groups import common_prefix, list_contexts
 
-    prefix = common_prefix(group, contexts_of(group))
+    prefix = common_prefix(group, list_contexts(group))
     return [dataclasses.replace(sample, prefix=prefix) for sample in group]
 
 
@@ -336,7 +336,7 @@ def build(path: str | Path, cfg: Config, world: int, parallel=None):
     return build_policy(cfg, parallel or join(cfg, world), model_path=path, num_steps=100)
 
 
-def step_of(samples: Sequence[Sample], index: int, rows_per_slice: int):
+def find_step(samples: Sequence[Sample], index: int, rows_per_slice: int):
     """The timetable's row for one global batch of these samples, in order."""
     slices = [(first, first + rows_per_slice) for first in range(0, len(samples), rows_per_slice)]
     micro_steps = [SimpleNamespace(rollout=samples[first].rollout, rows=(first, end), on_policy_version=index) for first, end in slices]
@@ -373,7 +373,7 @@ def batch_of(policy, samples: Sequence[Sample], index: int):
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient)
     pending = pending.restored(samples if policy.parallel.is_rank_zero else [])
-    step = step_of(samples, index, policy.cut.rows_per_slice)
+    step = find_step(samples, index, policy.cut.rows_per_slice)
     return pending.batch(step, token_weight_fn=policy.loss.token_weights)[1]
 
 
@@ -412,7 +412,7 @@ def _complete(buffer) -> None:
 
 def rate_of(name: str, o: OptimizerConfig) -> OptimizerConfig:
     """With the peak learning rate of a parameter, by its name in transformers' model or in a file."""
-    given = {"vit": o.vit_lr, "aligner": o.aligner_lr}.get(part_of(name))
+    given = {"vit": o.vit_lr, "aligner": o.aligner_lr}.get(find_part(name))
     return o if given is None else dataclasses.replace(o, lr=given, min_lr=min(o.min_lr, given))
 
 
@@ -654,10 +654,10 @@ def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict
 
 
 def _family(path):
-    from megatron_grpo.core.weights.families import family_of
+    from megatron_grpo.core.weights.families import find_family
     from megatron_grpo.core.weights.shape import read_config
 
-    return family_of(read_config(path))
+    return find_family(read_config(path))
 
 
 def _expert_names(path):

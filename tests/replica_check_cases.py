@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_grpo.commands.analysis.replica_check import ReplicaCheck, tensors_of
+from megatron_grpo.commands.analysis.replica_check import ReplicaCheck, list_tensors
 from tests import parity_cases as cases
 from tests.step_dump_cases import flip, fresh
 
@@ -66,7 +66,7 @@ def on_second(change: Callable[[Any], None]) -> Callable[[Any, int], None]:
 
 
 def flipped(name: str, *, bit: int = 0):
-    return on_second(lambda policy: flip(tensors_of(policy)[name], 1, bit))
+    return on_second(lambda policy: flip(list_tensors(policy)[name], 1, bit))
 
 
 def without(function: str):
@@ -86,7 +86,7 @@ def unsummed(name: str):
     @contextlib.contextmanager
     def wrap(policy, rank):
         config, finish = policy.wrapped[0].config, policy.wrapped[0].config.finalize_model_grads_func
-        parameter = tensors_of(policy)[name]
+        parameter = list_tensors(policy)[name]
 
         def keep(model, *args, **kwargs):
             own = parameter.main_grad.clone()
@@ -113,7 +113,7 @@ def log_probs_off(by: float, *, ranks: tuple[int, ...] = (1,)):
             *others, logprobs, entropy = others
             return loss(*others, logprobs + by * (rank in ranks), entropy)
 
-        with mock.patch.object(StepLoss, "__call__", off), mock.patch.object(StepLoss, "slope_of", lambda *args: None):
+        with mock.patch.object(StepLoss, "__call__", off), mock.patch.object(StepLoss, "make_slope", lambda *args: None):
             yield
 
     return wrap
@@ -140,7 +140,7 @@ def faster(policy: Any) -> None:
 
 
 def unmarked(policy: Any, rank: int) -> None:
-    del tensors_of(policy)[QKV].tensor_model_parallel
+    del list_tensors(policy)[QKV].tensor_model_parallel
 
 
 def alone_in(path: str, attribute: str):

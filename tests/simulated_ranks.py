@@ -93,7 +93,7 @@ class Scorer:
 
 
 def token_weight_fn(num_masked, *, is_truncated, is_zero_std):
-    return SimpleNamespace(of_rows=np.ones(len(num_masked)), num_sequences=len(num_masked), num_loss_tokens=sum(num_masked))
+    return SimpleNamespace(row_weights=np.ones(len(num_masked)), num_sequences=len(num_masked), num_loss_tokens=sum(num_masked))
 
 
 class Prompts:
@@ -165,7 +165,7 @@ class OneRank:
         for row in range(self.num_rows):
             number, place = divmod(row, self.group_size)
             source = number % self.world.size
-            if self.cut.dp_rank_of(row) == self.me and source != self.me:
+            if self.cut.find_dp_rank(row) == self.me and source != self.me:
                 here.setdefault(source, []).append(((0, row), self.answer(prompt(number), place, 0)))
         return here
 

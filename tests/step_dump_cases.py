@@ -14,8 +14,8 @@ from megatron_grpo.core.batching.schedule import MicroStep, ScheduledStep
 from tests import parity_cases as cases
 
 
-def step_of(samples, index: int, rows_per_slice: int) -> ScheduledStep:
-    """As `parity_cases.step_of`, of the timetable's own kind."""
+def find_step(samples, index: int, rows_per_slice: int) -> ScheduledStep:
+    """As `parity_cases.find_step`, of the timetable's own kind."""
     micro_steps = tuple(
         MicroStep(micro_step=n, optimizer_step=index, rollout=samples[first].rollout, pass_index=0, slice_index=n,
                   rows=(first, first + rows_per_slice), sampled_by_version=index, on_policy_version=index,
@@ -59,7 +59,7 @@ def take(policy, step_callback, samples, index: int):
     from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
-    step = step_of(samples, index, policy.cut.rows_per_slice)
+    step = find_step(samples, index, policy.cut.rows_per_slice)
     pending, batch = pending.batch(step, token_weight_fn=policy.loss.token_weights)
     with step_callback(step, pending) as beside:
         return policy.train_step(batch, beside)

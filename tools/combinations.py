@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def product(layouts: list[str]) -> int:
-    runs, is_good = every.runs_of(every.whole_product()), True
+    runs, is_good = every.iterate_runs(every.whole_product()), True
     with tempfile.TemporaryDirectory() as name:
         made = every.material(Path(name))
         right = every.expect(made, runs, Path(name))

@@ -240,7 +240,7 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[
     if warm_up_steps:
         from megatron_grpo.core.images import ImageProcessorSpec
 
-        image_spec = ImageProcessorSpec.of(folder)
+        image_spec = ImageProcessorSpec.from_pretrained(folder)
         train, test = (read_rows(data, name, words, image_spec) for name in ("train", "test"))
         print(f"[model] Qwen2.5-VL with {num_parameters:,} parameters; warm-up on {len(train)} pictures, one to two minutes", flush=True)
         score = warm_up(model, words, train, test, seed, {**WARM_UP, "steps": warm_up_steps})

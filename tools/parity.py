@@ -106,7 +106,7 @@ def compare_offload() -> int:
     red = 0
     for name, dtype in ((name, dtype) for name in offload_cases.LAYOUTS for dtype in ("float32", "bfloat16")):
         with tempfile.TemporaryDirectory() as folder:
-            path, world, settings = offload_cases.inputs_of(name, dtype, Path(folder))
+            path, world, settings = offload_cases.read_size_inputs(name, dtype, Path(folder))
             found = run_ranks(offload_cases.differences, world, path, settings, Path(folder), timeout=300)
         wrong = [one for rank in found for problems in rank.values() for one in problems]
         red += bool(wrong)

@@ -106,14 +106,14 @@ def write_own_files(tree: Path) -> None:
     """The files of the list, in which `@Name` stands for the module of a side that defines the class Name."""
     sources = {file: file.read_text() for file in sorted((tree / "megatron_grpo").rglob("*.py"))}
 
-    def module_of(found: re.Match[str]) -> str:
+    def find_module(found: re.Match[str]) -> str:
         at = [file for file, source in sources.items() if re.search(rf"^class {found[1]}\b", source, re.MULTILINE)]
         if len(at) != 1:
             raise SystemExit(f"the class {found[1]} of an input is defined in {len(at)} files: {', '.join(map(str, at))}")
         return dotted(at[0], tree)
 
     for name, text in ASKED["files"].items():
-        Path(name).write_text(re.sub(r"(?<=from )@(\w+)", module_of, text))
+        Path(name).write_text(re.sub(r"(?<=from )@(\w+)", find_module, text))
 
 
 def dotted(file: Path, tree: Path) -> str:
@@ -168,7 +168,7 @@ def sentences(tree: Path) -> Results:
     for number, case in enumerate(bad_inputs.everything()):
         at = here / str(number)
         at.mkdir(parents=True)
-        words = bad_inputs.words_of(case, at, good)
+        words = bad_inputs.split_words(case, at, good)
         for command in case.commands if number % 10 == 0 else case.commands[-1:]:  # `plan` and `train` say the same: CI holds that
             outcome = bad_inputs.run(command, words, case.environ, at)
             yield f"{command}: {case.name}", f"exit code {outcome.code}\n{outcome.stdout}\n{outcome.stderr}"

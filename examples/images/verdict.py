@@ -56,7 +56,7 @@ def answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[st
 
     from megatron_grpo import ImageProcessorSpec
 
-    words, image_spec = AutoTokenizer.from_pretrained(model_path), ImageProcessorSpec.of(model_path)
+    words, image_spec = AutoTokenizer.from_pretrained(model_path), ImageProcessorSpec.from_pretrained(model_path)
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="float32").eval()
     found = []
     for row in rows:

@@ -170,7 +170,7 @@ class RankProcesses:
         attempt.mkdir(parents=True)
         env = dict(os.environ)
         launcher.forget(env)
-        env |= launcher.environment_of(rank, world_size=self.number, port=port, error_file=attempt / "error.json")
+        env |= launcher.make_environment(rank, world_size=self.number, port=port, error_file=attempt / "error.json")
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it
         package = str(Path(__file__).parents[2])

@@ -34,11 +34,11 @@ def explicit_settings(args: Any) -> dict[str, Any]:
     if isinstance(args, Mapping):
         return dict(args)
     if any(base.__module__.startswith("trl.") and base.__name__ == "GRPOConfig" for base in type(args).__mro__):
-        return {"dialect": "trl"} | _of_trl(args)
+        return {"dialect": "trl"} | _read_trl_config(args)
     raise config_error("args", f"args is a {type(args).__name__}: pass a GRPOConfig of megatron_grpo or of TRL, or a mapping.")
 
 
-def _of_trl(args: Any) -> dict[str, Any]:
+def _read_trl_config(args: Any) -> dict[str, Any]:
     """Return the fields of TRL's GRPOConfig that differ from their defaults.
 
     They are compared with the defaults of the fields: an instance of defaults alone cannot be made on a CPU, where bf16 is refused.

@@ -128,7 +128,7 @@ def setting(
     return field(default=default, metadata={"setting": row})
 
 
-def range_of(group: type, name: str) -> Range:
+def read_range(group: type, name: str) -> Range:
     """Return the range of a setting.
 
     Args:

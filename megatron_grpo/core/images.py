@@ -83,7 +83,7 @@ class ImageSource:
                 return (width, height) if _orientation(image) in _SIDEWAYS else (height, width)
 
 
-def source_of(value: Any, root: Path) -> ImageSource:
+def make_image_source(value: Any, root: Path) -> ImageSource:
     """Return the source of an image in a data set row.
 
     Args:
@@ -97,7 +97,7 @@ def source_of(value: Any, root: Path) -> ImageSource:
         content, name = value.get("bytes"), value.get("path")
         if content is None and name is None:
             raise ImageError("has neither bytes nor a path")
-        return source_of(name, root) if content is None else ImageSource(str(name or "bytes"), held=bytes(content))
+        return make_image_source(name, root) if content is None else ImageSource(str(name or "bytes"), held=bytes(content))
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ImageSource("bytes", held=bytes(value))
     if isinstance(value, str):
@@ -267,7 +267,9 @@ class ImageProcessorSpec:
     settings: Mapping[str, Any] = field(repr=False)
 
     @classmethod
-    def of(cls, model_path: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessorSpec | None:
+    def from_pretrained(
+        cls, model_path: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> ImageProcessorSpec | None:
         """Read the image settings from the files of a model.
 
         Args:
@@ -482,7 +484,7 @@ class PatchCache:
 _KEY_BYTES = 16
 
 
-def key_of(data: bytes, image_spec: ImageProcessorSpec) -> str:
+def compute_image_key(data: bytes, image_spec: ImageProcessorSpec) -> str:
     """Return the key of an image: a digest of its bytes, keyed by the processor settings.
 
     Args:

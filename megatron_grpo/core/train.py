@@ -225,8 +225,8 @@ def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedS
     if trained.skipped_step:
         row_info = {}
         for rollout, row in trained.skipped_step.rows:
-            number = int(rows.prompt_number[rows.places_of(rollout, row)])
-            row_info[rollout, row] = dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.row_of(number))
+            number = int(rows.prompt_number[rows.find_indices(rollout, row)])
+            row_info[rollout, row] = dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.find_row(number))
         run.logger.skipped_step(progress, trained.skipped_step.record(row_info), trained.skipped_step.lines(row_info))
 
 

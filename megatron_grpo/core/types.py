@@ -123,7 +123,7 @@ class RowLengths:
         return len(self.group)
 
     @classmethod
-    def of(cls, rows: RowLengths | SequenceOf[SequenceLengths]) -> RowLengths:
+    def from_rows(cls, rows: RowLengths | SequenceOf[SequenceLengths]) -> RowLengths:
         """Return the lengths of rows as arrays. A row that shares with none has a group to itself.
 
         Args:
@@ -557,7 +557,7 @@ class GroupMetadata:
         return tuple(not (refused or failed) for refused, failed in zip(self.is_refused, is_failed, strict=True))
 
     @classmethod
-    def of(cls, scored: ScoredGroup) -> GroupMetadata:
+    def from_group(cls, scored: ScoredGroup) -> GroupMetadata:
         """Return the metadata of a scored group.
 
         Args:
@@ -664,7 +664,7 @@ def tokens_by_version(spans: Iterable[SequenceOf[int]]) -> dict[str, np.ndarray]
     Args:
         spans: Of each row, version, begin, end of each stretch, one after another; empty if all its tokens are of one version.
     """
-    arrays = [np.array(of_row, dtype=np.int64).reshape(-1, 3) for of_row in spans]
+    arrays = [np.array(row_spans, dtype=np.int64).reshape(-1, 3) for row_spans in spans]
     all_spans = np.concatenate([np.zeros((0, 3), dtype=np.int64), *arrays])
     return {
         "num_stretches": np.array([len(array) for array in arrays], dtype=np.int64),
@@ -697,7 +697,7 @@ class SampleWithOldLogprobs(Sample):
 
 
 # Fields that `Sample` and `TrainingRows` share.
-OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "on_policy_version", "prefix", "is_zero_std", "is_truncated")
+SHARED_FIELDS = ("rollout", "row", "prompt_number", "version", "on_policy_version", "prefix", "is_zero_std", "is_truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -749,7 +749,7 @@ class TrainingRows:
         return RowLengths(group=group, prefix=self.prefix, num_contexts=self.num_contexts, contexts=self.contexts)
 
     @classmethod
-    def of(cls, samples: SequenceOf[Sample], *, dp_rank: np.ndarray) -> TrainingRows:
+    def from_samples(cls, samples: SequenceOf[Sample], *, dp_rank: np.ndarray) -> TrainingRows:
         """Return the rows of samples.
 
         Args:
@@ -759,7 +759,7 @@ class TrainingRows:
         flags = {"is_zero_std", "is_truncated", "is_zero_advantage"}
         known = {
             name: np.array([getattr(sample, name) for sample in samples], dtype=bool if name in flags else np.int64)
-            for name in (*OF_ROW_AND_SAMPLE, "num_masked", "is_zero_advantage")
+            for name in (*SHARED_FIELDS, "num_masked", "is_zero_advantage")
         }
         contexts = [sample.contexts for sample in samples]
         return cls(
@@ -793,7 +793,7 @@ class TrainingRows:
             stretches=self.stretches[chosen],
         )
 
-    def places_of(self, rollout: Any, row: Any) -> np.ndarray:
+    def find_indices(self, rollout: Any, row: Any) -> np.ndarray:
         """Return the index of each of some rows, int64 [k].
 
         Args:
@@ -981,8 +981,8 @@ class GlobalBatch:
     def rows_by_micro_batch(self) -> list[list[list[list[int]]]]:
         """Return (rollout, row) of the rows of the whole step, indexed by micro-batch, data-parallel rank and row."""
         parts = iter(np.split(self.placed, np.cumsum(self.counts.ravel())[:-1]))
-        by_rank = [[next(parts).tolist() for _ in of_rank] for of_rank in self.counts]
-        return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+        by_rank = [[next(parts).tolist() for _ in rank_counts] for rank_counts in self.counts]
+        return [list(rank_parts) for rank_parts in zip(*by_rank, strict=True)]
 
     @property
     def newest_version(self) -> int:

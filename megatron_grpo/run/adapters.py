@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, problem_with
-from megatron_grpo.core.field import range_of
+from megatron_grpo.core.field import read_range
 from megatron_grpo.core.settings import TunerConfig
-from megatron_grpo.core.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, LoraSync, linear_modules, lora_of, own_name, own_sizes
+from megatron_grpo.core.weights.lora import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    LoraSettings,
+    LoraSync,
+    linear_modules,
+    make_lora_settings,
+    own_name,
+    own_sizes,
+)
 from megatron_grpo.core.weights.safetensors_files import stored_shapes
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.tuner import NO_ADAPTER
@@ -43,10 +53,10 @@ def lora_sync(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
     Raises:
         ConfigError: `vllm_enable_lora true` is impossible, or the adapter to start from cannot be read.
     """
-    settings = lora_of(cfg.tuner, shape)
+    settings = make_lora_settings(cfg.tuner, shape)
     if settings is None:
         return None
-    modules = frozenset(module.name for module in linear_modules(shape) if settings.rank_of(module.name))
+    modules = frozenset(module.name for module in linear_modules(shape) if settings.find_lora_rank(module.name))
     setting, obstacle = cfg.tuner.vllm_enable_lora, adapter_obstacle(settings, shape, on_gpu=on_gpu) or sampler_obstacle
     if setting and obstacle:
         raise ConfigError([Problem(flags=("vllm_enable_lora",), nearest={"vllm_enable_lora": [False]}, message=(
@@ -87,7 +97,7 @@ def adapter_obstacle(settings: LoraSettings, shape: ModelShape, *, on_gpu: bool 
     """
     if slot_rank(_named_rank(settings)) is None:
         return f"vLLM supports ranks up to {SLOT_RANKS[-1]}, but the adapter's configuration has {_named_rank(settings)}"
-    targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
+    targeted = [module for module in linear_modules(shape) if settings.find_lora_rank(module.name)]
     if any(module.name.endswith(".kv_b_proj") for module in targeted):
         return "vLLM merges kv_b_proj into latent attention when it loads a model, and would ignore its adapter"
     if any(".linear_attn." in module.name for module in targeted):
@@ -111,7 +121,7 @@ def _uneven_experts(settings: LoraSettings, shape: ModelShape) -> str | None:
     for module in linear_modules(shape):
         if module.is_expert:
             layer, name = module.name.split(".experts.")
-            ranks[layer, name.rsplit(".", 1)[1]].add(settings.rank_of(module.name))
+            ranks[layer, name.rsplit(".", 1)[1]].add(settings.find_lora_rank(module.name))
     layers = {layer for layer, _ in ranks if any(sizes != {0} for (other_layer, _), sizes in ranks.items() if other_layer == layer)}
     uneven = [f"{layer}.experts" for (layer, _), sizes in ranks.items() if layer in layers and (len(sizes) > 1 or sizes == {0})]
     if not uneven:
@@ -190,7 +200,7 @@ def _differences(stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
 
 
 def _numbers(settings: LoraSettings) -> Iterator[str]:
-    allowed = range_of(TunerConfig, "lora_rank")
+    allowed = read_range(TunerConfig, "lora_rank")
     for name, rank in {"r": settings.rank, **{f"rank_pattern {key}": rank for key, rank in settings.rank_pattern.items()}}.items():
         if not isinstance(rank, int) or not allowed.admits(rank):
             yield f"{name} ({rank}), which must be {allowed}."
@@ -229,7 +239,7 @@ def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
         shape: Shape of the model.
     """
     expert_words = {module.name.rsplit(".", 1)[1] for module in linear_modules(shape) if module.is_expert}
-    targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
+    targeted = [module for module in linear_modules(shape) if settings.find_lora_rank(module.name)]
     unread = [module.name for module in targeted if not module.is_expert and module.name.rsplit(".", 1)[1] in expert_words]
     if not unread:
         return None

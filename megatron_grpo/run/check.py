@@ -24,7 +24,7 @@ from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.rules.tuner import are_names_readable, freezing_problems
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.sizes import SizeModel
-from megatron_grpo.run.models import find_parity_problems, read_shape, read_teacher, rules_of, teacher_problems
+from megatron_grpo.run.models import find_parity_problems, make_size_model, read_shape, read_teacher, teacher_problems
 
 _SEES = "false (vision-language model)"
 _TARGETS = ("target_modules", "target_regex", "exclude_modules")
@@ -72,11 +72,11 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
     is_lora = tuner.tuner_type == "lora"
     for flag, directory in (("adapters", tuner.adapters), ("ref_adapters", tuner.ref_adapters)) if is_lora else ():
         if directory:
-            problems += _of_files(cfg, flag, directory, shape)
+            problems += _check_files(cfg, flag, directory, shape)
     if shape is None or not are_names_readable(cfg):
         return problems
     if is_lora and not tuner.adapters:
-        problems += LoraSettings.of(tuner, shape).problems(shape)
+        problems += LoraSettings.from_config(tuner, shape).problems(shape)
     problems += freezing_problems(tuner, shape)
     return problems or _weight_sync_problems(cfg, shape)
 
@@ -92,7 +92,7 @@ def _weight_sync_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     return []
 
 
-def _of_files(cfg: Config, flag: str, directory: str, shape: ModelShape | None) -> list[Problem]:
+def _check_files(cfg: Config, flag: str, directory: str, shape: ModelShape | None) -> list[Problem]:
     try:
         settings = LoraSettings.from_peft(directory, flag=flag)
     except ConfigError as error:
@@ -109,11 +109,11 @@ def with_adapter(cfg: Config) -> Config:
     """
     if cfg.tuner.tuner_type != "lora" or not cfg.tuner.adapters:
         return cfg
-    values = _settings_of(LoraSettings.from_peft(cfg.tuner.adapters))
+    values = _list_settings(LoraSettings.from_peft(cfg.tuner.adapters))
     return cfg.with_values(values, sources=dict.fromkeys(values, "derived from adapters"))
 
 
-def _settings_of(settings: LoraSettings) -> dict[str, Any]:
+def _list_settings(settings: LoraSettings) -> dict[str, Any]:
     return {
         "lora_rank": settings.rank,
         "lora_alpha": float(settings.alpha),
@@ -131,7 +131,7 @@ def _contradictions(cfg: Config, stored: LoraSettings, shape: ModelShape | None)
 
     The files decide, so a different typed value would not train the stored adapter.
     """
-    values = _settings_of(stored)
+    values = _list_settings(stored)
     conflicting = [name for name in values if name in cfg.typed and name not in _TARGETS and getattr(cfg.tuner, name) != values[name]]
     for name in conflicting:
         message = (
@@ -142,7 +142,7 @@ def _contradictions(cfg: Config, stored: LoraSettings, shape: ModelShape | None)
         yield Problem(flags=(name, "adapters"), message=message)
     targets = [name for name in _TARGETS if name in cfg.typed]
     if targets and shape and are_names_readable(cfg):
-        selected, stored_targets = _targeted(LoraSettings.of(cfg.tuner, shape), shape), _targeted(stored, shape)
+        selected, stored_targets = _targeted(LoraSettings.from_config(cfg.tuner, shape), shape), _targeted(stored, shape)
         if selected != stored_targets:
             flags_text = ", ".join(f"{name} ({format_value(getattr(cfg.tuner, name))})" for name in targets)
             yield Problem(
@@ -196,12 +196,12 @@ def check_parsed(parsed: ParsedConfig) -> CheckedConfig:
         raise ConfigError(parsed.problems)
     shape, model_problems = read_shape(parsed.config.model.model)
     parsed = with_tower(parsed, shape)
-    teacher, of_teacher = read_teacher(parsed.config)
-    model = rules_of(shape) if shape else SizeModel()
+    teacher, reading_problems = read_teacher(parsed.config)
+    model = make_size_model(shape) if shape else SizeModel()
     if parsed.config.grpo.teacher_model:
-        model = replace(model, teacher=rules_of(teacher) if teacher else SizeModel())
+        model = replace(model, teacher=make_size_model(teacher) if teacher else SizeModel())
     cfg, shapes = parsed.config, (shape, teacher)
-    problems = [*parsed.problems, *model_problems, *of_teacher, *_settings_problems(parsed, shapes)]
+    problems = [*parsed.problems, *model_problems, *reading_problems, *_settings_problems(parsed, shapes)]
     size_faults = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
     if problems or size_faults:
         raise ConfigError([_with_proven_values(problem, parsed, shapes, model) for problem in problems] + size_faults)
@@ -235,19 +235,19 @@ def _settings_problems(parsed: ParsedConfig, shapes: Shapes) -> list[Problem]:
     """Return all problems except those of parsing and of batch sizes."""
     cfg, (shape, teacher) = parsed.config, shapes
     longest = longest_context(cfg, cfg.data.max_prompt_length or 1)
-    of_stages = list(stages.problems(cfg, shape.num_layers if shape else None))
-    of_model: list[Problem] = []
-    if shape and not of_stages:
+    stage_problems = list(stages.problems(cfg, shape.num_layers if shape else None))
+    shape_problems: list[Problem] = []
+    if shape and not stage_problems:
         # `size_problems` reports values below one.
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
-        of_model = [*length_problems(shape, longest), *engine, *policy_validation.problems(cfg, shape)]
-    if teacher and not of_stages:
-        of_model += teacher_problems(cfg, shape, teacher, longest)
+        shape_problems = [*length_problems(shape, longest), *engine, *policy_validation.problems(cfg, shape)]
+    if teacher and not stage_problems:
+        shape_problems += teacher_problems(cfg, shape, teacher, longest)
     unvalidated = [
         *grpo_validation.problems(cfg),
-        *of_stages,
-        *of_model,
+        *stage_problems,
+        *shape_problems,
         *tuner_problems(cfg, shape),
         *find_parity_problems(cfg, shape),
     ]

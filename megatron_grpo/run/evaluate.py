@@ -49,7 +49,7 @@ class EvaluationSpec:
     seed: int = 0
     episodes: str = ""
 
-    def seed_of(self, name: str) -> int:
+    def derive_seed(self, name: str) -> int:
         """Return the run seed of a set for `prompt_seed`: different from that of any training run and of any other set.
 
         Args:
@@ -63,11 +63,11 @@ class EvaluationSpec:
         Args:
             name: Name of the set.
         """
-        parts = (self.sampling, self.score, self.seed_of(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
+        parts = (self.sampling, self.score, self.derive_seed(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
         return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-def sampling_of(training: SamplingSettings, config: EvalSampling) -> SamplingSettings:
+def make_eval_sampling(training: SamplingSettings, config: EvalSampling) -> SamplingSettings:
     """Return the sampling settings of an evaluation: those of training, with the overrides in `config`.
 
     Greedy sampling (temperature 0) uses the whole vocabulary, without top-p, top-k and min-p unless `config` sets them.
@@ -114,7 +114,8 @@ class Evaluator:
         spec = self.question
         with self.sampler.wake_up():
             groups_by_name = {
-                name: self.sampler.generate(list(prompts), spec.sampling, seed=spec.seed_of(name)) for name, prompts in spec.sets.items()
+                name: self.sampler.generate(list(prompts), spec.sampling, seed=spec.derive_seed(name))
+                for name, prompts in spec.sets.items()
             }
         return [self._scored(name, groups) for name, groups in groups_by_name.items()]
 

@@ -18,27 +18,27 @@ from megatron_grpo.run import plug_ins
 from megatron_grpo.run.assemble.engines import sampler_of_run
 from megatron_grpo.run.assemble.output import start_parallel
 from megatron_grpo.run.assemble.policy import build_loaded
-from megatron_grpo.run.assemble.run import build_evaluator, generator_of
+from megatron_grpo.run.assemble.run import build_evaluator, build_generator
 from megatron_grpo.run.check import tuner_problems, with_adapter
 from megatron_grpo.run.checkpoint.manifest import read_manifest
 from megatron_grpo.run.checkpoint.output_files import overwrite_obstacle
 from megatron_grpo.run.config import ParsedConfig
-from megatron_grpo.run.config.evaluation import sets_of
+from megatron_grpo.run.config.evaluation import list_sets
 from megatron_grpo.run.config.rules.layout import engine_problems
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.inputs import OF_A_RUN, ValidatedInputs, read_inputs, settings_of_sampler
+from megatron_grpo.run.inputs import TRAINING_PARTS, ValidatedInputs, read_inputs, settings_of_sampler
 from megatron_grpo.run.lifecycle import take_output_dir
 from megatron_grpo.run.metrics.display import Display
 from megatron_grpo.run.metrics.evaluations import EvaluationResult, Evaluations, describe
-from megatron_grpo.run.open_checkpoint import layout_of, settings_of_checkpoint
+from megatron_grpo.run.open_checkpoint import read_layout, settings_of_checkpoint
 from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.rewards.reward_manager import RewardManager
 
 if TYPE_CHECKING:
     from megatron_grpo.core.policy.reference import FrozenPolicy
 
-_OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
+_RUN_FILES, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 
 
 def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
@@ -55,9 +55,9 @@ def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
         ConfigError: With all problems, before a model loads.
     """
     cfg = evaluation_settings(parsed)
-    inputs = read_inputs(cfg, OF_A_RUN)
+    inputs = read_inputs(cfg, TRAINING_PARTS)
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
-        layout, problems = layout_of(cfg, inputs.shape)
+        layout, problems = read_layout(cfg, inputs.shape)
         engine_ranks = 1 if cfg.rollout.vllm_mode == "server" else cfg.rollout.vllm_tensor_parallel_size
         problems += engine_problems(inputs.shape, engine_ranks, world_size=layout.world_size)
         if problems := [*problems, *tuner_problems(cfg, inputs.shape)]:
@@ -91,7 +91,7 @@ def evaluation_settings(parsed: ParsedConfig) -> Config:
     cfg, problems = parsed.config, list(parsed.problems)
     if "output_dir" not in cfg.typed:
         problems.append(problem_with("output_dir", "eval needs --output_dir."))
-    elif run_files := [name for name in _OF_A_RUN if (Path(cfg.run.output_dir) / name).exists()]:
+    elif run_files := [name for name in _RUN_FILES if (Path(cfg.run.output_dir) / name).exists()]:
         out = cfg.run.output_dir
         message = f"output_dir ({out}) contains a training run ({', '.join(run_files)}). Use another directory: {out}-eval."
         problems.append(problem_with("output_dir", message))
@@ -101,7 +101,7 @@ def evaluation_settings(parsed: ParsedConfig) -> Config:
         cfg = _without_other_sets(settings_of_checkpoint(cfg, Path(cfg.run.resume)), typed_cfg=cfg)
     elif cfg.tuner.adapters:
         cfg = with_adapter(cfg.with_values({"tuner_type": "lora"})) if Path(cfg.tuner.adapters).is_dir() else cfg
-    if not problems and not sets_of(cfg):
+    if not problems and not list_sets(cfg):
         message = "eval requires held-out prompts: --eval_datasets name=path ..., or --eval_dataset path."
         problems.append(problem_with("eval_datasets", message))
     if problems := [*problems, *validate(cfg.with_values({"eval_steps": 0}), parsed.unreadable)]:
@@ -135,7 +135,9 @@ def evaluate(
             model, engine, verify=cfg.rollout.verify_weight_sync, is_coarse=is_coarse, starts_as_checkpoint=False
         )
         weight_sync.sync_weights(step)
-        sampler = generator_of(sampled_cfg, inputs, sampler, reward_manager, Timers(), sync_again=partial(weight_sync.sync_weights, step))
+        sampler = build_generator(
+            sampled_cfg, inputs, sampler, reward_manager, Timers(), sync_again=partial(weight_sync.sync_weights, step)
+        )
     return step, build_evaluator(sampled_cfg, inputs, sampler, reward_manager, last_step=0).run()
 
 

@@ -34,7 +34,7 @@ from megatron_grpo.run.checkpoint.fingerprints import base_problems, model_finge
 from megatron_grpo.run.checkpoint.manifest import read_manifest
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.config.table import bytes_of, table
+from megatron_grpo.run.config.table import parse_byte_size, table
 from megatron_grpo.run.hf_writer import HfWriter, write_adapter
 from megatron_grpo.run.metrics.model_card import CARD, CURVES, ModelCard, write_card
 from megatron_grpo.run.metrics.records import BestEffort
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_grpo.core.policy.reference import FrozenPolicy
 
 logger = logging.getLogger(__name__)
-_OF_THE_HUB = ("push_to_hub", "hub_model_id")
+_HUB_SETTINGS = ("push_to_hub", "hub_model_id")
 Stream = Iterable[tuple[str, torch.Tensor]]  # (name, full tensor) pairs; iterating is collective
 
 
@@ -63,7 +63,7 @@ def export_hf(
     """
     with drain_rest(tensors) as remaining:
         if collectives.rank() == 0:
-            write = HfWriter(out, source, dtype=dtype, expected=expected, max_shard_bytes=bytes_of(max_shard_size) or 1)
+            write = HfWriter(out, source, dtype=dtype, expected=expected, max_shard_bytes=parse_byte_size(max_shard_size) or 1)
             with write, activity.phase("exporting", total=len(expected), unit="tensors"):
                 for name, tensor in remaining:
                     write(name, tensor)
@@ -171,7 +171,7 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
         weight, module = read(name), name.removesuffix(".weight")
         if module + A not in adapted:
             return weight
-        delta = settings.scale_of(module) * (read_adapter(module + B).float() @ read_adapter(module + A).float())
+        delta = settings.compute_lora_scale(module) * (read_adapter(module + B).float() @ read_adapter(module + A).float())
         return (weight.float() + delta).to(weight.dtype)
 
     with HfWriter(out, model, expected=names) as write:
@@ -250,13 +250,13 @@ def _repository(cfg: Config, suffix: str) -> str:
     keep_secret(token := get_token())
     if not token:
         raise config_error(
-            _OF_THE_HUB, "push_to_hub true requires a token with write access: set HF_TOKEN, or log in with `hf auth login`."
+            _HUB_SETTINGS, "push_to_hub true requires a token with write access: set HF_TOKEN, or log in with `hf auth login`."
         )
     try:
         return create_repo(name, private=cfg.run.hub_private_repo, exist_ok=True).repo_id
     except Exception as error:  # HTTP errors, an invalid name, no network
         reason = one_line(error, first_line) or type(error).__name__
-        raise config_error(_OF_THE_HUB, f"push_to_hub: the repository {name} can neither be created nor used: {reason}") from error
+        raise config_error(_HUB_SETTINGS, f"push_to_hub: the repository {name} can neither be created nor used: {reason}") from error
 
 
 # ---- `megatron-grpo export`: a checkpoint of any layout, or an adapter and its base -----------------------------------------------------
@@ -306,16 +306,16 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
     Raises:
         ConfigError: If the layout does not fit the model.
     """
-    from megatron_grpo.run.open_checkpoint import layout_of
+    from megatron_grpo.run.open_checkpoint import read_layout
 
     shape = ModelShape.from_pretrained(model)
-    layout, problems = layout_of(cfg, shape)
+    layout, problems = read_layout(cfg, shape)
     if problems:
         raise ConfigError(problems)
     parallel = start_parallel(cfg, layout)
     try:
         loaded = build_loaded(cfg, shape, parallel, model_path=model, checkpoint=Path(cfg.run.resume))
-        out, card = Path(cfg.run.output_dir), card_of(Path(cfg.run.resume), model)
+        out, card = Path(cfg.run.output_dir), make_card(Path(cfg.run.resume), model)
         repositories = open_repositories(cfg, [out])
         export_model(loaded, out, cfg=cfg, source=model, card=card, merged=out)
         is_first = collectives.rank() == 0
@@ -328,7 +328,7 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         push_to_hub(repositories)
 
 
-def card_of(directory: Path, model: Path) -> ModelCard:
+def make_card(directory: Path, model: Path) -> ModelCard:
     """Return the content of a checkpoint's model card: the settings it was trained with, and its run's curves if they are found.
 
     Args:

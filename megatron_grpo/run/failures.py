@@ -220,7 +220,7 @@ def machine_sentence(error: BaseException) -> str | None:
         size = _mebibytes("/dev/shm")
         return f"shared memory is full: /dev/shm has {size}. Give it more (docker run --shm-size 16g).{location}"
     if number in (errno.ENOSPC, errno.EDQUOT):
-        free = f" ({_mebibytes(path)})" if path and _folder_of(path) else ""
+        free = f" ({_mebibytes(path)})" if path and _find_folder(path) else ""
         return f"no space is left on the disk for {file_text}{free}. Free disk space, then run the same command again.{location}"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"{file_text} cannot be written or read: {os.strerror(number)}.{location}"
@@ -267,12 +267,12 @@ def _memory() -> str:
     return ", ".join([*parts, f"{mebibytes.get('MemAvailable:', 0)} MiB of the machine are free"])
 
 
-def _folder_of(path: str) -> Path | None:
+def _find_folder(path: str) -> Path | None:
     return next((folder for folder in (Path(path), *Path(path).parents) if folder.is_dir()), None)
 
 
 def _mebibytes(path: str) -> str:
-    folder = _folder_of(path)
+    folder = _find_folder(path)
     if folder is None:
         return "nothing"
     usage = shutil.disk_usage(folder)

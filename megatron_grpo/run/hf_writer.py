@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from megatron_grpo.core.base.errors import config_error
 from megatron_grpo.core.base.files import atomic_directory
 from megatron_grpo.core.weights import lora
-from megatron_grpo.core.weights.families import family_of
+from megatron_grpo.core.weights.families import find_family
 from megatron_grpo.core.weights.hf_files import HfReader
 from megatron_grpo.core.weights.safetensors_files import INDEX, SINGLE
 from megatron_grpo.core.weights.shape import read_config
@@ -184,7 +184,7 @@ class HfWriter:
 
     def _write_config(self) -> None:
         config = read_config(self.source)
-        if family_of(config).has_prediction_layers:  # they are not in the export
+        if find_family(config).has_prediction_layers:  # they are not in the export
             for level in (config, config.get("text_config") or {}):
                 level |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers") if key in level}
         written = str(max(self._dtypes, key=self._dtypes.__getitem__)).removeprefix("torch.")

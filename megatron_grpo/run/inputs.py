@@ -19,20 +19,20 @@ from megatron_grpo.core.weights.safetensors_files import stored_names
 from megatron_grpo.core.weights.shape import ModelShape, read_config
 from megatron_grpo.run import plug_ins
 from megatron_grpo.run.config import remote_code
-from megatron_grpo.run.config.evaluation import choose_data_config, flag_of, longest_completion, sets_of
+from megatron_grpo.run.config.evaluation import choose_data_config, find_set_flag, list_sets, longest_completion
 from megatron_grpo.run.config.rules.layout import length_problems
 from megatron_grpo.run.config.sampling_mask import structured_outputs_problems
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import (  # fmt: skip
     SpecialTokens,
     find_clock,
+    fingerprint_vocabulary,
     load_tokenizer,
     read_end_ids,
     unread_names,
     unread_options,
-    vocabulary_of,
 )
-from megatron_grpo.run.models import as_teacher_problem, find_model, image_spec_of
+from megatron_grpo.run.models import as_teacher_problem, find_model, read_image_spec
 from megatron_grpo.run.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.run.rewards.protocol import RewardFunction
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Read = TypeVar("Read")
 ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory in PEFT's format
-OF_A_RUN = ("dataset", "report_to", "servers", "teacher", "ref_model", "teacher_model")  # parts that an evaluation leaves out
+TRAINING_PARTS = ("dataset", "report_to", "servers", "teacher", "ref_model", "teacher_model")  # parts that an evaluation leaves out
 _UNREAD: Any = None
 _EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "finish_reason", "ended")  # that reward functions receive from an episode
 
@@ -160,7 +160,7 @@ def architecture(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
         cfg: Settings of the run.
         inputs: Inputs read so far; the result is stored in it.
     """
-    yield from filter(None, [remote_code.problem_of(inputs.model_path, is_trusted=cfg.model.trust_remote_code)])
+    yield from filter(None, [remote_code.find_code_problem(inputs.model_path, is_trusted=cfg.model.trust_remote_code)])
     inputs.shape = ModelShape.from_pretrained(inputs.model_path)
 
 
@@ -296,7 +296,7 @@ def image_spec(cfg: Config, inputs: ValidatedInputs) -> None:
     inputs.is_blind = not is_multimodal(read_config(inputs.model_path))
     is_config_alone = "weights" in inputs.left_out and not (inputs.model_path / "preprocessor_config.json").exists()
     if not inputs.is_blind and not is_config_alone:
-        inputs.image_spec = image_spec_of(cfg.data, inputs.model_path)
+        inputs.image_spec = read_image_spec(cfg.data, inputs.model_path)
 
 
 def _refuse_word(name: str, flags: Sequence[str]) -> None:
@@ -351,7 +351,9 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
     except ConfigError as error:
         raise ConfigError([as_teacher_problem(problem) for problem in error.problems]) from error
     tokenizer = inputs.tokenizer
-    if tokenizer is not None and vocabulary_of(load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)) != vocabulary_of(tokenizer):
+    if tokenizer is not None and fingerprint_vocabulary(
+        load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)
+    ) != fingerprint_vocabulary(tokenizer):
         message = (
             f"teacher_model ({name}) has a tokenizer that differs from the policy's: the same token IDs would be different text. Use a "
             "teacher with the policy's vocabulary."
@@ -386,14 +388,14 @@ def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
         inputs: Inputs read so far; the result is stored in it.
     """
     problems = Problems()
-    for name, path in sets_of(cfg).items():
-        if part_of(name) not in inputs.left_out:
+    for name, path in list_sets(cfg).items():
+        if name_part(name) not in inputs.left_out:
             problems.attempt(partial(_held_out_set, cfg, inputs, name, path))
     return problems
 
 
 def _held_out_set(cfg: Config, inputs: ValidatedInputs, name: str, path: str) -> None:
-    prompts = _read_set(cfg, inputs, flag_of(name, cfg), path)
+    prompts = _read_set(cfg, inputs, find_set_flag(name, cfg), path)
     if prompts is not None:
         inputs.held_out[name] = prompts
 
@@ -419,7 +421,7 @@ def _read_set(cfg: Config, inputs: ValidatedInputs, flag: str, path: str | None 
     return prompts
 
 
-def part_of(name: str) -> str:
+def name_part(name: str) -> str:
     """Return the name that stands for a held-out set in `left_out`.
 
     Args:
@@ -509,8 +511,8 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
     if cfg.rollout.rollout_func is not None:  # it may add columns
         return
     names = rows.column_names()
-    of_episodes = (*_EPISODE_COLUMNS, *(("contexts", "agent_output") if cfg.turns.has_agent else ())) if cfg.turns.plays else ()
-    if reserved := [name for name in names if name in of_episodes]:
+    episode_columns = (*_EPISODE_COLUMNS, *(("contexts", "agent_output") if cfg.turns.has_agent else ())) if cfg.turns.plays else ()
+    if reserved := [name for name in names if name in episode_columns]:
         message = (
             f"{flag} has the column {', '.join(reserved)}, a name that is reserved for values of episodes in rewards. Rename the column."
         )
@@ -519,9 +521,9 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
         return
 
     def without(names_needed: Sequence[str]) -> str:
-        return "" if set(names_needed).intersection(of_episodes) else rows.without(names_needed)
+        return "" if set(names_needed).intersection(episode_columns) else rows.without(names_needed)
 
-    check_columns(rewards, (*names, *of_episodes), flag=flag, nested=rows.nested_names(), without=without)
+    check_columns(rewards, (*names, *episode_columns), flag=flag, nested=rows.nested_names(), without=without)
 
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:

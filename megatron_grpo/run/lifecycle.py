@@ -26,7 +26,7 @@ from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.export import export_model, merged_directory, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
-from megatron_grpo.run.limits import age_of, limits_of, requeue
+from megatron_grpo.run.limits import list_time_limits, read_process_age, requeue
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.model_card import ModelCard
 from megatron_grpo.run.metrics.records import EVENTS, Events
@@ -58,7 +58,7 @@ def run_training(run: ScheduledRun, inputs: ValidatedInputs, parts: RunParts) ->
         RunError: If the run failed for a reason that a user can act on.
     """
     cfg = run.checked.config
-    limits = limits_of(cfg, launch_time())
+    limits = list_time_limits(cfg, launch_time())
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
         # Settings as typed: derived sizes would be reported as further differences. Paths are those of this machine.
         typed_cfg = run.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
@@ -159,7 +159,7 @@ def launch_time() -> float:
 
     Under torchrun this is the start of torchrun, which its restarts do not change; otherwise the start of this process.
     """
-    return time.monotonic() - age_of(launcher_pid() if launcher.read().by_torchrun else os.getpid())
+    return time.monotonic() - read_process_age(launcher_pid() if launcher.read().by_torchrun else os.getpid())
 
 
 def train_and_export(
@@ -197,7 +197,7 @@ def train_and_export(
         watchdog.leaves_behind = run.step_callback.dump_on_hang
     try:
         progress = train.train(run)
-        best = best_of(checkpoints, logger)
+        best = find_best_checkpoint(checkpoints, logger)
         if cfg.run.export_hf:
             policy = run.policy
             with policy.on_device("weights"), activity.phase("exporting"):
@@ -221,7 +221,7 @@ def train_and_export(
     clean_up.add(logger.close)
 
 
-def best_of(checkpoints: Checkpoints, logger: MetricsLogger) -> Path | None:
+def find_best_checkpoint(checkpoints: Checkpoints, logger: MetricsLogger) -> Path | None:
     """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective.
 
     Args:

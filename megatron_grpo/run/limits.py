@@ -47,7 +47,7 @@ class StopReason:
     is_time: bool = False
 
 
-def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.environ) -> list[TimeLimit]:
+def list_time_limits(cfg: Config, launched_at: float, env: Mapping[str, str] = os.environ) -> list[TimeLimit]:
     """Return the time limits of a run.
 
     Args:
@@ -60,14 +60,14 @@ def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.envir
         limits.append(TimeLimit(launched_at + 60 * cfg.run.stop_after_minutes, f"stop_after_minutes ({cfg.run.stop_after_minutes:g})"))
     job = launcher.slurm_job(env)
     if job is not None and job.end is not None:
-        lead = lead_of(cfg, job)
+        lead = compute_lead_seconds(cfg, job)
         if lead:
             end = time.monotonic() + job.end - time.time() - lead
             limits.append(TimeLimit(end, f"the end of Slurm's job {job.number}, {lead:.0f} s from it (stop_before_end_seconds)"))
     return limits
 
 
-def lead_of(cfg: Config, job: launcher.SlurmJob) -> float:
+def compute_lead_seconds(cfg: Config, job: launcher.SlurmJob) -> float:
     """Return how many seconds before the end of the Slurm job the run stops.
 
     Args:
@@ -128,7 +128,7 @@ def requeue(env: Mapping[str, str] = os.environ) -> str:
     return f"job {job.number} is requeued"
 
 
-def age_of(pid: int) -> float:
+def read_process_age(pid: int) -> float:
     """Return the seconds since a process started; 0 if unknown.
 
     Args:

@@ -26,7 +26,7 @@ from megatron_grpo.run.config.sizes import SizeModel
 from megatron_grpo.run.data.files import is_path
 
 FLAG = "teacher_model"
-_ANY_DEPTH = {name: None for name in stages.OF_ONE_DEPTH} | dict.fromkeys(stages.ACCOUNTS, False)
+_ANY_DEPTH = {name: None for name in stages.SINGLE_DEPTH_SETTINGS} | dict.fromkeys(stages.ACCOUNTS, False)
 _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # from the Hub
 _WITHOUT_EXPERTS = dict(expert_model_parallel_size=1, expert_tensor_parallel_size=1, moe_token_dispatcher_type="alltoall",
                         moe_permute_fusion=False, moe_shared_expert_overlap=False, moe_enable_deepep=False)  # fmt: skip
@@ -130,7 +130,7 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     return config if config.get("architectures") or architecture not in FAMILIES else {**config, "architectures": [architecture]}
 
 
-def rules_of(shape: ModelShape) -> SizeModel:
+def make_size_model(shape: ModelShape) -> SizeModel:
     """Return what the layout rules need to know about a model.
 
     Args:
@@ -224,7 +224,7 @@ def as_teacher_problem(problem: Problem) -> Problem:
     return replace(problem, flags=tuple(flags), message=f"teacher_model: {problem.message.removeprefix('model: ')}")
 
 
-def image_spec_of(cfg: DataConfig, model_path: str | Path) -> images.ImageProcessorSpec | None:
+def read_image_spec(cfg: DataConfig, model_path: str | Path) -> images.ImageProcessorSpec | None:
     """Return the image settings of a run's model. Bounds come from the run's settings, else from the environment, else from the model.
 
     Args:
@@ -237,8 +237,8 @@ def image_spec_of(cfg: DataConfig, model_path: str | Path) -> images.ImageProces
     Raises:
         ConfigError: If the model's files or the bounds are invalid.
     """
-    bounds = {name: getattr(cfg, name) or _of_environment(variable) for name, variable in images.VARIABLES.items()}
-    return images.ImageProcessorSpec.of(model_path, min_pixels=bounds["min_pixels"], max_pixels=bounds["max_pixels"])
+    bounds = {name: getattr(cfg, name) or _read_variable(variable) for name, variable in images.VARIABLES.items()}
+    return images.ImageProcessorSpec.from_pretrained(model_path, min_pixels=bounds["min_pixels"], max_pixels=bounds["max_pixels"])
 
 
 def bound_notes(cfg: DataConfig) -> list[str]:
@@ -257,7 +257,7 @@ def bound_notes(cfg: DataConfig) -> list[str]:
     return notes
 
 
-def _of_environment(variable: str) -> int | None:
+def _read_variable(variable: str) -> int | None:
     text = os.environ.get(variable)
     if text is None:
         return None

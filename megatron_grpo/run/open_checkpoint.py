@@ -11,13 +11,13 @@ from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import Problem, config_error, problem_with
 from megatron_grpo.core.parallel.layout import Layout
 from megatron_grpo.core.policy import sharded_state
-from megatron_grpo.core.policy.lr_schedule import OF_THE_OPTIMIZER
+from megatron_grpo.core.policy.lr_schedule import OPTIMIZER_SETTINGS
 from megatron_grpo.core.settings import ParallelConfig
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, read_sharded
 from megatron_grpo.run.checkpoint.manifest import Manifest, find_damage, read_manifest
-from megatron_grpo.run.checkpoint.resume import initial_weights_of, join_faults
-from megatron_grpo.run.checkpoint.saving import damage_of
+from megatron_grpo.run.checkpoint.resume import join_faults, read_initial_weights
+from megatron_grpo.run.checkpoint.saving import verify_files
 from megatron_grpo.run.config.rules.layout import layout_problems
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
@@ -27,7 +27,7 @@ _OTHERS = (
     *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prefix"),
     "trust_remote_code",  # must be typed by the user, because the checkpoint may come from someone else
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "finetune", "no_load_optim", "no_load_rng"),
-    *OF_THE_OPTIMIZER,  # they exclude float32, which may be typed over the run's bfloat16
+    *OPTIMIZER_SETTINGS,  # they exclude float32, which may be typed over the run's bfloat16
 )
 
 
@@ -61,15 +61,15 @@ def undamaged_checkpoint(directory: Path) -> Manifest:
     return manifest
 
 
-def settings_over(cfg: Config, of_run: Mapping[str, Any]) -> Config:
+def settings_over(cfg: Config, run_settings: Mapping[str, Any]) -> Config:
     """Return a run's settings, except those that only concern a training run, with typed values on top.
 
     Args:
         cfg: Settings of this command.
-        of_run: Settings of the run, by name.
+        run_settings: Settings of the run, by name.
     """
     known_settings = table()
-    values = {name: value for name, value in of_run.items() if name in known_settings and name not in _OTHERS}
+    values = {name: value for name, value in run_settings.items() if name in known_settings and name not in _OTHERS}
     start = values.get("adapters")
     if start and not Path(start).is_dir():
         values["adapters"] = None  # the run's initial adapters are gone; its settings contain ranks and targets too
@@ -79,7 +79,7 @@ def settings_over(cfg: Config, of_run: Mapping[str, Any]) -> Config:
     return cfg.with_values(values | typed_values)
 
 
-def layout_of(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
+def read_layout(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
     """Return the parallel layout of this job and its problems, without regard to batch sizes.
 
     Args:
@@ -123,9 +123,9 @@ def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
     Raises:
         ConfigError: If the checkpoint is damaged, or of another shape.
     """
-    manifest = initial_weights_of(path)
+    manifest = read_initial_weights(path)
     directory = manifest.directory
-    if faults := damage_of(manifest):
+    if faults := verify_files(manifest):
         raise config_error("mcore_model", f"mcore_model: {directory} is damaged: {join_faults(faults)}.")
     try:
         load_weights(chunks, directory)

@@ -30,7 +30,9 @@ def provide(objects: Mapping[str, Any], fingerprints: Mapping[str, str] | None =
         fingerprints: Fingerprints by name, taken where the sources can be read; None computes them here.
     """
     _objects.update(objects)
-    _fingerprints.update(fingerprints if fingerprints is not None else {name: fingerprint_of(value) for name, value in objects.items()})
+    _fingerprints.update(
+        fingerprints if fingerprints is not None else {name: compute_fingerprint(value) for name, value in objects.items()}
+    )
 
 
 def copy_for_user(value: Any) -> Any:
@@ -103,7 +105,7 @@ def fingerprint(spec: str) -> str | None:
     return _fingerprints.get(spec.removeprefix(PREFIX))
 
 
-def fingerprint_of(value: Any) -> str:
+def compute_fingerprint(value: Any) -> str:
     """Return a fingerprint of the code of a function, class or callable object, equal in all processes.
 
     It covers the source, or the bytecode if there is no source, and those values in closures, in the globals that the code reads and in
@@ -114,7 +116,7 @@ def fingerprint_of(value: Any) -> str:
     """
     if isinstance(value, functools.partial):
         arguments = repr([argument for argument in (*value.args, *sorted(value.keywords.items())) if isinstance(argument, _PLAIN)])
-        return _digest(fingerprint_of(value.func), arguments)
+        return _digest(compute_fingerprint(value.func), arguments)
     function = inspect.unwrap(value) if callable(value) else value
     code = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.policy.lr_schedule import course_of
+from megatron_grpo.core.policy.lr_schedule import make_lr_schedule
 from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config.rules import in_typed_names
@@ -45,7 +45,7 @@ def schedule_run(checked: CheckedConfig, num_prompts: int | None = None) -> Sche
         num_prompts = checked.config.plan.num_prompts
     checked, notes = with_dialect_length(checked, num_prompts)
     cfg = checked.config
-    schedule = TrainingSchedule.of_length(
+    schedule = TrainingSchedule.from_length(
         checked.sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,
         drops_last=cfg.data.dataset_drop_last,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem
     """
     if num_steps is None or cfg.lr_decay_style != "WSD" or cfg.lr_wsd_decay_iters is None:
         return []
-    course = course_of(cfg, num_steps)
+    course = make_lr_schedule(cfg, num_steps)
     max_decay_steps = course.decay - course.warmup
     if cfg.lr_wsd_decay_iters <= max_decay_steps:
         return []

@@ -94,7 +94,7 @@ def _nothing_to_gain(cfg: Config) -> str | None:
     if batch.micro_batch_size == 1 and batch.max_tokens_per_micro_batch is None:
         return "micro_batch_size 1: one completion per micro-batch; use max_tokens_per_micro_batch"
     if cfg.plan.lengths:
-        tokens_apart, tokens_shared = _tokens(lengths_of(read_lengths(cfg.plan.lengths), batch.num_generations))
+        tokens_apart, tokens_shared = _tokens(convert_lengths(read_lengths(cfg.plan.lengths), batch.num_generations))
         if tokens_shared > (1 - LEAST_SAVING) * tokens_apart:
             return (
                 f"of the lengths in {cfg.plan.lengths}, {1 - tokens_shared / tokens_apart:.1%} of the tokens could be saved, less than 1/16"
@@ -181,7 +181,7 @@ def _read_run(output_dir: str) -> Lengths:
     return [(prompt, completion) for _, _, prompt, completion in sorted(rows)]
 
 
-def lengths_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[SequenceLengths]:
+def convert_lengths(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[SequenceLengths]:
     """Convert (prompt, completion) lengths to the rows that packing uses.
 
     Args:

@@ -67,7 +67,7 @@ def supervised(command: Callable[[], int]) -> int:
     signal.setitimer(signal.ITIMER_REAL, _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_LOOKS)
     status = _wait_for(child)
     if status < 0:
-        _die_of(-status, mask)
+        _die_by_signal(-status, mask)
     if status == 0 and not _has_reported_end(end_reader):
         launched = launcher.read()
         process = f"rank {launched.rank}" if launched.is_launched else "the process"
@@ -113,7 +113,7 @@ def _wait_for(child: int) -> int:
         if received.si_signo == signal.SIGALRM:
             from megatron_grpo.run import watchdog
 
-            note = watchdog.note_of(child)
+            note = watchdog.read_note(child)
             pulse = pulse or watchdog.TimeSinceChange(2 * _SECONDS_BETWEEN_LOOKS)
             silent = pulse.update(note.get("beats", pulse.value))
             if note.get("timeout") and silent > note["timeout"]:
@@ -146,7 +146,7 @@ def _has_reported_end(end_reader: int) -> bool:
         return False
 
 
-def _die_of(number: int, mask: set[int | signal.Signals]) -> None:
+def _die_by_signal(number: int, mask: set[int | signal.Signals]) -> None:
     """End this process by the signal that ended the child, so that a launcher or a shell sees what happened."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has written the core file that matters
     if number != signal.SIGKILL:

@@ -15,14 +15,14 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run import python_objects
 from megatron_grpo.run.check import CheckedConfig, check_parsed
 from megatron_grpo.run.config import ParsedConfig
-from megatron_grpo.run.config.evaluation import flag_of, sets_of
+from megatron_grpo.run.config.evaluation import find_set_flag, list_sets
 from megatron_grpo.run.config.read import COMMAND_LINE
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import absolute_paths
 from megatron_grpo.run.data.chat import find_clock
 from megatron_grpo.run.data.files import is_path, split_count
-from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, part_of, read_inputs
+from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, name_part, read_inputs
 from megatron_grpo.run.rewards.loading import close_rewards, may_exist
 from megatron_grpo.run.schedule import ScheduledRun, schedule_run
 
@@ -43,13 +43,13 @@ def _unchecked_parts(cfg: Config) -> Absent:
     yield "tokenizer", "the tokenizer (chat template, prompt lengths in tokens)"
     if cfg.rollout.vllm_mode == "server":
         yield "servers", "the rollout servers (whether they respond, their owner, their maximum sequence length)"
-    yield from _of_teacher(cfg)
-    yield from _of_model(cfg)
+    yield from _find_absent_teacher(cfg)
+    yield from _find_absent_model(cfg)
     yield from _parts_on_other_machines(cfg)
     if not cfg.data.dataset:
         yield "dataset", "the data set (none given)"
     if not cfg.rewards.reward_funcs:
-        yield from _of_teacher(cfg) if cfg.grpo.teacher_flag else [("rewards", "reward functions (none given)")]
+        yield from _find_absent_teacher(cfg) if cfg.grpo.teacher_flag else [("rewards", "reward functions (none given)")]
     if _is_guest(cfg, "report_to"):
         yield "report_to", f"whether {' and '.join(cfg.run.report_to)} can be reported to"
     for part, flag, spec in user_code(cfg):
@@ -59,7 +59,7 @@ def _unchecked_parts(cfg: Config) -> Absent:
         yield "environment", "the tools (transformers, which describes them to the model, is not installed)"
 
 
-def _of_teacher(cfg: Config) -> Absent:
+def _find_absent_teacher(cfg: Config) -> Absent:
     path = Path(cfg.grpo.teacher_model or "")
     if cfg.grpo.teacher_model_server:
         yield "teacher", "the teacher's servers (whether they respond, and whether they have the model's vocabulary)"
@@ -73,7 +73,7 @@ def _of_teacher(cfg: Config) -> Absent:
         yield "vocabulary of the teacher", "whether the teacher has the model's vocabulary"
 
 
-def _of_model(cfg: Config) -> Absent:
+def _find_absent_model(cfg: Config) -> Absent:
     model = cfg.model.model
     if not model:
         yield "model", "the model (none given)"
@@ -95,7 +95,7 @@ def _parts_on_other_machines(cfg: Config) -> Absent:
     """Yield what may exist only on the machine of the run: names on the Hub, and paths in another system's configuration."""
     sets = [
         ("dataset", "dataset", cfg.data.dataset),
-        *((part_of(name), flag_of(name, cfg), set_path) for name, set_path in sets_of(cfg).items()),
+        *((name_part(name), find_set_flag(name, cfg), set_path) for name, set_path in list_sets(cfg).items()),
     ]
     sets += [("dataset", "dataset", name) for name in cfg.data.further_datasets]
     parts = [(part, flag, split_count(path)[0], f"the rows of {flag}") for part, flag, path in sets]
@@ -208,8 +208,8 @@ def _validate(
 
 def _unreadable(parsed: ParsedConfig) -> set[str]:
     """Return the input parts to skip because a value on the command line could not be parsed, which is reported already."""
-    of_parts = {"model": ("model", "tokenizer", "weights"), "reward_funcs": ("rewards",)}
-    return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
+    parts_by_setting = {"model": ("model", "tokenizer", "weights"), "reward_funcs": ("rewards",)}
+    return {part for name in parsed.unreadable for part in parts_by_setting.get(name, (name,))}
 
 
 def _schedule(
@@ -238,12 +238,12 @@ def _schedule(
     cfg = run.checked.config
     if not is_asked_to_train and _begins_anew(cfg):
         return run
-    from megatron_grpo.run.checkpoint.fingerprints import DAY, content_of
+    from megatron_grpo.run.checkpoint.fingerprints import DAY, compute_fingerprints
     from megatron_grpo.run.checkpoint.resume import plan_resume
 
     if inputs.prompts is not None and cfg.data.dataset_drop_last:
         inputs.prompts.epoch_multiple = run.checked.sizes.num_rollout_prompts
-    content = content_of(cfg, model_path=inputs.model_path, rows=rows, teacher_path=inputs.teacher_path)
+    content = compute_fingerprints(cfg, model_path=inputs.model_path, rows=rows, teacher_path=inputs.teacher_path)
     if clock := find_clock(inputs.tokenizer):
         content[DAY] = clock.day
     inputs.resume = plan_resume(cfg, run.schedule, content, inputs.prompts)

@@ -249,7 +249,7 @@ class Watchdog:
         write_down(beats=self._pulse.beat, timeout=seconds)
         self._write(f"pulse/{self.rank}", self._pulse)
         moving = self._store.add("moving", int(is_moving))
-        neighbour = self._pulse_of(self._neighbour) if self._neighbour != self.rank else None
+        neighbour = self._read_pulse(self._neighbour) if self._neighbour != self.rank else None
         reason = self._detector.reason(moving=moving, neighbour=neighbour)
         if (reason or self._has("alarm")) and not self._alarm.is_set() and not self._ended.is_set():
             self._alarm.set()
@@ -283,7 +283,7 @@ class Watchdog:
             time.sleep(0.1)
         return missing
 
-    def _pulse_of(self, rank: int) -> Heartbeat:
+    def _read_pulse(self, rank: int) -> Heartbeat:
         return Heartbeat(**json.loads(self._store.get(f"pulse/{rank}")))
 
     def _pulses(self) -> list[Heartbeat]:
@@ -374,7 +374,7 @@ class Watchdog:
             return []
         own_ranks = [rank for rank in self._here if rank in silent]
         for rank in own_ranks:
-            self._write(f"found/{rank}", self._inspect(rank, age=self._pulse_of(rank).age))
+            self._write(f"found/{rank}", self._inspect(rank, age=self._read_pulse(rank).age))
         return own_ranks
 
     def _inspect(self, rank: int, *, age: float) -> RankReport:
@@ -471,10 +471,10 @@ def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeou
         timeout: `rank_heartbeat_timeout`, seconds.
     """
     suspects = suspect_ranks(accounts)
-    lines = [_of_suspect(rank, hosts[rank], accounts[rank]) for rank in suspects[:NAMED]]
+    lines = [_describe_suspect(rank, hosts[rank], accounts[rank]) for rank in suspects[:NAMED]]
     if len(suspects) > NAMED:
         lines.append(f"So do {len(suspects) - NAMED} more ranks: {', '.join(map(str, suspects[NAMED : NAMED + 32]))}.")
-    other_states = Counter(_of_other(accounts[rank]) for rank in accounts.keys() - set(suspects))
+    other_states = Counter(_describe_other(accounts[rank]) for rank in accounts.keys() - set(suspects))
     doing = "; ".join(f"{count} {words}" for words, count in other_states.most_common(NAMED))
     if not suspects:
         lines.append("all ranks wait for each other, and none of them is behind: they are in different collectives, or the network fails "
@@ -484,14 +484,14 @@ def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeou
     return "\n  ".join([*lines, f"That has lasted for rank_heartbeat_timeout ({timeout:g} s), so the run ends."])
 
 
-def _of_suspect(rank: int, host: str, report: RankReport) -> str:
+def _describe_suspect(rank: int, host: str, report: RankReport) -> str:
     doing = f", {report.words}" if report.words else ""
     location = f", at {report.where}" if report.where else ""
     state_text = report.state or f"it has made no progress for {report.age:.0f} s"
     return f"rank {rank} on {host} hangs in optimizer step {report.step + 1}{doing}{location}: {state_text}."
 
 
-def _of_other(report: RankReport) -> str:
+def _describe_other(report: RankReport) -> str:
     return f"{report.words}, in {report.waits}" if report.waits else report.words
 
 
@@ -538,8 +538,8 @@ def inspect_process(pid: int, rank: int, output_dir: Path, *, age: float, death:
         age: Seconds since it last made progress.
         death: How the process died, if it did.
     """
-    state = f"it {death}" if death else state_of(pid)
-    note, text = note_of(pid), "" if death else stacks_of_process(pid)
+    state = f"it {death}" if death else read_process_state(pid)
+    note, text = read_note(pid), "" if death else stacks_of_process(pid)
     keep(output_dir, f"rank_{rank:05d}.txt", text or f"{state}; it did not report its position\n")
     return RankReport(words=note.get("words", ""), step=note.get("step", 0), age=age, is_silent=True, state=state, where=innermost(text))
 
@@ -588,7 +588,7 @@ def write_down(**facts: Any) -> None:
         os.pwrite(_note_file, json.dumps(_note).encode() + b"\n", 0)  # the rest of a longer previous note stays behind the end of the line
 
 
-def note_of(pid: int) -> dict[str, Any]:
+def read_note(pid: int) -> dict[str, Any]:
     """Return the note of a process; {} if it has none.
 
     Args:
@@ -618,7 +618,7 @@ def own_stacks() -> str:
         return stream.read()
 
 
-def state_of(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """Return the kernel's state of a process, as the end of a sentence.
 
     Args:
@@ -639,7 +639,7 @@ def stacks_of_process(pid: int) -> str:
     try:
         if (path := _place(pid, _NAME)) is None:
             return ""
-        old_size, was_stopped = path.stat().st_size, state_of(pid) == STATES["T"]
+        old_size, was_stopped = path.stat().st_size, read_process_state(pid) == STATES["T"]
         # Sent to its main thread, which then writes before it does anything else.
         if ctypes.CDLL(None).tgkill(pid, pid, SIGNAL) != 0:
             return ""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo_referee import reference
-from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, places_of
+from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, group_indices
 from megatron_grpo_referee.reference import Counted, ReferenceCompletion
 
 TOKEN_MEANS = ("dapo", "bnpo", "cispo", "vespo", "fipo")
@@ -84,7 +84,7 @@ def _own_tokens(batch: Counted, s: Any, longest: int, **of: Any) -> list[Any]:
     return reference.token_weights(batch, s, longest)
 
 
-def _of_width(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, **of: Any) -> list[Any]:
+def _explain_width(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, **of: Any) -> list[Any]:
     return rule(batch, s, micro.width or longest, micro, **of)
 
 
@@ -133,7 +133,7 @@ def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
     yield Change("truncated rows left out, although overlong_filter is off", {"overlong_filter": True})
     yield Change("mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
     yield Change("masked tokens counted in the mean", weights=_divided_by(dump, lambda row, micro: row.length))
-    yield Change("divided by the padded length instead of max_completion_length", weights=_of_width)
+    yield Change("divided by the padded length instead of max_completion_length", weights=_explain_width)
     yield Change("padding in the mean", weights=_divided_by(dump, lambda row, micro: micro.width or row.length))
     for cause, mask in MASKS.items():
         yield Change(cause, row=_masked(mask), weights=_own_tokens)
@@ -305,7 +305,7 @@ def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Seq
         is_centred: Whether the group's mean is subtracted.
         missing: Number for a missing reward.
     """
-    places = places_of(groups or [row.group for row in rows])
+    places = group_indices(groups or [row.group for row in rows])
     rewards = [[[missing if r is None else r for r in rows[i].rewards or ()] for i in group] for group in places]
     weights = weights or s.reward_weights or [1.0] * len(rewards[0][0])
     penalty = None
@@ -361,8 +361,8 @@ def advantage_causes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Itera
         yield f"{other:g} instead of {epsilon:g} is added to the standard deviation", having(epsilon=other)
     yield "each function is normalised by itself (gdpo)", having(scaled(multi_objective_aggregation="normalize_then_sum"))
     yield "the weighted sum of rewards is normalised (not gdpo)", having(scaled())
-    of_batch = having(scaled(scale_rewards="batch"), deviation=population_std)
-    yield "n instead of n - 1 in the standard deviation, which is that of the batch", of_batch
+    batch_mean = having(scaled(scale_rewards="batch"), deviation=population_std)
+    yield "n instead of n - 1 in the standard deviation, which is that of the batch", batch_mean
     yield "the sign of the advantages is flipped", -ours
     yield "leave-one-out baseline, divided by a standard deviation too", ours * size / max(size - 1, 1)
     yield "the advantages are whitened over the batch once more", (ours - ours.mean()) / (ours.std(ddof=1) + 1e-8)

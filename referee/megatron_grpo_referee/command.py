@@ -43,7 +43,7 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     reader = import_module(f"megatron_grpo_referee.{system}")
     parsed = parse([*SYSTEMS[system]["words"], *rest])
     png = parsed.config.plan.png
-    s = settings_of(parsed.config)
+    s = read_step_settings(parsed.config)
     s.weights = weights
     # What a script says beside the numbers of a step, such as its sampler, may be what this package does not support.
     typed = {word.lstrip("-+").partition("=")[0].replace("-", "_") for word in rest}
@@ -105,7 +105,7 @@ def _read_setting(name: str, value: Any) -> Any:
         raise refusal(f"{name} in the settings of the dump {bad}.") from None
 
 
-def settings_of(cfg: Config) -> SimpleNamespace:
+def read_step_settings(cfg: Config) -> SimpleNamespace:
     """Return the settings that decide the numbers of a step.
 
     Args:

@@ -143,7 +143,7 @@ class Dump:
         return [sum(row.micro_batch == number for row in self.rows) / len(self.rows) for number in range(len(self.micro_batches))]
 
 
-def places_of(keys: Iterable[Any]) -> list[list[int]]:
+def group_indices(keys: Iterable[Any]) -> list[list[int]]:
     """Return the places of each key, in the order of their first.
 
     Args:
@@ -194,7 +194,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         return {name: file[name].astype(np.float64) if file[name].dtype.kind == "f" else file[name] for name in file.files}
 
 
-def rewards_of(values: Iterable[Any]) -> list[float | None]:
+def read_rewards(values: Iterable[Any]) -> list[float | None]:
     """Return the rewards of a row: None where a function does not apply, which a dump has as None or NaN.
 
     Args:
@@ -215,7 +215,7 @@ def rows_of_table(table: Mapping[str, Sequence[Any]], system: str, s: Any) -> li
     functions = [name for name in table if name not in columns and all(isinstance(v, (int, float, type(None))) for v in table[name])]
     functions = functions[: s.num_reward_funcs or None]
     return [
-        DumpedRow(group=str(i // s.num_generations), rewards=rewards_of(table[name][i] for name in functions), advantage=advantage)
+        DumpedRow(group=str(i // s.num_generations), rewards=read_rewards(table[name][i] for name in functions), advantage=advantage)
         for i, advantage in enumerate(table[columns[-1]])
     ]
 
@@ -247,15 +247,15 @@ def files_of_step(path: Path, step: int | None, system: str) -> list[dict[str, n
     wanted = steps[-1] if step is None else step
     if wanted not in steps:
         raise refusal(f"{path} has no step {wanted}. It has: {', '.join(map(str, steps))}.")
-    of_step = [(one.name.partition("_")[0], arrays) for one, arrays in found.items() if arrays["step"] == wanted]
-    chosen = [*reversed({(number, int(arrays["rank"])): arrays for number, arrays in reversed(of_step)}.values())]
+    list_step_samples = [(one.name.partition("_")[0], arrays) for one, arrays in found.items() if arrays["step"] == wanted]
+    chosen = [*reversed({(number, int(arrays["rank"])): arrays for number, arrays in reversed(list_step_samples)}.values())]
     missing = sorted(set(range(int(chosen[0]["ranks"]))) - {int(arrays["rank"]) for arrays in chosen})
     if missing and path.is_dir():
         raise refusal(f"{path} lacks the files of rank {', '.join(map(str, missing))} for step {wanted}.")
     return chosen
 
 
-def dump_of(files: Sequence[dict[str, Any]], system: str, micro_batch: Callable[..., DumpedMicroBatch], **facts: Any) -> Dump:
+def make_dump(files: Sequence[dict[str, Any]], system: str, micro_batch: Callable[..., DumpedMicroBatch], **facts: Any) -> Dump:
     """Return the dump of a hook's files. Those without a loss have the rows as they were scored.
 
     Args:
@@ -269,21 +269,21 @@ def dump_of(files: Sequence[dict[str, Any]], system: str, micro_batch: Callable[
     """
     first, trained = files[0], [arrays for arrays in files if "loss" in arrays]
     micro_batches = [micro_batch(arrays) for arrays in trained]
-    rows = [row for number, arrays in enumerate(trained) for row in rows_of(arrays, system, micro_batch=number)]
-    scored = [row for arrays in files if "loss" not in arrays for row in rows_of(arrays, system)]
+    rows = [row for number, arrays in enumerate(trained) for row in make_rows(arrays, system, micro_batch=number)]
+    scored = [row for arrays in files if "loss" not in arrays for row in make_rows(arrays, system)]
     return Dump(
         source=str(first["system"]), rows=rows, scored=scored, micro_batches=micro_batches, ranks=int(first["ranks"]),
         step=int(first["step"]), dtype=str(first["dtype"]), **facts,
     )  # fmt: skip
 
 
-OF_A_ROW: dict[str, Callable[[Any], Any]] = {
+ROW_READERS: dict[str, Callable[[Any], Any]] = {
     "is_truncated": bool, "group": str, "position": int, "length": int, "tokens": lambda ids: ids.astype(np.int64),
-    "rewards": lambda values: rewards_of(np.atleast_1d(values)),
+    "rewards": lambda values: read_rewards(np.atleast_1d(values)),
 }  # fmt: skip
 
 
-def rows_of(arrays: Mapping[str, Any], system: str, **common: Any) -> list[DumpedRow]:
+def make_rows(arrays: Mapping[str, Any], system: str, **common: Any) -> list[DumpedRow]:
     """Return the rows of arrays [B, T], or of [tokens of all rows] with `lengths` [B].
 
     Args:
@@ -300,9 +300,9 @@ def rows_of(arrays: Mapping[str, Any], system: str, **common: Any) -> list[Dumpe
         there = {name: np.split(array, ends) for name, array in there.items()}
     rows = []
     for i, mask in enumerate(there["mask"]):
-        values: dict[str, Any] = {name: OF_A_ROW[name](of[i]) for name, of in there.items() if name in OF_A_ROW}
+        values: dict[str, Any] = {name: ROW_READERS[name](of[i]) for name, of in there.items() if name in ROW_READERS}
         length = values.setdefault("length", len(mask) if "lengths" in arrays else len(np.trim_zeros(mask, "b")))
-        for name in there.keys() - OF_A_ROW.keys() - {"advantage"}:
+        for name in there.keys() - ROW_READERS.keys() - {"advantage"}:
             values[name] = np.broadcast_to(there[name][i], mask.shape)[:length]
         if "correction" in values:
             values["correction"] = np.where(values["mask"] > 0, values["correction"], 0.0)

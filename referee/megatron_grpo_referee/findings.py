@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_grpo_referee import reference
 from megatron_grpo_referee.causes import MODES, Change, advantage_causes, advantages, changed, changes, factor_changes
-from megatron_grpo_referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, places_of, refusal
+from megatron_grpo_referee.dump import ROUNDING, Dump, DumpedMicroBatch, DumpedRow, group_indices, refusal
 from megatron_grpo_referee.tracked import Tracked, value_and_gradients
 
 LOGPROBS = {"float32": 1e-4, "bfloat16": 3e-2}  # nats: mean difference of two forwards of the same weights
@@ -68,11 +68,11 @@ def compare(quantity: str, theirs: Values, ours: Values, limits: Values, causes:
     """
     away = list(map(_away, theirs, ours, limits))
     worst, num_different = int(np.argmax(away)), sum(one > 1 for one in away)
-    of_theirs, of_ours = np.atleast_1d(theirs[worst]), np.atleast_1d(ours[worst])
-    place = int(np.argmax(np.nan_to_num(np.abs(of_theirs - of_ours), nan=np.inf)))
+    their_parts, our_parts = np.atleast_1d(theirs[worst]), np.atleast_1d(ours[worst])
+    place = int(np.argmax(np.nan_to_num(np.abs(their_parts - our_parts), nan=np.inf)))
     matching = (cause for cause, values in causes if _agree(theirs, values, limits))
     return Finding(
-        quantity=quantity, theirs=float(of_theirs[place]), ours=float(of_ours[place]), factor=_factor(theirs, ours),
+        quantity=quantity, theirs=float(their_parts[place]), ours=float(our_parts[place]), factor=_factor(theirs, ours),
         difference=away[worst], num_different=num_different, num_rows=len(rows), row=rows[worst],
         cause=next(matching, UNKNOWN) if num_different else "",
     )  # fmt: skip
@@ -129,7 +129,7 @@ def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
     ours = advantages(rows, s, epsilon=dump.epsilon)
     theirs = [mine if row.advantage is None else row.advantage for row, mine in zip(rows, ours, strict=True)]
     limits = ROUNDING["float32"] * (1 + np.abs(ours))
-    for places in places_of(row.group for row in rows):
+    for places in group_indices(row.group for row in rows):
         rewards = np.array([rows[i].rewards for i in places], dtype=float)
         sums = np.nansum(rewards, axis=1)
         unit = np.ptp(ours[places]) / np.ptp(sums) if np.ptp(sums) else np.inf  # equal rewards: rounding over epsilon
@@ -144,7 +144,7 @@ def incomplete_groups(dump: Dump, s: Any) -> bool:
         dump: The dumped step.
         s: Settings of the run.
     """
-    return any(len(places) < s.num_generations for places in places_of(row.group for row in dump.rollout if row.rewards is not None))
+    return any(len(places) < s.num_generations for places in group_indices(row.group for row in dump.rollout if row.rewards is not None))
 
 
 def _logprobs(dump: Dump, s: Any) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from megatron_grpo.core.base.files import read_object
 from megatron_grpo.core.types import Sample
 from megatron_grpo.run.checkpoint.manifest import MANIFEST
 from megatron_grpo.run.checkpoint.samples import read_samples
-from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, load_arrays, reading, refusal, rewards_of
+from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, load_arrays, read_rewards, reading, refusal
 
 FORMAT = 1
 LACKS = {
@@ -34,14 +34,14 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         rows = [DumpedRow(group=str(row["prompt_number"]), rewards=_rewards(row), advantage=row["advantage"]) for row in _table(path)]
         return Dump(source=f"native table {path.name}", rows=rows, lacks=[LACKS["table"]])
     if (path / "step_dump.json").is_file():
-        return _of_step_dump(path)
+        return _read_step_dump(path)
     recorded = path if path.name == "trained.npz" else path / "trained.npz"
     if recorded.is_file():
-        return _of_recorded(recorded)
+        return _read_recorded(recorded)
     raise refusal(f"{path} is no step dump (step_dump.json), no recorded rows (trained.npz, --record_rows true), no table (.parquet).")
 
 
-def _of_step_dump(path: Path) -> Dump:
+def _read_step_dump(path: Path) -> Dump:
     facts = read_object(path / "step_dump.json")
     if facts.get("format") != FORMAT:
         raise refusal(f"{path} has format {facts.get('format')}. This version reads format {FORMAT}.")
@@ -56,7 +56,7 @@ def _of_step_dump(path: Path) -> Dump:
     )  # fmt: skip
 
 
-def _of_recorded(path: Path) -> Dump:
+def _read_recorded(path: Path) -> Dump:
     settings = read_object(path.parent / MANIFEST).get("settings", {})
     return _dump(_samples(path), path.parent.parent.parent, settings, [LACKS["rows"]], source=f"native rows of {path.parent.name}")
 
@@ -79,20 +79,20 @@ def _row(sample: Sample, group: dict[int, Any], forward: Mapping[str, np.ndarray
     row = group.get(sample.row % (max(group) + 1)) if group else None
     first = int(np.argmax(sample.mask))
 
-    def of_forward(kind: str) -> np.ndarray | None:
+    def read_forward(kind: str) -> np.ndarray | None:
         values, full = forward.get(f"{kind}/{sample.rollout}/{sample.row}"), np.zeros(len(sample.mask))
         if values is not None:
             full[sample.mask] = values
         return None if values is None else full[first:]
 
-    logp = of_forward("logprobs")
+    logp = read_forward("logprobs")
     old = None if sample.on_policy_version == version else getattr(sample, "old_logprobs", None)
     if old is not None:  # where a sampler gave none, the current log-prob counts
         old = old[first:].astype(np.float64)
         old = old if logp is None else np.where(np.isnan(old), logp, old)
     return DumpedRow(
         mask=sample.mask[first:].astype(np.float64), length=len(sample.mask) - first, group=f"{sample.rollout}/{sample.prompt_number}",
-        rewards=None if row is None else _rewards(row), advantage=sample.advantage, logp=logp, ref=of_forward("references"),
+        rewards=None if row is None else _rewards(row), advantage=sample.advantage, logp=logp, ref=read_forward("references"),
         old=old, sampler=sample.sampler_logprobs[first:].astype(np.float64), is_truncated=sample.is_truncated,
         is_zero_std=sample.is_zero_std, tokens=sample.token_ids,
     )  # fmt: skip
@@ -118,4 +118,4 @@ def _table(path: Path) -> list[dict[str, Any]]:
 
 
 def _rewards(row: dict[str, Any]) -> list[float | None]:
-    return rewards_of(value for name, value in row.items() if name.startswith("rewards/"))
+    return read_rewards(value for name, value in row.items() if name.startswith("rewards/"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo_referee.dump import SYSTEMS, Dump, DumpedMicroBatch, dump_of, files_of_step, reading, refusal, rows_of
+from megatron_grpo_referee.dump import SYSTEMS, Dump, DumpedMicroBatch, files_of_step, make_dump, make_rows, reading, refusal
 
 FORMAT = 2  # of --save-debug-train-data, slime 0.3
 NO_REWARDS = "The hook has no rewards. --save-debug-train-data has the advantages: run the command on it too."
@@ -27,7 +27,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         s: Settings.
     """
     if path.suffix == ".pt":
-        return _of_train_data(path, s)
+        return _read_train_data(path, s)
     files = files_of_step(path, step, "slime")
     s.kl_estimator = str(files[0]["kl_loss_type"]) if s.beta else s.kl_estimator  # low_var_kl is bounded, k3 is not
     for arrays in files:
@@ -46,10 +46,10 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         loss = None if s.entropy_coef else float(arrays["loss"]) * scale  # its bonus is a mean of samples' means
         return DumpedMicroBatch(loss=loss, tokens=counted, width=int(arrays["lengths"].max()), scale=scale)
 
-    return dump_of(files, "slime", micro_batch, epsilon=1e-6, lacks=[NO_REWARDS])
+    return make_dump(files, "slime", micro_batch, epsilon=1e-6, lacks=[NO_REWARDS])
 
 
-def _of_train_data(path: Path, s: Any) -> Dump:
+def _read_train_data(path: Path, s: Any) -> Dump:
     import torch
 
     with reading(path):
@@ -62,6 +62,6 @@ def _of_train_data(path: Path, s: Any) -> Dump:
         place = int(sample.get("rollout_position", i))
         names = [name for name in SYSTEMS["slime"]["arrays"].values() if sample.get(name) is not None]
         arrays = {name: np.asarray(sample[name], np.float64) for name in names} | {"lengths": [int(sample["response_lengths"])]}
-        rows += rows_of(arrays, "slime", position=place, group=str(place // s.num_generations), tokens=np.asarray(sample["tokens"]),
+        rows += make_rows(arrays, "slime", position=place, group=str(place // s.num_generations), tokens=np.asarray(sample["tokens"]),
                         rewards=[float(found["raw_reward"][place])], is_truncated=bool(sample.get("truncated")))  # fmt: skip
     return Dump(source=f"slime 0.3.x {path.name}", rows=rows, step=found["rollout_id"], epsilon=1e-6, lacks=[LACKS])

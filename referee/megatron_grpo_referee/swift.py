@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo_referee import reference
-from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, dump_of, files_of_step, reading, refusal, rows_of_table
+from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, files_of_step, make_dump, reading, refusal, rows_of_table
 
 NO_REWARDS = "The hook has no rewards. completions.jsonl has the advantages: run the command on it too."
 LACKS = "completions.jsonl has rewards and advantages only. For log-probs, loss and gradient use the hook of docs/referee_swift.md."
@@ -28,7 +28,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         s: Settings.
     """
     if path.suffix == ".jsonl":
-        return _of_completions(path, step, s)
+        return _read_completions(path, step, s)
 
     files = files_of_step(path, step, "swift")
     if s.loss_type == "real":
@@ -46,7 +46,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         counted = float(arrays["num_items_in_batch"]) / len(files) if "num_items_in_batch" in arrays else None
         return DumpedMicroBatch(loss=float(arrays["loss"]), tokens=counted, width=arrays["completion_mask"].shape[1])
 
-    return dump_of(files, "swift", micro_batch, lacks=[NO_REWARDS], kl=_kl)
+    return make_dump(files, "swift", micro_batch, lacks=[NO_REWARDS], kl=_kl)
 
 
 def _kl(c: reference.ReferenceCompletion, r: Any, s: Any) -> Any:
@@ -62,7 +62,7 @@ def _masked_by_sequence(arrays: dict[str, np.ndarray], s: Any) -> np.ndarray:
     return np.exp(log_ratio) * (np.exp(means) <= s.rollout_importance_sampling_threshold)[:, None]
 
 
-def _of_completions(path: Path, step: int | None, s: Any) -> Dump:
+def _read_completions(path: Path, step: int | None, s: Any) -> Dump:
     with reading(path, "is no completions.jsonl of swift 4.6.0, or lacks the step"):
         tables = {table["gen_step"][0]: table for table in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
         number = max(tables) if step is None else step

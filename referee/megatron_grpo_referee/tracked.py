@@ -16,16 +16,16 @@ _clip = primitive(np.clip)
 defvjp(_clip, lambda clipped, x, *bounds: lambda g: g * (clipped == x), argnums=(0,))  # 1 at a bound, as torch's; autograd's own is 0
 
 
-def _of_one(function: Callable[[Any], Any]) -> Callable[[Any], Tracked]:
+def _make_unary(function: Callable[[Any], Any]) -> Callable[[Any], Tracked]:
     return lambda self: Tracked(function(self.array))
 
 
-def _of_two(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tracked]:
+def _make_binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tracked]:
     return lambda self, other: Tracked(function(self.array, getattr(other, "array", other)))
 
 
 def _reversed(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Tracked]:
-    return _of_two(lambda x, y: function(y, x))
+    return _make_binary(lambda x, y: function(y, x))
 
 
 class Tracked:
@@ -46,14 +46,14 @@ class Tracked:
         return np.asarray(getval(self.array), dtype=np.float64)
 
     _operators = (operator.add, operator.sub, operator.mul, operator.truediv)
-    __add__, __sub__, __mul__, __truediv__ = map(_of_two, _operators)
+    __add__, __sub__, __mul__, __truediv__ = map(_make_binary, _operators)
     __radd__, __rsub__, __rmul__, __rtruediv__ = map(_reversed, _operators)
-    __gt__, __ge__, __le__, __eq__ = map(_of_two, (operator.gt, operator.ge, operator.le, operator.eq))  # type: ignore[assignment]
+    __gt__, __ge__, __le__, __eq__ = map(_make_binary, (operator.gt, operator.ge, operator.le, operator.eq))  # type: ignore[assignment]
     __hash__ = object.__hash__
-    __neg__, exp, log, sum = map(_of_one, (operator.neg, anp.exp, anp.log, anp.sum))
-    detach, double = map(_of_one, (getval, lambda x: x * 1.0))
-    sigmoid = _of_one(lambda x: 1.0 / (1.0 + anp.exp(-x)))
-    minimum = _of_two(anp.minimum)
+    __neg__, exp, log, sum = map(_make_unary, (operator.neg, anp.exp, anp.log, anp.sum))
+    detach, double = map(_make_unary, (getval, lambda x: x * 1.0))
+    sigmoid = _make_unary(lambda x: 1.0 / (1.0 + anp.exp(-x)))
+    minimum = _make_binary(anp.minimum)
 
     def clamp(self, min: float = -np.inf, max: float = np.inf) -> Tracked:
         """Return the numbers inside two bounds."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo_referee.dump import SYSTEMS, Dump, DumpedMicroBatch, dump_of, files_of_step, refusal, rows_of_table
+from megatron_grpo_referee.dump import SYSTEMS, Dump, DumpedMicroBatch, files_of_step, make_dump, refusal, rows_of_table
 
 LACKS = "The table has rewards and advantages only. For log-probs, loss and gradient use the hook of docs/referee_trl.md."
 PARTS = (
@@ -29,16 +29,16 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         s: Settings.
     """
     tables = [path] if path.suffix == ".parquet" else sorted(path.glob("completions_*.parquet"))
-    return _of_table(tables, step, s) if tables else _of_hook(path, step, s)
+    return _read_table(tables, step, s) if tables else _read_hook(path, step, s)
 
 
-def _of_table(paths: list[Path], step: int | None, s: Any) -> Dump:
+def _read_table(paths: list[Path], step: int | None, s: Any) -> Dump:
     import pyarrow.parquet
 
-    of_step = [one for one in paths if step is None or one.stem.endswith(f"{step:05d}")]
-    if not of_step:
+    list_step_samples = [one for one in paths if step is None or one.stem.endswith(f"{step:05d}")]
+    if not list_step_samples:
         raise refusal(f"no table of step {step}. There are: {', '.join(one.name for one in paths)}.")
-    path = of_step[-1]
+    path = list_step_samples[-1]
     table = pyarrow.parquet.read_table(path).to_pydict()
     if missing := [name for name in SYSTEMS["trl"]["columns"] if name not in table]:
         raise refusal(f"{path} has no column {', '.join(missing)}. This version reads the tables of trl 1.16.x.")
@@ -46,7 +46,7 @@ def _of_table(paths: list[Path], step: int | None, s: Any) -> Dump:
     return Dump(source=f"trl 1.16.x table {path.name}", rows=rows, step=table["step"][0] if rows else None, lacks=[LACKS])
 
 
-def _of_hook(path: Path, step: int | None, s: Any) -> Dump:
+def _read_hook(path: Path, step: int | None, s: Any) -> Dump:
     files = files_of_step(path, step, "trl")
     first = files[0]
     accumulation, per_generation, ranks = (int(first[name]) for name in ("accumulation", "steps_per_generation", "ranks"))
@@ -77,4 +77,4 @@ def _of_hook(path: Path, step: int | None, s: Any) -> Dump:
         return DumpedMicroBatch(loss=loss, tokens=counted, width=width, kl=kl, scale=accumulation)
 
     num_tokens = float(first["num_items_in_batch"]) if whole is not None and accumulation == per_generation else None
-    return dump_of(files, "trl", micro_batch, num_tokens=num_tokens, is_fresh=bool(first["fresh"]), lacks=lacks)
+    return make_dump(files, "trl", micro_batch, num_tokens=num_tokens, is_fresh=bool(first["fresh"]), lacks=lacks)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, dump_of, files_of_step, reading, refusal
+from megatron_grpo_referee.dump import Dump, DumpedMicroBatch, DumpedRow, files_of_step, make_dump, reading, refusal
 
 MEANS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "sequence_sum", "seq-mean-token-sum-norm": "dr_grpo"}
 LACKS = (
@@ -29,7 +29,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         s: Settings.
     """
     if path.suffix == ".jsonl":
-        return _of_samples(path)
+        return _read_samples(path)
     files = files_of_step(path, step, "verl")
     mean = next((str(arrays["mean"]) for arrays in files if "mean" in arrays), "token-mean")
     is_gspo, is_of_rows = s.importance_sampling_level == "sequence_token", s.loss_type == "sapo" or str(files[0]["system"]) < "verl 0.9."
@@ -52,10 +52,10 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
         loss = None if s.entropy_coef else float(arrays["loss"]) * scale / share / ranks
         return DumpedMicroBatch(loss=loss, tokens=tokens * share, width=width, scale=scale / share / ranks)
 
-    return dump_of(files, "verl", micro_batch, epsilon=1e-6, lacks=[BONUS] * bool(s.entropy_coef))
+    return make_dump(files, "verl", micro_batch, epsilon=1e-6, lacks=[BONUS] * bool(s.entropy_coef))
 
 
-def _of_samples(path: Path) -> Dump:
+def _read_samples(path: Path) -> Dump:
     with reading(path, "is no file of verl's rollout_data_dir"):
         found = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rows = [DumpedRow(group=row["input"], rewards=[float(row["score"])]) for row in found]

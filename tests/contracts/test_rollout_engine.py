@@ -107,7 +107,7 @@ def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_
             inner.step = lambda: steps.append(1) or step()
         with engine.wake_up():
             first = engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
-            of_all = len(steps)
+            from_parts = len(steps)
             steps.clear()
             engine.should_cancel = lambda: rank == 1 and asked.append(1) or len(asked) > 1  # in the middle
             with pytest.raises(CancelledError, match="sampling was cancelled"):
@@ -117,13 +117,13 @@ def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_
             again = engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
         told = [{g.prompt.number: [c.answer_ids for c in g.completions] for g in groups} for groups in (first, again)]
         assert told[0] == told[1]
-        return of_all, given_up_after
+        return from_parts, given_up_after
 
     found = run_ranks(body, 2)
     if name == "colocated":
-        (of_all, given_up_after), (_, of_the_other) = found[1], found[0]
-        assert given_up_after == (1 if tensor_parallel_size == 1 else 4) < of_all
-        assert of_the_other == (of_all if tensor_parallel_size == 1 else 4)  # the ranks of one engine step together
+        (from_parts, given_up_after), (_, of_the_other) = found[1], found[0]
+        assert given_up_after == (1 if tensor_parallel_size == 1 else 4) < from_parts
+        assert of_the_other == (from_parts if tensor_parallel_size == 1 else 4)  # the ranks of one engine step together
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -19,7 +19,7 @@ from megatron_grpo.core.settings import ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.core.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
 from megatron_grpo.core.types import make_sequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
-from megatron_grpo.core.weights.lora import LoraSync, lora_of
+from megatron_grpo.core.weights.lora import LoraSync, make_lora_settings
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.adapters import lora_sync
 from megatron_grpo.run.assemble.policy import build_policy
@@ -48,7 +48,7 @@ class PeftPolicy:
 
         shape = ModelShape.from_pretrained(path)
         self.path, self.dtype, self.pushes = path, dtype, push_of(path, tuner, dtype)
-        self.config = lora_of(tuner, shape).to_peft(self.pushes.modules, str(path))
+        self.config = make_lora_settings(tuner, shape).to_peft(self.pushes.modules, str(path))
         model = load_tiny(path, dtype)
         # PEFT's own words for what it would look for in this model: routers are linear to it as well.
         names = {key: value for key, value in self.config.items() if key in LoraConfig.__dataclass_fields__ and key != "peft_type"}
@@ -371,12 +371,12 @@ def test_first_step_reaches_a_bfloat16_sampler_as_an_adapter_and_is_lost_when_me
 
         tensors, merged, base = policy.adapter(), dict(policy.merged()), dict(policy.base())
         update = 4.0 * tensors[module + ".lora_B.weight"].double() @ tensors[module + ".lora_A.weight"].double()  # alpha / r is 32 / 8
-        (of_adapter,) = engine._llm.collective_rpc(held)
+        (make_adapter_reader,) = engine._llm.collective_rpc(held)
         of_merged = merged[module + ".weight"].double() - base[module + ".weight"].double()
-        return [float((found - update).norm() / update.norm()) for found in (of_adapter, of_merged)]
+        return [float((found - update).norm() / update.norm()) for found in (make_adapter_reader, of_merged)]
 
-    ((of_adapter, of_merged),) = run_ranks(body, 1)
-    assert of_adapter < 0.005 and of_merged > 0.8, (of_adapter, of_merged)
+    ((make_adapter_reader, of_merged),) = run_ranks(body, 1)
+    assert make_adapter_reader < 0.005 and of_merged > 0.8, (make_adapter_reader, of_merged)
 
 
 def lost_by_merging(policy) -> float:
@@ -391,7 +391,7 @@ def lost_by_merging(policy) -> float:
         module = name.removesuffix(".weight")
         if module + ".lora_A.weight" in adapters:
             a, b = (adapters[f"{module}.lora_{which}.weight"].double() for which in "AB")
-            update = settings.scale_of(module) * b @ a
+            update = settings.compute_lora_scale(module) * b @ a
             wrong, right = wrong + ((tensor.double() - base[name].double() - update) ** 2).sum(), right + (update**2).sum()
     return float((wrong / right) ** 0.5)
 

@@ -142,7 +142,7 @@ def planned(path, model, layout, **changes):
     cfg = settings_of(model, layout, world_size=where.world_size, num_generations=12, global_batch_size=24, **changes)
     shape = ModelShape.from_pretrained(path)
     sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
-    tuning, ranks = TrainableSpec.of(cfg, shape), push.ranks_of(sizes)
+    tuning, ranks = TrainableSpec.from_config(cfg, shape), push.count_ranks(sizes)
     sent = push.adapters(shape, sizes, cfg, tuning) if tuning.adapter_size else push.weights(shape, sizes, cfg, tuning)
     sent = list(sent)
     return [[(bucket.stage, bucket.sizes, len(bucket.slots)) for bucket in fill(sent, ranks, size)] for size in BUCKETS]
@@ -181,7 +181,7 @@ def test_only_the_ranks_of_the_first_pipeline_send_to_rank_0_and_nobody_else_tak
     cfg = settings_of("dense", layout, world_size=where.world_size, num_generations=12, global_batch_size=24, vllm_mode="server")
     shape = ModelShape.from_pretrained(path)
     sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=0)
-    told = push.sync_traffic(shape, sizes, cfg, TrainableSpec.of(cfg, shape))
+    told = push.sync_traffic(shape, sizes, cfg, TrainableSpec.from_config(cfg, shape))
     own = sum(read.nbytes for read in map(HfReader(path), HfReader(path).names))
     first, second, *others = run_ranks(to_the_first, 4, path, layout)
     assert first["sent"] == 0 and first["received"] == second["sent"] and second["received"] == 0

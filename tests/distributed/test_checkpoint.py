@@ -30,7 +30,7 @@ class Prompts:
     def state(self):
         return {"position": self.position}
 
-    def images_of(self, number):
+    def list_images(self, number):
         return ()
 
     def restore(self, state):

@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 def stored(tmp_path_factory):
     """(material, runs, what they should give)."""
     folder = tmp_path_factory.mktemp("combinations")
-    made, runs = every.material(folder), every.runs_of(every.every_pair())
+    made, runs = every.material(folder), every.iterate_runs(every.every_pair())
     return made, runs, every.expect(made, runs, folder)
 
 

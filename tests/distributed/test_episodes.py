@@ -163,7 +163,7 @@ def prompts(count: int, template: str = TEMPLATE, **columns) -> list[Prompt]:
     return [Prompt(number=i, row=i, raw=QUESTION, token_ids=tuple(ids), columns={"i": i} | columns) for i in range(count)]
 
 
-def kind_of(columns):
+def find_layer_kind(columns):
     """Prompt i is played by the i-th kind."""
     return KINDS[columns["i"]](columns)
 
@@ -214,7 +214,7 @@ def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(
         model = load_tiny(model_path)
         with engine_at(model_path, rank, world_size) as engine:
             began = time.monotonic()
-            groups = EpisodeSampler(engine, stage(kind_of)).generate(prompts(len(EXPECTED)), SAMPLING, seed=1)
+            groups = EpisodeSampler(engine, stage(find_layer_kind)).generate(prompts(len(EXPECTED)), SAMPLING, seed=1)
             assert time.monotonic() - began < 15, "nobody waits for who sleeps"
             account(groups, model, TEMPLATE, "template")
             by_name = dict(zip(EXPECTED, groups, strict=True))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import parity_cases as cases
-from tests.distributed.test_train_step import is_same, optimizer_state, weights_of
+from tests.distributed.test_train_step import get_weights, is_same, optimizer_state
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -82,9 +82,9 @@ def spoilt(policy, rank: int, spoil, *, micro_batch: int = BAD_MICRO_BATCH, once
 
 def nothing_moved(policy, act) -> tuple:
     """What `act` returns; whether weights and optimizer are what they were; and by how much the schedule has gone on."""
-    weights, moments, steps = weights_of(policy), optimizer_state(policy), policy.scheduler.num_steps
+    weights, moments, steps = get_weights(policy), optimizer_state(policy), policy.scheduler.num_steps
     found = act()
-    same = is_same(weights, weights_of(policy)) and all(map(torch.equal, moments, optimizer_state(policy)))
+    same = is_same(weights, get_weights(policy)) and all(map(torch.equal, moments, optimizer_state(policy)))
     return found, same and bool(moments), policy.scheduler.num_steps - steps
 
 
@@ -116,7 +116,7 @@ def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models
                 after = one.train_step(cases.batch_of(one, second, 1))
                 assert after.skipped is None
             if not settings.get("lora_dropout"):
-                assert is_same(weights_of(policy), weights_of(other))
+                assert is_same(get_weights(policy), get_weights(other))
                 assert all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
             assert (policy.skips.total, policy.skips.in_a_row) == (1, 0)
             rows = batch.micro_batches[BAD_MICRO_BATCH].rows if parallel.dp_rank == (BAD_RANK if parallel.dp_size > 1 else 0) else None
@@ -214,7 +214,7 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
         from megatron_grpo.core.types import TrainingRows
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
-        rows = TrainingRows.of(first, dp_rank=policy.cut.dp_rank_of(np.array([sample.row for sample in first])))
+        rows = TrainingRows.from_samples(first, dp_rank=policy.cut.find_dp_rank(np.array([sample.row for sample in first])))
         mine = {sample.key: sample for sample, home in zip(first, rows.dp_rank, strict=True) if home == policy.parallel.dp_rank}
         pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, rows=rows, samples=mine)
         score = policy.scorer.old_logprobs
@@ -263,7 +263,7 @@ def test_a_policy_that_is_offloaded_for_the_sampler_is_the_same_after_a_refused_
                     refused.append(one.train_step(cases.batch_of(one, samples, min(step, 1))).skipped_step is not None)
                 one.free_memory()
         with policy.on_device("all"):
-            same = is_same(weights_of(policy), weights_of(other)), all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
+            same = is_same(get_weights(policy), get_weights(other)), all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
         return refused, *same
 
     assert run_ranks(body, 2, timeout=120) == [([False, True, False, False, False], True, True)] * 2

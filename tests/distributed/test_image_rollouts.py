@@ -37,10 +37,10 @@ def opened(folder, **settings):
     from megatron_grpo.run.config.settings import DataConfig
     from megatron_grpo.run.data.chat import load_tokenizer
     from megatron_grpo.run.data.prompts import open_stream
-    from megatron_grpo.run.models import image_spec_of
+    from megatron_grpo.run.models import read_image_spec
 
     cfg = DataConfig(dataset=str(folder / "rows.jsonl"), dataset_shuffle=False, **settings)
-    image_spec = image_spec_of(cfg, folder / "model")
+    image_spec = read_image_spec(cfg, folder / "model")
     return open_stream(cfg, load_tokenizer(str(folder / "model")), seed=0, image_spec=image_spec), image_spec
 
 
@@ -147,13 +147,13 @@ def traps(engine, model, folder, prompts, sampling):
     from megatron_grpo.core.rollout import vllm_requests
 
     found = {}
-    asked = vllm_requests.prompt_of
-    vllm_requests.prompt_of = lambda ids, images: asked(ids, images) | {"prompt_token_ids": list(ids)}
+    asked = vllm_requests.make_vllm_prompt
+    vllm_requests.make_vllm_prompt = lambda ids, images: asked(ids, images) | {"prompt_token_ids": list(ids)}
     try:
         engine.generate(prompts[:1], sampling, seed=0)
     except RunError as error:
         found["long ids"] = str(error)
-    vllm_requests.prompt_of = asked
+    vllm_requests.make_vllm_prompt = asked
     smaller, _ = opened(folder, max_pixels=784 * 16)  # the engine was started without
     try:
         engine.generate(smaller.take(4)[3:], sampling, seed=0)

@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-def losses_on(positions_of, sum_over_context):
+def losses_on(compute_positions, sum_over_context):
     """Loss, gradients at the C positions (0 where another rank holds them), and logs, for every case."""
     answers = []
     for seed, cfg in enumerate(CASES):
@@ -39,7 +39,7 @@ def losses_on(positions_of, sum_over_context):
         loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
         weights = token_weight_fn(loss, completions)
         packed = pack(completions, weights, range(len(completions)), torch.float64, labels_of(loss, completions, weights))
-        mine = positions_of(len(packed.places))
+        mine = compute_positions(len(packed.places))
         cut = {f.name: getattr(packed.inputs, f.name) for f in dataclasses.fields(packed.inputs)}
         cut = {name: value[mine] if isinstance(value, torch.Tensor) else value for name, value in cut.items()}
         cut["labels"] = packed.inputs.labels and ClassificationTerms(*(of[mine] for of in packed.inputs.labels))

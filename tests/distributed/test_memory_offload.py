@@ -48,9 +48,9 @@ def storages_are_counted_twice(policy, trip):
 
 def without(policy, leaves):
     """The policy's tensors but for those that `leaves(role, tensor)` says."""
-    from megatron_grpo.core.policy.memory_offload import tensors_of
+    from megatron_grpo.core.policy.memory_offload import iterate_tensors
 
-    policy.offloader._held = lambda: ((role, tensor) for role, tensor in tensors_of(policy) if not leaves(role, tensor))
+    policy.offloader._held = lambda: ((role, tensor) for role, tensor in iterate_tensors(policy) if not leaves(role, tensor))
 
 
 def the_reference_is_left_behind(policy, trip):
@@ -60,10 +60,10 @@ def the_reference_is_left_behind(policy, trip):
 
 def only_the_first_chunk_leaves(policy, trip):
     """As `model[0].offload_grad_buffers()` does."""
-    from megatron_grpo.core.policy.memory_offload import tensors_of
+    from megatron_grpo.core.policy.memory_offload import iterate_tensors
 
     first = SimpleNamespace(chunks=policy.chunks[:1], wrapped=policy.wrapped[:1], reference=None, optimizer=policy.optimizer)
-    policy.offloader._held = lambda: tensors_of(first)
+    policy.offloader._held = lambda: iterate_tensors(first)
     trip()
 
 
@@ -102,7 +102,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "dtype", "breaks"), CASES, ids=[f"{name} {dtype}" for name, dtype, _ in CASES])
 def test_training_goes_on_bit_for_bit_and_nothing_is_held_meanwhile(tmp_path, name, dtype, breaks):
-    path, world, settings = offload_cases.inputs_of(name, dtype, tmp_path, layers=4 if "VPP" in name else 2)
+    path, world, settings = offload_cases.read_size_inputs(name, dtype, tmp_path, layers=4 if "VPP" in name else 2)
     for found in run_ranks(offload_cases.differences, world, path, settings, tmp_path, breaks, timeout=120):
         print(found)
         assert found.pop("offload") == found.pop("resumed") == []

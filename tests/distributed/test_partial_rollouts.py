@@ -127,7 +127,7 @@ def whole_run(path, sampling, rank=0, world_size=1, tensor_parallel_size=1):
 def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_file_bit_for_bit(model, tmp_path, cut):
     def body(rank, world_size):
         from megatron_grpo.core.types import PartialCompletion
-        from megatron_grpo.run.checkpoint.samples import file_of, read_samples
+        from megatron_grpo.run.checkpoint.samples import read_samples, serialize_samples
 
         sampling = settings(temperature=0.8, **cut)
         engine, states, groups, after = whole_run(model, sampling)
@@ -143,7 +143,7 @@ def test_each_token_is_of_the_version_that_it_names_and_a_run_goes_on_from_a_fil
         assert errors(model, states, groups, sampling).max() < 1e-5
         assert len({one.answer_ids for one in completions}) == len(completions)
         # Killed after the first sampling step, and begun again from what was saved then.
-        (tmp_path / "partial.npz").write_bytes(file_of(after[0]))
+        (tmp_path / "partial.npz").write_bytes(serialize_samples(after[0]))
         again, later = sampled(engine, states, sampling, first=1, kept=read_samples(tmp_path / "partial.npz", PartialCompletion))
         right = bits(groups)
         assert bits(again) == {key: value for key, value in right.items() if key[0] > 1} and len(after[0]) > 4

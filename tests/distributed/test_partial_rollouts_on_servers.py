@@ -57,7 +57,7 @@ def push(policy, weight_sync, paths, version):
 
 
 @cache
-def model_of(path):
+def prepare_model(path):
     from tests.tiny_models import load_tiny
 
     return load_tiny(path)
@@ -69,7 +69,7 @@ def worst_of(paths, prompt_ids, tokens, logprobs, parts, temperature=0.8):
 
     worst = 0.0
     for version, begin, end in parts:
-        expected = hf_logprobs(model_of(paths[version]), [*prompt_ids, *tokens], temperature).numpy()[len(prompt_ids) - 1 :]
+        expected = hf_logprobs(prepare_model(paths[version]), [*prompt_ids, *tokens], temperature).numpy()[len(prompt_ids) - 1 :]
         worst = max([worst, *(temperature * np.abs(expected[begin:end] - logprobs[begin:end]))])
     return worst
 

@@ -214,7 +214,7 @@ def test_weights_gradients_and_checkpoints_are_equal_to_the_byte_and_the_optimiz
     cfg = Config().with_values({**layout, **settings, **batch, **files})
     shape = ModelShape.from_pretrained(path)
     sizes = checked_sizes(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
-    tuning = TrainableSpec.of(cfg, shape)
+    tuning = TrainableSpec.from_config(cfg, shape)
     found = run_ranks(measured, world, str(path), cfg)
     everything, kept = OffloadPlan(model=True, optimizer=True), state_bytes(cfg.optimizer, tuning.size_of_trained)
     too_much = 0

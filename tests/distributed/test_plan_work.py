@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.commands.planning.activations import layer_bytes, stored_by_linears
-from megatron_grpo.commands.planning.cost import work_of
+from megatron_grpo.commands.planning.cost import count_flops
 from megatron_grpo.commands.planning.parameters import TrainableSpec
 from megatron_grpo.commands.planning.token_counts import StepTokens
 from megatron_grpo.core.weights.shape import ModelShape
@@ -85,7 +85,7 @@ def found(model):
 
 def told(model, changes):
     cfg, shape = cases.settings(**changes), ModelShape.from_pretrained(model)
-    return cfg, shape, TrainableSpec.of(cfg, shape), checked_sizes(cfg, num_layers=LAYERS, num_experts=0)
+    return cfg, shape, TrainableSpec.from_config(cfg, shape), checked_sizes(cfg, num_layers=LAYERS, num_experts=0)
 
 
 def assert_counted(work, run, shape):
@@ -98,15 +98,15 @@ def assert_counted(work, run, shape):
 def test_flops_are_those_that_are_counted(model, found, run):
     _, shape, tuning, _ = told(model, RUNS[run])
     *_, tokens, trained = found[run]
-    assert_counted(work_of(shape, tuning, tokens, squares=tokens**2, head_positions=trained), found[run], shape)
+    assert_counted(count_flops(shape, tuning, tokens, squares=tokens**2, head_positions=trained), found[run], shape)
 
 
 def test_flops_of_a_prompt_that_is_computed_once_are_those_that_are_counted(model, found):
     cfg, shape, tuning, sizes = told(model, SHARED)
-    step = StepTokens.of(0.0, sizes, cfg, [(PROMPT, COMPLETION)] * 8)
+    step = StepTokens.from_lengths(0.0, sizes, cfg, [(PROMPT, COMPLETION)] * 8)
     *_, tokens, trained = found["shared"]
     assert step.shared.tokens == tokens == PROMPT + 8 * (COMPLETION - 1)
-    work = work_of(shape, tuning, tokens, squares=step.shared.squares, head_positions=trained)
+    work = count_flops(shape, tuning, tokens, squares=step.shared.squares, head_positions=trained)
     assert_counted(work, found["shared"], shape)
 
 
@@ -157,7 +157,7 @@ def test_flops_of_the_gated_delta_rule_are_those_that_are_counted(tmp_path):
     path = write_tiny(tmp_path, **STATES)
     [(forward, backward, tokens, trained)] = run_ranks(counted_rule, 1, str(path))
     shape = ModelShape.from_pretrained(path)
-    work = work_of(shape, TrainableSpec.of(cases.settings(), shape), tokens, squares=tokens**2, head_positions=trained)
+    work = count_flops(shape, TrainableSpec.from_config(cases.settings(), shape), tokens, squares=tokens**2, head_positions=trained)
     assert (tokens, forward) == (2 * CHUNK, work.forward)
     # The first chunk has no state to give a gradient to, and no one needs the state behind the last.
     delta = shape.delta_net

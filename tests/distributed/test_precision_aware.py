@@ -41,9 +41,9 @@ def batches(models):
 
 def kept(policy) -> dict[str, torch.Tensor]:
     """What the optimizer has on this rank, in float32, by (place of the weight, name)."""
-    from megatron_grpo.core.policy.sharded_state import runs_of
+    from megatron_grpo.core.policy.sharded_state import iterate_runs
 
-    runs = enumerate(runs_of(policy.optimizer))
+    runs = enumerate(iterate_runs(policy.optimizer))
     return {f"{place} {name}": value.detach().float().clone() for place, (*_, states) in runs for name, value in states.items()
             if name != "step"}  # fmt: skip
 
@@ -209,10 +209,10 @@ def test_a_replica_check_finds_a_weight_that_is_not_what_is_kept_of_it(models):
 
     def body(rank, world):
         from megatron_grpo.commands.analysis.replica_check import _rounded
-        from megatron_grpo.core.policy.sharded_state import runs_of
+        from megatron_grpo.core.policy.sharded_state import iterate_runs
 
         policy = cases.build(models["dense"], cases.settings(**OWN, main_params_dtype="fp16"), world)
-        before, (weight, start, *_) = len(_rounded(policy)), next(runs_of(policy.optimizer))
+        before, (weight, start, *_) = len(_rounded(policy)), next(iterate_runs(policy.optimizer))
         weight.data.view(-1)[start] *= 1.5
         return before, len(_rounded(policy))
 

@@ -69,11 +69,11 @@ def test_a_weight_that_is_no_number_in_both_precisions_is_for_the_guard(models):
 
     def body(rank, world):
         from megatron_grpo.commands.analysis.replica_check import _rounded
-        from megatron_grpo.core.policy.sharded_state import runs_of
+        from megatron_grpo.core.policy.sharded_state import iterate_runs
 
         policy = cases.build(models["dense"], cases.settings(torch_dtype="bfloat16"), world)
         before = len(_rounded(policy))
-        weight, start, _, states = next(runs_of(policy.optimizer))
+        weight, start, _, states = next(iterate_runs(policy.optimizer))
         states["param"].data.view(-1)[0] = math.nan
         apart = len(_rounded(policy))
         weight.data.view(-1)[start] = math.nan

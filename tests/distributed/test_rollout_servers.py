@@ -268,7 +268,7 @@ def play_inside(rank, world, path, player, told):
 def play_and_lose(rank, world, path, named, out, player, told):
     """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
     from megatron_grpo.plugins.servers.http import ServerGoneError
-    from tests.unit.trainer.test_rollouts import generator_of
+    from tests.unit.trainer.test_rollouts import build_generator
 
     found = []
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
@@ -279,7 +279,7 @@ def play_and_lose(rank, world, path, named, out, player, told):
                 for member in engine._broadcaster.server_group.used[:num_lost]:
                     break_after(member, 5, ServerGoneError, losses)
             how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
-            sampler = generator_of(player(engine), sync_again=lambda version=version: weight_sync.sync_weights(version))
+            sampler = build_generator(player(engine), sync_again=lambda version=version: weight_sync.sync_weights(version))
             groups = sampler.generate(questions(8), how, seed=SEED)
             assert worst_gap_of_contexts(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
             assert {one.versions[0][0] for group in groups for one in group.completions} == {version}
@@ -555,11 +555,11 @@ def test_a_server_killed_in_a_push_costs_that_push_alone(models, servers, tmp_pa
 
 def lose_all(rank, world, path, named, out, pid, address):
     """The only server is killed in the middle of a question, and another writes its address: what was answered is kept."""
-    from tests.unit.trainer.test_rollouts import generator_of
+    from tests.unit.trainer.test_rollouts import build_generator
 
     with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
         weight_sync.sync_weights(0)
-        restoring = generator_of(engine, sync_again=lambda: weight_sync.sync_weights(0))
+        restoring = build_generator(engine, sync_again=lambda: weight_sync.sync_weights(0))
 
         def kill():
             os.killpg(pid, signal.SIGKILL)
@@ -615,7 +615,7 @@ def ask_rounds(rank, world, paths, named, out, folder):
 
     from megatron_grpo.core.parallel import collectives
     from megatron_grpo.core.weights.hf_files import HfReader
-    from tests.unit.trainer.test_rollouts import generator_of
+    from tests.unit.trainer.test_rollouts import build_generator
 
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     with trainer(rank, world, paths[0], named, out, timeout=600.0) as (policy, engine, weight_sync):
@@ -625,7 +625,7 @@ def ask_rounds(rank, world, paths, named, out, folder):
             counts["restored"] += 1
             weight_sync.sync_weights(number)
 
-        restoring = generator_of(engine, sync_again=restore)
+        restoring = build_generator(engine, sync_again=restore)
         while not collectives.broadcast_object((folder / "stop").exists()):
             which, start = number % len(paths), time.monotonic()
             counts.clear()

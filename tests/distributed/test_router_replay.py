@@ -80,7 +80,7 @@ def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made,
         pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(stale if rank == 0 else [])
         slices = tuple((0, number) for number in range(len(stale) // policy.cut.rows_per_slice))
         pending = pending.with_old_logprobs(policy.scorer, SimpleNamespace(old_logprob_slices=slices))
-        step = cases.step_of(stale, 0, policy.cut.rows_per_slice)
+        step = cases.find_step(stale, 0, policy.cut.rows_per_slice)
         _, batch = pending.batch(step, token_weight_fn=policy.loss.token_weights)
         model = load_tiny(path)
         for sample in pending.samples.values():
@@ -137,7 +137,7 @@ def sampled(rank, world, path, *, dtype, tp=1):
     from megatron_grpo.core.weights.shape import ModelShape
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tp)
-    layers = ExpertLayers.of(ModelShape.from_pretrained(path))
+    layers = ExpertLayers.from_shape(ModelShape.from_pretrained(path))
     engine = ColocatedEngine.build(
         cfg, model_path=path, dtype=dtype, max_model_len=128, seed=0, rank=rank, world_size=world, experts=layers
     )

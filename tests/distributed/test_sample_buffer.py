@@ -35,7 +35,7 @@ def samples(num_rows: int = ROWS):
 def token_weight_fn(num_masked, *, is_truncated, is_zero_std):
     """A weight that says which row it belongs to; filters as integers and flags say."""
     weights = np.array([num / 1000 for num in num_masked])
-    return SimpleNamespace(of_rows=weights, num_sequences=len(num_masked) - sum(is_zero_std), num_loss_tokens=sum(num_masked))
+    return SimpleNamespace(row_weights=weights, num_sequences=len(num_masked) - sum(is_zero_std), num_loss_tokens=sum(num_masked))
 
 
 class Scorer:
@@ -50,7 +50,7 @@ class Scorer:
 
 
 def home_of(pending, key) -> int:
-    return int(pending.rows.dp_rank[pending.rows.places_of(*key)])
+    return int(pending.rows.dp_rank[pending.rows.find_indices(*key)])
 
 
 def step(index: int, slices, cut, *, old_logprob_slices=(), keeps=(), last_use=(), staleness=0):

@@ -85,7 +85,7 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
         model, apart, counts, beyond = load_tiny(path), {}, [], 0
         for name, how in (("cut", CUT), ("nucleus", NUCLEUS), ("bound", BOUND), ("whole", dict(temperature=0.7))):
             rollout = RolloutConfig(**how)
-            sampling = dataclasses.replace(SamplingSettings.of(rollout, num_generations=3), max_completion_length=16)
+            sampling = dataclasses.replace(SamplingSettings.from_config(rollout, num_generations=3), max_completion_length=16)
             drawn = [one for group in engine.generate(prompts, sampling, seed=1) for one in group.completions]
             scored = policy.scorer.score([one.sequence for one in drawn])
             gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(scored, drawn, strict=True)]

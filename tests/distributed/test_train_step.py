@@ -25,7 +25,7 @@ def batches(dense):
     return cases.stored_rollout(dense, vocab=125, num_steps=2, stale=0)
 
 
-def weights_of(policy) -> dict[str, np.ndarray]:
+def get_weights(policy) -> dict[str, np.ndarray]:
     return {name: tensor.detach().float().numpy().copy() for name, tensor in policy.named_weights()}
 
 
@@ -67,7 +67,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_weights_and_moments
 
         policy = cases.build(dense, cases.settings(**layout.settings), world)
         policy.train_step(cases.batch_of(policy, batches[0], 0))
-        before, moments, loss = weights_of(policy), optimizer_state(policy), StepLoss.__call__
+        before, moments, loss = get_weights(policy), optimizer_state(policy), StepLoss.__call__
 
         def broken(*args):
             value, kept = loss(*args)
@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_weights_and_moments
         StepLoss.__call__ = broken
         trained = policy.train_step(cases.batch_of(policy, batches[1], 1))
         left = all(torch.equal(a, b) for a, b in zip(moments, optimizer_state(policy), strict=True)) and bool(moments)
-        return trained.skipped, is_same(before, weights_of(policy)), left
+        return trained.skipped, is_same(before, get_weights(policy)), left
 
     assert run_ranks(body, layout.world_size) == [("its gradient is not finite", True, True)] * layout.world_size
 
@@ -125,14 +125,14 @@ def test_a_step_that_is_skipped_leaves_no_trace(dense, batches, name, skipped):
         policy, other = (cases.build(dense, cases.settings(**layout.settings), world, parallel) for _ in range(2))
         for one in (policy, other):
             one.train_step(cases.batch_of(one, batches[0], 0))
-        before, guard = weights_of(policy), policy.gradient_check
+        before, guard = get_weights(policy), policy.gradient_check
         trained = skipped(policy, cases.batch_of(policy, batches[1], 1))
-        after, policy.gradient_check = weights_of(policy), guard
+        after, policy.gradient_check = get_weights(policy), guard
         for one in (policy, other):
             one.train_step(cases.batch_of(one, batches[1], 1))
-        moved = not is_same(after, weights_of(policy))
+        moved = not is_same(after, get_weights(policy))
         moments = [torch.equal(a, b) for a, b in zip(optimizer_state(policy), optimizer_state(other), strict=True)]
-        return bool(trained.skipped), is_same(before, after), moved, is_same(weights_of(policy), weights_of(other)), all(moments)
+        return bool(trained.skipped), is_same(before, after), moved, is_same(get_weights(policy), get_weights(other)), all(moments)
 
     assert run_ranks(body, layout.world_size) == [(True,) * 5] * layout.world_size
 

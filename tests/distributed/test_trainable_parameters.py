@@ -51,7 +51,7 @@ def test_what_trains_moves_as_in_float64_and_what_is_frozen_does_not_move(models
     layout = cases.LAYOUTS[layout_name]
     cfg = cases.settings(**cases.MODEL_SETTINGS.get(model, {}), **layout.settings, **frozen, **way)
     right = cases.reference(path, cfg, batches)
-    before = weights_of(path)
+    before = get_weights(path)
     rule = trains(cfg.tuner)
     for found in run_ranks(lambda rank, world: cases.train(rank, world, path, cfg, batches), layout.world_size):
         assert {name for name in found.weights if rule(name) and "e_score" not in name} == set(found.gradients)
@@ -60,7 +60,7 @@ def test_what_trains_moves_as_in_float64_and_what_is_frozen_does_not_move(models
         assert moved == set(found.gradients)
 
 
-def weights_of(path):
+def get_weights(path):
     from safetensors.numpy import load_file
 
     return load_file(path / "model.safetensors")

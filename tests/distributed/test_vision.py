@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.core.weights.vision_towers import part_of
+from megatron_grpo.core.weights.vision_towers import find_part
 from megatron_grpo.run.checkpoint.distributed import read_sharded
 from tests import parity_cases as cases
 from tests import vision_cases as vision
@@ -248,7 +248,7 @@ def test_a_push_leaves_out_a_tower_that_stays_and_says_so(prepared):
             policy = cases.build(path, vision.settings(path, vision.WAYS[way], vision.LAYOUTS["PP2"].settings), world, parallel)
             for has_base in (True, False):
                 (update,) = policy.updates(3, has_base=has_base)
-                found[way, has_base] = update.moves_tower, {part_of(name) for name, _ in update.tensors}
+                found[way, has_base] = update.moves_tower, {find_part(name) for name, _ in update.tensors}
         return found
 
     whole = True, {"llm", "vit", "aligner"}
@@ -288,7 +288,7 @@ def test_no_backward_leads_through_a_frozen_tower_to_its_aligner(prepared, famil
     path, batches, _ = prepared(family)
     tower = build_tower(ModelShape.from_pretrained(path), path, dtype=torch.float32, device="cpu").train()
     for name, parameter in tower.named_parameters():
-        parameter.requires_grad_(part_of(f"visual.{name}") == "aligner")
+        parameter.requires_grad_(find_part(f"visual.{name}") == "aligner")
     asks = {}
     for block in tower.blocks:
         block.register_forward_hook(lambda block, args, output: asks.update({id(block): output.requires_grad}))

@@ -312,9 +312,12 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
             refused("lm_head is loaded by vLLM's UnquantizedEmbeddingMethod")
             vllm_weight_layout.PLAIN = plain
 
-            of, vllm_weight_layout.TensorView.of = vllm_weight_layout.TensorView.of, classmethod(shifted)  # the lesson is learnt wrong
+            of, vllm_weight_layout.TensorView.from_view = (
+                vllm_weight_layout.TensorView.from_view,
+                classmethod(shifted),
+            )  # the lesson is learnt wrong
             refused("model.layers.0.self_attn.qkv_proj differs when it is loaded without vLLM")
-            vllm_weight_layout.TensorView.of = of
+            vllm_weight_layout.TensorView.from_view = of
 
             class Deaf(vllm_weight_layout.WeightLayoutRecorder):  # vLLM transforms a tensor on its way
                 def record_names(self, named):

@@ -66,7 +66,7 @@ def computed_rows(of_ranks) -> tuple[list[int], list[int]]:
     return tuple(sorted(row for rows in of_replicas for row in rows[step]) for step in (0, 1))
 
 
-def step_of(made, name: str, *, computes_all: bool):
+def find_step(made, name: str, *, computes_all: bool):
     """On every rank: {loss: (what it trained, rows that were computed in each step and on each data-parallel rank)}."""
     layout = cases.LAYOUTS[name]
     path, batches, _ = made("MoE" if layout.needs_experts else "dense")
@@ -84,7 +84,7 @@ def step_of(made, name: str, *, computes_all: bool):
 @pytest.mark.parametrize("name", cases.ZERO_GRADIENT_LAYOUTS)
 def test_gradients_with_and_without_rows_that_have_none_equal_float64(made, name):
     right = made("MoE" if cases.LAYOUTS[name].needs_experts else "dense")[2]
-    left_out, all_rows = (step_of(made, name, computes_all=computes_all) for computes_all in (False, True))
+    left_out, all_rows = (find_step(made, name, computes_all=computes_all) for computes_all in (False, True))
     for loss, num_rows in COMPUTED.items():
         both = [one[loss][0] for one in (left_out[0], all_rows[0])]
         distances = [cases.distance(one[loss][0], right[loss]) for one in (*left_out, *all_rows)]

@@ -16,7 +16,7 @@ from megatron_grpo import cli
 from tests.end_to_end import scripted
 from tests.end_to_end.outside_parts import Alphabet
 from tests.end_to_end.runs import records, stop_after_steps, write_inputs
-from tests.end_to_end.test_many_steps import LORA, SIZES, weights_of
+from tests.end_to_end.test_many_steps import LORA, SIZES, get_weights
 from tests.ranks import run_ranks
 
 STEPS = 6
@@ -54,7 +54,7 @@ def assert_it_is_that_of_transformers(out: Path, flags: list[str], world_size: i
     assert [step["grad_norm"] for step in found] == pytest.approx(right.grad_norms, rel=1e-5)
     for name, wanted in right.weights.items():
         bound = 5e-5 if name.endswith("lora_B.weight") else 1e-5  # it began at zero: all of it is updates
-        assert np.linalg.norm(weights_of(out)[name] - wanted) <= bound * np.linalg.norm(wanted), name
+        assert np.linalg.norm(get_weights(out)[name] - wanted) <= bound * np.linalg.norm(wanted), name
 
 
 def test_rollouts_that_straddle_steps_are_those_of_transformers_sampled_one_rollout_before(whole):
@@ -80,8 +80,8 @@ def assert_same(one: Path, other: Path, names=("loss", "grad_norm", "staleness/m
     steps = {step["step"]: step for step in records(one / "metrics.jsonl")}
     for step in records(other / "metrics.jsonl"):
         assert [step.get(name) for name in names] == [steps[step["step"]].get(name) for name in names]
-    for name, wanted in weights_of(one).items():
-        assert np.array_equal(weights_of(other)[name], wanted), name
+    for name, wanted in get_weights(one).items():
+        assert np.array_equal(get_weights(other)[name], wanted), name
 
 
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint_bit_for_bit(whole, tmp_path):

@@ -59,7 +59,7 @@ def inputs(tmp_path_factory):
     return [*write_inputs(tmp_path_factory.mktemp("inputs")), *SIZES, *optimizer.split(), *others.split()]
 
 
-def weights_of(out: Path) -> dict[str, np.ndarray]:
+def get_weights(out: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     if (out / "hf" / "adapter_model.safetensors").exists():
@@ -84,7 +84,7 @@ def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
     optimizer = resolve(flags, launcher_world_size=world_size).optimizer
     rates = [parity_cases.learning_rate(optimizer, step, STEPS) for step in range(STEPS)]
     assert [step["learning_rate"] for step in found] == pytest.approx(rates, rel=1e-12)
-    weights = weights_of(tmp_path / "out")
+    weights = get_weights(tmp_path / "out")
     for name, wanted in right.weights.items():
         bound = 5e-5 if name.endswith("lora_B.weight") else 1e-5  # it began at zero: all of it is updates
         assert np.linalg.norm(weights[name] - wanted) <= bound * np.linalg.norm(wanted), name
@@ -149,8 +149,8 @@ def test_a_run_with_a_moving_reference_resumes_where_the_reference_was(whole, tm
     for one, other in zip(expected, found, strict=True):
         for name in ("loss", "grad_norm", "kl"):
             assert other[name] == pytest.approx(one[name], rel=tolerance, abs=tolerance), name
-    for name, wanted in weights_of(out).items():
-        assert np.linalg.norm(weights_of(tmp_path / "out")[name] - wanted) <= tolerance * np.linalg.norm(wanted), name
+    for name, wanted in get_weights(out).items():
+        assert np.linalg.norm(get_weights(tmp_path / "out")[name] - wanted) <= tolerance * np.linalg.norm(wanted), name
 
 
 def refused(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
@@ -187,8 +187,8 @@ def test_a_finished_run_made_longer_is_the_run_that_was_that_long_from_the_start
     long, short = (records(tmp_path / name / "metrics.jsonl") for name in ("long", "short"))
     for name in ("loss", "grad_norm", "staleness/mean"):
         assert [step[name] for step in short] == [step[name] for step in long], name
-    for name, wanted in weights_of(tmp_path / "long").items():
-        assert np.array_equal(weights_of(tmp_path / "short")[name], wanted), name
+    for name, wanted in get_weights(tmp_path / "long").items():
+        assert np.array_equal(get_weights(tmp_path / "short")[name], wanted), name
 
 
 @pytest.mark.parametrize(

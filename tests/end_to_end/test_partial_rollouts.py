@@ -18,7 +18,7 @@ from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.types import PartialCompletion
 from megatron_grpo.run.checkpoint.samples import read_samples
 from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
-from tests.end_to_end.test_many_steps import weights_of
+from tests.end_to_end.test_many_steps import get_weights
 from tests.mistakes import mistake
 from tests.ranks import RanksFailed, run_ranks
 from tests.servers import ASKS, Server
@@ -69,8 +69,8 @@ def assert_same(out: Path, whole: Path) -> None:
     """Bit for bit: metrics, completions and weights."""
     assert list(map(exact, records(out / "metrics.jsonl"))) == list(map(exact, records(whole / "metrics.jsonl")))
     assert rows_of(out) == rows_of(whole)
-    for name, wanted in weights_of(whole).items():
-        assert np.array_equal(weights_of(out)[name], wanted), name
+    for name, wanted in get_weights(whole).items():
+        assert np.array_equal(get_weights(out)[name], wanted), name
 
 
 def test_tokens_are_at_most_one_sampling_step_old_and_the_metrics_count_them(whole):
@@ -82,17 +82,21 @@ def test_tokens_are_at_most_one_sampling_step_old_and_the_metrics_count_them(who
         assert {version for version, *_ in spans} <= {max(0, rollout - 1), rollout}
     assert sum(len(spans) > 1 for spans in versions.values()) >= 4
     for step in steps[1:]:
-        of_step = [(key, spans) for key, spans in versions.items() if key[0] == step["step"] - 1]
+        list_step_samples = [(key, spans) for key, spans in versions.items() if key[0] == step["step"] - 1]
         ages = Counter()
-        for (rollout, *_), spans in of_step:
+        for (rollout, *_), spans in list_step_samples:
             for version, begin, end in spans:
                 ages[rollout - version] += end - begin
         assert step["staleness/max"] == step["staleness/tokens/max"] == 1
         assert step["staleness/tokens/mean"] == pytest.approx(ages[1] / ages.total(), abs=1e-12)
-        assert step["staleness/versions_per_row"] == np.mean([len(spans) for _, spans in of_step])
+        assert step["staleness/versions_per_row"] == np.mean([len(spans) for _, spans in list_step_samples])
         rows_by_step = {line["step"]: line["tokens_by_version"] for line in records(out / "schedule.jsonl")}
-        assert rows_by_step[step["step"]] == [[[version, end - begin] for version, begin, end in spans] for _, spans in sorted(of_step)]
-        assert step["staleness/mean"] == np.mean([any(version < rollout for version, *_ in spans) for (rollout, *_), spans in of_step])
+        assert rows_by_step[step["step"]] == [
+            [[version, end - begin] for version, begin, end in spans] for _, spans in sorted(list_step_samples)
+        ]
+        assert step["staleness/mean"] == np.mean(
+            [any(version < rollout for version, *_ in spans) for (rollout, *_), spans in list_step_samples]
+        )
     assert all(step["sampling/version_error/max"] < 1e-4 for step in steps)
     assert all(step["rollout/partial_rows"] > 0 and 0 < step["rollout/ahead_share"] < 1 for step in steps[:-1])
     assert steps[0]["rollout/recomputed_tokens"] == 0

@@ -21,14 +21,14 @@ SIZES += ["--logprob_diff_warn", "100"]  # the scripted sampler is not the polic
 
 def train(rank: int, world_size: int, flags: list[str]):
     """Before the second step a bit of one weight of rank 1 flips. Returns the exit code and all that was said."""
-    from megatron_grpo.commands.analysis.replica_check import tensors_of
+    from megatron_grpo.commands.analysis.replica_check import list_tensors
     from megatron_grpo.core.policy.policy import Policy
 
     take = Policy.train_step
 
     def train_step(self, batch, beside=None):
         if batch.step == 1 and rank == 1:
-            flip(tensors_of(self)["decoder.final_layernorm.weight"], 4, 0)
+            flip(list_tensors(self)["decoder.final_layernorm.weight"], 4, 0)
         return take(self, batch, beside)
 
     said = io.StringIO()

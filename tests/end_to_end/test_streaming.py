@@ -51,7 +51,7 @@ def steps_of(out: Path) -> list[dict]:
     return [{name: step[name] for name in EXACT} for step in records(out / "metrics.jsonl")]
 
 
-def weights_of(out: Path) -> dict[str, np.ndarray]:
+def get_weights(out: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     [file] = (out / "hf").rglob("*.safetensors")
@@ -60,8 +60,8 @@ def weights_of(out: Path) -> dict[str, np.ndarray]:
 
 def assert_same_run(out: Path, whole: Path):
     assert steps_of(out) == steps_of(whole) and len(steps_of(out)) == STEPS
-    expected = weights_of(whole)
-    assert all(np.array_equal(found, expected[name]) for name, found in weights_of(out).items())
+    expected = get_weights(whole)
+    assert all(np.array_equal(found, expected[name]) for name, found in get_weights(out).items())
 
 
 def test_where_a_block_holds_all_rows_the_run_is_the_one_without_streaming(inputs, tmp_path):

@@ -85,7 +85,7 @@ def pack(
         return torch.tensor([of(completions[i], i, t) for i, t in places], dtype=kind)
 
     inputs = LossInputs(
-        token_weights=column(lambda c, i, t: weights.of_rows[i], torch.float64),
+        token_weights=column(lambda c, i, t: weights.row_weights[i], torch.float64),
         advantages=column(lambda c, i, t: c.advantage),
         sampler_logprobs=column(lambda c, i, t: c.sampler_logp[t]),
         old_logprobs=column(lambda c, i, t: nan if c.old_logp is None else c.old_logp[t]),
@@ -116,7 +116,7 @@ def token_weight_fn(loss: GrpoLoss, completions: Sequence[ReferenceCompletion]) 
 
 def threshold_of(cfg: GrpoConfig, completions: Sequence[ReferenceCompletion], weights: TokenWeights) -> float:
     """Over the tokens whose weight is left, as the policy gathers them."""
-    masks = [c.mask.bool().numpy() & (u > 0) for c, u in zip(completions, weights.of_rows, strict=True)]
+    masks = [c.mask.bool().numpy() & (u > 0) for c, u in zip(completions, weights.row_weights, strict=True)]
     return entropy_threshold([c.entropy.detach().numpy() for c in completions], masks, cfg.top_entropy_quantile)
 
 
@@ -136,7 +136,7 @@ def labels_of(loss: GrpoLoss, completions: Sequence[ReferenceCompletion], weight
         return None
     means = [float(((c.logp.detach() - c.old) * c.mask).sum() / max(c.mask.sum(), 1)) for c in completions]
     return classification(
-        means, [c.advantage for c in completions], [c.group for c in completions], weights.of_rows > 0, tau=loss.needs_classification
+        means, [c.advantage for c in completions], [c.group for c in completions], weights.row_weights > 0, tau=loss.needs_classification
     )
 
 

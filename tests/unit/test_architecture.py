@@ -93,16 +93,16 @@ def test_places_of_new_parts_and_of_failures_exist():
             assert name in (PACKAGE / path).read_text(), (path, name)
 
 
-def lines_of(path: str) -> int:
+def split_output(path: str) -> int:
     return len((PACKAGE / path).read_text().splitlines())
 
 
 def test_the_path_is_as_long_as_it_says():
     said = {name.strip("`"): int(lines) for name, lines, *_ in cells(section("Reading order"))}
     for name, lines in said.items():
-        assert lines_of(name) == pytest.approx(lines, rel=0.1, abs=10), name
+        assert split_output(name) == pytest.approx(lines, rel=0.1, abs=10), name
     total = int(re.search(r"they are ([\d,]+) lines", section("Reading order"))[1].replace(",", ""))
-    assert sum(map(lines_of, said)) == pytest.approx(total, rel=0.1) and sum(said.values()) == total
+    assert sum(map(split_output, said)) == pytest.approx(total, rel=0.1) and sum(said.values()) == total
 
 
 def test_the_readme_is_a_front_page():

@@ -17,7 +17,7 @@ from megatron_grpo.core.base.errors import RewardError
 from megatron_grpo.core.types import Group, Prompt, make_completion
 from megatron_grpo.plugins.environments.foreign_environments import adapted
 from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
-from megatron_grpo.plugins.environments.rollout_func_output import TokenLimits, completion_requests, completions_of
+from megatron_grpo.plugins.environments.rollout_func_output import TokenLimits, completion_requests, convert_completions
 from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.prompts import PromptStream, load_rows
 from megatron_grpo.run.python_objects import copy_for_user
@@ -35,7 +35,7 @@ def reward(function, **settings):
     return RewardFunction(name=function.__name__, function=function, timeout=5.0, **settings)
 
 
-def groups_of(prompts, texts=("a", "b", "c")):
+def list_process_groups(prompts, texts=("a", "b", "c")):
     completions = tuple(make_completion((1,), (2,), (0.0,), text=text, finish_reason="stop", version=0) for text in texts)
     return [Group(prompt=prompt, completions=completions) for prompt in prompts]
 
@@ -64,7 +64,7 @@ def test_every_completion_function_and_call_gets_the_row_as_it_was():
     prompt = Prompt(number=0, row=0, raw=CHAT, token_ids=(1,), columns=columns)
     manager = RewardManager([reward(empties), reward(empties_later), reward(empties)])
     for _ in range(2):  # a later rollout, of the same rows
-        [scored] = manager(groups_of([prompt]))
+        [scored] = manager(list_process_groups([prompt]))
         assert scored.rewards == ((16.0, 16.0, 16.0),) * 3
     assert columns["todo"] == {"list": [1, 2, 3]} and columns["notes"]["picture"].size == (8, 8)
 
@@ -98,7 +98,7 @@ def test_a_reward_that_edits_prompts_and_completions_changes_no_other_and_the_ru
 
     first, kept = stream(), stream().state()
     prompts = first.take(6)
-    for scored in RewardManager([reward(trims), reward(trims)])(groups_of(prompts)):
+    for scored in RewardManager([reward(trims), reward(trims)])(list_process_groups(prompts)):
         assert scored.rewards == ((4.0, 4.0),) * 3
     assert {prompt.raw[0]["content"] for prompt in prompts} == {f" Q{n} " for n in range(6)}
     assert stream().problems_with(first.state()) == [] and first.state()["fingerprint"] == kept["fingerprint"]
@@ -241,7 +241,9 @@ def test_every_request_of_a_rollout_function_has_a_row_and_a_prompt_of_its_own()
     ]
     shared = ["x"]
     returned = {"completion_ids": [[2], [2]], "logprobs": [[-1.0], [-1.0]], "note": [shared, shared]}
-    found = completions_of(returned, requests, TokenLimits(vocab_size=9, max_completion_length=4, max_model_len=9), version=0, decode=str)
+    found = convert_completions(
+        returned, requests, TokenLimits(vocab_size=9, max_completion_length=4, max_model_len=9), version=0, decode=str
+    )
     shared.append("y")
     assert [one.columns for one in found] == [{"note": ["x"]}] * 2
 

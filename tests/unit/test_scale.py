@@ -24,7 +24,7 @@ def total(found, kind=None):
     return sum(sum(of_kind.values()) for name, of_kind in found.items() if kind in (None, name))
 
 
-def of_tokens(tmp_path, size, rank, **settings):
+def weight_tokens(tmp_path, size, rank, **settings):
     """(bytes by kind and purpose that come and go with the length of completions, bytes of short ones)"""
     short, long = (measured(tmp_path, size, rank, length, **settings) for length in (SHORT, LONG))
     return {(kind, name): long[kind][name] - short[kind][name] for kind in short for name in short[kind]}, short
@@ -33,7 +33,7 @@ def of_tokens(tmp_path, size, rank, **settings):
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_tokens_and_texts_of_a_rank_are_as_many_in_a_job_of_any_size(tmp_path, place):
     looked_at = SIZES if place == "first" else SIZES[:2]
-    found = {size: of_tokens(tmp_path, size, 0 if place == "first" else size - 1) for size in looked_at}
+    found = {size: weight_tokens(tmp_path, size, 0 if place == "first" else size - 1) for size in looked_at}
     expected, smallest = found[SIZES[0]]
     assert expected["received", "verdicts, and rows to their homes"] > 0 and expected["held", "samples"] > 0
     assert (expected["received", "completions"] > 0) == (place == "first")  # of its node's other ranks

@@ -320,7 +320,7 @@ def slowly(case: Case) -> dict:
     stream, engine, rows, fresh, by = Stream(), ScriptedEngine(partial(answer, refused=case.refused)), {}, {}, {}
 
     def ask(prompts):
-        return [GroupMetadata.of(one) for one in ConstantRewards()(engine.generate(prompts, SAMPLING, seed=0), positions=[])]
+        return [GroupMetadata.from_group(one) for one in ConstantRewards()(engine.generate(prompts, SAMPLING, seed=0), positions=[])]
 
     def are_zero_std(verdicts):  # one by one; the run itself asks for all of a round at once
         return [bool(advantages([verdict.rewards], case.grpo, [1.0]).is_zero_std[0]) for verdict in verdicts]
@@ -410,11 +410,11 @@ def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, ol
         step: {row: len(times) for row, times in rows.items()} for step, rows in once.items()
     }
     oldest = {
-        number: case.table.version_of(max(0, case.table.new_rollouts(case.table.version_of(number)).start - 1)) for number in range(99)
+        number: case.table.find_version(max(0, case.table.new_rollouts(case.table.find_version(number)).start - 1)) for number in range(99)
     }
     for rows in trained.values():
         for (number, _), times in rows.items():
-            assert all(oldest[number] <= version <= case.table.version_of(number) for version, *_ in times)
+            assert all(oldest[number] <= version <= case.table.find_version(number) for version, *_ in times)
     if old == "auto":  # what the ratio is taken against does not know who sampled
         assert {step: {row: [one[2] for one in times] for row, times in rows.items()} for step, rows in trained.items()} == {
             step: {row: [one[2] for one in times] for row, times in rows.items()} for step, rows in once.items()

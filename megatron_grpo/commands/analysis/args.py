@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.types import Sample
-from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.checkpoint.fingerprints import list_settings
 from megatron_grpo.run.checkpoint.manifest import MANIFEST, Folder, Manifest, find_damage
 from megatron_grpo.run.checkpoint.samples import read_samples
 from megatron_grpo.run.checkpoint.saving import RECORDED
@@ -89,14 +89,14 @@ def _subject(path: Path, parsed: ParsedConfig, parse: Parse) -> MismatchArgs:
     typed_cfg, path = parsed.config, path.absolute()
     if (path / MANIFEST).is_file():
         run_directory = path.parent.parent
-        return _of_checkpoint(path, typed_cfg, run=run_directory if (run_directory / "metrics.jsonl").is_file() else None)
+        return _read_checkpoint_args(path, typed_cfg, run=run_directory if (run_directory / "metrics.jsonl").is_file() else None)
     if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
         if checkpoints := Folder(path / "checkpoints").complete_checkpoints():
-            return _of_checkpoint(checkpoints[0].directory, typed_cfg, run=path)
+            return _read_checkpoint_args(checkpoints[0].directory, typed_cfg, run=path)
         if not (path / "config.yaml").is_file():
             raise config_error("mismatch", f"mismatch: {path} has neither a checkpoint nor a config.yaml, so its model is not known.")
-        of_run = parse(["--config", str(path / "config.yaml")]).config
-        cfg = settings_over(typed_cfg, settings_of(of_run))
+        run_cfg = parse(["--config", str(path / "config.yaml")]).config
+        cfg = settings_over(typed_cfg, list_settings(run_cfg))
         return MismatchArgs(name=f"{path}, which has no checkpoint: the weights it began with", run=path, cfg=cfg)
     if (path / "config.json").is_file():
         return MismatchArgs(name=str(path), cfg=typed_cfg.with_values({"model": str(path)}))
@@ -105,7 +105,7 @@ def _subject(path: Path, parsed: ParsedConfig, parse: Parse) -> MismatchArgs:
     raise config_error("mismatch", f"mismatch: {path} {fault_text if path.exists() else 'does not exist'}.")
 
 
-def _of_checkpoint(directory: Path, typed_cfg: Config, *, run: Path | None) -> MismatchArgs:
+def _read_checkpoint_args(directory: Path, typed_cfg: Config, *, run: Path | None) -> MismatchArgs:
     manifest = undamaged_checkpoint(directory)
     cfg = settings_over(typed_cfg, manifest.origin.settings)
     return MismatchArgs(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)
@@ -220,10 +220,10 @@ def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]
 
 
 def _settings(typed_cfg: Config, manifest: Manifest) -> Config:
-    of_run = {name: value for name, value in manifest.origin.settings.items() if name not in _OTHERS}
+    run_cfg = {name: value for name, value in manifest.origin.settings.items() if name not in _OTHERS}
     changes = {} if "micro_batch_size" in typed_cfg.typed else {"micro_batch_size": 1}
-    beta = {} if "beta" in typed_cfg.typed else {"beta": of_run.get("beta", 0.0)}
-    return settings_over(typed_cfg, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | changes | beta)
+    beta = {} if "beta" in typed_cfg.typed else {"beta": run_cfg.get("beta", 0.0)}
+    return settings_over(typed_cfg, run_cfg).with_values({"offload_model": "false", "offload_optimizer": "false"} | changes | beta)
 
 
 def _variant(

@@ -37,7 +37,7 @@ class _ReplaceForward(torch.autograd.Function):
         return grad, None
 
 
-def _with_gradient_of(original: Callable[[], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+def _with_gradient_from(original: Callable[[], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
     """Return `value` with the gradient of an operation.
 
     Args:
@@ -48,18 +48,18 @@ def _with_gradient_of(original: Callable[[], torch.Tensor], value: torch.Tensor)
 
 
 def _rms_norm(real, x, weight, epsilon):
-    return _with_gradient_of(lambda: real(x, weight, epsilon), kernels.rms_norm(x, weight, epsilon))
+    return _with_gradient_from(lambda: real(x, weight, epsilon), kernels.rms_norm(x, weight, epsilon))
 
 
 def _rotate(real, x, rotation):
     half = x.shape[-1] // 2
     cos, sin = (table[:, 0].to(x.dtype) for table in (rotation.cos[..., :half], rotation.sin[..., half:]))
-    return _with_gradient_of(lambda: real(x, rotation), kernels.rotated(x, cos, sin))
+    return _with_gradient_from(lambda: real(x, rotation), kernels.rotated(x, cos, sin))
 
 
 def _attention(real, q, k, v, packed: PackedBatch, scale, sinks=None):
     value = _attended(q, k, v, packed, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    return _with_gradient_of(lambda: real(q, k, v, packed, scale, sinks), value)
+    return _with_gradient_from(lambda: real(q, k, v, packed, scale, sinks), value)
 
 
 def _attended(q, k, v, packed: PackedBatch, scale: float) -> torch.Tensor:
@@ -88,12 +88,12 @@ def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_ro
             logits = torch.cat([shard[:, :count] for shard, count in zip(shards, counts, strict=True)], dim=1)
         logprobs = logits.div_(temperature).log_softmax(dim=-1)
         value[part] = logprobs.gather(1, targets[part, None])[:, 0]
-    return TokenScores(_with_gradient_of(lambda: original.logprobs, value), original.entropy)
+    return TokenScores(_with_gradient_from(lambda: original.logprobs, value), original.entropy)
 
 
 def _moe_layer(real, layer, hidden_states, *args, **kwargs):
     value = _expert_layer(layer, hidden_states)
-    return _with_gradient_of(lambda: real(layer, hidden_states, *args, **kwargs)[0], value), None
+    return _with_gradient_from(lambda: real(layer, hidden_states, *args, **kwargs)[0], value), None
 
 
 def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:

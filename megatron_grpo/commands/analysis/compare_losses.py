@@ -35,7 +35,7 @@ from megatron_grpo.core.trainer.sample_buffer import SampleBuffer, score_rows
 from megatron_grpo.core.types import GlobalBatch, RowKey, Sample, SampleWithOldLogprobs
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.assemble import PolicyParts
-from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.checkpoint.fingerprints import list_settings
 from megatron_grpo.run.checkpoint.resume import OURS
 from megatron_grpo.run.checkpoint.samples import read_samples
 from megatron_grpo.run.checkpoint.saving import RECORDED
@@ -141,7 +141,7 @@ def compare_losses(args: CompareLossesArgs) -> list[VariantResult]:
     policy.optimizer.step = lambda: None  # keeps the weights unchanged
     samples = read_samples(args.checkpoint / RECORDED)
     left_out = _left_out(cfg, samples, args.step)
-    adaptive, entropy = policy.entropy, _entropy_of(policy, args.checkpoint)
+    adaptive, entropy = policy.entropy, _read_entropy(policy, args.checkpoint)
     variants = sorted(args.variants, key=lambda variant: variant.staleness)  # the run's own settings stay the first
     with_old_logprobs = _with_old_logprobs(policy, samples) if variants[-1].staleness else []
     gradient, loaded, outcomes = None, 0, dict[str, VariantResult]()
@@ -168,10 +168,10 @@ def _left_out(cfg: Config, samples: Sequence[Sample], step: int) -> frozenset[Ro
         logger.warning(
             "%d of %d rows have no old log-probs, because they had no gradient in the run. They are left out.", missing, len(samples)
         )
-    return zero_gradient_kinds(settings_of(cfg))
+    return zero_gradient_kinds(list_settings(cfg))
 
 
-def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
+def _read_entropy(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
     """Return the adaptive entropy coefficient as the checkpoint stored it."""
     guard = checkpoint / OURS / "guard.json"
     if guard.exists():
@@ -201,7 +201,7 @@ def _batch(policy: Policy, samples: Sequence[Sample], index: int, left_out: froz
     """Return this rank's share of a step that trains these rows in their order."""
     pending = _pending(policy, samples, left_out)
     order = collectives.broadcast_object([sample.key for sample in samples])
-    versions = pending.rows.on_policy_version[pending.rows.places_of(*np.array(order).T)].tolist()
+    versions = pending.rows.on_policy_version[pending.rows.find_indices(*np.array(order).T)].tolist()
     micro_steps = [
         SimpleNamespace(rollout=r, rows=(row, row + 1), on_policy_version=version)
         for (r, row), version in zip(order, versions, strict=True)
@@ -260,8 +260,12 @@ def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], 
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
         norms.append(gradient_norm(policy.optimizer))
-    of_a, of_b, of_difference = norms
-    return (of_a**2 + of_b**2 - of_difference**2) / (2 * of_a * of_b) if of_a and of_b and all(map(math.isfinite, norms)) else None
+    norm_a, norm_b, norm_difference = norms
+    return (
+        (norm_a**2 + norm_b**2 - norm_difference**2) / (2 * norm_a * norm_b)
+        if norm_a and norm_b and all(map(math.isfinite, norms))
+        else None
+    )
 
 
 def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[float, float]:

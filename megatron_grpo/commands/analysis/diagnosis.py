@@ -136,11 +136,11 @@ def _rows_not_finite(rows: Sequence[IsolatedRow], first: str | None, *, has_bad_
     if has_bad_weight:
         return []
     lines = []
-    of_rows = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
-    backward_only = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
-    for row in of_rows[:SHOWN]:
+    row_causes = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
+    backward_only = [row for row in rows if row not in row_causes and (row.what or not math.isfinite(row.norm))]
+    for row in row_causes[:SHOWN]:
         lines.append(f"FAULT: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
-                     + ("finite." if len(of_rows) == 1 and not backward_only else "examined row by row above."))  # fmt: skip
+                     + ("finite." if len(row_causes) == 1 and not backward_only else "examined row by row above."))  # fmt: skip
     for row in backward_only[:SHOWN]:
         location = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
         lines.append(f"FAULT: {_name(row)}: its values are finite and its gradient is not{location}.")
@@ -181,12 +181,12 @@ def _finite_in_replay(
 def _differing_elements(step_dump: StepDump) -> list[str]:
     """Describe the elements at which copies of a tensor on several ranks differ."""
     copies = step_dump.replicas()
-    labels = list(dict.fromkeys(label for of_rank in copies.values() for label in of_rank))
+    labels = list(dict.fromkeys(label for rank_copies in copies.values() for label in rank_copies))
     lines = []
     for label in labels[:SHOWN]:
         name, dtype, shape = label.split("|")
-        of_label = [(rank, of_rank[label]) for rank, of_rank in sorted(copies.items()) if label in of_rank]
-        for (first, a), (second, b) in pairwise(of_label):
+        labeled = [(rank, rank_copies[label]) for rank, rank_copies in sorted(copies.items()) if label in rank_copies]
+        for (first, a), (second, b) in pairwise(labeled):
             if a.nbytes == b.nbytes and not (a == b).all():
                 lines.append(f"FAULT: {name} differs between ranks {first} and {second}: {_difference(a, b, dtype, shape)}.")
     return lines

@@ -18,11 +18,11 @@ from megatron_grpo.commands.analysis.operations import (
     ModelPair,
     Operation,
     compare_operations,
+    make_sequence,
     one_per_micro_batch,
-    sequence_of,
 )
 from megatron_grpo.commands.analysis.printing import print_report
-from megatron_grpo.commands.analysis.report import MismatchReport, as_json, draw, drift_of, report_lines, worst_row, worst_tokens
+from megatron_grpo.commands.analysis.report import MismatchReport, as_json, draw, read_drift, report_lines, worst_row, worst_tokens
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.base.files import plot_obstacle
@@ -44,7 +44,7 @@ from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.metrics.rollout import TOKENS
 from megatron_grpo.run.metrics.summary import USUAL
 from megatron_grpo.run.models import find_model
-from megatron_grpo.run.open_checkpoint import layout_of
+from megatron_grpo.run.open_checkpoint import read_layout
 
 WORST = 8  # tokens with the largest differences that are listed
 TOGETHER = 4  # minimum rows of a micro-batch
@@ -68,7 +68,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedCon
     cfg = _settings_for_comparison(args)
     model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     shape = ModelShape.from_pretrained(model_path)
-    layout, problems = layout_of(cfg, shape)
+    layout, problems = read_layout(cfg, shape)
     if problems := [*problems, *_problems(layout, shape)]:
         raise ConfigError(problems)
     figure = _folder(args, cfg) / f"step_{args.step:06d}.png"
@@ -129,7 +129,7 @@ def compare_rows(
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)
     WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).sync_weights(args.step)
     rows = rows or _sample_rows(engine, prompts, sampling, seed=cfg.run.seed)
-    scored = model.scorer.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
+    scored = model.scorer.score([make_sequence(row.tokens.tolist(), row.opening) for row in rows])
     compared = [
         replace(row, trainer=np.where(row.is_sampled, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)
     ]
@@ -154,7 +154,7 @@ def compare_rows(
         tokens=worst_tokens(compared, tokenizer, WORST),
         row=chosen,
         operations=operations,
-        drift=drift_of(args.run),
+        drift=read_drift(args.run),
         notes=notes,
         weight_sync_problem=_weight_sync_problem(model, engine, args.step, dtype),
     )
@@ -193,8 +193,8 @@ def _rows_to_compare(
     if args.run is not None and is_as_run and (rows := read_sampled_rows(args.run, version=args.step)):
         return evenly_spaced(rows, args.num_rows), [], "recorded by the run with these weights", notes
     if args.run is not None and (rows := read_sampled_rows(args.run)):
-        of_run = list(dict.fromkeys(row.prompt for row in rows))
-        prompts = [of_run[number % len(of_run)] for number in range(args.num_rows)]
+        run_prompts = list(dict.fromkeys(row.prompt for row in rows))
+        prompts = [run_prompts[number % len(run_prompts)] for number in range(args.num_rows)]
         return [], [_prompt(number, prompt) for number, prompt in enumerate(prompts)], "sampled again from prompts of the run", notes
     probes = probe_sequences(tokenizer, vocab_size=shape.vocab_size, max_model_len=shape.max_position_embeddings)
     tokens = [probe.token_ids.tolist() for probe in probes]

@@ -73,7 +73,7 @@ def order(num_layers: int) -> list[str]:
     return ["embedding", *layers, "final norm", "logits", "log-prob"]
 
 
-def sequence_of(tokens: Sequence[int], opening: int) -> TokenSequence:
+def make_sequence(tokens: Sequence[int], opening: int) -> TokenSequence:
     """Return a sequence in which all tokens after the first `opening` ones are scored.
 
     Args:
@@ -185,7 +185,7 @@ def compare_operations(side: ModelPair, row: ComparedRow) -> list[Operation]:
     """
     tokens, opening = row.tokens.tolist(), row.opening
     cached = np.array(vllm_traced.force(side.engine, tokens, opening, temperature=side.temperature))
-    (scored,) = side.score([sequence_of(tokens, opening)])
+    (scored,) = side.score([make_sequence(tokens, opening)])
     operations, fresh, size = _compared(side, tokens, opening)
     is_sampled = row.is_sampled[opening:]
     comparisons = [
@@ -209,7 +209,7 @@ def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[lis
     fresh = sampler["log-prob"][:, 0].numpy()
     scored: list[np.ndarray] = []
     forced_inputs = {name: rows for name, rows in sampler.items() if name not in ("logits", "log-prob")}
-    trainer = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced_inputs)
+    trainer = traced.trace(model, lambda: scored.extend(side.score([make_sequence(tokens, opening)])), forced=forced_inputs)
     trainer["log-prob"] = traced.LocalRows(0, torch.from_numpy(scored[0][opening:])[:, None])
     start = model.output_layer.vocab_start
     sampler["logits"] = logits[:, start : start + trainer["logits"].rows.shape[1]]
@@ -218,7 +218,7 @@ def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[lis
     parts_of_ranks: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(parts)
     operations = [_join_parts(name, [part[name] for part in parts_of_ranks], side.limit) for name in names]
     if (first := first_difference(operations)) is not None:
-        causes = collectives.all_gather_object(cause_of(first.name, side.engine, model))
+        causes = collectives.all_gather_object(find_cause(first.name, side.engine, model))
         cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
         operations = [replace(op, cause=cause) if op is first else op for op in operations]
     return operations, fresh, size
@@ -292,7 +292,7 @@ SAME = "its weights are equal, so its arithmetic differs"
 
 
 @torch.no_grad()
-def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
+def find_cause(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
     """Return the reason why this rank's shard of an operation differs, as the end of a sentence; empty if unknown.
 
     Args:
@@ -307,7 +307,7 @@ def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
     if name == "logits":
         head = model.output_layer
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else head.weight
-        return _weights(weight[: head.num_valid_rows], _read_by_kernel(sampler.lm_head, weight.shape[1])) or _of_logits(sampler)
+        return _weights(weight[: head.num_valid_rows], _read_by_kernel(sampler.lm_head, weight.shape[1])) or _describe_logits(sampler)
     if name == "final norm":
         return _norm(model.decoder.final_layernorm, sampler.model.norm)
     if not layer[1:].isdecimal():
@@ -319,7 +319,7 @@ def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
         return _norm(trainer_modules[kind], sampler_modules[kind])
     if kind in _LINEAR:
         return _linear(trainer_modules[kind], sampler_modules[kind], model if kind == "qkv" else None)
-    return _of_attention(trainer_modules[kind], sampler_modules[kind].impl) if kind == "attention" else ""
+    return _describe_attention(trainer_modules[kind], sampler_modules[kind].impl) if kind == "attention" else ""
 
 
 def _linear(trainer: Any, sampler: Any, fused: PolicyModel | None = None) -> str:
@@ -355,7 +355,7 @@ def _norm(trainer: Any, sampler: Any) -> str:
     )
 
 
-def _of_attention(trainer: Any, sampler: Any) -> str:
+def _describe_attention(trainer: Any, sampler: Any) -> str:
     window = getattr(sampler, "sliding_window", None)
     if isinstance(window, tuple):
         window = window[0]
@@ -367,7 +367,7 @@ def _of_attention(trainer: Any, sampler: Any) -> str:
     return ""
 
 
-def _of_logits(sampler: Any) -> str:
+def _describe_logits(sampler: Any) -> str:
     processor = sampler.logits_processor
     if processor.soft_cap is not None:
         return f"the sampler caps logits at {processor.soft_cap:g}"

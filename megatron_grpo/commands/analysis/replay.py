@@ -14,13 +14,13 @@ import torch
 
 from megatron_grpo.commands.analysis.diagnosis import Diagnosis, IsolatedRow, diagnose
 from megatron_grpo.commands.analysis.printing import print_report
-from megatron_grpo.commands.analysis.replica_check import tensors_of
-from megatron_grpo.commands.analysis.step_dump import StepDump, rows_of, with_fingerprints
+from megatron_grpo.commands.analysis.replica_check import list_tensors
+from megatron_grpo.commands.analysis.step_dump import StepDump, list_row_keys, with_fingerprints
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.core.parallel import collectives, state
 from megatron_grpo.core.policy.gradient_check import non_finite_rows
-from megatron_grpo.core.policy.lr_schedule import OF_THE_OPTIMIZER
+from megatron_grpo.core.policy.lr_schedule import OPTIMIZER_SETTINGS
 from megatron_grpo.core.policy.policy import Policy, ReducedGradient
 from megatron_grpo.core.settings import ParallelConfig
 from megatron_grpo.core.trainer.sample_buffer import SampleBuffer
@@ -30,17 +30,17 @@ from megatron_grpo.run.assemble import PolicyParts
 from megatron_grpo.run.assemble.output import start_parallel
 from megatron_grpo.run.assemble.policy import build_policy
 from megatron_grpo.run.checkpoint import rng_state
-from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.checkpoint.fingerprints import list_settings
 from megatron_grpo.run.config import ParsedConfig
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import InvalidValueError, Setting, read_value, table
 from megatron_grpo.run.models import find_model
-from megatron_grpo.run.open_checkpoint import layout_of, load_weights, undamaged_checkpoint
+from megatron_grpo.run.open_checkpoint import load_weights, read_layout, undamaged_checkpoint
 
 # Settings of the run that are not applied: a replay has its own layout, updates no weights, and scores every row alone, so that more
 # micro-batches are summed than in the run, in float32.
 _OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "model", "adapters", "ref_adapters", "share_prefix", "sync_ref_model",
-           "micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "vllm_mode", *OF_THE_OPTIMIZER)  # fmt: skip
+           "micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "vllm_mode", *OPTIMIZER_SETTINGS)  # fmt: skip
 
 
 def run_replay(words: Sequence[str], parsed: ParsedConfig) -> int:
@@ -82,7 +82,7 @@ def _settings(step_dump: StepDump, typed_cfg: Config) -> tuple[Config, Path, Pat
     facts, known_settings = step_dump.facts, table()
     known_names = known_settings.keys() - set(_OTHERS)
     values = {name: _read(known_settings[name], value) for name, value in facts["settings"].items() if name in known_names}
-    flags = {name: value for name, value in settings_of(typed_cfg).items() if name in typed_cfg.typed}
+    flags = {name: value for name, value in list_settings(typed_cfg).items() if name in typed_cfg.typed}
     weights, checkpoint = facts["weights"], None
     if facts["has_images"]:
         raise config_error("replay", "its rows have images, which a step dump does not contain: replay supports text only.")
@@ -134,7 +134,7 @@ def open_policy(
     Raises:
         ConfigError: If the layout does not suit the model.
     """
-    layout, misfits = layout_of(cfg, ModelShape.from_pretrained(model))
+    layout, misfits = read_layout(cfg, ModelShape.from_pretrained(model))
     if misfits:
         raise ConfigError(misfits)
     parallel = start_parallel(cfg, layout, content=content)
@@ -163,10 +163,10 @@ def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | Non
         ConfigError: If rows of the step are missing, if they do not divide over these ranks, or if the layout does not suit the model.
     """
     samples = step_dump.samples()
-    missing = rows_of(step_dump.step) - {sample.key for sample in samples}
+    missing = list_row_keys(step_dump.step) - {sample.key for sample in samples}
     if missing:
         ranks = sorted(missing)[:8]
-        raise config_error("replay", f"{len(missing)} of its {len(rows_of(step_dump.step))} rows are missing ({ranks}): the "
+        raise config_error("replay", f"{len(missing)} of its {len(list_row_keys(step_dump.step))} rows are missing ({ranks}): the "
                            "ranks that had them hung, and could not write them.")  # fmt: skip
     recorded = PolicyParts(reference=lambda _, initial, __: RecordedReference(step_dump.forward("references"), initial.parallel))
     content = {"step dump": step_dump.path.name}
@@ -346,7 +346,7 @@ def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dic
     Copies are skipped if this layout does not hold the weight in the same shape.
     """
     mismatches = []
-    tensors = tensors_of(policy)
+    tensors = list_tensors(policy)
     for rank, copies in sorted(step_dump.replicas().items()):
         for label, raw in copies.items():
             tensor_name, dtype, shape = label.split("|")

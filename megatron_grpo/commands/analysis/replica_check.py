@@ -21,7 +21,7 @@ from megatron_grpo.commands.analysis.fingerprint import fingerprint
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.router import routers
-from megatron_grpo.core.policy.sharded_state import chain, is_distributed, runs_of, steps_counted
+from megatron_grpo.core.policy.sharded_state import chain, is_distributed, iterate_runs, steps_counted
 from megatron_grpo.core.types import GlobalBatch, RowKey
 from megatron_grpo.core.weights.mapping import is_of_adapter
 from megatron_grpo.core.weights.names import ShardCut
@@ -145,15 +145,15 @@ class ReplicaCheck:
         self._has_looked = True
         values = list(replicated_values(policy, batch, metrics, logprobs))
         mismatches = [*_strange_groups(policy), *_unmarked(policy), *_rounded(policy)]
-        groups = groups_of(policy.parallel)
+        groups = list_process_groups(policy.parallel)
         for name, group in groups.items():
             if collectives.num_ranks(group) > 1:
                 mismatches += self._compared(name, group, [value for value in values if name in value[2]], policy.parallel)
         if not collectives.all_reduce_max(len(mismatches)):
             self._equal_at = batch.step + 1
             return None
-        of_all_ranks = dict.fromkeys(mismatch for part in collectives.all_gather_object(mismatches) for mismatch in part)
-        sorted_mismatches = tuple(sorted(of_all_ranks, key=lambda mismatch: KINDS.index(mismatch.kind)))
+        all_mismatches = dict.fromkeys(mismatch for part in collectives.all_gather_object(mismatches) for mismatch in part)
+        sorted_mismatches = tuple(sorted(all_mismatches, key=lambda mismatch: KINDS.index(mismatch.kind)))
         first = {f"{mismatch.kind} {mismatch.name}" for mismatch in sorted_mismatches[:SHOWN]}
         tensors = {f"{kind} {name}": value for kind, name, _, value in values if isinstance(value, torch.Tensor)}
         return ReplicaCheckResult(
@@ -164,7 +164,7 @@ class ReplicaCheck:
     def _compared(self, group_name: str, group: Any, values_held: Sequence[Held], parallel: ParallelState) -> list[ReplicaMismatch]:
         """Return the differences within one group. Ranks without a tensor are ignored for it. Collective over the group."""
         if group_name not in self._lists:
-            names = _number_of(json.dumps([entry[:2] for entry in values_held]))
+            names = _parse_number(json.dumps([entry[:2] for entry in values_held]))
             copies = collectives.all_gather_object((parallel.rank, names), group)
             self._lists[group_name] = len({names for _, names in copies}) == 1
             if not self._lists[group_name]:
@@ -183,12 +183,12 @@ class ReplicaCheck:
         copies = collectives.all_gather_object((parallel.rank, values), group)
         mismatches = []
         for n, (kind, name, *_) in enumerate(values_held[index] for index in differs):
-            having = tuple((rank, of_rank[n]) for rank, of_rank in copies if of_rank[n] is not None)
+            having = tuple((rank, rank_values[n]) for rank, rank_values in copies if rank_values[n] is not None)
             mismatches.append(ReplicaMismatch(kind=kind, name=name, over=group_name, copies=having))
         return mismatches
 
 
-def groups_of(parallel: ParallelState) -> dict[str, Any]:
+def list_process_groups(parallel: ParallelState) -> dict[str, Any]:
     """Return the process groups by the keys of GROUPS, in the same order on every rank.
 
     Args:
@@ -218,21 +218,21 @@ def replicated_values(
         logprobs: Log-probs of the training forward, by row.
     """
     yield from _data(batch)
-    for name, tensor in tensors_of(policy).items():
-        yield "weight", name, _groups_of(policy, name), tensor
+    for name, tensor in list_tensors(policy).items():
+        yield "weight", name, _list_groups(policy, name), tensor
     yield from _tied(policy)
     if policy.reference is not None and policy.reference.chunks is not policy.wrapped:  # with adapters, it is the policy without them
         for name, tensor in policy.exchange.tensors(policy.reference.chunks).items():
-            yield "reference", name, _groups_of(policy, name), tensor
+            yield "reference", name, _list_groups(policy, name), tensor
     yield from _random(policy)
     if policy.parallel.is_last_stage:
         together = np.concatenate([np.zeros(0, dtype=np.float32), *(logprobs[key] for key in sorted(logprobs))])
         yield "log-probs", "log-probs of the training forward", ("TP", "CP"), torch.from_numpy(together)
-    yield from _of_optimizer(policy)
+    yield from _iterate_optimizer_state(policy)
     yield from _numbers(policy, batch, metrics)
 
 
-def tensors_of(policy: Any) -> dict[str, torch.Tensor]:
+def list_tensors(policy: Any) -> dict[str, torch.Tensor]:
     """Return parameters (including adapters) and checkpointed buffers, by their names in the whole model.
 
     Args:
@@ -242,7 +242,7 @@ def tensors_of(policy: Any) -> dict[str, torch.Tensor]:
     return tensors | (policy.adapters.exchange.tensors(policy.chunks) if policy.adapters is not None else {})
 
 
-def _groups_of(policy: Any, name: str) -> tuple[str, ...]:
+def _list_groups(policy: Any, name: str) -> tuple[str, ...]:
     """Return the groups whose ranks hold the same shard of a tensor."""
     kind = _kind(policy, name)
     copies = ("EDP",) if kind.is_expert else ("DP",)
@@ -271,7 +271,7 @@ def _tied(policy: Any) -> Iterator[Held]:
     """Yield the embedding and the output layer tied to it, on the first and last pipeline stage."""
     if policy.parallel.pp_size == 1 or not getattr(policy.chunks[0], "share_embeddings_and_output_weights", False):
         return
-    tensors = tensors_of(policy)
+    tensors = list_tensors(policy)
     tensor = tensors.get("embedding.word_embeddings.weight", tensors.get("output_layer.weight"))
     yield "weight", "embedding.word_embeddings.weight (tied with the head)", ("PP",), _ABSENT if tensor is None else tensor
     if not is_distributed(policy.optimizer):  # its gradient shards differ between stages
@@ -286,15 +286,15 @@ def _random(policy: Any) -> Iterator[Held]:
         yield "random numbers", "dropout", ("TP",), state
 
 
-def _of_optimizer(policy: Any) -> Iterator[Held]:
+def _iterate_optimizer_state(policy: Any) -> Iterator[Held]:
     """Yield summed gradients, Adam's moments, and the float32 weights of the optimizer.
 
     A distributed optimizer gives each rank its own range of each, so these are compared over TP.
     """
-    names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
+    names = {id(tensor): name for name, tensor in list_tensors(policy).items()}
     for parameter, gradient, states in _trained(policy):
         name = names[id(parameter)]
-        groups = _groups_of(policy, name)
+        groups = _list_groups(policy, name)
         if is_distributed(policy.optimizer):
             groups = tuple(group for group in groups if group in ("TP", "ETP"))
         yield "gradient", name, groups, gradient
@@ -306,7 +306,7 @@ def _of_optimizer(policy: Any) -> Iterator[Held]:
 def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
     """Yield (parameter, this rank's part of its gradient, optimizer state of that part)."""
     if is_distributed(policy.optimizer):
-        for parameter, start, end, states in runs_of(policy.optimizer):
+        for parameter, start, end, states in iterate_runs(policy.optimizer):
             yield parameter, parameter.main_grad.view(-1)[start:end], states  # type: ignore[attr-defined]  # Megatron's
         return
     for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad):
@@ -318,12 +318,12 @@ def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]
 def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> Iterator[Held]:
     """Yield the scalars that every rank uses or computes."""
     for name in ("step", "num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
-        yield "number", f"{name} of the batch", ("all",), _number_of(repr(np.asarray(getattr(batch, name)).tolist()))
+        yield "number", f"{name} of the batch", ("all",), _parse_number(repr(np.asarray(getattr(batch, name)).tolist()))
     for name in ("loss", "grad_norm", "learning_rate"):
-        yield "number", name, ("all",), _number_of(repr(float(metrics.get(name, 0.0))))
+        yield "number", name, ("all",), _parse_number(repr(float(metrics.get(name, 0.0))))
     counted = {router.num_routed_tokens for router in routers(policy.chunks)}
-    yield "number", "the token counts of routers", ("all",), _number_of(repr(counted)) if counted else _ABSENT
-    yield "number", "the state of the gradient check", ("all",), _number_of(json.dumps(policy.gradient_check_state(), sort_keys=True))
+    yield "number", "the token counts of routers", ("all",), _parse_number(repr(counted)) if counted else _ABSENT
+    yield "number", "the state of the gradient check", ("all",), _parse_number(json.dumps(policy.gradient_check_state(), sort_keys=True))
     yield "number", "the steps of the schedule", ("all",), int(policy.version)
     yield "number", "Adam's steps", ("TP", "DP"), steps_counted(policy.optimizer)
 
@@ -368,9 +368,9 @@ def _unmarked(policy: Any) -> list[ReplicaMismatch]:
 
 def _rounded(policy: Any) -> list[ReplicaMismatch]:
     """Find bfloat16 weights that differ from the rounded float32 weights of the optimizer."""
-    names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
+    names = {id(tensor): name for name, tensor in list_tensors(policy).items()}
     if is_distributed(policy.optimizer):
-        pairs = [(p, p.detach().view(-1)[start:end], states["param"]) for p, start, end, states in runs_of(policy.optimizer)]
+        pairs = [(p, p.detach().view(-1)[start:end], states["param"]) for p, start, end, states in iterate_runs(policy.optimizer)]
     else:
         trained = (p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad)
         pairs = [(p, p.detach(), p.main_param) for p in trained if getattr(p, "main_param", None) is not None]
@@ -395,5 +395,5 @@ def _fingerprint(value: torch.Tensor | int, device: torch.device) -> torch.Tenso
     return number.to(device)
 
 
-def _number_of(text: str) -> int:
+def _parse_number(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

@@ -41,7 +41,7 @@ class MismatchReport:
         tokens: Tokens with the largest differences, from `worst_tokens`.
         row: Index of the row whose operations were compared.
         operations: Compared operations; empty if the model is not supported.
-        drift: (step, mean, maximum) of |trainer - sampler| during the run, from `drift_of`.
+        drift: (step, mean, maximum) of |trainer - sampler| during the run, from `read_drift`.
         notes: Notes for the user.
         weight_sync_problem: Problem of the weight sync; empty without one.
     """
@@ -207,7 +207,7 @@ def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: int) -
     return tokens[:max_tokens]
 
 
-def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
+def read_drift(run: Path | None) -> list[tuple[int, float, float]]:
     """Return (step, mean, maximum) of |trainer - sampler| in nats, as the run logged them. Steps that trained nothing have no entry.
 
     Args:

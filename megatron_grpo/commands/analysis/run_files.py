@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.base.files import parse_json, parse_yaml, read_object
-from megatron_grpo.run.config.evaluation import SUM, curve_of
+from megatron_grpo.run.config.evaluation import SUM, name_curve
 from megatron_grpo.run.metrics.evaluations import curves_in
 from megatron_grpo.run.metrics.records import EVENTS, Records
 
@@ -83,7 +83,7 @@ class RunFiles:
 
     def held_out(self) -> dict[str, Points]:
         """Return the scores of each evaluation set, by its name."""
-        names = {curve_of(str(record.get("name", ""))): str(record.get("name", "")) for record in self.evaluations}
+        names = {name_curve(str(record.get("name", ""))): str(record.get("name", "")) for record in self.evaluations}
         return {names.get(curve, curve): points for curve, points in curves_in(self.evaluations).items()}
 
     def phases(self) -> dict[str, float]:
@@ -105,7 +105,7 @@ class RunFiles:
             files = sorted(set_folder.glob("step_*.parquet"))
             if len(files) < 2:
                 continue
-            score = self._score_of(set_folder.name)
+            score = self._make_score_reader(set_folder.name)
             last_rows = {(row["dataset_row"], row["generation"]): row for row in read_rows(files[-1])}
             first, last = (int(file.stem.split("_")[1]) for file in (files[0], files[-1]))
             for row in read_rows(files[0]):
@@ -120,7 +120,7 @@ class RunFiles:
                     })  # fmt: skip
         return changes
 
-    def _score_of(self, name: str) -> Callable[[Row], float | None]:
+    def _make_score_reader(self, name: str) -> Callable[[Row], float | None]:
         """Return the function that gives the score of a row of an evaluation set."""
         score = next((str(record.get("score", "")) for record in reversed(self.evaluations) if record.get("name") == name), "")
         weights = self.settings.get("reward_weights")
@@ -218,7 +218,7 @@ def downsample(points: Points, max_points: int) -> Points:
     return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
-def text_of(value: Any, *, max_characters: int) -> str:
+def format_text(value: Any, *, max_characters: int) -> str:
     """Return a prompt or completion as text to show, of at most `max_characters`.
 
     Args:

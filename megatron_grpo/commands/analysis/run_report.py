@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo import __version__
-from megatron_grpo.commands.analysis.run_files import Points, Row, RunFiles, downsample, is_number, runs_in, text_of
+from megatron_grpo.commands.analysis.run_files import Points, Row, RunFiles, downsample, format_text, is_number, runs_in
 from megatron_grpo.commands.start.show import WORDS
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError
@@ -91,7 +91,7 @@ def run_report(argv: list[str]) -> int:
     try:
         if target.exists() and GENERATOR not in target.read_text(encoding="utf-8", errors="replace"):
             raise ConfigError(f"{target} exists and was not written by this command. Name another file with -o.")
-        atomic_write_text(target, page_of(runs))
+        atomic_write_text(target, make_page(runs))
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}. Name another file with -o.") from error
     print(f"Report: {target.resolve()} ({target.stat().st_size / 1000:,.0f} kB)")
@@ -115,7 +115,7 @@ def arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
     return [*map(Path, folders)], Path(files[-1]) if files else None
 
 
-def page_of(runs: Sequence[RunFiles]) -> str:
+def make_page(runs: Sequence[RunFiles]) -> str:
     """Return the page.
 
     Args:
@@ -162,7 +162,7 @@ def figure_data(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any
     """
     names, series, curves = dict[str, None](), list[dict[str, Any]](), list[Points]()
     for number_of_run, run in enumerate(runs):
-        for number, (metric, label, points) in enumerate(curves_of(figure, run)):
+        for number, (metric, label, points) in enumerate(read_curves(figure, run)):
             if any(value for _, value in points):
                 names[metric] = None
                 label = label if len(runs) == 1 else f"{run.name}: {label}"
@@ -196,7 +196,7 @@ def describe_points(points: Points) -> str:
     return f"{start:.3g} at step {first}, {end:.3g} at step {last}, minimum {min(values):.3g}, maximum {max(values):.3g}"
 
 
-def curves_of(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
+def read_curves(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
     """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty.
 
     Args:
@@ -293,7 +293,7 @@ def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
     better = [row for row in changed if row["score_after"] > row["score_before"]]
     worse = [row for row in changed if row["score_after"] < row["score_before"]]
     chosen = [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse][:MOST_ANSWERS]
-    return [{**row, **{name: text_of(row[name], max_characters=MOST_TEXT) for name in ("prompt", "before", "after")}} for row in chosen]
+    return [{**row, **{name: format_text(row[name], max_characters=MOST_TEXT) for name in ("prompt", "before", "after")}} for row in chosen]
 
 
 def group_row(rows: Sequence[Row]) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def group_row(rows: Sequence[Row]) -> dict[str, Any]:
     best, worst = rows[0], rows[-1]
     texts = {"prompt": best["prompt"], "best": best["completion"], "worst": worst["completion"]}
     rewards = {"first": best["reward"], "last": worst["reward"], "count": len(rows), "version": best["version"]}
-    return rewards | {name: text_of(text, max_characters=MOST_TEXT) for name, text in texts.items()}
+    return rewards | {name: format_text(text, max_characters=MOST_TEXT) for name, text in texts.items()}
 
 
 def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]:

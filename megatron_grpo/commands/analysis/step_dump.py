@@ -38,8 +38,8 @@ from megatron_grpo.core.types import RowKey, Sample
 from megatron_grpo.core.weights.lora import peft_name
 from megatron_grpo.run.checkpoint import rng_state
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, errors_on_all_ranks
-from megatron_grpo.run.checkpoint.fingerprints import settings_of
-from megatron_grpo.run.checkpoint.samples import file_of, read_samples
+from megatron_grpo.run.checkpoint.fingerprints import list_settings
+from megatron_grpo.run.checkpoint.samples import read_samples, serialize_samples
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.export import drain_rest
 from megatron_grpo.run.hf_writer import HfWriter, write_adapter
@@ -114,11 +114,11 @@ class StepDumps:
             return
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         (path / "rows").mkdir(parents=True, exist_ok=True)
-        keys = rows_of(moment.step)
+        keys = list_row_keys(moment.step)
         samples = [sample for key, sample in buffer.samples.items() if key in keys]
         if samples:
             with atomic_write(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
-                stream.write(file_of(samples))
+                stream.write(serialize_samples(samples))
         facts = self._facts(moment, buffer) | {"weights": self._elsewhere(0)}
         own_file = path / f".{FACTS}.{collectives.rank():05d}"  # several ranks may write at the same time: the last complete file stays
         atomic_write_text(own_file, json.dumps(facts, indent=1) + "\n")
@@ -147,14 +147,14 @@ class StepDumps:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _facts(self, moment: DumpReason, buffer: SampleBuffer) -> dict[str, Any]:
-        samples = [sample for key, sample in buffer.samples.items() if key in rows_of(moment.step)]
+        samples = [sample for key, sample in buffer.samples.items() if key in list_row_keys(moment.step)]
         step, layout = moment.step, buffer.parallel.layout
         return {
             "format": FORMAT, "written_by": f"megatron_grpo {__version__}", "torch": torch.__version__,
             "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
             "micro_steps": [_as_dict(micro) for micro in step.micro_steps],
             "mismatches": [asdict(mismatch) for mismatch in moment.finding.mismatches] if moment.finding else [],
-            "has_images": any(sample.images for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
+            "has_images": any(sample.images for sample in samples), "model": str(self.model_path), "settings": list_settings(self.cfg),
             "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
                       | {"sequence_parallel": buffer.parallel.sequence_parallel},
         }  # fmt: skip
@@ -277,7 +277,7 @@ class StepDump:
         return copies
 
 
-def rows_of(step: Any) -> set[RowKey]:
+def list_row_keys(step: Any) -> set[RowKey]:
     """Return the keys of the rows that a step trains.
 
     Args:
@@ -300,9 +300,9 @@ def with_fingerprints(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[st
 
 def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: Policy, gradient: ReducedGradient) -> None:
     """Write the files of this rank."""
-    name, keys = f"rank_{collectives.rank():05d}.npz", rows_of(moment.step)
+    name, keys = f"rank_{collectives.rank():05d}.npz", list_row_keys(moment.step)
     if samples := [sample for sample in buffer.to_save() if sample.key in keys]:
-        (partial / "rows" / name).write_bytes(file_of(samples))
+        (partial / "rows" / name).write_bytes(serialize_samples(samples))
     if policy.parallel.reports_its_rows:
         arrays = {f"logprobs/{r}/{i}": values for (r, i), values in gradient.logprobs.items()}
         arrays |= {f"references/{r}/{i}": values for (r, i), values in gradient.references.items()}

@@ -53,7 +53,7 @@ def prepare() -> None:
             first += other
         return x.copy_(first)
 
-    def of_rounded_sum(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def norm_rounded_sum(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         # vLLM norms the sum before rounding it to bfloat16; the trainer, like transformers, norms the rounded sum.
         if residual is None or x.dtype is torch.float32:
             return norm(self, x, residual)
@@ -61,7 +61,7 @@ def prepare() -> None:
         return norm(self, total), total
 
     # vLLM has no setting for these two, and looks them up in their classes.
-    CpuCommunicator.all_reduce, RMSNorm.forward_native = in_rank_order, of_rounded_sum  # type: ignore[method-assign]
+    CpuCommunicator.all_reduce, RMSNorm.forward_native = in_rank_order, norm_rounded_sum  # type: ignore[method-assign]
 
 
 def _in_two(x: torch.Tensor, product: Any) -> torch.Tensor:

@@ -48,7 +48,7 @@ def not_traced(engine: ColocatedEngine) -> str | None:
         lacking = [part for part in _LAYER if not hasattr(layer, part)]
         if not hasattr(layer, "linear_attn"):
             lacking += [part for part in _ATTENTION if not hasattr(getattr(layer, "self_attn", None), part)]
-        block = block_of(layer)
+        block = find_block(layer)
         if lacking := lacking or ([] if block is not None else [" or ".join(map(", ".join, (_DENSE, _SPARSE)))]):
             return f"({name}) has other layers in vLLM than Llama and Qwen: layer {number} has no {lacking[0]}"
     return None
@@ -173,7 +173,7 @@ def find_modules(layer: Any) -> dict[str, Any]:
     Args:
         layer: Layer of vLLM's model.
     """
-    modules, block = {"norm 1": layer.input_layernorm, "norm 2": layer.post_attention_layernorm}, block_of(layer)
+    modules, block = {"norm 1": layer.input_layernorm, "norm 2": layer.post_attention_layernorm}, find_block(layer)
     if (attention := getattr(layer, "self_attn", None)) is None:
         modules["o proj"] = layer.linear_attn.out_proj
     else:
@@ -185,7 +185,7 @@ def find_modules(layer: Any) -> dict[str, Any]:
     return modules | {"gate up": block.gate_up_proj, "act": block.act_fn, "down": block.down_proj}
 
 
-def block_of(layer: Any) -> Any:
+def find_block(layer: Any) -> Any:
     """Return the dense or MoE block after the second norm; None if its structure is unknown.
 
     Args:

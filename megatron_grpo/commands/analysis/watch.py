@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatron_grpo.commands.analysis.run_files import Points, RunFiles, downsample, text_of
+from megatron_grpo.commands.analysis.run_files import Points, RunFiles, downsample, format_text
 from megatron_grpo.commands.start.show import WORDS
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.core.base.files import read_object
@@ -123,6 +123,6 @@ def completions(run: RunFiles) -> list[Table]:
     title = f"Sampled after step {groups[0][0]['version']}"
     table = Table("prompt", "completion", "reward", title=title, title_justify="left", expand=True)
     for row in (row for rows in groups for row in (rows[0], rows[-1])):
-        texts = text_of(row["prompt"], max_characters=120), text_of(row["completion"], max_characters=300)
+        texts = format_text(row["prompt"], max_characters=120), format_text(row["completion"], max_characters=300)
         table.add_row(*map(Text, texts), f"{row['reward']:.3g}")
     return [table]

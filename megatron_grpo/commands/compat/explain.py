@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from megatron_grpo.core.batching.batch_sizes import BatchSizes
     from megatron_grpo.run.config.settings import Config, RunConfig
 
-_OF_SWIFT = (
+_SWIFT_ARGS = (
     "It rounds a run of epochs down to optimizer steps, and ends it with the first step of a rollout that they do not fill: this is done \
 here if the number of rows is known (num_prompts). What differs: rows of an epoch that do not fill micro_batch_size x dp_size are dropped \
 there, and used here."
@@ -80,7 +80,7 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
             "many rollouts as its rows fill, here too if their number is known (num_prompts)."
         )
     elif dialect == "swift-megatron":
-        yield f"{statement}: names and meanings of the sizes are Megatron-SWIFT's. {_OF_SWIFT}"
+        yield f"{statement}: names and meanings of the sizes are Megatron-SWIFT's. {_SWIFT_ARGS}"
     elif dialect == "cs336":
         yield f"{statement}. train_batch_size is global_batch_size, and n_grpo_steps is max_steps, counted in optimizer steps."
         per_rollout = steps * sizes.num_iterations
@@ -103,21 +103,21 @@ def length_there(dialect: str, cfg: Config, sizes: BatchSizes, rows: int | None)
     Returns:
         (optimizer steps, or None if they are counted as here; notes on differences).
     """
-    of_epochs = dialect in ("verl", "skyrl", "skyrl-doc") and cfg.data.dataset_drop_last
+    are_whole_epochs = dialect in ("verl", "skyrl", "skyrl-doc") and cfg.data.dataset_drop_last
     difference = "What differs: prompts that dynamic_sample samples in addition shorten an epoch there, but not here."
-    notes = [difference] if of_epochs and cfg.grpo.dynamic_sample else []
-    return None if rows is None else _steps_there(dialect, cfg.run, sizes, rows, of_epochs), notes
+    notes = [difference] if are_whole_epochs and cfg.grpo.dynamic_sample else []
+    return None if rows is None else _steps_there(dialect, cfg.run, sizes, rows, are_whole_epochs), notes
 
 
-def _steps_there(dialect: str, run: RunConfig, sizes: BatchSizes, rows: int, of_epochs: bool) -> int | None:
+def _steps_there(dialect: str, run: RunConfig, sizes: BatchSizes, rows: int, are_whole_epochs: bool) -> int | None:
     """Return the number of optimizer steps in the other system.
 
     Sources: RayPPOTrainer of verl and SkyRL, `get_num_rollout_per_epoch` of slime, `init_iters` and `cyclic_iter` of Megatron-SWIFT.
-    `of_epochs`: a run ends with its epochs even if max_steps is larger.
+    `are_whole_epochs`: a run ends with its epochs even if max_steps is larger.
     """
     rollout, steps = sizes.num_rollout_prompts, int(sizes.steps_per_generation * sizes.num_iterations)
     epochs = run.num_train_epochs or 1
-    if of_epochs and run.max_steps is not None:
+    if are_whole_epochs and run.max_steps is not None:
         return min(run.max_steps, int(epochs * (rows // rollout)) * steps)
     if dialect == "slime" and run.max_steps is None:
         return int(epochs * (rows // rollout)) * steps

@@ -31,20 +31,20 @@ _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _REDIRECTION = re.compile(r"(?:\d+|&)?[<>]+[&|]?[ \t]*[^\s;&|]*")
 _LAUNCHERS, _WRAPPERS = ("torchrun", "accelerate", "torch.distributed.run", "deepspeed"), ("uv", "uvx", "srun")
 _UV = ("uv", "uvx")
-_OF_UV = (*("--with", "--with-requirements", "--with-editable", "--from", "--extra", "--group", "--package", "--python", "-p"),
+_UV_OPTIONS = (*("--with", "--with-requirements", "--with-editable", "--from", "--extra", "--group", "--package", "--python", "-p"),
           *("--env-file", "--directory", "--project", "--index", "--index-url"))  # fmt: skip
 _PROGRAM = re.compile(r"(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|trl|swift|megatron|megatron[-_]grpo|-m|.*\.(py|sh))$")
 _SERVERS = ("rollout", "vllm-serve", "serve", "deploy", "launch_server", "api_server")  # programs of servers, by their last part
 # Flags of `swift rollout` that decide what an episode is. They count as flags of the run, which samples there.
-_OF_EPISODES = ("multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env", "context_manager")
+_EPISODE_ARGS = ("multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env", "context_manager")
 _NESTED = 5  # largest depth of scripts that start scripts
 _LONGEST_WORD = 1 << 16  # characters of a word with its variables expanded: variables that double each other have no end
-_OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
+_LAUNCHER_VARIABLES = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
 _BEGINS, _ENDS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 _ITS_DIRECTORY = re.compile(r"dirname.*(BASH_SOURCE|\$0)")
 _ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*](?::(\d+))?\})")  # $@, ${@:2}
 _PART_OF_PATH = re.compile(r"\$\((basename|dirname) +(?:-- +)?([^\s()$`]+)\)")
-_OF_PATH = {"basename": "name", "dirname": "parent"}
+_PATH_PROPERTIES = {"basename": "name", "dirname": "parent"}
 _IN_CASE = re.compile(r"\$\{(\w+)(,,?|\^\^?)\}")  # ${NAME,,} is the value in lower case
 
 
@@ -175,7 +175,7 @@ class _Shell:
         if len(expanded) > _LONGEST_WORD:
             return [f"{UNKNOWN}{word}"]
         expanded = expanded.replace("$(pwd)", os.getcwd())
-        expanded = _PART_OF_PATH.sub(lambda match: str(getattr(Path(match[2]), _OF_PATH[match[1]])), expanded)
+        expanded = _PART_OF_PATH.sub(lambda match: str(getattr(Path(match[2]), _PATH_PROPERTIES[match[1]])), expanded)
         if _ITS_DIRECTORY.search(word):
             expanded = re.sub(r"\$\(.*\)", lambda _: str(self.directory), expanded)
         if UNKNOWN not in expanded and ("`" in expanded or "$(" in expanded or "${" in expanded):
@@ -377,7 +377,7 @@ def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
     start = next((index for index, word in enumerate(words) if word == "-m" and index > 2 or word.endswith(".py")), 0)
     for word, following in zip(words[:start], words[1:]):
         name, _, value = word.partition("=")
-        variable = _OF_LAUNCHERS.get(name.replace("-", "_").strip("_"))
+        variable = _LAUNCHER_VARIABLES.get(name.replace("-", "_").strip("_"))
         if variable:
             variables[variable] = value or following
     return words[start:]
@@ -387,7 +387,7 @@ def _behind_uv(words: list[str]) -> list[str]:
     """Return the command that uv starts, without uv's options."""
     index = 0
     while index < len(words) and (words[index] == "run" or words[index].startswith("-") and words[index] != "-m"):
-        index += 2 if words[index] in _OF_UV else 1
+        index += 2 if words[index] in _UV_OPTIONS else 1
     return words[index:]
 
 
@@ -436,7 +436,7 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
     for words in script.others:
         program = " ".join(_program(words)[:2])
         flags = read_words(words, source=f"{source}: {program}", lenient=True)[0]
-        taken = [flag for flag in flags if flag.name in _OF_EPISODES and _is_server(words)]
+        taken = [flag for flag in flags if flag.name in _EPISODE_ARGS and _is_server(words)]
         entries += [*taken, TypedSetting(name="$other", raw=[program, *(flag.name for flag in flags if flag not in taken)], source=source)]
     return entries, problems
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_grpo.commands.compat.foreign_args import NOTE, OFF, ForeignArgs, SettingChange
 from megatron_grpo.commands.compat.tables import contents, sentence
 from megatron_grpo.core.base.files import parse_json, parse_yaml
-from megatron_grpo.plugins.servers.rules import OF_THE_ENGINE
+from megatron_grpo.plugins.servers.rules import ENGINE_SETTINGS
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.table import FALSE, TRUE, InvalidValueError, table
 
@@ -300,7 +300,7 @@ def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, style: str) -> I
 
 # EngineArgs of vLLM that are settings here, with the same meaning.
 _SAME = ("max_model_len", "max_num_seqs", "enforce_eager", "gpu_memory_utilization", "enable_prefix_caching")
-_OF_THE_ENGINE = {name: f"vllm_{name}" for name in _SAME}
+_ENGINE_ARGS = {name: f"vllm_{name}" for name in _SAME}
 # EngineArgs of vLLM's image caches, which have their own rows in verl's table.
 _PROCESSOR_CACHES = [f"rollout.engine_kwargs.vllm.{name}" for name in ("disable_mm_preprocessor_cache", "mm_processor_cache_gb")]
 
@@ -320,7 +320,7 @@ def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def of_vllm(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterator[SettingChange]:
+def convert_engine_args(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterator[SettingChange]:
     """Translate vLLM EngineArgs, given as one mapping or as one name each behind `prefix`.
 
     Args:
@@ -337,12 +337,12 @@ def of_vllm(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterat
         raise InvalidValueError(f"{prefix} ({args.text(prefix, '')}) requires a mapping, such as {{max_model_len: 4096}}")
     names = [name for name in args if name.startswith(f"{prefix}.") and name not in _PROCESSOR_CACHES]
     words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): _read(" ".join(args[name]), name) for name in names}}
-    settings = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
+    settings = {_ENGINE_ARGS[name]: value for name, value in words.items() if name in _ENGINE_ARGS and value is not None}
     if clash := [name for name, value in settings.items() if values.get(name, value) != value]:
         raise InvalidValueError(
             f"{prefix} sets {clash[0]} to {settings[clash[0]]}, but it is {values[clash[0]]} elsewhere. Use one of them"
         )
-    engine_kwargs = _nested({name: value for name, value in words.items() if name not in _OF_THE_ENGINE and value is not None})
+    engine_kwargs = _nested({name: value for name, value in words.items() if name not in _ENGINE_ARGS and value is not None})
     if settings or engine_kwargs:
         note = f"{prefix} is passed to vLLM's EngineArgs: {', '.join([*settings, *(['vllm_engine_kwargs'] if engine_kwargs else [])])}."
         yield SettingChange(
@@ -372,7 +372,7 @@ def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"chat_template_kwargs": kwargs} if kwargs else {}
 
 
-def of_template(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterator[SettingChange]:
+def convert_template(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterator[SettingChange]:
     """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting.
 
     Args:
@@ -520,7 +520,7 @@ def idle(args: ForeignArgs, names: str, required_setting: str) -> Iterator[Setti
     return apply_rule({}, args, rule, "")
 
 
-def of_servers(values: Mapping[str, Any], args: ForeignArgs, program: str) -> Iterator[SettingChange]:
+def convert_servers(values: Mapping[str, Any], args: ForeignArgs, program: str) -> Iterator[SettingChange]:
     """Adjust settings for vllm_mode server: settings of the engine belong to the server.
 
     Args:
@@ -531,6 +531,6 @@ def of_servers(values: Mapping[str, Any], args: ForeignArgs, program: str) -> It
     if values.get("vllm_mode") != "server":
         return
     yield SettingChange(note=f"vllm_mode server: start servers with `megatron-grpo serve`; servers of `{program}` use another protocol.")
-    if names := [name for name in OF_THE_ENGINE if name in values]:
+    if names := [name for name in ENGINE_SETTINGS if name in values]:
         note = f"{', '.join(names)}: settings of the server's engine; pass {'them' if len(names) > 1 else 'it'} to `megatron-grpo serve`."
         yield SettingChange(values=dict.fromkeys(names), note=note)

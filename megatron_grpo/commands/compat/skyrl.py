@@ -31,7 +31,7 @@ _LOSSES: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("cispo", "token_mean"): {"loss_type": "cispo"},
     ("sapo", "sequence_mean"): {"loss_type": "sapo"},
 }
-_OF_MEGATRON = (
+_MEGATRON_ARGS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
 )
@@ -155,7 +155,7 @@ def settle_layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Sett
     ulysses = args.integer("policy.sequence_parallel_size")
     strategy = args.text("strategy", "fsdp" if ulysses > 1 else "")  # fsdp is SkyRL's default
     if strategy in ("fsdp", "fsdp2"):
-        unread = [name for name in _OF_MEGATRON if values.get(name, 1) not in (1, False)]
+        unread = [name for name in _MEGATRON_ARGS if values.get(name, 1) not in (1, False)]
         remark = f" {' and '.join(unread)} {'are' if len(unread) > 1 else 'is'} not read with it, in both systems." if unread else ""
         if ulysses > 1:
             remark += " sequence_parallel_size is context_parallel_size: ring attention here, not attention parallel over heads."

@@ -19,7 +19,7 @@ _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetit
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in _REWARDS)  # of `math` there, GRPO cannot call the function
 
 
-def _of_plugins(args: ForeignArgs) -> dict[str, str]:
+def _find_plugin_rewards(args: ForeignArgs) -> dict[str, str]:
     """Return path:Class of each reward that a plugin registers as `orms["name"] = Class`, by name. The files are not run."""
     result: dict[str, str] = {}
     for file in args.get("external_plugins", ()):
@@ -43,8 +43,8 @@ def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         words: Words of its value, as typed.
         args: All foreign names of the run, with their words.
     """
-    of_plugins = _of_plugins(args)
-    unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *of_plugins) and ":" not in word]
+    plugin_rewards = _find_plugin_rewards(args)
+    unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *plugin_rewards) and ":" not in word]
     if unread:
         plugins = args.get("external_plugins", ())
         reason = f"no file of external_plugins ({', '.join(plugins)}) that can be read registers it as orms['{unread[0]}'] = Class. "
@@ -53,7 +53,7 @@ def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
             f"{reason if plugins else ''}Use a function or a class as {(*plugins, 'path/to/file.py')[0]}:name; {', '.join(_REWARDS)} are "
             "translated"
         )
-    return {"reward_funcs": [of_plugins.get(word, _REWARDS.get(word, word)) for word in words]}
+    return {"reward_funcs": [plugin_rewards.get(word, _REWARDS.get(word, word)) for word in words]}
 
 
 def plugins(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:

@@ -66,7 +66,7 @@ def load(name: str) -> Dialect:
         name: Name of the dialect's file without its extension.
     """
     table = contents(name)
-    rows = rows_of(name)
+    rows = read_table(name)
     sizes = {size: _size(size, **row) for size, row in table.get("sizes", {}).items()}
     sections = table.get("sections", {})
     return Dialect(
@@ -90,7 +90,7 @@ def load(name: str) -> Dialect:
 
 
 @cache
-def rows_of(name: str) -> Mapping[str, ForeignArg]:
+def read_table(name: str) -> Mapping[str, ForeignArg]:
     """Return the table row of each foreign name. With `names_of`, the rows of other systems are included, and its own take precedence.
 
     Args:
@@ -98,7 +98,7 @@ def rows_of(name: str) -> Mapping[str, ForeignArg]:
     """
     table, rows = contents(name), dict[str, ForeignArg]()
     for source in table.get("names_of", "").split():
-        rows |= rows_of(source)
+        rows |= read_table(source)
     for part in (_same(table), _read(name), _refused(table)):
         rows |= part
     for key, names in table.get("aside", {}).items():

@@ -15,7 +15,7 @@ from megatron_grpo.commands.compat.script import plain
 from megatron_grpo.commands.compat.tables import contents
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.run.config.parse import ForeignDefault, ForeignSystem
-from megatron_grpo.run.config.read import UNKNOWN, TypedSetting, format_value, words_of
+from megatron_grpo.run.config.read import UNKNOWN, TypedSetting, format_value, split_words
 from megatron_grpo.run.config.settings import SizeOrigin
 from megatron_grpo.run.config.table import InvalidValueError, names, read_value, table
 
@@ -50,9 +50,9 @@ class Translation:
         self._unknowable: dict[str, list[tuple[str, str]]] = {}  # by source: (name, name and words) with unknown values
         self._lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> refused (name, words)
         for entry in settings:  # names that are read together need each other's words, in any order
-            if entry.raw != () and not any(UNKNOWN in word for word in words_of(entry.raw)):
+            if entry.raw != () and not any(UNKNOWN in word for word in split_words(entry.raw)):
                 self.given.add(entry.name)
-                self.args[self._row(entry.name)[0]] = words_of(entry.raw) or ["true"]
+                self.args[self._row(entry.name)[0]] = split_words(entry.raw) or ["true"]
         self.entries = [translated for entry in settings for translated in self._translated(entry)]
         if "$NPROC_PER_NODE" in self._launcher:
             source, per_node = self._launcher["$NPROC_PER_NODE"]
@@ -65,7 +65,7 @@ class Translation:
         row = self._row(entry.name)[1]
         size = self.dialect.size(entry.name) if self.dialect else None
         if entry.name.startswith("$") and row is None:
-            self._of_a_script(entry)
+            self._handle_script(entry)
         elif self._is_unknown(entry, row):
             pass
         elif row is not None and not row.native:
@@ -75,14 +75,14 @@ class Translation:
             yield TypedSetting(name=size, raw=entry.raw, source=entry.source)
         elif row is not None:
             is_otherwise = row.values and entry.raw != ()
-            raw = [row.values.get(word.lower(), word) for word in words_of(entry.raw)] if is_otherwise else entry.raw
+            raw = [row.values.get(word.lower(), word) for word in split_words(entry.raw)] if is_otherwise else entry.raw
             yield TypedSetting(name=row.native, raw=raw, source=entry.source, typed=entry.name)
         else:
             yield entry
 
     def _read(self, entry: TypedSetting, row: ForeignArg) -> Iterator[TypedSetting]:
         """Translate a name with a function, or refuse it, or set it aside."""
-        words, name = words_of(entry.raw) or ["true"], self._row(entry.name)[0]
+        words, name = split_words(entry.raw) or ["true"], self._row(entry.name)[0]
         if words != self.args.get(name, words):  # given again later: the command line overrides a file
             return
         if row.read is not None:
@@ -111,7 +111,7 @@ class Translation:
 
     def _is_unknown(self, entry: TypedSetting, row: ForeignArg | None) -> bool:
         """Return whether the value is unknown. It becomes a problem unless it is known elsewhere or has no effect."""
-        unknown = [plain(word) for word in words_of(entry.raw) if UNKNOWN in word]
+        unknown = [plain(word) for word in split_words(entry.raw) if UNKNOWN in word]
         idle = row is not None and not (row.native or row.read or row.lacks)
         if not unknown or idle:
             return False
@@ -123,7 +123,7 @@ class Translation:
             self._unknowable.setdefault(entry.source, []).append((entry.name, f"{entry.name} {' '.join(unknown)}"))
         return True
 
-    def _of_a_script(self, entry: TypedSetting) -> None:
+    def _handle_script(self, entry: TypedSetting) -> None:
         """Handle the entries of a script: the ranks of its launcher, repeated flags, and further commands."""
         if entry.name == "$other":
             program, *flags = entry.raw

@@ -67,7 +67,7 @@ def warmup(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
 _IDLE_OF_MODEL = ("attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
 
 
-def of_model(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def read_model_kwargs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     """Read the supported keys of model_init_kwargs.
 
     Args:

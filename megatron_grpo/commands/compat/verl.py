@@ -48,7 +48,7 @@ def _has_adapter(args: ForeignArgs) -> bool:
     return any(rank != "0" for rank in ranks) or any(path not in OFF for path in paths)
 
 
-def of_adapter(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str, Any]:
+def make_adapter_reader(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str, Any]:
     """Read a setting that has no effect without an adapter, as in verl.
 
     Args:
@@ -82,7 +82,7 @@ _ESTIMATORS = {
     "rloo_vectorized": {"advantage_estimator": "rloo", "scale_rewards": "none"},
 }
 _OVER_TOKENS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # the native estimators of these names differ
-_OF_THE_SCHEDULE = {
+_SCHEDULE_ARGS = {
     "lr_warmup_iters": "actor.optim.lr_warmup_steps",
     "lr_decay_iters": "actor.optim.lr_decay_steps",
     "lr_wsd_decay_iters": "actor.optim.lr_wsd_decay_steps",
@@ -188,8 +188,8 @@ def settle_packing(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Set
         values: Native settings so far.
         args: All foreign names of the run, with their words.
     """
-    of_all = args.text("actor.ppo_micro_batch_size")
-    if of_all not in ("none", "null"):
+    total_size = args.text("actor.ppo_micro_batch_size")
+    if total_size not in ("none", "null"):
         shared = 1
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             shared *= values.get(name, 1)
@@ -197,9 +197,9 @@ def settle_packing(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Set
         per_rank = args.integer("actor.ppo_micro_batch_size") // max(1, ranks)
         if not per_rank:
             raise InvalidValueError(
-                f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, which is larger ({ranks})"
+                f"actor.ppo_micro_batch_size ({total_size}) is divided by the data-parallel size, which is larger ({ranks})"
             )
-        note = f"ppo_micro_batch_size {of_all} is for all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {per_rank}."
+        note = f"ppo_micro_batch_size {total_size} is for all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {per_rank}."
         yield SettingChange(values={"ppo_micro_batch_size_per_gpu": per_rank}, note=note)
     if not args.is_true("actor.use_dynamic_bsz"):
         return
@@ -290,7 +290,7 @@ def settle_schedule(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Se
     names = {"max_steps": "trainer.total_training_steps", "save_steps": "trainer.save_freq", "eval_steps": "trainer.test_freq"}
     unused = {} if holds_out(values) else {"eval_steps"}
     counted = {native: foreign for native, foreign in names.items() if native not in unused}
-    yield from in_steps(values, per_rollout, counted | _OF_THE_SCHEDULE)
+    yield from in_steps(values, per_rollout, counted | _SCHEDULE_ARGS)
     if values.get("lr_warmup_iters"):
         yield SettingChange(values={"lr_warmup_fraction": None})
     if "actor.optim.min_lr_ratio" in args and args.text("actor.optim.min_lr_ratio") not in ("none", "null"):

@@ -55,7 +55,7 @@ class StoredActivations:
     copies: float = 0.0
     delta_nets: float = 0.0
 
-    def input_of(self, *linears: str) -> float:
+    def find_input_share(self, *linears: str) -> float:
         """Return the largest share of layers in which one of these linears stores its input.
 
         Args:
@@ -124,8 +124,8 @@ def layer_bytes(
     hidden = shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
     drops_mlp = "mlp" in recomputed_parts or "moe" in recomputed_parts
     # A router stores its input whether it trains or not; so does a recomputed part.
-    mlp_input = 1 if shape.moe or drops_mlp else stored.input_of("mlp.linear_fc1")
-    normed = 0 if "layernorm" in recomputed_parts else hidden * (stored.input_of(*READ_ATTENTION_INPUT) + mlp_input)
+    mlp_input = 1 if shape.moe or drops_mlp else stored.find_input_share("mlp.linear_fc1")
+    normed = 0 if "layernorm" in recomputed_parts else hidden * (stored.find_input_share(*READ_ATTENTION_INPUT) + mlp_input)
     norms = hidden * (2 * shape.pre_norm + 2 * shape.post_norm) * (FP32 / BYTES[cfg.model.torch_dtype] if shape.norms_from_one else 1)
     channels = norms + normed + _mixer_channels(shape, sizes, cfg, stored) + (0 if drops_mlp else _mlp_channels(shape, sizes, stored))
     return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (stored.inner * tokens + stored.copies)
@@ -140,7 +140,7 @@ def _mixer_channels(shape: ModelShape, sizes: BatchSizes, cfg: Config, stored: S
     if shape.delta_net is None:
         return attention
     rows, values = sum(shape.delta_net.sections) / sizes.layout.tp, shape.delta_net.sections[2] / sizes.layout.tp
-    return (1 - stored.delta_nets) * attention + stored.delta_nets * (rows + values * stored.input_of("out_proj"))
+    return (1 - stored.delta_nets) * attention + stored.delta_nets * (rows + values * stored.find_input_share("out_proj"))
 
 
 def recurrence_bytes(delta: DeltaNetShape, sizes: BatchSizes, tokens: int) -> float:
@@ -152,18 +152,18 @@ def recurrence_bytes(delta: DeltaNetShape, sizes: BatchSizes, tokens: int) -> fl
         tokens: Tokens of the micro-batch on the rank.
     """
     k, v = delta.key_head_dim, delta.value_head_dim
-    of_head = 7.4 * k + 11.1 * v + 7.8 * CHUNK + 3.4 * k * v / CHUNK + 29
-    return FP32 * tokens * (delta.num_value_heads * of_head + 14 * delta.num_key_heads * k) / sizes.layout.tp
+    head_flops = 7.4 * k + 11.1 * v + 7.8 * CHUNK + 3.4 * k * v / CHUNK + 29
+    return FP32 * tokens * (delta.num_value_heads * head_flops + 14 * delta.num_key_heads * k) / sizes.layout.tp
 
 
 def _mlp_channels(shape: ModelShape, sizes: BatchSizes, stored: StoredActivations) -> float:
     """Return stored channels per token: three of the gated activation, and the input of linear_fc2."""
     if not shape.moe:
-        return (3 + stored.input_of("mlp.linear_fc2")) * shape.ffn_hidden_size / sizes.layout.tp
+        return (3 + stored.find_input_share("mlp.linear_fc2")) * shape.ffn_hidden_size / sizes.layout.tp
     experts = "mlp.experts.local_experts.{e}."
-    dispatched = (1 + stored.input_of(f"{experts}linear_fc1")) * shape.hidden_size
-    width = (3 + stored.input_of(f"{experts}linear_fc2")) * shape.moe.ffn_hidden_size / sizes.layout.etp
-    shared = (3 + stored.input_of("mlp.shared_experts.linear_fc2")) * (shape.moe.shared_ffn_hidden_size or 0) / sizes.layout.tp
+    dispatched = (1 + stored.find_input_share(f"{experts}linear_fc1")) * shape.hidden_size
+    width = (3 + stored.find_input_share(f"{experts}linear_fc2")) * shape.moe.ffn_hidden_size / sizes.layout.etp
+    shared = (3 + stored.find_input_share("mlp.shared_experts.linear_fc2")) * (shape.moe.shared_ffn_hidden_size or 0) / sizes.layout.tp
     return shape.moe.topk * (dispatched + width) + shared
 
 
@@ -183,7 +183,9 @@ class Activations:
         return Activations(training=self.training + other.training, forward=self.forward + other.forward)
 
 
-def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int) -> Callable[[int], Activations]:
+def make_activation_estimate(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int
+) -> Callable[[int], Activations]:
     """Return a function from the tokens of a micro-batch on a rank to the activations of a pipeline stage.
 
     It counts the micro-batches that the stage has in flight (1F1B or interleaved schedule).
@@ -200,11 +202,11 @@ def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tr
     dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
     in_flight = _in_flight(sizes, cfg, stage)
 
-    def of_layer(recomputed_parts: tuple[str, ...], tokens: int) -> float:
+    def estimate_layer(recomputed_parts: tuple[str, ...], tokens: int) -> float:
         return layer_bytes(shape, sizes, cfg, stored_inputs, tokens, recomputed_parts=recomputed_parts, adapter_size=tuning.size_of_trained)
 
     def activations(tokens: int) -> Activations:
-        full, scored = of_layer((), tokens), of_layer((), max(tokens, SCORED_TOKENS // layout.cp))
+        full, scored = estimate_layer((), tokens), estimate_layer((), max(tokens, SCORED_TOKENS // layout.cp))
         if model.recompute_granularity == "full":
             is_block, unit = model.recompute_method == "block", model.recompute_num_layers or 1
             begin = tokens * tuning.size * shape.hidden_size / (layout.tp if cfg.parallel.sequence_parallel else 1)
@@ -212,7 +214,7 @@ def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tr
             stored = -(-recomputed // (1 if is_block else unit)) * begin + (layers - recomputed) * full
             working = full * (1 if is_block else min(unit, layers))
         else:
-            stored, working = layers * of_layer(dropped, tokens), full - of_layer(dropped, tokens)
+            stored, working = layers * estimate_layer(dropped, tokens), full - estimate_layer(dropped, tokens)
         passing = recurrence_bytes(shape.delta_net, sizes, tokens) if shape.delta_net and stored_inputs.delta_nets else 0
         return Activations(training=round(stored * in_flight + working + passing), forward=round(scored + passing))
 
@@ -265,7 +267,7 @@ class TowerCost:
     activations: Activations
 
 
-def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, image_tokens: int) -> TowerCost | None:
+def estimate_tower(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, image_tokens: int) -> TowerCost | None:
     """Return the cost of the vision tower; None for a text model.
 
     Args:
@@ -303,10 +305,10 @@ def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[st
         `decoder_first_pipeline_num_layers`; None with a single stage or if no split is legal.
     """
     first_stage = rows[0]
-    of_layers = (
+    stored_layer_bytes = (
         sum(first_stage[name] for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")) - tower_bytes
     )
-    layers = tower_bytes / max(of_layers / max(first_stage["num_layers"], 1), 1)
+    layers = tower_bytes / max(stored_layer_bytes / max(first_stage["num_layers"], 1), 1)
     pp, chunks = sizes.layout.pp, sizes.layout.num_chunks
     least = (shape.vision.num_deepstack if shape.vision else 0) or 1
     legal = [

@@ -71,11 +71,13 @@ def largest_group(step: StepTokens) -> int:
     Args:
         step: Tokens of one optimizer step.
     """
-    size, of_segment, largest = step.sizes.num_generations, step.cut.alignment.of_segment, 0
+    size, count_segment, largest = step.sizes.num_generations, step.cut.alignment.count_segment, 0
     for begin in range(0, len(step.pairs), size):
         group = step.pairs[begin : begin + size]
-        largest = max(largest, of_segment(max(prompt for prompt, _ in group)) + sum(of_segment(completion) for _, completion in group))
-    return step.cut.alignment.of_stream(largest)
+        largest = max(
+            largest, count_segment(max(prompt for prompt, _ in group)) + sum(count_segment(completion) for _, completion in group)
+        )
+    return step.cut.alignment.count_stream(largest)
 
 
 def wanted_micro_batches(sizes: BatchSizes) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.commands.planning.summary import bubble_fraction, native_flags, plan_object
-from megatron_grpo.commands.planning.warnings import defaults_of, warnings_of
+from megatron_grpo.commands.planning.warnings import describe_defaults, list_warnings
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.base.files import atomic_write_text
 from megatron_grpo.run.check import CheckedConfig, check_parsed
@@ -78,7 +78,7 @@ class Plan(ScheduledRun):
             "memory": self.memory,
             "cost": self.cost,
             "native_flags": native_flags(cfg, sizes),
-            "warnings": [*self.warnings, *defaults_of(self.checked)],
+            "warnings": [*self.warnings, *describe_defaults(self.checked)],
         }
 
     def _repr_html_(self) -> str:
@@ -112,7 +112,7 @@ class Plan(ScheduledRun):
         """
         sizes, steps = self.checked.sizes, self.schedule.num_steps
         per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
-        micro_steps = MOST_SAVED if steps is None else min(self.schedule.first_of(steps), MOST_SAVED)
+        micro_steps = MOST_SAVED if steps is None else min(self.schedule.find_first_micro_step(steps), MOST_SAVED)
         num_rollouts = max(1, -(-micro_steps // per_rollout))
         content = plan_object(self.schedule, num_rollouts) | self.rest() | {"num_steps": steps, "versions": dict(versions)}
         atomic_write_text(path, json.dumps(content, separators=(",", ":")) + "\n")
@@ -133,11 +133,11 @@ def make_plan(run: ScheduledRun, *, rows: PromptRows | None = None, image_spec: 
     sharing = decide(checked.config, checked.shape)
     memory, cost, tuning = _estimates(checked, sharing)
     images = None
-    warnings = [*warnings_of(checked, run.schedule, memory, cost, tuning.adapter_sync if tuning else None), *run.notes]
+    warnings = [*list_warnings(checked, run.schedule, memory, cost, tuning.adapter_sync if tuning else None), *run.notes]
     if rows is not None and image_spec is not None:
         from megatron_grpo.commands.planning.images import ImageStats, tower_without_images
 
-        images = ImageStats.of(rows, checked.sizes)
+        images = ImageStats.from_rows(rows, checked.sizes)
         warnings += images.warnings() if images else ()
         if not rows.max_images and checked.shape is not None:
             warnings += tower_without_images(checked.config, checked.shape)
@@ -160,7 +160,7 @@ def plan_run(parsed: ParsedConfig) -> Plan:
     plan = make_plan(run, rows=inputs.rows, image_spec=inputs.image_spec)
     warnings = plan.warnings
     # What `train` logs during the run.
-    if inputs.model_path and run.checked.config.model.trust_remote_code and (text := remote_code.warning_of(inputs.model_path)):
+    if inputs.model_path and run.checked.config.model.trust_remote_code and (text := remote_code.make_code_warning(inputs.model_path)):
         warnings = [*warnings, text]
     warnings = [*warnings, *(f"Note: {note}" for note in inputs.notes)]
     if plan.checked.shape is None and (model := parsed.config.model.model):
@@ -194,11 +194,11 @@ def _estimates(checked: CheckedConfig, sharing: PrefixSharing) -> tuple[dict[str
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
     memory = tuning = None
     if shape is not None:
-        tuning = TrainableSpec.of(cfg, shape)
+        tuning = TrainableSpec.from_config(cfg, shape)
         memory = estimate_memory(checked, tuning, lengths, shares=sharing.min_saving_ratio is not None)
         if memory["fits"] is False:
             memory["would_fit"] = ways_to_fit(checked, lengths)
-    step = StepTokens.of(sharing.min_saving_ratio, checked.sizes, cfg, lengths)
+    step = StepTokens.from_lengths(sharing.min_saving_ratio, checked.sizes, cfg, lengths)
     cost = estimate_cost(checked, tuning, lengths, sharing, step)
     cost["sharing"]["budget"] = suggest_budget(cfg, shape, sharing, step, memory)
     return memory, cost, tuning
@@ -228,7 +228,7 @@ def ways_to_fit(checked: CheckedConfig, lengths: Lengths | None) -> list[dict[st
             continue
         assert changed.shape is not None
         shares = decide(changed.config, changed.shape).min_saving_ratio is not None
-        memory = estimate_memory(changed, TrainableSpec.of(changed.config, changed.shape), lengths, shares=shares)
+        memory = estimate_memory(changed, TrainableSpec.from_config(changed.config, changed.shape), lengths, shares=shares)
         if memory["fits"]:
             ways.append({"settings": changes, "peak_bytes": memory["peak_bytes"], "peak_phase": memory["peak_phase"]})
         if len(ways) == MOST_WAYS:

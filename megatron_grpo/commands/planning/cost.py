@@ -19,7 +19,7 @@ from megatron_grpo.core.weights.names import ShardCut, WeightEntry, num_paramete
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import CHUNK, DeltaNetShape
 from megatron_grpo.run.check import CheckedConfig
-from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.checkpoint.fingerprints import list_settings
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.models import config_of_teacher
 from megatron_grpo.run.sharing import Lengths, PrefixSharing
@@ -62,13 +62,13 @@ def estimate_cost(
     return cost | packings
 
 
-def _bytes_per_row(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int]:
-    """Return the bytes of data stored beside each row: `of_token` bytes for each of `tokens` tokens."""
+def _bytes_per_row(sizes: BatchSizes, bytes_per_token: int, tokens: int) -> dict[str, int]:
+    """Return the bytes of data stored beside each row: `bytes_per_token` bytes for each of `tokens` tokens."""
     return {
-        "bytes_of_token": of_token,
-        "bytes_of_row": of_token * tokens,
-        "bytes_of_rollout": of_token * tokens * sizes.generation_batch_size,
-        "checkpoint_bytes": of_token * tokens * most_waiting_rows(sizes),
+        "bytes_of_token": bytes_per_token,
+        "bytes_of_row": bytes_per_token * tokens,
+        "bytes_of_rollout": bytes_per_token * tokens * sizes.generation_batch_size,
+        "checkpoint_bytes": bytes_per_token * tokens * most_waiting_rows(sizes),
     }
 
 
@@ -136,7 +136,7 @@ class FlopCounts:
         return self.linears + self.weight_gradients + 2 * self.attention + self.recurrence_backward + 2 * self.adapters
 
 
-def work_of(
+def count_flops(
     shape: ModelShape, tuning: TrainableSpec, tokens: int, *, squares: int, head_positions: int, lengths: Mapping[int, int] | None = None
 ) -> FlopCounts:
     """Return the FLOPs of a forward and backward over `tokens` tokens.
@@ -150,10 +150,10 @@ def work_of(
         lengths: Sequences by length as in `ComputeCounts.lengths`; None for one sequence of `tokens` tokens.
     """
     lengths = {tokens: 1} if lengths is None else lengths
-    of_layers = 0
+    squares_of_layers = 0
     for layer in (layer for layer in range(shape.num_layers) if not shape.is_delta_net_layer(layer)):
         window = shape.window(layer) or tokens
-        of_layers += squares - sum(count * max(0, length - window) ** 2 for length, count in lengths.items())
+        squares_of_layers += squares - sum(count * max(0, length - window) ** 2 for length, count in lengths.items())
     # Causal attention computes half of the tokens x tokens matrix, once for scores and once for values.
     value_size = shape.num_attention_heads * (shape.mla.v_head_dim if shape.mla else shape.head_dim)
     recurrence, recurrence_backward = _recurrence(shape.delta_net) if shape.delta_net else (0, 0)
@@ -162,7 +162,7 @@ def work_of(
     is_head_trained = all(tuning.trains_outer(entry) for entry in outer_entries(shape) if entry.megatron == "output_layer.weight")
     return FlopCounts(
         linears=2 * products * tokens + head,
-        attention=of_layers * (shape.query_size + value_size),
+        attention=squares_of_layers * (shape.query_size + value_size),
         weight_gradients=2 * trained * tokens + (head if is_head_trained else 0),
         recurrence=recurrence * tokens,
         recurrence_backward=recurrence_backward * tokens,
@@ -216,10 +216,16 @@ def _trained(
     """Return the FLOPs of the training ranks' phases for one rollout, with its rows packed as those of this step."""
 
     def work_of_model(shape: ModelShape, tuning: TrainableSpec) -> FlopCounts:
-        return work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored, lengths=computed.lengths)
+        return count_flops(
+            shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored, lengths=computed.lengths
+        )
 
     work = work_of_model(shape, tuning)
-    taught = work_of_model(teacher, TrainableSpec.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
+    taught = (
+        work_of_model(teacher, TrainableSpec.from_config(config_of_teacher(cfg, teacher, shape), teacher)).forward
+        if teacher is not None
+        else 0
+    )
     rows, sequences = sizes.generation_batch_size, computed.sequences
     period = min(1000, sizes.gradient_accumulation_steps)  # rollouts after which the schedule repeats
     summary = old_logprobs_summary(TrainingSchedule(sizes), period)
@@ -237,10 +243,10 @@ def _flops(
 ) -> dict[str, Any]:
     prompt, completion = sequence_tokens(cfg, lengths, longest=False)
     rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
-    total = work_of(shape, tuning, prompt + completion, squares=(prompt + completion) ** 2, head_positions=completion)
+    total = count_flops(shape, tuning, prompt + completion, squares=(prompt + completion) ** 2, head_positions=completion)
     # The sampler's adapters are omitted: a few percent.
     sampled = total.linears + total.attention + total.recurrence
-    prompt_alone = work_of(shape, tuning, prompt, squares=prompt**2, head_positions=1)
+    prompt_alone = count_flops(shape, tuning, prompt, squares=prompt**2, head_positions=1)
     prefill = prompt_alone.linears + prompt_alone.attention + prompt_alone.recurrence
     shares_prompts = cfg.rollout.vllm_enable_prefix_caching and shape.delta_net is None
     phases = {"rollout": (prompts if shares_prompts else rows) * prefill + rows * (sampled - prefill), **trained}
@@ -252,7 +258,7 @@ def _flops(
         "assumptions": [
             *(
                 ["log-probs and training of every completion; a run leaves out those without a gradient, such as groups with equal rewards"]
-                if zero_gradient_kinds(settings_of(cfg))
+                if zero_gradient_kinds(list_settings(cfg))
                 else []
             ),
             f"every sequence has {prompt} + {completion} tokens ("

@@ -55,7 +55,7 @@ def _stretches(schedule: TrainingSchedule, total: int) -> Iterator[range]:
     """Yield ranges of micro-steps that belong to one optimizer step and one pass over one rollout."""
     w, begin = schedule.sizes.micro_steps_per_rollout, 0
     while begin < total:
-        end = min(total, schedule.first_of(schedule.step_of(begin) + 1), (begin // w + 1) * w)
+        end = min(total, schedule.find_first_micro_step(schedule.find_step(begin) + 1), (begin // w + 1) * w)
         yield range(begin, end)
         begin = end
 
@@ -72,7 +72,7 @@ def shown_ranks(dp_size: int, max_ranks: int) -> list[int | None]:
     return [*range(max(1, max_ranks - 2)), None, dp_size - 1]
 
 
-def prompts_of(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
+def list_prompts(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
     """Return the prompts that a DP rank trains in a micro-step, numbered over the whole run.
 
     Args:
@@ -109,7 +109,7 @@ def draw(schedule: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> l
     sizes, rows = schedule.sizes, shown_rows(schedule, num_rollouts)
     steps = [row for row in rows if isinstance(row, MicroStep)]
     possible = [rank for rank in shown_ranks(sizes.dp_size, MOST_RANKS) if rank is not None]
-    cells = [str(possible[-1]), *(cell(prompts_of(sizes, row, rank)) for row in steps for rank in possible)]
+    cells = [str(possible[-1]), *(cell(list_prompts(sizes, row, rank)) for row in steps for rank in possible)]
     widest = max(2, *map(len, cells)) + 1
     left = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3
     note = ", end of epoch 00" * any(schedule.ends_epoch(row) is not None for row in steps)
@@ -135,14 +135,14 @@ def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequenc
     from rich.text import Text
 
     sizes, step = schedule.sizes, row.optimizer_step
-    begins, ends = row.micro_step == schedule.first_of(step), row.micro_step + 1 == schedule.first_of(step + 1)
+    begins, ends = row.micro_step == schedule.find_first_micro_step(step), row.micro_step + 1 == schedule.find_first_micro_step(step + 1)
     label = f"step {step}" if begins or index == 0 else ""
-    text = Text.assemble((f"{bracket_of(begins, ends)} {label}".ljust(left), "bold" if label else ""), f"{row.micro_step:>6} ")
+    text = Text.assemble((f"{draw_bracket(begins, ends)} {label}".ljust(left), "bold" if label else ""), f"{row.micro_step:>6} ")
     for rank in ranks:
         if rank is None:
             text.append("…".rjust(widest), style="dim")
         else:
-            prompts = prompts_of(sizes, row, rank)
+            prompts = list_prompts(sizes, row, rank)
             text.append(cell(prompts).rjust(widest), style=PALETTE[prompts[0] % len(PALETTE)])
     mark = f"+{row.staleness}" if row.staleness else "·"
     text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if row.staleness else "dim")
@@ -156,13 +156,13 @@ def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequenc
         notes.append(f"pass {row.pass_index + 1}")
     if (epoch := schedule.ends_epoch(row)) is not None:
         notes.append(f"end of epoch {epoch}")
-    text.append(f"{bracket_of(first, last, right=True)} {', '.join(notes)}".rstrip(), style="bold" if first else "")
+    text.append(f"{draw_bracket(first, last, right=True)} {', '.join(notes)}".rstrip(), style="bold" if first else "")
     if row.staleness:
         text.stylize("on #3a2f00")
     return text
 
 
-def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
+def draw_bracket(first: bool, last: bool, *, right: bool = False) -> str:
     """Return the piece of a bracket in one row.
 
     Args:

@@ -53,7 +53,7 @@ class ImageStats:
     patches_bytes_of_micro_batch: int
 
     @classmethod
-    def of(cls, prompts: PromptRows, sizes: BatchSizes) -> ImageStats | None:
+    def from_rows(cls, prompts: PromptRows, sizes: BatchSizes) -> ImageStats | None:
         """Measure the images of a data set.
 
         Args:
@@ -75,10 +75,10 @@ class ImageStats:
             return None
         indices = np.unique(np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_ROWS)).astype(np.int64))
         per_row = [[num_tokens(image) for image in prompts.images(int(index))] for index in indices]
-        tokens, of_prompts = [count for row in per_row for count in row], [sum(row) for row in per_row]
+        tokens, tokens_per_prompt = [count for row in per_row for count in row], [sum(row) for row in per_row]
         if prompts.tokens is not None:
             lengths = prompts.tokens.lengths[prompts.keep[indices]]
-            text = float(np.mean(lengths - of_prompts))
+            text = float(np.mean(lengths - tokens_per_prompt))
         else:
             text = float(np.mean([_characters(prompts.raw(int(index))) for index in indices])) / CHARACTERS_OF_A_TOKEN
         image_spec = image_store.image_spec
@@ -86,11 +86,12 @@ class ImageStats:
         # A micro-batch begins inside a group at a multiple of gcd(rows, group).
         group, rows = sizes.num_generations, sizes.micro_batch_size
         num_prompts = math.ceil((group - math.gcd(rows, group) + rows) / group)
-        max_tokens = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, rows)])
+        max_tokens = sum(sorted(tokens_per_prompt, reverse=True)[: min(num_prompts, rows)])
         return cls(
             rows_examined=len(indices), rows_with_images=sum(map(bool, per_row)), max_images=prompts.max_images,
             tokens_per_image_mean=sum(tokens) / max(1, len(tokens)), tokens_per_image_max=max(tokens, default=0),
-            image_tokens_per_prompt_mean=sum(of_prompts) / len(of_prompts), image_tokens_per_prompt_max=max(of_prompts),
+            image_tokens_per_prompt_mean=sum(tokens_per_prompt) / len(tokens_per_prompt),
+            image_tokens_per_prompt_max=max(tokens_per_prompt),
             text_tokens_of_prompt_mean=text, text_is_estimated=prompts.tokens is None,
             max_pixels=image_spec.max_pixels, side=image_spec.side,
             patches_bytes_of_micro_batch=max_tokens * image_spec.merge**2 * image_spec.channels * 4,

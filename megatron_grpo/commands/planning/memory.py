@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_grpo.commands.planning.activations import Activations, TowerCost, activations_of, fewer_layers, logits_bytes, tower_of
+from megatron_grpo.commands.planning.activations import (
+    Activations,
+    TowerCost,
+    estimate_tower,
+    fewer_layers,
+    logits_bytes,
+    make_activation_estimate,
+)
 from megatron_grpo.commands.planning.cost import checkpoint_bytes
 from megatron_grpo.commands.planning.parameters import StaticMemory, TrainableSpec, count_parameters, layers_of_stage, static_memory
 from megatron_grpo.commands.planning.sampler import bucket_bytes, sampler_memory, sync_memory
@@ -128,11 +135,11 @@ def teacher_stages(
     if teacher is None:
         return [TeacherStageMemory() for _ in stages]
     teacher_cfg = config_of_teacher(cfg, teacher, student)
-    tuning = TrainableSpec.of(teacher_cfg, teacher)
+    tuning = TrainableSpec.from_config(teacher_cfg, teacher)
 
     def held_stage(stage: int) -> TeacherStageMemory:
         weights = count_parameters(teacher, sizes, teacher_cfg, tuning, stage).weights_bytes(tuning.size)
-        activations = activations_of(teacher, sizes, teacher_cfg, tuning, stage)
+        activations = make_activation_estimate(teacher, sizes, teacher_cfg, tuning, stage)
         logits = logits_bytes(teacher, sizes, teacher_cfg, completion) // 2 if stage == sizes.layout.pp - 1 else 0
         return TeacherStageMemory(weights_bytes=weights, scoring=lambda tokens: activations(tokens).forward + logits)
 
@@ -201,14 +208,14 @@ def estimate_memory(checked: CheckedConfig, tuning: TrainableSpec, lengths: Leng
     )
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages, rows, synced = list[StageMemory](), list[dict[str, Any]](), sync_memory(shape, sizes, cfg, tuning)
-    tower = tower_of(shape, sizes, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
-    of_teacher = teacher_stages(checked.teacher, shape, sizes, cfg, completion)
+    tower = estimate_tower(shape, sizes, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
+    teacher_memory = teacher_stages(checked.teacher, shape, sizes, cfg, completion)
     for number in range(sizes.layout.pp):
         stage = StageMemory(
-            teacher=of_teacher[number],
+            teacher=teacher_memory[number],
             static=static_memory(shape, sizes, cfg, tuning, number),
             logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
-            activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None),
+            activations=_with_tower(make_activation_estimate(shape, sizes, cfg, tuning, number), tower if number == 0 else None),
         )
         stages.append(stage)
         layers = len(layers_of_stage(shape.num_layers, cfg, number))

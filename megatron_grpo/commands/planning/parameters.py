@@ -14,7 +14,7 @@ from functools import cache
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.policy.lr_schedule import BYTES as BYTES_OF_STATE
 from megatron_grpo.core.settings import OptimizerConfig
-from megatron_grpo.core.weights.lora import LoraSettings, LoraSync, adapter_entries, is_linear, lora_of
+from megatron_grpo.core.weights.lora import LoraSettings, LoraSync, adapter_entries, is_linear, make_lora_settings
 from megatron_grpo.core.weights.names import ShardCut, WeightEntry, layer_entries, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains
@@ -68,7 +68,7 @@ class TrainableSpec:
     adapter_sync: LoraSync | None = None
 
     @classmethod
-    def of(cls, cfg: Config, shape: ModelShape) -> TrainableSpec:
+    def from_config(cls, cfg: Config, shape: ModelShape) -> TrainableSpec:
         """Derive what a run trains from its settings.
 
         Args:
@@ -79,7 +79,7 @@ class TrainableSpec:
             ConfigError: If an adapter that the settings name cannot be read, or cannot be sent to the sampler as requested.
         """
         tuner, has_kl = cfg.tuner, cfg.grpo.beta > 0
-        rule, lora, reference = cache(trains(tuner)), lora_of(tuner, shape), None
+        rule, lora, reference = cache(trains(tuner)), make_lora_settings(tuner, shape), None
         if lora is not None and has_kl and not cfg.grpo.ref_model:
             if tuner.ref_adapters:
                 reference = LoraSettings.from_peft(tuner.ref_adapters, flag="ref_adapters")
@@ -144,13 +144,13 @@ def _layers(
         def ranks(settings: LoraSettings | None) -> Sequence[Sequence[int]]:
             if settings is None or not is_linear(entry):
                 return [()] * len(names)
-            return [[settings.rank_of(name.removesuffix(".weight")) for name in modules] for modules in names]
+            return [[settings.find_lora_rank(name.removesuffix(".weight")) for name in modules] for modules in names]
 
         trained = [rule(modules[0]) for modules in names]
         return WeightRow(entry=entry, layer=layer, trains=trained, adapters=ranks(adapters), reference=ranks(reference))
 
     numbers = range(shape.num_layers)
-    return [[row(entry, layer) for entry in layer_entries(shape, shape.kind_of(layer))] for layer in numbers]
+    return [[row(entry, layer) for entry in layer_entries(shape, shape.find_layer_kind(layer))] for layer in numbers]
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def elements(entry: WeightEntry) -> int:
     return sum(math.prod(size) for _, size in entry.hf)
 
 
-def numel_of(entry: WeightEntry, sizes: BatchSizes) -> int:
+def count_elements(entry: WeightEntry, sizes: BatchSizes) -> int:
     """Return the number of elements of a rank's shard of a weight inside a layer.
 
     Args:
@@ -256,7 +256,7 @@ class ParameterCounts:
             rank: Adapter rank in memory.
             reference_rank: Rank of the reference's adapters in memory.
         """
-        entry, numel = row.entry, numel_of(row.entry, sizes)
+        entry, numel = row.entry, count_elements(row.entry, sizes)
         count = len(row.trains) // sizes.layout.ep if entry.is_expert else 1
         local = slice(ep_rank * count, (ep_rank + 1) * count) if entry.is_expert else slice(1)
         adapted, referred = ([any(ranks) for ranks in flags[local]] for flags in (row.adapters, row.reference))
@@ -278,7 +278,7 @@ class ParameterCounts:
 
 def _pair(linear: WeightEntry, rank: int, sizes: BatchSizes) -> int:
     """Elements of both matrices of an adapter on a rank."""
-    return sum(numel_of(entry, sizes) for entry in adapter_entries(linear, rank))
+    return sum(count_elements(entry, sizes) for entry in adapter_entries(linear, rank))
 
 
 def count_parameters(
@@ -315,10 +315,10 @@ def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: in
     vocabulary = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
     if stage == 0:
         yield outer["embedding.word_embeddings.weight"], vocabulary
-        yield from ((entry, numel_of(entry, sizes)) for entry in tower_entries(shape))
+        yield from ((entry, count_elements(entry, sizes)) for entry in tower_entries(shape))
     if stage == sizes.layout.pp - 1:
         norm = outer["decoder.final_layernorm.weight"]
-        yield norm, numel_of(norm, sizes)
+        yield norm, count_elements(norm, sizes)
         if not shape.tied_embeddings or sizes.layout.pp > 1:
             yield outer["output_layer.weight"], vocabulary
 
@@ -368,15 +368,15 @@ def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tra
         owned_float32 = -(-owned_float32 // (sizes.dp_size * layout.cp))
         owned = -(-counts.trained // (sizes.dp_size * layout.cp)) + -(-counts.trained_experts // layout.expert_dp_size)
     share_on_gpu = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
-    of_states, of_gradient = state_bytes(cfg.optimizer, size), BYTES_OF_STATE[cfg.optimizer.main_grads_dtype]
-    of_main_weight = of_states - state_bytes(cfg.optimizer, FP32)  # which float32 weights do not have
+    optimizer_state_bytes, gradient_bytes = state_bytes(cfg.optimizer, size), BYTES_OF_STATE[cfg.optimizer.main_grads_dtype]
+    main_weight_bytes = optimizer_state_bytes - state_bytes(cfg.optimizer, FP32)  # which float32 weights do not have
     return StaticMemory(
         num_parameters=counts.weights + counts.adapters,
         num_trainable_parameters=trained,
         weights_bytes=counts.weights_bytes(tuning.size),
         adapters_bytes=counts.adapters * size + counts.helpers * tuning.size,
-        gradients_bytes=trained * of_gradient + counts.trained_float32 * (FP32 - of_gradient),
-        optimizer_bytes=round((owned * of_states - owned_float32 * of_main_weight) * share_on_gpu),
+        gradients_bytes=trained * gradient_bytes + counts.trained_float32 * (FP32 - gradient_bytes),
+        optimizer_bytes=round((owned * optimizer_state_bytes - owned_float32 * main_weight_bytes) * share_on_gpu),
         reference_bytes=counts.weights_bytes(tuning.size) if tuning.has_second_model else counts.reference * size,
     )
 

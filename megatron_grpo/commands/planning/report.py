@@ -167,7 +167,7 @@ def _size_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     )
     yield "rollout", f"{sizes.generation_batch_size}", f"completions = {sizes.num_rollout_prompts} prompts x {group}; {per_step}{passes}"
     if schedule.num_steps is not None:
-        rollouts = -(-schedule.first_of(schedule.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations))
+        rollouts = -(-schedule.find_first_micro_step(schedule.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations))
         data = f" over {plan.num_prompts} prompts" if plan.num_prompts else ""
         yield "run", f"{schedule.num_steps}", f"optimizer steps, {rollouts} rollouts{data}"
     if epochs := epochs_object(schedule):

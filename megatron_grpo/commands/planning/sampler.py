@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_grpo.commands.planning.parameters import BYTES, FP32, TrainableSpec, WeightRow, layers_of_stage, numel_of, padded_vocab
+from megatron_grpo.commands.planning.parameters import BYTES, FP32, TrainableSpec, WeightRow, count_elements, layers_of_stage, padded_vocab
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.weights.buckets import (
     DEFAULT_BUCKET_MB,
@@ -61,8 +61,8 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tr
         per_token = shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * size
     engines = max(1, sizes.layout.world_size // tp)
     sequences = min(cfg.rollout.vllm_max_num_seqs, -(-sizes.num_rollout_prompts // engines) * sizes.num_generations)
-    of_sequence = _state_bytes(shape.delta_net, size) // tp if shape.delta_net else 0
-    kv = sequences * (sequence * per_token + of_sequence)
+    sequence_bytes = _state_bytes(shape.delta_net, size) // tp if shape.delta_net else 0
+    kv = sequences * (sequence * per_token + sequence_bytes)
     if cfg.plan.gpu_memory_gb:
         kv = max(0, round(cfg.plan.gpu_memory_gb * 1e9 * cfg.rollout.vllm_gpu_memory_utilization) - weights - adapters)
     return {
@@ -70,8 +70,8 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tr
         "adapters_bytes": adapters,
         "kv_cache_bytes": kv,
         "kv_bytes_per_token": per_token,
-        "state_bytes_per_sequence": of_sequence,
-        "kv_cache_tokens": max(0, kv - sequences * of_sequence) // per_token,
+        "state_bytes_per_sequence": sequence_bytes,
+        "kv_cache_tokens": max(0, kv - sequences * sequence_bytes) // per_token,
         "sequences_at_once": sequences,
     }
 
@@ -105,12 +105,12 @@ def sync_traffic(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trai
         cfg: Configuration of the run.
         tuning: Trainable parameters of the run.
     """
-    ranks = ranks_of(sizes)
+    ranks = count_ranks(sizes)
     synced: list[list[Bucket]] = []
     if not tuning.syncs_adapters or cfg.rollout.sleep_level == 2:  # the sampler drops its weights
-        synced.append(buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg))
+        synced.append(pack_buckets(weights(shape, sizes, cfg, tuning), sizes, cfg))
     if tuning.syncs_adapters:
-        synced.append(buckets_of(adapters(shape, sizes, cfg, tuning), sizes, cfg))
+        synced.append(pack_buckets(adapters(shape, sizes, cfg, tuning), sizes, cfg))
     gather = cfg.rollout.vllm_mode == "server"
     stages = range(1 if gather else sizes.layout.pp)  # with servers only rank 0 receives, which is in the first stage
     received = [sum(_received(b, ranks, stage, gather) for buckets in synced for b in buckets) for stage in stages]
@@ -145,7 +145,7 @@ def sync_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Train
         cfg: Configuration of the run.
         tuning: Trainable parameters of the run.
     """
-    ranks, buckets = ranks_of(sizes), buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg)
+    ranks, buckets = count_ranks(sizes), pack_buckets(weights(shape, sizes, cfg, tuning), sizes, cfg)
     joined = max(slot.shard_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is BucketPart.EXPERTS else 1)
                  for bucket in buckets for slot in bucket.slots)  # fmt: skip
     link = bucket_bytes(cfg) if cfg.rollout.vllm_mode == "server" else 0  # rank 0 packs what it sends once more
@@ -161,7 +161,7 @@ def bucket_bytes(cfg: Config) -> int:
     return (cfg.rollout.weight_sync_bucket_mb or DEFAULT_BUCKET_MB["cuda"]) * MIB
 
 
-def ranks_of(sizes: BatchSizes) -> RankCounts:
+def count_ranks(sizes: BatchSizes) -> RankCounts:
     """Return the numbers of ranks that share the weights of a layout.
 
     Args:
@@ -170,7 +170,7 @@ def ranks_of(sizes: BatchSizes) -> RankCounts:
     return RankCounts(sizes.layout.pp, sizes.layout.tp, sizes.layout.ep * sizes.layout.etp)
 
 
-def buckets_of(owned: Iterator[OwnedParameter], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
+def pack_buckets(owned: Iterator[OwnedParameter], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
     """Pack parameters into buckets of the configured size.
 
     Args:
@@ -178,7 +178,7 @@ def buckets_of(owned: Iterator[OwnedParameter], sizes: BatchSizes, cfg: Config) 
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
     """
-    return fill(owned, ranks_of(sizes), bucket_bytes(cfg))
+    return fill(owned, count_ranks(sizes), bucket_bytes(cfg))
 
 
 def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[OwnedParameter]:
@@ -197,11 +197,11 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
             is_first = entry.megatron.startswith(("embedding.", MEGATRON))
             stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
             num_rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp if entry.cut is ShardCut.VOCAB else _num_rows(entry, sizes)
-            numel = num_rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)
+            numel = num_rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else count_elements(entry, sizes)
             yield _owned(entry, (layer, index, 0), stage, numel * tuning.size, units=num_units(entry, num_rows, shape, sizes.layout.tp))
     for stage, rows in _layers(shape, sizes, cfg, tuning):
         for number, row in enumerate(rows):
-            num_bytes = numel_of(row.entry, sizes) * (FP32 if row.entry.is_float32 else tuning.size)
+            num_bytes = count_elements(row.entry, sizes) * (FP32 if row.entry.is_float32 else tuning.size)
             num_ranks = sizes.layout.etp if row.entry.is_expert else sizes.layout.tp
             units = num_units(row.entry, _num_rows(row.entry, sizes), shape, num_ranks)
             for expert in range(shape.num_experts // sizes.layout.ep) if row.entry.is_expert else (0,):
@@ -238,7 +238,7 @@ def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainabl
             for expert in range(count):
                 if any(any(ranks) for ranks in row.adapters[expert::count]):  # experts at the same position on all expert ranks
                     for matrix, entry in enumerate(adapter_entries(row.entry, rank)):
-                        num_bytes = numel_of(entry, sizes) * tuning.adapter_size
+                        num_bytes = count_elements(entry, sizes) * tuning.adapter_size
                         yield _owned(entry, (row.layer, 2 * number + matrix, expert), stage, num_bytes)
 
 
@@ -254,4 +254,6 @@ def _num_rows(entry: WeightEntry, sizes: BatchSizes) -> int:
 
 
 def _owned(entry: WeightEntry, position: tuple[int, int, int], stage: int, num_bytes: int, *, units: int = 0) -> OwnedParameter:
-    return OwnedParameter(entry.megatron, (), None, num_bytes, BucketPart.of(entry.cut, entry.is_expert), position, stage, units=units)
+    return OwnedParameter(
+        entry.megatron, (), None, num_bytes, BucketPart.from_cut(entry.cut, entry.is_expert), position, stage, units=units
+    )

@@ -12,7 +12,7 @@ from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.batching.schedule import MicroStep, TrainingSchedule
 from megatron_grpo.run.check import CheckedConfig
 from megatron_grpo.run.config import table
-from megatron_grpo.run.config.read import words_of
+from megatron_grpo.run.config.read import split_words
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.schedule import last_micro_steps
 
@@ -93,13 +93,13 @@ def old_logprobs_summary(schedule: TrainingSchedule, num_rollouts: int) -> dict[
     """
     sizes = schedule.sizes
     slices, passes = sizes.micro_steps_per_rollout, sizes.num_iterations
-    is_stale = [schedule.step_of((r + 1) * slices * passes - 1) > schedule.oldest_version(r) for r in range(num_rollouts)]
+    is_stale = [schedule.find_step((r + 1) * slices * passes - 1) > schedule.oldest_version(r) for r in range(num_rollouts)]
     recomputed = 0
     if sizes.old_logprobs != "rollout":
         decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass that needs them (`TrainingSchedule.needs_old_logprobs`)
         for r in range(num_rollouts):
             # Slices are trained in order; those of the next optimizer step and later need a forward-only pass.
-            fresh = schedule.first_of(schedule.version_of(r) + 1) - (r * passes + decides) * slices
+            fresh = schedule.find_first_micro_step(schedule.find_version(r) + 1) - (r * passes + decides) * slices
             recomputed += slices - min(max(fresh, 0), slices)
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
 
@@ -120,7 +120,7 @@ def rollouts_in_periods(schedule: TrainingSchedule) -> int:
     count = -(-4 // period) * period
     if schedule.num_steps is None:
         return count
-    return min(count, -(-schedule.first_of(schedule.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations)))
+    return min(count, -(-schedule.find_first_micro_step(schedule.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations)))
 
 
 def staleness(sizes: BatchSizes) -> tuple[float, int]:
@@ -195,7 +195,7 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
         value = getattr(getattr(cfg, setting.group), setting.name)
         if value in ([], {}) and value == setting.default:
             continue
-        values = words_of(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        values = split_words(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]
         values = [*values, *(cfg.data.further_datasets if setting.name == "dataset" else ())]
         words += [f"--{setting.name}", *(str(v).lower() if isinstance(v, bool) or v is None else shlex.quote(str(v)) for v in values)]
     return " ".join(words)
@@ -229,11 +229,11 @@ def describe_epoch(epochs: dict[str, Any], checked: CheckedConfig) -> str:
         checked: Validated configuration.
     """
     ends, short, num_dropped = epochs["ends_after_steps"], epochs["micro_steps_of_last_step"], epochs["dropped_prompts"]
-    a, of_order = checked.sizes.gradient_accumulation_steps, "" if checked.config.data.dataset_shuffle else ", always the last ones"
+    a, order_note = checked.sizes.gradient_accumulation_steps, "" if checked.config.data.dataset_shuffle else ", always the last ones"
     return (
         f"optimizer steps of {epochs['prompts']} prompts"
         + f", the last with {short} of {a} micro-steps" * (short < a)
-        + f"; {num_dropped} prompts do not fill a rollout and are dropped{of_order}" * (num_dropped > 0)
+        + f"; {num_dropped} prompts do not fill a rollout and are dropped{order_note}" * (num_dropped > 0)
         + f"; epochs end in steps {', '.join(str(end - 1) for end in ends[:5])}{', ...' * (len(ends) > 5)}" * (len(ends) > 0)
         + ", or earlier because of dynamic_sample" * (checked.config.grpo.dynamic_sample and len(ends) > 0)
     )

@@ -19,7 +19,7 @@ from megatron_grpo.core.parallel.layout import sequence_alignment
 from megatron_grpo.core.policy.lr_schedule import rank_multiple
 from megatron_grpo.core.types import SequenceLengths
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.sharing import Lengths, lengths_of
+from megatron_grpo.run.sharing import Lengths, convert_lengths
 
 MOST_ROWS = 65_536  # maximum rows of an optimizer step that are packed
 ASSUMED_PROMPT = 512  # tokens, without max_prompt_length and a file of lengths
@@ -64,7 +64,7 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: 
     padded = streams = sequences = 0  # tokens if padded, tokens in the streams, rows
     unit = cut.rows_per_slice * cut.multiple
     for begin in range(0, len(lengths), sizes.global_batch_size):
-        rows = lengths_of(lengths[begin : begin + sizes.global_batch_size], sizes.num_generations)
+        rows = convert_lengths(lengths[begin : begin + sizes.global_batch_size], sizes.num_generations)
         if len(rows) < unit and full:
             break  # the last lines of the file do not fill a step
         filled = [*rows, *[rows[0]] * unit]
@@ -161,7 +161,7 @@ class StepTokens:
     shared: ComputeCounts
 
     @classmethod
-    def of(cls, min_saving_ratio: float | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> StepTokens:
+    def from_lengths(cls, min_saving_ratio: float | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> StepTokens:
         """Pack one optimizer step with and without prompt sharing.
 
         A file with fewer rows than a step is repeated from its first line.
@@ -177,7 +177,7 @@ class StepTokens:
         num_rows = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
         known_lengths = lengths if lengths else [sequence_tokens(cfg, None, longest=True)]
         pairs = [known_lengths[i % len(known_lengths)] for i in range(num_rows)]
-        rows = lengths_of(pairs, sizes.num_generations)
+        rows = convert_lengths(pairs, sizes.num_generations)
         packed_apart = pack_and_count(pairs, rows, replace(cut, min_saving_ratio=None))
         shared = pack_and_count(pairs, rows, cut) if min_saving_ratio is not None else packed_apart
         return cls(sizes=sizes, cut=cut, pairs=pairs, lengths=rows, apart=packed_apart, shared=shared)
@@ -190,7 +190,7 @@ class StepTokens:
             min_saving_ratio: As in `BatchPartitioner`.
         """
         # A budget above all rows together has no effect, and packing allocates memory for every length up to it.
-        max_tokens = min(max_tokens, self.cut.alignment.of_stream(self.apart.tokens))
+        max_tokens = min(max_tokens, self.cut.alignment.count_stream(self.apart.tokens))
         return pack_and_count(self.pairs, self.lengths, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
 
     def micro_batches_of_rank(self, computed: ComputeCounts) -> int:
@@ -220,7 +220,7 @@ def pack_and_count(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceL
         lengths: The rows as packing uses them.
         cut: Partitioner of the rows.
     """
-    micro_specs = [micro_spec for of_replica in partition_padded(lengths, cut) for micro_spec in of_replica]
+    micro_specs = [micro_spec for replica_specs in partition_padded(lengths, cut) for micro_spec in replica_specs]
     rows = [i if i < len(pairs) else 0 for micro_spec in micro_specs for i in micro_spec.rows]
     return ComputeCounts(
         sequences=len(rows),

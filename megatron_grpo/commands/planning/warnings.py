@@ -13,11 +13,11 @@ from megatron_grpo import name_adam
 from megatron_grpo.commands.planning.budget import wanted_micro_batches
 from megatron_grpo.commands.planning.summary import bubble_fraction, staleness
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.policy.lr_schedule import course_of, lost_update_warnings
-from megatron_grpo.core.weights.lora import LoraSync, lora_of
+from megatron_grpo.core.policy.lr_schedule import lost_update_warnings, make_lr_schedule
+from megatron_grpo.core.weights.lora import LoraSync, make_lora_settings
 from megatron_grpo.run.adapters import peft_leaves_out
 from megatron_grpo.run.check import CheckedConfig
-from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, settings_of
+from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, make_namespace
 from megatron_grpo.run.config.rules import grpo as grpo_validation
 from megatron_grpo.run.models import bound_notes
 
@@ -25,7 +25,7 @@ BUBBLE = 0.3
 GPU_DRIVER = Path("/dev/nvidiactl")
 
 
-def warnings_of(
+def list_warnings(
     checked: CheckedConfig,
     schedule: TrainingSchedule,
     memory: dict[str, Any] | None,
@@ -42,7 +42,7 @@ def warnings_of(
         adapter_sync: How adapters reach the sampler; None without adapters or if unknown.
     """
     cfg, shape = checked.config, checked.shape
-    c = settings_of(
+    c = make_namespace(
         cfg, sizes=checked.sizes, layout=checked.sizes.layout, schedule=schedule, steps=schedule.num_steps, memory=memory,
         adapter_sync=adapter_sync, sharing=cost["sharing"] if cost else None, shape=shape, worst=_max_staleness(schedule),
         corrected=cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None,
@@ -53,10 +53,10 @@ def warnings_of(
 
     is_multimodal = shape is not None and shape.vision is not None
     return [
-        *_dialect(checked), *checked.parsed.repeated, *sentences(OF_SIZES), *sentences(OF_A_RUN), *grpo_validation.warnings(cfg),
+        *_dialect(checked), *checked.parsed.repeated, *sentences(SIZE_WARNINGS), *sentences(RUN_WARNINGS), *grpo_validation.warnings(cfg),
         *lost_update_warnings(cfg.optimizer),
-        *sentences(OF_ADAPTERS), *sentences(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (bound_notes(cfg.data) if is_multimodal
-        else ())),
+        *sentences(ADAPTER_WARNINGS), *sentences(MACHINE_WARNINGS),
+        *(f"Note: {sentence}" for sentence in (bound_notes(cfg.data) if is_multimodal else ())),
     ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def _dialect(checked: CheckedConfig) -> Iterator[str]:
         yield f"Note: ignored settings of {source} ({reason}): {', '.join(names)}."
 
 
-def defaults_of(checked: CheckedConfig) -> list[str]:
+def describe_defaults(checked: CheckedConfig) -> list[str]:
     """Return the defaults of a dialect that differ from ours and were not typed, as sentences for `--json`. The report shows a table.
 
     Args:
@@ -90,8 +90,8 @@ def _max_staleness(schedule: TrainingSchedule) -> int:
     length = sizes.micro_steps_per_rollout * sizes.num_iterations
     # More with asynchronous rollouts, because the first rollouts of a run are less stale.
     num_rollouts = min(sizes.gradient_accumulation_steps, 1000) * (2 + sizes.async_rollout_depth if sizes.async_rollout_depth else 1)
-    reached = (r for r in range(num_rollouts) if schedule.version_of(r) <= last)
-    return int(max(min(schedule.step_of((r + 1) * length - 1), last) - schedule.oldest_version(r) for r in reached))
+    reached = (r for r in range(num_rollouts) if schedule.find_version(r) <= last)
+    return int(max(min(schedule.find_step((r + 1) * length - 1), last) - schedule.oldest_version(r) for r in reached))
 
 
 def _ahead(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -145,13 +145,13 @@ def _long_waits(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _warmup(c: SimpleNamespace) -> dict[str, Any] | None:
-    warmup = course_of(c.cfg.optimizer, c.steps).warmup if c.steps is not None else 0
+    warmup = make_lr_schedule(c.cfg.optimizer, c.steps).warmup if c.steps is not None else 0
     return {"warmup": warmup} if c.steps is not None and warmup >= c.steps else None
 
 
 def _shown_beyond_the_end(c: SimpleNamespace) -> dict[str, Any] | None:
     num_micro_steps = c.plan_rollouts * c.sizes.micro_steps_per_rollout * c.sizes.num_iterations
-    is_beyond = c.steps is not None and c.schedule.first_of(c.steps) < num_micro_steps
+    is_beyond = c.steps is not None and c.schedule.find_first_micro_step(c.steps) < num_micro_steps
     return {"s": "s" * (c.steps > 1)} if is_beyond else None
 
 
@@ -161,7 +161,7 @@ def _weight_sync_notes(c: SimpleNamespace) -> list[dict[str, Any]]:
 
 
 def _unread_by_peft(c: SimpleNamespace) -> dict[str, Any] | None:
-    settings = lora_of(c.cfg.tuner, c.shape) if c.shape else None
+    settings = make_lora_settings(c.cfg.tuner, c.shape) if c.shape else None
     unread = peft_leaves_out(settings, c.shape) if settings else None
     return {"lost": unread} if unread else None
 
@@ -196,7 +196,7 @@ def _needless_offload(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"asked": " and ".join(flags)} if flags and c.vllm_mode != "colocate" else None
 
 
-def _of_images(c: SimpleNamespace) -> dict[str, Any] | None:
+def _find_image_settings(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the image settings typed for a text model."""
     if c.shape is None or c.shape.vision is not None:
         return None
@@ -212,7 +212,7 @@ def _is_of_swift(c: SimpleNamespace) -> bool:
 # ---- the rules ---------------------------------------------------------------------------------------------------------------------------
 
 # fmt: off
-OF_SIZES: Rules = (
+SIZE_WARNINGS: Rules = (
     Rule("global_batch_size num_generations", lambda c: c.sizes.global_batch_size % c.sizes.num_generations,
          "A prompt's group is split over optimizer steps: global_batch_size ({sizes.global_batch_size}) / num_generations "
          "({sizes.num_generations}) = {sizes.num_train_prompts:g} prompts. Advantages are still computed over the whole group. Use a "
@@ -267,7 +267,7 @@ OF_SIZES: Rules = (
          "Note: the Megatron-SWIFT guide requires global_batch_size / num_generations / dp_size ({sizes.num_prompts_per_dp_group:g}) to be "
          "a multiple of micro_batch_size ({sizes.micro_batch_size}). Neither its code nor this package does."),
 )
-OF_A_RUN: Rules = (
+RUN_WARNINGS: Rules = (
     Rule("sync_ref_model", lambda c: c.sync_ref_model and c.steps is not None and c.steps < c.ref_model_sync_steps,
          "sync_ref_model never updates the reference: ref_model_sync_steps ({ref_model_sync_steps}) exceeds the {steps} optimizer steps of "
          "the run."),
@@ -278,7 +278,7 @@ OF_A_RUN: Rules = (
     Rule("plan_rollouts", _shown_beyond_the_end,
          "The run ends after {steps} optimizer step{s}: it does not reach all of the {plan_rollouts} rollouts shown in the schedule."),
 )
-OF_ADAPTERS: Rules = (
+ADAPTER_WARNINGS: Rules = (
     Rule("lr tuner_type", lambda c: c.tuner_type == "lora" and c.cfg.sources.get("lr", "default") == "default",
          "Note: lr has its default, {lr:g}, which is meant for training all weights. Adapters typically need at least ten times as much."),
     Rule("vllm_enable_lora", _weight_sync_notes, "{note}"),
@@ -287,7 +287,7 @@ OF_ADAPTERS: Rules = (
          "1 to keep it."),
     Rule("target_modules", _unread_by_peft, "{lost}"),
 )
-OF_THE_MACHINE: Rules = (
+MACHINE_WARNINGS: Rules = (
     PLUG_INS["warnings of servers"], PLUG_INS["warnings of agents"],
     Rule("vllm_gpu_memory_utilization", lambda c: (values := _peak(c)) and not values["is_over"],
          "vllm_gpu_memory_utilization leaves a KV cache of {memory[sampler][kv_cache_tokens]:,} tokens after vLLM's weights, but a "
@@ -312,6 +312,6 @@ OF_THE_MACHINE: Rules = (
          "kernels per micro-batch (counted, not measured), and their launches bound the speed. pip install 'megatron-grpo[fla]'."),
     Rule("optimizer_kwargs", lambda c: GPU_DRIVER.exists() and {"adam": name_adam()},
          "Note: {adam} takes the optimizer's steps on this machine's GPUs."),
-    Rule("max_pixels", _of_images, "{typed} {do} no effect: {shape.architecture} is a text-only model."),
+    Rule("max_pixels", _find_image_settings, "{typed} {do} no effect: {shape.architecture} is a text-only model."),
 )
 # fmt: on

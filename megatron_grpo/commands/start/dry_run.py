@@ -257,7 +257,7 @@ def _batches(
 
     With an environment they are the episodes in which the model gives that completion at every turn.
     """
-    answers = [_answer_of(rows, index, cfg) for index in indices]
+    answers = [_find_answer(rows, index, cfg) for index in indices]
     kinds: dict[str, list[str | None]] = {"nothing": [""] * len(indices), "garbage": [GARBAGE] * len(indices)}
     if any(answers):
         opening = SpecialTokens(inputs.tokenizer).render_opening(cfg.data.template_options)
@@ -352,7 +352,7 @@ def _check_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest:
         )
 
 
-def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
+def _find_answer(rows: PromptRows, index: int, cfg: Config) -> str | None:
     row = rows.rows[int(rows.keep[index])] | rows.columns(index)
     names = (cfg.rewards.answer_column,) if cfg.rewards.answer_column else ANSWERS
     value = next((row[name] for name in names if row.get(name) is not None), None)
@@ -407,8 +407,14 @@ def report_lines(result: DryRun, cfg: Config) -> str:
         cfg: Settings of the run.
     """
     prompt_text = result.prompt if len(result.prompt) <= WIDTH else result.prompt[:WIDTH] + " ..."
-    of_all = "" if result.num_tokenised == result.num_rows else f", {result.num_tokenised:,} of them tokenised"
-    lines = [f"{cfg.data.dataset}: {result.num_rows:,} prompts{of_all}", "", "The first prompt, as the model receives it:", prompt_text, ""]
+    tokenized_share = "" if result.num_tokenised == result.num_rows else f", {result.num_tokenised:,} of them tokenised"
+    lines = [
+        f"{cfg.data.dataset}: {result.num_rows:,} prompts{tokenized_share}",
+        "",
+        "The first prompt, as the model receives it:",
+        prompt_text,
+        "",
+    ]
     lines += ["Columns:", *(f"  {name:<22}{use}" for name, use in result.columns.items()), ""]
     if result.lengths:
         lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in result.lengths.items()))

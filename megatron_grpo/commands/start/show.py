@@ -45,10 +45,10 @@ def print_help(command: str, topics: Sequence[str] = ()) -> None:
         ConfigError: No setting, map or section has a name of `topics`.
     """
     if requested := [canonical(word) for word in topics]:
-        known_names = {name for setting in table().values() for name in _names_of(setting)}
+        known_names = {name for setting in table().values() for name in _list_names(setting)}
         if unknown := [name for name in requested if name not in known_names]:
             raise ConfigError([_unknown(name, known_names) for name in unknown])
-        print("\n".join(_by_section([setting for setting in table().values() if _names_of(setting) & {*requested}])))
+        print("\n".join(_by_section([setting for setting in table().values() if _list_names(setting) & {*requested}])))
         return
     summary, *details = COMMANDS[command]["help"]
     print(summary)
@@ -72,12 +72,12 @@ def print_help(command: str, topics: Sequence[str] = ()) -> None:
         if setting.group != group:
             group = setting.group
             lines += ["", _heading(group)]
-        of_map = _map_of(setting)
-        if of_map is None:
+        map_name = _find_map(setting)
+        if map_name is None:
             lines += _entry(setting)
-        elif keys()[of_map][0] == setting.name:
-            text = f"{MAPS[of_map][0]}: {', '.join(keys()[of_map])}. Each is also a setting: --{setting.name} ..."
-            lines += [f"  --{of_map} KEY=VALUE ...", *_wrap(text)]
+        elif keys()[map_name][0] == setting.name:
+            text = f"{MAPS[map_name][0]}: {', '.join(keys()[map_name])}. Each is also a setting: --{setting.name} ..."
+            lines += [f"  --{map_name} KEY=VALUE ...", *_wrap(text)]
     lines += ["", f"Sections, each explained by `megatron-grpo {command} --help SECTION`:", ""]
     lines += [f"  {name:<12}{title}" for name, title in _titles().items()]
     print("\n".join(lines))
@@ -127,13 +127,13 @@ def _heading(group: str) -> str:
     return f"{_titles()[group]}  [section `{group}`]"
 
 
-def _map_of(setting: Setting) -> str | None:
+def _find_map(setting: Setting) -> str | None:
     return next((name for name in MAPS if setting.name in keys()[name]), None)
 
 
-def _names_of(setting: Setting) -> set[str]:
+def _list_names(setting: Setting) -> set[str]:
     """Return the names that select a setting in `--help`."""
-    sections = set() if setting.is_hidden else {"all", setting.group, _map_of(setting) or setting.name}
+    sections = set() if setting.is_hidden else {"all", setting.group, _find_map(setting) or setting.name}
     return {setting.name, *setting.aliases} | sections
 
 

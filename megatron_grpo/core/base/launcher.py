@@ -155,7 +155,7 @@ def _shared_file(env: Mapping[str, str]) -> Path | None:
     return None
 
 
-def environment_of(rank: int, *, world_size: int, port: int, error_file: Path | None = None) -> dict[str, str]:
+def make_environment(rank: int, *, world_size: int, port: int, error_file: Path | None = None) -> dict[str, str]:
     """Return the environment variables of one rank of a job on this machine alone.
 
     Args:
@@ -233,7 +233,7 @@ def become_single(port: int) -> None:
     Args:
         port: Port of this process's store.
     """
-    for name, value in environment_of(0, world_size=1, port=port).items():
+    for name, value in make_environment(0, world_size=1, port=port).items():
         os.environ.setdefault(name, value)
 
 

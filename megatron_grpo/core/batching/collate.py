@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_grpo.core.batching.prefix_groups import FREE, Alignment, ContextSpan, PrefixGroup, common_prefix, contexts_of, num_shared
+from megatron_grpo.core.batching.prefix_groups import FREE, Alignment, ContextSpan, PrefixGroup, common_prefix, list_contexts, num_shared
 from megatron_grpo.core.batching.split import MicroBatchSpec
 from megatron_grpo.core.types import Image, MicroBatch, Sample, SampleWithOldLogprobs, SamplingMask, Segment, Sequence, TrainingMicroBatch
 
@@ -34,7 +34,7 @@ class StreamImages(NamedTuple):
     token: np.ndarray
 
 
-def grid_of(image: Image) -> tuple[int, int]:
+def compute_grid(image: Image) -> tuple[int, int]:
     """Return (rows, columns) of an image's tokens.
 
     Args:
@@ -56,7 +56,7 @@ def num_tokens(image: Image) -> int:
     Args:
         image: The image.
     """
-    rows, columns = grid_of(image)
+    rows, columns = compute_grid(image)
     return rows * columns
 
 
@@ -82,7 +82,7 @@ def positions(length: int, images: PlacedImages) -> np.ndarray:
     """
     result, offset = np.tile(np.arange(length), (3, 1)), 0
     for start, image in images:
-        rows, columns = grid_of(image)
+        rows, columns = compute_grid(image)
         end = min(start + rows * columns, length)
         row, column = np.divmod(np.arange(end - start), columns)
         result[:, start:end] = start + offset + np.stack([np.zeros_like(row), row, column])
@@ -130,7 +130,7 @@ class _ContextLocation(NamedTuple):
     shared: int
     own: int
 
-    def of(self, tokens: np.ndarray) -> np.ndarray:
+    def find_stream_index(self, tokens: np.ndarray) -> np.ndarray:
         """Return the indices in the stream of these tokens of the context."""
         return np.where(tokens < self.shared, self.shared_prefix + tokens, self.own + tokens - self.shared)
 
@@ -160,19 +160,19 @@ class _Stream:
             parent: Segment of the shared prefix that they continue; -1 if there is none.
         """
         begin, length = self.length, len(tokens)
-        padded = self.alignment.of_segment(length)
+        padded = self.alignment.count_segment(length)
         if padded:
             self._add(Segment(start=begin, end=begin + padded, parent=parent, length=length), tokens, token_positions, copies)
         return begin
 
-    def positions_of(self, length: int, images: PlacedImages) -> np.ndarray:
+    def compute_positions(self, length: int, images: PlacedImages) -> np.ndarray:
         """Return the positions of the tokens of a context."""
         return positions(length, images) if self.has_axes else np.arange(length)
 
     def pad(self, total: int) -> None:
         """Append a segment of padding, so that the stream has `total` tokens."""
         if self.length < total:
-            self._add(Segment(start=self.length, end=total, length=0), np.zeros(0, dtype=np.int64), self.positions_of(0, ()), 0)
+            self._add(Segment(start=self.length, end=total, length=0), np.zeros(0, dtype=np.int64), self.compute_positions(0, ()), 0)
 
     def _add(self, segment: Segment, tokens: np.ndarray, token_positions: np.ndarray, copies: int) -> None:
         self.segments.append(segment)
@@ -210,17 +210,19 @@ def collate(
         ValueError: The rows of a prefix group have fewer equal tokens than its `prefix`.
     """
     alignment = alignment or Alignment()
-    contexts = contexts_of(sequences)
+    contexts = list_contexts(sequences)
     stream = _Stream(alignment, has_axes=any(sequence.images for sequence in sequences))
     placed = _lay(stream, sequences, _trees(sequences, contexts, prefix_groups, alignment))
-    stream.pad(max(alignment.of_stream(stream.length), at_least))
+    stream.pad(max(alignment.count_stream(stream.length), at_least))
     trained = list(_trained(sequences, contexts, placed))
-    of_tokens = _column([np.append(placed[context].of(np.arange(context.num_computed)), -1) for context in contexts], np.int64)
-    images = image_tokens(sequences, contexts, lambda context, tokens: placed[context].of(tokens))
+    stream_index = _column(
+        [np.append(placed[context].find_stream_index(np.arange(context.num_computed)), -1) for context in contexts], np.int64
+    )
+    images = image_tokens(sequences, contexts, lambda context, tokens: placed[context].find_stream_index(tokens))
     return MicroBatch(
         number=number,
         token_ids=_column(stream.tokens, np.int64),
-        positions=np.concatenate([stream.positions_of(0, ()), *stream.positions], axis=-1).astype(np.int64),
+        positions=np.concatenate([stream.compute_positions(0, ()), *stream.positions], axis=-1).astype(np.int64),
         num_references=_column(stream.num_references, np.int64),
         segments=tuple(stream.segments),
         logit_positions=_column([logit_positions for logit_positions, _, _ in trained], np.int64),
@@ -228,8 +230,8 @@ def collate(
         sequence=_column([rows for _, _, rows in trained], np.int64),
         num_sequences=len(sequences),
         num_contexts=len(contexts),
-        places=of_tokens,
-        experts=_experts(sequences, of_tokens, stream.length),
+        places=stream_index,
+        experts=_experts(sequences, stream_index, stream.length),
         sampling_mask=_join_masks(sequences),
         images=images.images,
         image_positions=images.at,
@@ -260,10 +262,10 @@ def _trees(
     sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], prefix_groups: SequenceOf[PrefixGroup], alignment: Alignment
 ) -> list[_SharedContexts]:
     """Return trees that contain every context once."""
-    family_of = {row: prefix_group for prefix_group in prefix_groups for row in prefix_group.members}
+    group_by_row = {row: prefix_group for prefix_group in prefix_groups for row in prefix_group.members}
     by_family: dict[object, list[ContextSpan]] = {}
     for context in contexts:
-        by_family.setdefault(family_of.get(context.row, context), []).append(context)
+        by_family.setdefault(group_by_row.get(context.row, context), []).append(context)
     trees = []
     for prefix_group, members in by_family.items():
         shared = 0
@@ -287,19 +289,21 @@ def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Sh
     unshared = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
     placed: dict[ContextSpan, _ContextLocation] = {}
 
-    def part_of(context: ContextSpan, part: slice) -> tuple[np.ndarray, np.ndarray]:
+    def slice_context(context: ContextSpan, part: slice) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens, positions) of a part of a context. Positions are those of the whole context: an image shifts what follows it."""
         sequence = sequences[context.row]
-        token_positions = stream.positions_of(context.num_computed, images_in(sequence, context.first, context.end))
+        token_positions = stream.compute_positions(context.num_computed, images_in(sequence, context.first, context.end))
         return sequence.token_ids[context.first : context.first + context.num_computed][part], token_positions[..., part]
 
-    shared_prefixes = [stream.lay(*part_of(tree.contexts[0], slice(tree.shared)), copies=len(tree.contexts)) for tree in prefix_groups]
+    shared_prefixes = [
+        stream.lay(*slice_context(tree.contexts[0], slice(tree.shared)), copies=len(tree.contexts)) for tree in prefix_groups
+    ]
     for parent, (tree, shared_prefix) in enumerate(zip(prefix_groups, shared_prefixes, strict=True)):
         for context in sorted(tree.contexts, key=lambda context: context.num_computed):
-            suffix = stream.lay(*part_of(context, slice(tree.shared, None)), copies=1, parent=parent)
+            suffix = stream.lay(*slice_context(context, slice(tree.shared, None)), copies=1, parent=parent)
             placed[context] = _ContextLocation(shared_prefix, tree.shared, suffix)
     for context in unshared:
-        placed[context] = _ContextLocation(stream.length, 0, stream.lay(*part_of(context, slice(None)), copies=1))
+        placed[context] = _ContextLocation(stream.length, 0, stream.lay(*slice_context(context, slice(None)), copies=1))
     return placed
 
 
@@ -314,7 +318,7 @@ def _trained(
         sequence = sequences[context.row]
         trained_index = np.flatnonzero(sequence.mask[context.first : context.end])
         yield (
-            placed[context].of(trained_index - 1),
+            placed[context].find_stream_index(trained_index - 1),
             sequence.token_ids[context.first + trained_index],
             np.full(len(trained_index), context.row),
         )
@@ -336,13 +340,13 @@ def _experts(sequences: SequenceOf[Sequence], positions_in_stream: np.ndarray, l
     if form is None:
         return None
     routes = np.full((length, *form), -1, dtype=np.int16)
-    of_tokens = np.concatenate(
+    stream_index = np.concatenate(
         [
             np.broadcast_to(FREE if sequence.experts is None else sequence.experts, (len(sequence.token_ids), *form))
             for sequence in sequences
         ]
     )
-    routes[positions_in_stream[positions_in_stream >= 0]] = of_tokens[
+    routes[positions_in_stream[positions_in_stream >= 0]] = stream_index[
         positions_in_stream >= 0
     ]  # what several contexts share, they route alike (`common_prefix`)
     return routes
@@ -384,7 +388,7 @@ def collate_samples(
         token_index=_column([np.flatnonzero(sample.mask) for sample in samples], np.int64),
         token_weights=np.repeat(np.asarray(token_weights, dtype=np.float64), counts),
         advantages=np.repeat(np.array([sample.advantage for sample in samples], dtype=np.float32), counts),
-        teacher_logprobs=_column([_of_teacher(sample)[sample.mask] for sample in samples], np.float32),
+        teacher_logprobs=_column([_read_teacher_logprobs(sample)[sample.mask] for sample in samples], np.float32),
         sampler_logprobs=_column([sample.sampler_logprobs[sample.mask] for sample in samples], np.float32),
         old_logprobs=_column(old, np.float32),
         is_compared=np.repeat(np.array([_is_compared(sample, trained_at) for sample in samples], dtype=bool), counts),
@@ -395,7 +399,7 @@ def _column(parts: SequenceOf[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=dtype), *parts]).astype(dtype)
 
 
-def _of_teacher(sample: Sample) -> np.ndarray:
+def _read_teacher_logprobs(sample: Sample) -> np.ndarray:
     return np.full(len(sample.token_ids), np.nan) if sample.teacher_logprobs is None else sample.teacher_logprobs
 
 

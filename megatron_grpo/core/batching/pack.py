@@ -274,10 +274,10 @@ def _distribute(cost: np.ndarray, dp_size: int) -> np.ndarray:
     rounds = np.argsort(-cost, kind="stable").reshape(-1, dp_size)
     total, ranks = [0.0] * dp_size, range(dp_size)
     orders: list[int] = []
-    for of_round in cost[rounds].tolist():
+    for round_costs in cost[rounds].tolist():
         order = sorted(ranks, key=total.__getitem__)
         orders += order
-        for rank, added in zip(order, of_round, strict=True):
+        for rank, added in zip(order, round_costs, strict=True):
             total[rank] += added
     result = np.empty_like(rounds)
     np.put_along_axis(result, np.array(orders).reshape(rounds.shape), rounds, axis=1)

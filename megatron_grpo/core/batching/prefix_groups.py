@@ -36,7 +36,7 @@ class Alignment:
         """Tokens that the length of every stream is a multiple of."""
         return math.lcm(self.sequence, self.stream)
 
-    def of_segment(self, tokens: Tokens) -> Tokens:
+    def count_segment(self, tokens: Tokens) -> Tokens:
         """Return the tokens that a segment takes in the stream, padding included.
 
         Args:
@@ -44,7 +44,7 @@ class Alignment:
         """
         return -(-tokens // self.sequence) * self.sequence
 
-    def of_stream(self, total: int) -> int:
+    def count_stream(self, total: int) -> int:
         """Return the tokens of a stream, padding included. Never 0: Megatron's layers accept no empty stream.
 
         Args:
@@ -66,7 +66,7 @@ class ContextSpan(NamedTuple):
     num_computed: int
 
 
-def contexts_of(sequences: SequenceOf[Sequence]) -> list[ContextSpan]:
+def list_contexts(sequences: SequenceOf[Sequence]) -> list[ContextSpan]:
     """Return the contexts of all sequences, row by row.
 
     Args:
@@ -98,7 +98,7 @@ def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> 
         shared: Length of the shared prefix.
         alignment: Multiples that lengths are rounded up to.
     """
-    return alignment.of_segment(shared) + sum(alignment.of_segment(tokens - shared) for tokens in computed)
+    return alignment.count_segment(shared) + sum(alignment.count_segment(tokens - shared) for tokens in computed)
 
 
 def num_shared(computed: SequenceOf[int], common: int, prefix_group: PrefixGroup, alignment: Alignment) -> int:
@@ -149,14 +149,14 @@ def _images(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
     return {(position - context.first, image.key) for position, image in sequence.images if context.first <= position < context.end}
 
 
-def prefix_of(completions: SequenceOf[Completion]) -> int:
+def find_prefix(completions: SequenceOf[Completion]) -> int:
     """Return the `prefix` of a group: computed tokens that every context of every completion begins with.
 
     Args:
         completions: Completions of the group.
     """
     sequences = [completion.sequence for completion in completions]
-    return common_prefix(sequences, contexts_of(sequences))
+    return common_prefix(sequences, list_contexts(sequences))
 
 
 # ---- packing: whole groups, or pieces of them ---------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class RowColumns:
         return len(self.group)
 
     @classmethod
-    def of(
+    def from_lengths(
         cls,
         lengths: RowLengths | SequenceOf[SequenceLengths],
         alignment: Alignment,
@@ -208,18 +208,18 @@ class RowColumns:
             balance_length: See `pack`.
             min_saving_ratio: None if no prefix is to be shared.
         """
-        of_rows, shares = RowLengths.of(lengths), min_saving_ratio is not None
-        return cls.of_columns(
-            group=_numbered(of_rows.group) if shares else np.arange(len(of_rows)),
-            prefix=of_rows.prefix * shares,
-            num_contexts=of_rows.num_contexts,
-            computed=of_rows.contexts - 1,
+        collect_rows, shares = RowLengths.from_rows(lengths), min_saving_ratio is not None
+        return cls.from_columns(
+            group=_numbered(collect_rows.group) if shares else np.arange(len(collect_rows)),
+            prefix=collect_rows.prefix * shares,
+            num_contexts=collect_rows.num_contexts,
+            computed=collect_rows.contexts - 1,
             alignment=alignment,
             balance_length=balance_length,
         )
 
     @classmethod
-    def of_columns(
+    def from_columns(
         cls, *, group: np.ndarray, prefix: np.ndarray, num_contexts: np.ndarray, computed: np.ndarray, alignment: Alignment,
         balance_length: float,
     ) -> RowColumns:  # fmt: skip
@@ -235,23 +235,23 @@ class RowColumns:
         """
         row = np.repeat(np.arange(len(group)), num_contexts)
         # Attention pairs every query with every key before it: half of length^2, and for a suffix also the whole shared prefix.
-        unshared, shared_prefix = alignment.of_segment(computed), alignment.of_segment(prefix)
-        tail = alignment.of_segment(computed - prefix[row])
+        unshared, shared_prefix = alignment.count_segment(computed), alignment.count_segment(prefix)
+        tail = alignment.count_segment(computed - prefix[row])
         apart_cost = unshared + unshared / balance_length * unshared
         tail_cost = tail + (tail + 2 * shared_prefix[row]) / balance_length * tail
 
-        def of_rows(values: np.ndarray) -> np.ndarray:
+        def collect_rows(values: np.ndarray) -> np.ndarray:
             return np.bincount(row, weights=values, minlength=len(group)) if len(row) > len(group) else values
 
         return cls(
             group=group,
             prefix=prefix,
-            apart=of_rows(unshared).astype(np.int64),
-            apart_cost=of_rows(apart_cost),
+            apart=collect_rows(unshared).astype(np.int64),
+            apart_cost=collect_rows(apart_cost),
             shared_prefix=shared_prefix,
             prefix_cost=shared_prefix + shared_prefix / balance_length * shared_prefix,
-            tail=of_rows(tail).astype(np.int64),
-            tail_cost=of_rows(tail_cost),
+            tail=collect_rows(tail).astype(np.int64),
+            tail_cost=collect_rows(tail_cost),
         )
 
     def worth(self, together: np.ndarray, min_saving_ratio: float) -> RowColumns:
@@ -326,11 +326,11 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
         piece = _no_dearer_than(total / (dp_size * multiple * parts), rows, group_pieces)
         piece, packed = _pack_pieces(rows, piece, **sizes)
         cost = rows.sizes(piece)[1]
-        of_rounds = segment_sums(cost[packed.rows], packed.starts, packed.counts)
-        time = of_rounds.max(axis=0).sum()  # ranks wait for each other at every micro-batch
+        round_costs = segment_sums(cost[packed.rows], packed.starts, packed.counts)
+        time = round_costs.max(axis=0).sum()  # ranks wait for each other at every micro-batch
         if time < fastest:
-            best, fastest = _rows_of(piece, packed), time
-        if of_rounds.sum() >= EVEN_ENOUGH * time * dp_size:
+            best, fastest = _select_rows(piece, packed), time
+        if round_costs.sum() >= EVEN_ENOUGH * time * dp_size:
             break
     return best
 
@@ -355,7 +355,7 @@ def _pack_pieces(rows: RowColumns, piece: np.ndarray, **sizes: int) -> tuple[np.
             piece = _halved(rows, piece, is_halved)
 
 
-def _rows_of(piece: np.ndarray, packed: PackedRows) -> PackedRows:
+def _select_rows(piece: np.ndarray, packed: PackedRows) -> PackedRows:
     counts = np.bincount(piece)
     rows = np.argsort(piece, kind="stable")[ragged(np.cumsum(counts) - counts, counts, packed.rows)]
     return PackedRows(rows, np.add.reduceat(counts[packed.rows], packed.starts.ravel()).reshape(packed.counts.shape))

@@ -99,7 +99,7 @@ class TrainingSchedule:
     drops_last: bool = False
 
     @classmethod
-    def of_length(
+    def from_length(
         cls, sizes: BatchSizes, *, max_steps: int | None = None, num_train_epochs: float | None = None,
         num_prompts: int | None = None, drops_last: bool = False,
     ) -> TrainingSchedule:  # fmt: skip
@@ -155,7 +155,7 @@ class TrainingSchedule:
         first_epoch, last_epoch = ((row.rollout * self.sizes.generation_batch_size + index) // completions for index in row.rows)
         return last_epoch - 1 if last_epoch > first_epoch else None
 
-    def step_of(self, s: int) -> int:
+    def find_step(self, s: int) -> int:
         """Return the optimizer step of a micro-step.
 
         Args:
@@ -164,7 +164,7 @@ class TrainingSchedule:
         length, steps = self.whole_epoch or (s + 1, 0)
         return s // length * steps + s % length // self.sizes.gradient_accumulation_steps
 
-    def first_of(self, k: int) -> int:
+    def find_first_micro_step(self, k: int) -> int:
         """Return the first micro-step of an optimizer step.
 
         Args:
@@ -181,9 +181,9 @@ class TrainingSchedule:
         """
         sizes = self.sizes
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
-        step, rollout = self.step_of(s), s // (w * mu)
+        step, rollout = self.find_step(s), s // (w * mu)
         pass_index, slice_index = divmod(s % (w * mu), w)
-        oldest_version, on_policy_version = self.oldest_version(rollout), self.version_of(rollout)
+        oldest_version, on_policy_version = self.oldest_version(rollout), self.find_version(rollout)
         size = sizes.completions_per_micro_step
         return MicroStep(
             micro_step=s,
@@ -211,23 +211,23 @@ class TrainingSchedule:
         Args:
             rollout: Number of the rollout, from 0.
         """
-        version = self.version_of(rollout)
+        version = self.find_version(rollout)
         for _ in range(self.sizes.async_rollout_depth):
             first = self.new_rollouts(version).start
-            version = self.version_of(first - 1) if first else 0
+            version = self.find_version(first - 1) if first else 0
         return version
 
-    def version_of(self, rollout: int) -> int:
+    def find_version(self, rollout: int) -> int:
         """Return the number of optimizer steps done before a rollout arrives. It is trained from then on.
 
         Args:
             rollout: Number of the rollout, from 0.
         """
-        return self.step_of(rollout * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations)
+        return self.find_step(rollout * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations)
 
     def _step_of_use(self, rollout: int, pass_index: int, slice_index: int) -> int:
         w, mu = self.sizes.micro_steps_per_rollout, self.sizes.num_iterations
-        return self.step_of(rollout * w * mu + pass_index * w + slice_index)
+        return self.find_step(rollout * w * mu + pass_index * w + slice_index)
 
     def new_rollouts(self, k: int) -> range:
         """Return the rollouts that arrive just before an optimizer step: those with their first micro-step in it.
@@ -236,7 +236,7 @@ class TrainingSchedule:
             k: Number of the optimizer step, from 0.
         """
         length = self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
-        return range(-(-self.first_of(k) // length), -(-self.first_of(k + 1) // length))
+        return range(-(-self.find_first_micro_step(k) // length), -(-self.find_first_micro_step(k + 1) // length))
 
     def needs_old_logprobs(self, rollout: int, slice_index: int) -> bool:
         """Return whether the old log-probs of a slice need a forward-only pass at the version at which its rollout arrives.
@@ -251,7 +251,7 @@ class TrainingSchedule:
         """
         old_logprobs = self.sizes.old_logprobs
         decides = self.sizes.num_iterations - 1 if old_logprobs == "always" else 0
-        return old_logprobs != "rollout" and self._step_of_use(rollout, decides, slice_index) > self.version_of(rollout)
+        return old_logprobs != "rollout" and self._step_of_use(rollout, decides, slice_index) > self.find_version(rollout)
 
     def step(self, k: int) -> ScheduledStep:
         """Return an optimizer step of the run.
@@ -263,7 +263,7 @@ class TrainingSchedule:
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0 and not sizes.partial_rollouts
         empty = range(new.stop, new.stop)
-        micro_steps = tuple(self.micro_step(s) for s in range(self.first_of(k), self.first_of(k + 1)))
+        micro_steps = tuple(self.micro_step(s) for s in range(self.find_first_micro_step(k), self.find_first_micro_step(k + 1)))
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
         old_logprob_slices = tuple((r, j) for r in new for j in range(w) if self.needs_old_logprobs(r, j))
         last_use = tuple((r, j) for r, j in trained if self._step_of_use(r, mu - 1, j) == k)
@@ -290,8 +290,8 @@ class TrainingSchedule:
 
     def _following(self, new: range) -> range:
         """Return the rollouts of the next sampling step; none if the run ends before it."""
-        rollouts = self.new_rollouts(self.version_of(new.stop))
-        return rollouts if self.num_steps is None or self.version_of(new.stop) < self.num_steps else range(new.stop, new.stop)
+        rollouts = self.new_rollouts(self.find_version(new.stop))
+        return rollouts if self.num_steps is None or self.find_version(new.stop) < self.num_steps else range(new.stop, new.stop)
 
     def _ahead(self, new: range) -> range:
         """Return the rollouts of the next `async_rollout_depth` sampling steps, as far as the run reaches."""
@@ -309,7 +309,7 @@ class TrainingSchedule:
         sizes = self.sizes
         new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0 and (sizes.has_servers or not sizes.partial_rollouts)
         if new and is_ahead:
-            return range(self.version_of(new.start - 1) + 1 if new.start else 0, k + 1)
+            return range(self.find_version(new.start - 1) + 1 if new.start else 0, k + 1)
         is_sampling = is_ahead and len(self._following(new)) > 0
         return range(k, k) if is_sampling else range(k, k + 1)
 
@@ -320,7 +320,7 @@ class TrainingSchedule:
             k: Number of optimizer steps.
             num_rollouts: Number of rollouts.
         """
-        return self.first_of(k) == num_rollouts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
+        return self.find_first_micro_step(k) == num_rollouts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
 
     def from_step(self, k: int, num_rollouts: int | None = None) -> Iterator[ScheduledStep]:
         """Yield optimizer steps k, k+1, ... to the end of the run, as a process that starts at step k executes them.

@@ -51,7 +51,7 @@ class BatchPartitioner:
         unit = self.dp_size * self.multiple
         return max(-num_rows % unit, unit - num_rows)
 
-    def dp_rank_of(self, row: np.ndarray) -> np.ndarray:
+    def find_dp_rank(self, row: np.ndarray) -> np.ndarray:
         """Return the data-parallel rank that trains each row, unless a token budget rearranges rows.
 
         Args:
@@ -136,7 +136,7 @@ def partition(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartiti
     Raises:
         ValueError: There are fewer rows than micro-batches.
     """
-    rows = RowColumns.of(lengths, cut.alignment, balance_length=cut.balance_length, min_saving_ratio=cut.min_saving_ratio)
+    rows = RowColumns.from_lengths(lengths, cut.alignment, balance_length=cut.balance_length, min_saving_ratio=cut.min_saving_ratio)
     min_saving_ratio = cut.min_saving_ratio or 0.0
     if cut.max_tokens is not None:
         # The stream is rounded up at its end. It stays within a budget that is a multiple of its alignment.
@@ -168,7 +168,7 @@ def _num_tokens(rows: RowColumns, packed: PackedRows, alignment: Alignment) -> n
     """Return the tokens in the stream of each micro-batch; int64 [data-parallel rank, micro-batch]."""
     piece, micro_batch = _pieces(rows, packed)
     totals = np.bincount(micro_batch, weights=rows.sizes(piece)[0]).astype(np.int64)
-    return (-(-np.maximum(totals, 1) // alignment.grain) * alignment.grain).reshape(packed.counts.shape)  # as `Alignment.of_stream`
+    return (-(-np.maximum(totals, 1) // alignment.grain) * alignment.grain).reshape(packed.counts.shape)  # as `Alignment.count_stream`
 
 
 def partition_padded(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartitioner) -> Partition:
@@ -181,7 +181,7 @@ def partition_padded(lengths: RowLengths | Sequence[SequenceLengths], cut: Batch
         cut: As in `partition`.
     """
     index = np.concatenate([np.arange(len(lengths)), np.zeros(cut.num_missing(len(lengths)), dtype=np.int64)])
-    return partition(RowLengths.of(lengths).take(index), cut)
+    return partition(RowLengths.from_rows(lengths).take(index), cut)
 
 
 def partition_for_scoring(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartitioner) -> Partition:

@@ -35,7 +35,7 @@ class Advantages:
     is_zero_std: np.ndarray
 
     @classmethod
-    def of_all(cls, parts: Sequence[Advantages]) -> Advantages:
+    def from_parts(cls, parts: Sequence[Advantages]) -> Advantages:
         """Concatenate the advantages of several rollouts.
 
         Args:

@@ -103,7 +103,7 @@ class AdaptiveEntropy:
     entropy: float = math.inf
 
     @classmethod
-    def of(cls, cfg: GrpoConfig) -> AdaptiveEntropy | None:
+    def from_config(cls, cfg: GrpoConfig) -> AdaptiveEntropy | None:
         """Return the coefficient before the first step, or None if the settings make it constant.
 
         Args:

@@ -67,7 +67,7 @@ OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
     "real": lambda cfg: objectives.real,
 }
 # In these, the loss of a token depends on other tokens of its sequence.
-_OF_A_SEQUENCE = ("vespo", "fipo")
+_SEQUENCE_LOSSES = ("vespo", "fipo")
 
 
 # ---- token weights: fixed once per global batch, before it is partitioned. The loss is a plain sum: no later reduction divides
@@ -78,12 +78,12 @@ class TokenWeights:
     """Token weights of one global batch.
 
     Args:
-        of_rows: float64 [rows], the weight of each trained token of a row. All zero without a loss token: the step is skipped.
+        row_weights: float64 [rows], the weight of each trained token of a row. All zero without a loss token: the step is skipped.
         num_sequences: N, the number of completions that count, over the whole global batch.
         num_loss_tokens: Sum of the masks after filtering.
     """
 
-    of_rows: np.ndarray
+    row_weights: np.ndarray
     num_sequences: int
     num_loss_tokens: int
 
@@ -117,7 +117,7 @@ def token_weights(
     num_trained = np.asarray(num_masked, dtype=np.int64) * trains
     num_sequences, num_loss_tokens = int(counts.sum()), int(num_trained.sum())
     divisors = NORMALISATIONS[loss_type](max(num_sequences, 1), max(num_loss_tokens, 1), np.maximum(num_trained, 1), max_completion_length)
-    return TokenWeights(of_rows=(num_trained > 0) / np.asarray(divisors), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
+    return TokenWeights(row_weights=(num_trained > 0) / np.asarray(divisors), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
 
 
 # loss_type -> denominator of a trained token's weight, from (completions, trained tokens, those of its row, max_completion_length).
@@ -181,7 +181,7 @@ class _Terms(NamedTuple):
     mismatch: torch.Tensor
     importance: ImportanceWeights | None
     kl: torch.Tensor | None
-    of_teacher: torch.Tensor | None  # float64 [C]: log p_teacher - log p_old, 0 where no teacher scored the row
+    teacher_gap: torch.Tensor | None  # float64 [C]: log p_teacher - log p_old, 0 where no teacher scored the row
 
 
 def has_entropy_term(cfg: GrpoConfig) -> bool:
@@ -267,7 +267,7 @@ class GrpoLoss:
             use_bias_correction_kl=cfg.use_bias_correction_kl and not cfg.kl_in_reward,
             teacher_kl_coef=cfg.teacher_kl_coef if cfg.teacher_flag else 0.0,
             entropy_coef=cfg.entropy_coef,
-            adaptive=AdaptiveEntropy.of(cfg),
+            adaptive=AdaptiveEntropy.from_config(cfg),
             correction=_correction(cfg),
             off_policy_delta=cfg.off_policy_sequence_mask_delta,
             top_entropy_quantile=cfg.top_entropy_quantile,
@@ -276,7 +276,7 @@ class GrpoLoss:
             needs_reference=cfg.beta != 0.0 and not cfg.kl_in_reward,
             needs_classification=cfg.real_tau if cfg.loss_type == "real" else None,
             is_per_token=cfg.importance_sampling_level == "token"
-            and cfg.loss_type not in _OF_A_SEQUENCE
+            and cfg.loss_type not in _SEQUENCE_LOSSES
             and not cfg.rollout_importance_sampling_mode.startswith("sequence")
             and cfg.off_policy_sequence_mask_delta is None
             and not has_entropy_term(cfg)
@@ -333,15 +333,15 @@ class GrpoLoss:
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
-        loss, per_token, old_logprobs, mismatch, importance, kl, of_teacher = self._terms(
+        loss, per_token, old_logprobs, mismatch, importance, kl, teacher_gap = self._terms(
             tensors, sequences, logprobs, ref_logprobs, entropy, entropy_threshold
         )
         is_trained = (tensors.token_weights > 0).double()
         sums = {"num_loss_tokens": is_trained.sum()}
         if kl is not None:
             sums["kl"] = (is_trained * kl.detach()).sum()
-        if of_teacher is not None and tensors.teacher_logprobs is not None:
-            sums |= teacher_logs(of_teacher, is_trained * ~tensors.teacher_logprobs.isnan())
+        if teacher_gap is not None and tensors.teacher_logprobs is not None:
+            sums |= teacher_logs(teacher_gap, is_trained * ~tensors.teacher_logprobs.isnan())
         if entropy is not None:
             entropy_sum = (is_trained * entropy.double()).sum()
             if coef := self.entropy_coef if entropy_coef is None else entropy_coef:
@@ -370,10 +370,10 @@ class GrpoLoss:
         logprobs, constant = logprobs.double(), logprobs.detach().double()
         old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
         u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
-        of_teacher = None
+        teacher_gap = None
         if self.teacher_kl_coef and tensors.teacher_logprobs is not None:
-            of_teacher = objectives.teacher_log_ratio(tensors.teacher_logprobs.double(), old_logprobs)
-            advantages = advantages + self.teacher_kl_coef * of_teacher
+            teacher_gap = objectives.teacher_log_ratio(tensors.teacher_logprobs.double(), old_logprobs)
+            advantages = advantages + self.teacher_kl_coef * teacher_gap
         mismatch = objectives.log_rho(old_logprobs, sampler_logprobs)
         importance = self.correction(mismatch, sequences) if self.correction is not None else None
         correction = None if importance is None else importance.factors
@@ -400,7 +400,7 @@ class GrpoLoss:
                 kl = kl * ratio
             if self.beta:
                 loss = loss + self.beta * (u * kl).sum()
-        return _Terms(loss, per_token, old_logprobs, mismatch, importance, kl, of_teacher)
+        return _Terms(loss, per_token, old_logprobs, mismatch, importance, kl, teacher_gap)
 
     def _require(self, entropy: torch.Tensor | None, ref_logprobs: torch.Tensor | None, entropy_threshold: float | None) -> None:
         requirements = (

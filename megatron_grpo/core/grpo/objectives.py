@@ -285,14 +285,14 @@ def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: b
         "mask": lambda rho: torch.where((rho >= lowest) & (rho <= highest), rho, 0.0),
     }[bound]
 
-    def of_tokens(log_rho: torch.Tensor, sequences: Sequences) -> ImportanceWeights:
+    def weight_tokens(log_rho: torch.Tensor, sequences: Sequences) -> ImportanceWeights:
         return ImportanceWeights(limit(bounded(log_rho).exp()), torch.ones_like(log_rho))
 
-    def of_sequences(log_rho: torch.Tensor, sequences: Sequences) -> ImportanceWeights:
+    def weight_sequences(log_rho: torch.Tensor, sequences: Sequences) -> ImportanceWeights:
         total = sequences.mean(log_rho) if geometric else sequences.sum(log_rho)
         return ImportanceWeights(sequences.scatter(limit(bounded(total).exp())), sequences.one_over_length)
 
-    return of_tokens if level == "token" else of_sequences
+    return weight_tokens if level == "token" else weight_sequences
 
 
 class ClassificationTerms(NamedTuple):

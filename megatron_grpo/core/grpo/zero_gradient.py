@@ -60,6 +60,6 @@ def has_zero_gradient(rows: TrainingRows, kinds: frozenset[RowKind]) -> np.ndarr
         rows: The rows.
         kinds: Result of `zero_gradient_kinds`.
     """
-    of_kind = {"no_token": rows.num_masked == 0, "truncated": rows.is_truncated, "zero_std": rows.is_zero_std,
+    rows_by_reason = {"no_token": rows.num_masked == 0, "truncated": rows.is_truncated, "zero_std": rows.is_zero_std,
                "zero_advantage": rows.is_zero_advantage}  # fmt: skip
-    return reduce(or_, (of_kind[kind] for kind in kinds), rows.num_masked < 0)
+    return reduce(or_, (rows_by_reason[kind] for kind in kinds), rows.num_masked < 0)

@@ -35,7 +35,7 @@ class Layout:
         """Model chunks on one rank: 1, or `vpp` with the interleaved schedule."""
         return self.vpp or 1
 
-    def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+    def compute_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Return the global rank at the given coordinates.
 
         Args:
@@ -52,7 +52,7 @@ class Layout:
         Args:
             dp: The data-parallel rank.
         """
-        return [self.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
+        return [self.compute_rank(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
 
 
 def sequence_alignment(layout: Layout, sequence_parallel: bool, rank_multiple: int = 1) -> tuple[int, int]:

@@ -117,7 +117,7 @@ def start(
     if has_gpu:
         if layout.tp > 1:  # Megatron-Core asks for it: a layer's communication then starts before its product, and overlaps with it
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read at the first use of a GPU
-        device = torch.device("cuda", gpu_of(launched, torch.cuda.device_count()))
+        device = torch.device("cuda", choose_gpu(launched, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     else:
         from megatron_grpo.core.parallel import cpu
@@ -159,8 +159,8 @@ def _check_equal_on_all_ranks(facts: Mapping[str, str], group: collectives.Group
     if len(set(collectives.all_gather_object(hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest(), group))) == 1:
         return
     ranks, problems = collectives.all_gather_object(dict(facts), group), []
-    for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
-        values = [of_rank.get(name, "none") for of_rank in ranks]
+    for name in dict.fromkeys(name for rank_versions in ranks for name in rank_versions):
+        values = [rank_versions.get(name, "none") for rank_versions in ranks]
         if different_rank := next((rank for rank, value in enumerate(values) if value != values[0]), None):
             message = (
                 f"{name} differs between ranks: rank 0 has {values[0]}, rank {different_rank} has {values[different_rank]}. Use the "
@@ -170,7 +170,7 @@ def _check_equal_on_all_ranks(facts: Mapping[str, str], group: collectives.Group
     raise ConfigError(problems)
 
 
-def gpu_of(launched: Launched, visible: int) -> int:
+def choose_gpu(launched: Launched, visible: int) -> int:
     """Return the index of this rank's GPU among those it sees. Launchers show a task all GPUs of its machine, or only its own.
 
     Args:

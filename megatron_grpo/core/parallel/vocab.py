@@ -46,7 +46,7 @@ class VocabMask(NamedTuple):
     is_some: torch.Tensor
 
     @classmethod
-    def of(cls, offsets: np.ndarray, ids: np.ndarray, device: torch.device) -> VocabMask:
+    def from_offsets(cls, offsets: np.ndarray, ids: np.ndarray, device: torch.device) -> VocabMask:
         """Build the mask.
 
         Args:
@@ -55,8 +55,8 @@ class VocabMask(NamedTuple):
             device: Device of the tensors.
         """
         counts = np.diff(offsets)
-        of_ids = torch.from_numpy(np.stack([ids.astype(np.int64), np.repeat(np.arange(len(counts)), counts)])).to(device)
-        return cls(offsets, of_ids[0], of_ids[1], torch.from_numpy(counts > 0).to(device))
+        id_columns = torch.from_numpy(np.stack([ids.astype(np.int64), np.repeat(np.arange(len(counts)), counts)])).to(device)
+        return cls(offsets, id_columns[0], id_columns[1], torch.from_numpy(counts > 0).to(device))
 
 
 class TokenScores(NamedTuple):

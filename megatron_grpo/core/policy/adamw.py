@@ -111,7 +111,7 @@ class AdamW(torch.optim.Optimizer):
     def _keep(self, parameter: torch.Tensor, name: str, number: int, part: slice, values: torch.Tensor) -> None:
         stored = self.state[parameter][name][part]
         if stored.dtype in _LARGEST and values.numel():
-            scale = _scale_of(values, _LARGEST[stored.dtype])
+            scale = _compute_scale(values, _LARGEST[stored.dtype])
             self._scales[parameter][name][number] = scale
             scaled = values / scale
             if name == "exp_avg_sq":
@@ -186,7 +186,7 @@ def _block_ones(parameter: torch.Tensor) -> torch.Tensor:
     return torch.ones(-(-parameter.numel() // BLOCK), dtype=torch.float32, device=parameter.device)
 
 
-def _scale_of(values: torch.Tensor, largest: float) -> torch.Tensor:
+def _compute_scale(values: torch.Tensor, largest: float) -> torch.Tensor:
     """Return the smallest power of two that scales the largest of `values` down to at most `largest`.
 
     It is 1 if all values are zero or one is not finite. It is the smallest one, so that numbers that were stored once get the same scale

@@ -95,11 +95,11 @@ def gpu_kernel(dtype: torch.dtype, channels: int) -> KernelChoice:
         present, least = (".".join(map(str, version)) for version in (torch.cuda.get_device_capability(), FLASH_CAPABILITY))
         obstacle = f"flash attention needs a GPU of compute capability {least}, this one has {present}"
     if obstacle is None:
-        obstacle = fault_of(FLASH_ON_GPU, dtype, channels, torch.device("cuda"))
+        obstacle = find_kernel_problem(FLASH_ON_GPU, dtype, channels, torch.device("cuda"))
     return KernelChoice(FLASH_ON_GPU, None) if obstacle is None else KernelChoice(PLAIN, obstacle)
 
 
-def fault_of(kernel: AttentionKernel, dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
+def find_kernel_problem(kernel: AttentionKernel, dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
     """Compare a kernel with PLAIN on a small stream of parents and children.
 
     Args:
@@ -141,8 +141,8 @@ def _by_torch(q, k, v, packed: PackedBatch, scale: float | None) -> torch.Tensor
     out = torch.zeros_like(q)
     if (part := packed.causal) is not None:
         out[part.queries] = _join_runs([
-            F.scaled_dot_product_attention(of_q, of_k, of_v, is_causal=True, scale=scale, enable_gqa=True)
-            for of_q, of_k, of_v in _runs(part, (q[part.queries],), (k[part.keys], v[part.keys]))
+            F.scaled_dot_product_attention(q_part, k_part, v_part, is_causal=True, scale=scale, enable_gqa=True)
+            for q_part, k_part, v_part in _runs(part, (q[part.queries],), (k[part.keys], v[part.keys]))
         ])  # fmt: skip
     return out
 
@@ -155,14 +155,14 @@ class _RunKernel(NamedTuple):
 
     def forward(self, q, k, v, part: AttentionPart, scale):
         runs = _runs(part, (q,), (k, v))
-        out, lse = zip(*(self.attend(*of_run, 0.0, part.is_causal, scale=scale) for of_run in runs), strict=True)
+        out, lse = zip(*(self.attend(*run_tensors, 0.0, part.is_causal, scale=scale) for run_tensors in runs), strict=True)
         return _join_runs(out), torch.cat([x.transpose(0, 1).flatten(1) for x in lse], dim=1)
 
     def backward(self, grad, q, k, v, out, lse, part: AttentionPart, scale):
         runs = _runs(part, (grad, q, out, lse.t()), (k, v))
         gradients = (
-            self.differentiate(of_grad, of_q, of_k, of_v, of_out, of_lse.contiguous(), 0.0, part.is_causal, scale=scale)
-            for of_grad, of_q, of_out, of_lse, of_k, of_v in runs
+            self.differentiate(grad_part, q_part, k_part, v_part, out_part, lse_part.contiguous(), 0.0, part.is_causal, scale=scale)
+            for grad_part, q_part, out_part, lse_part, k_part, v_part in runs
         )
         return tuple(map(_join_runs, zip(*gradients, strict=True)))
 
@@ -192,10 +192,10 @@ class _Varlen(NamedTuple):
         return self.differentiate(grad, q, k, v, out, lse, *bounds, 0.0, part.is_causal, state, state, scale=scale)
 
 
-def _runs(part: AttentionPart, of_queries, of_keys):
+def _runs(part: AttentionPart, query_tensors, key_tensors):
     """Yield views of tensors [queries or keys, heads, ...] for each call: [n, heads, length, ...]."""
-    cut = [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_queries for run in part.runs], dim=2) for x in of_queries]
-    cut += [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_keys for run in part.runs], dim=2) for x in of_keys]
+    cut = [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_queries for run in part.runs], dim=2) for x in query_tensors]
+    cut += [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_keys for run in part.runs], dim=2) for x in key_tensors]
     for run, *views in zip(part.runs, *cut, strict=True):
         yield views if run.num == 1 else [x.squeeze(0).unflatten(1, (run.num, -1)).transpose(0, 1) for x in views]
 
@@ -211,10 +211,10 @@ def _plain_backward(grad, q, k, v, out, lse, dropout, is_causal, *, scale):
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     probs = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
     grad, keys, values = (x.to(probs.dtype) for x in (grad, _for_heads(k, q), _for_heads(v, q)))
-    of_scores = probs * (grad @ values.mT - (grad * out).sum(dim=-1, keepdim=True)) * scale
-    of_keys, of_values = of_scores.mT @ q.to(probs.dtype), probs.mT @ grad
-    in_groups = [x.unflatten(1, (k.shape[1], -1)).sum(dim=2).to(k.dtype) for x in (of_keys, of_values)]
-    return (of_scores @ keys).to(q.dtype), *in_groups
+    grad_scores = probs * (grad @ values.mT - (grad * out).sum(dim=-1, keepdim=True)) * scale
+    key_tensors, grad_values = grad_scores.mT @ q.to(probs.dtype), probs.mT @ grad
+    in_groups = [x.unflatten(1, (k.shape[1], -1)).sum(dim=2).to(k.dtype) for x in (key_tensors, grad_values)]
+    return (grad_scores @ keys).to(q.dtype), *in_groups
 
 
 def _scores(q, k, is_causal: bool, scale):
@@ -325,11 +325,11 @@ class _Attention(torch.autograd.Function):
             else:
                 for total, index, value in zip(totals, (query_index, key_index, key_index), gradients, strict=True):
                     _add(total, index, value)
-        of_sinks = None
+        grad_sinks = None
         if sinks:  # the value of a sink is 0, so the gradient of its probability is 0
             rows = (grad * out).sum(dim=-1, dtype=lse.dtype).t()
-            of_sinks = -((sinks[0].to(lse.dtype)[:, None] - lse).exp() * rows).sum(dim=1).to(sinks[0].dtype)
-        return *(totals or map(torch.zeros_like, (q, k, v))), None, None, None, of_sinks
+            grad_sinks = -((sinks[0].to(lse.dtype)[:, None] - lse).exp() * rows).sum(dim=1).to(sinks[0].dtype)
+        return *(totals or map(torch.zeros_like, (q, k, v))), None, None, None, grad_sinks
 
 
 def _part_forward(kernel: AttentionKernel, q, k, v, part: AttentionPart, scale):

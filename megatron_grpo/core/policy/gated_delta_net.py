@@ -115,7 +115,7 @@ class PackedGatedDeltaNet(MegatronModule):
         mixed = mixed.float()
         qkv, gate, strength, decay = mixed.split([2 * keys + values, values, heads, heads], dim=-1)
         kernel, a_log, dt_bias = (
-            self._of_rank(parameter).float() for parameter in (self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
+            self._select_rank_rows(parameter).float() for parameter in (self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
         )
         qkv = F.silu(convolve(qkv.flatten(1), kernel, stream.previous)).view_as(qkv)
         query, key, value = qkv.split([keys, keys, values], dim=-1)
@@ -128,7 +128,7 @@ class PackedGatedDeltaNet(MegatronModule):
         out = F.rms_norm(out, weight.shape, weight, self.config.layernorm_epsilon) * F.silu(gate)
         return out.to(dtype).unflatten(1, (-1, heads)).flatten(2)
 
-    def _of_rank(self, parameter):
+    def _select_rank_rows(self, parameter):
         """Return the rows of a parameter that belong to the groups of this context-parallel rank."""
         by_group = parameter.unflatten(0, (self.num_groups, -1))
         return by_group.chunk(self.cp_group.size())[self.cp_group.rank()].flatten(0, 1)

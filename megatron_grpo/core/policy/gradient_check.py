@@ -77,12 +77,12 @@ class GradNormSpikeCheck:
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
     def allows(self, gradient: Gradient) -> bool:
-        self.reason = self._reason_of(gradient.norm)
+        self.reason = self._find_reason(gradient.norm)
         if math.isfinite(gradient.norm) and gradient.norm > 0:
             self._norms.append(gradient.norm)
         return self.reason is None
 
-    def _reason_of(self, norm: float) -> str | None:
+    def _find_reason(self, norm: float) -> str | None:
         if not math.isfinite(norm):
             return "its gradient is not finite"
         if self.above is not None and norm > self.above:
@@ -298,8 +298,8 @@ def find_bad_micro_batches(
     worst_keys = sorted(by_micro_batch, key=lambda key: -max(entry.norm for entry, _ in by_micro_batch[key]))[: 1 if finite else MOST]
     reported = {(parallel.dp_rank, number): rows_and_cause for number, rows_and_cause in rows.items()} if parallel.reports_its_rows else {}
     parts = collectives.all_gather_object({key: reported[key] for key in worst_keys if key in reported})
-    of_place = {key: rows_and_cause for part in parts for key, rows_and_cause in part.items()}
-    bad_micro_batches = (_culprit(by_micro_batch[key], *of_place[key]) for key in sorted(worst_keys, key=lambda key: (key[1], key[0])))
+    rows_by_key = {key: rows_and_cause for part in parts for key, rows_and_cause in part.items()}
+    bad_micro_batches = (_culprit(by_micro_batch[key], *rows_by_key[key]) for key in sorted(worst_keys, key=lambda key: (key[1], key[0])))
     return tuple(bad_micro_batches), 0 if finite else len(by_micro_batch) - len(worst_keys)
 
 

@@ -43,16 +43,16 @@ class MegatronToHF:
     Args:
         weight_map: Names and shapes of the weights in both formats.
         parallel: The layout and the process groups of this rank.
-        of_adapters: Convert the adapters instead of the weights.
+        converts_adapters: Convert the adapters instead of the weights.
         bucket_bytes: Size of the full tensors in one bucket; None for the default of the device.
         gather: Only rank 0 receives what streams; the streams of all other ranks are empty.
     """
 
     def __init__(
-        self, weight_map: WeightMap, parallel: ParallelState, *, of_adapters: bool = False, bucket_bytes: int | None = None,
+        self, weight_map: WeightMap, parallel: ParallelState, *, converts_adapters: bool = False, bucket_bytes: int | None = None,
         gather: bool = False,
     ):  # fmt: skip
-        self.map, self.parallel, self.of_adapters, self.gather = weight_map, parallel, of_adapters, gather
+        self.map, self.parallel, self.converts_adapters, self.gather = weight_map, parallel, converts_adapters, gather
         self.bucket_bytes = bucket_bytes or DEFAULT_BUCKET_MB[parallel.device.type] * MIB
         self._plans: dict[str, PushPlan] = {}
         self._buffers = weight_map.buffer_names()
@@ -70,7 +70,7 @@ class MegatronToHF:
             first_expert = self.parallel.ep_rank * (num_experts // self.parallel.ep_size)
             for local, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
                 name = with_global_numbers(local, first_layer=first_layer, first_expert=first_expert)
-                if is_of_adapter(name) == self.of_adapters and (isinstance(tensor, torch.nn.Parameter) or name in self._buffers):
+                if is_of_adapter(name) == self.converts_adapters and (isinstance(tensor, torch.nn.Parameter) or name in self._buffers):
                     tensors[name] = tensor
         return tensors
 
@@ -138,7 +138,7 @@ class MegatronToHF:
         streamed = self.plan(local, kind).stream(local, prepare, in_slices=in_slices)
         if not in_slices:
             streamed = joined(streamed)
-        return streamed if self.of_adapters else as_stored(streamed, self.map.shape)
+        return streamed if self.converts_adapters else as_stored(streamed, self.map.shape)
 
     def plan(self, local: dict[str, torch.Tensor], kind: str) -> PushPlan:
         """Return the plan of a kind of stream, which is made at its first stream. Collective.
@@ -193,11 +193,11 @@ class MegatronToHF:
             tuple(tensor.shape),
             tensor.dtype,
             tensor.nbytes,
-            BucketPart.of(kind.cut, kind.is_expert),
+            BucketPart.from_cut(kind.cut, kind.is_expert),
             position,
             p.pp_rank,
             expert_rank,
-            units=0 if self.of_adapters else num_units(kind, rows, self.map.shape, ranks),
+            units=0 if self.converts_adapters else num_units(kind, rows, self.map.shape, ranks),
         )
 
 
@@ -510,8 +510,8 @@ class Rank0WeightGather(PushPlan):
         own_rank, stage = self.parallel.rank, bucket.stage
         rows: list[torch.Tensor | None] = [None, None, None]
         handles = []
-        senders_of = {part: self._senders[part, stage] for part in BucketPart if bucket.sizes[part]}
-        sent = {part: senders for part, senders in senders_of.items() if senders != [0] and own_rank in (0, *senders)}
+        senders_by_part = {part: self._senders[part, stage] for part in BucketPart if bucket.sizes[part]}
+        sent = {part: senders for part, senders in senders_by_part.items() if senders != [0] and own_rank in (0, *senders)}
         memory = tensors.memory.take_all([(len(senders) if own_rank == 0 else 1) * bucket.sizes[part] for part, senders in sent.items()])
         for part, senders in sent.items():
             buffer = next(memory).view(-1, bucket.sizes[part])

@@ -75,8 +75,8 @@ class _RmsNorm(torch.autograd.Function):
         product = torch.mul(grad, x).reshape(-1, x.shape[-1])
         grad_x, grad_weight = None, torch.mv(product.t(), scale.view(-1)) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
-            of_scale = torch.mv(product, weight).view(scale.shape).mul_(scale.pow(3)).div_(-x.shape[-1])
-            grad_x = torch.mul(grad, weight, out=product.view(x.shape)).mul_(scale).addcmul_(x, of_scale)
+            grad_scale = torch.mv(product, weight).view(scale.shape).mul_(scale.pow(3)).div_(-x.shape[-1])
+            grad_x = torch.mul(grad, weight, out=product.view(x.shape)).mul_(scale).addcmul_(x, grad_scale)
         return grad_x, grad_weight, None
 
 
@@ -173,7 +173,7 @@ class RotaryFactors(NamedTuple):
     sin: torch.Tensor
 
     @classmethod
-    def of(cls, angles: torch.Tensor) -> RotaryFactors:
+    def from_angles(cls, angles: torch.Tensor) -> RotaryFactors:
         """Return the rotation by angles [t, channels / 2], in radians.
 
         Args:

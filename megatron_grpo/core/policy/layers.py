@@ -56,8 +56,8 @@ class PackedAttention(MegatronModule):
             shape: The model's dimensions.
         """
         layer = self.layer_number - 1
-        self.window, self.softmax_scale = shape.window(layer), shape.softmax_scale_of(layer)
-        self.rope = int(shape.rope_of(layer) is not shape.rope)
+        self.window, self.softmax_scale = shape.window(layer), shape.find_softmax_scale(layer)
+        self.rope = int(shape.find_rope(layer) is not shape.rope)
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedBatch):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
@@ -222,7 +222,7 @@ def with_bias(linear: type, bias: bool) -> type:
     return Linear
 
 
-def of_biased_experts(linear: type) -> type:
+def make_biased_experts(linear: type) -> type:
     """Return the class for the second linear layer of experts with biases.
 
     Megatron's MLP adds the bias to the layer's output in place, which autograd allows for no view, so the output is cloned. And Megatron

@@ -40,7 +40,16 @@ from megatron_grpo.core.parallel.autograd import copy_to_ranks
 from megatron_grpo.core.policy.hf_export import MegatronToHF
 from megatron_grpo.core.policy.model import let_gradients_in
 from megatron_grpo.core.weights.adapters import Read, adapter_map, even_sizes, padded, random_adapter_far_from_zero, trimmed
-from megatron_grpo.core.weights.lora import AdapterUpdateRequest, B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
+from megatron_grpo.core.weights.lora import (
+    AdapterUpdateRequest,
+    B,
+    LoraSettings,
+    Sizes,
+    find_module,
+    linear_modules,
+    own_sizes,
+    widest_rank,
+)
 from megatron_grpo.core.weights.names import ShardCut
 
 TRAINED, REFERENCE = "lora", "ref"  # prefixes of the matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` are frozen
@@ -182,7 +191,7 @@ class Adapters:
         shape = base.map.shape
         self.chunks, self.base, self.settings = chunks, base, settings
         self.sizes = own_sizes(settings, shape)
-        self.exchange = self._exchange_of(settings)
+        self.exchange = self._make_exchange(settings)
         self._modules: dict[str, list[str]] = {}  # by Megatron linear
         for module in linear_modules(shape):
             self._modules.setdefault(module.megatron, []).append(module.name)
@@ -200,7 +209,7 @@ class Adapters:
             settings: Ranks, scales and target modules of the reference's adapter, which may differ from the trained one's.
             read: Returns the values of an adapter matrix by name.
         """
-        self._add(REFERENCE, settings, read, self._exchange_of(settings))
+        self._add(REFERENCE, settings, read, self._make_exchange(settings))
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -235,7 +244,7 @@ class Adapters:
     def config(self) -> dict[str, Any]:
         """Contents of adapter_config.json."""
         return self.settings.to_peft(
-            dict.fromkeys(map(module_of, self.sizes)), self.base_model, is_multimodal=self.base.map.shape.vision is not None
+            dict.fromkeys(map(find_module, self.sizes)), self.base_model, is_multimodal=self.base.map.shape.vision is not None
         )
 
     def merged(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -280,13 +289,13 @@ class Adapters:
         read = padded(read, own_sizes(settings, self.base.map.shape), padded_sizes)
         for module in [module for chunk in self.chunks for module in chunk.modules()]:
             stem = names.get(id(getattr(module, "weight", None)), "").removesuffix(".weight")
-            if not any(settings.rank_of(name) for name in self._modules.get(stem, ())):
+            if not any(settings.find_lora_rank(name) for name in self._modules.get(stem, ())):
                 continue
             if stem not in self.linears:
                 self.linears[stem] = self._adapted(module, stem, weights, padded_sizes)
             linear = self.linears[stem]
             self._register(linear, stem, use, read, weights)
-            scales = torch.tensor([settings.scale_of(module) for module in self._modules[stem]], dtype=torch.float32)
+            scales = torch.tensor([settings.compute_lora_scale(module) for module in self._modules[stem]], dtype=torch.float32)
             scale = scales.repeat_interleave(getattr(linear, f"{use}_b").shape[1]).to(linear.weight.device)
             linear.register_buffer(f"{use}_scale", scale, persistent=False)
         self._by_weight = {id(linear.weight): linear for linear in self.linears.values() if hasattr(linear, "lora_a")}
@@ -332,9 +341,11 @@ class Adapters:
             # Megatron takes an unmarked parameter for a copy on every rank whose *dense* TP rank is not 0. So this names the counting rank.
             shared.tensor_model_parallel, shared.shared = layout.group.rank() == 0, layout.group.rank() != 0
 
-    def _exchange_of(self, settings: LoraSettings) -> MegatronToHF:
+    def _make_exchange(self, settings: LoraSettings) -> MegatronToHF:
         weights = adapter_map(self.base.map, widest_rank(settings, self.base.map.shape))
-        return MegatronToHF(weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes, gather=self.base.gather)
+        return MegatronToHF(
+            weights, self.base.parallel, converts_adapters=True, bucket_bytes=self.base.bucket_bytes, gather=self.base.gather
+        )
 
     def _even(self, settings: LoraSettings) -> Sizes:
         """Return the sizes of all matrices of the whole model as Megatron's linears hold them."""

@@ -13,7 +13,7 @@ BLOCK = 1 << 22  # elements that share a scale
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # bits of the mantissa
 DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # two of weights and gradients, two of moments
-OF_THE_OPTIMIZER = ("use_precision_aware_optimizer", *DTYPES)  # unused by commands that take no optimizer step
+OPTIMIZER_SETTINGS = ("use_precision_aware_optimizer", *DTYPES)  # unused by commands that take no optimizer step
 # Linear layers in FP8, by fp8_recipe: (minimum compute capability of the GPU, required multiple of both sides of a matrix). From
 # Transformer Engine 2.9 and 2.20: `quantization.check_fp8_*_support`, `utils.assert_dim_for_fp8_exec`, MXFP8's block of 32,
 # `Float8BlockQuantizer.is_quantizable`.
@@ -39,7 +39,7 @@ class LRSchedule:
     end_wd: float
 
 
-def course_of(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
+def make_lr_schedule(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
     """Return the schedule of a run.
 
     Args:

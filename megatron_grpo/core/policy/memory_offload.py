@@ -181,7 +181,7 @@ def require_on_device(chunks: Iterable[torch.nn.Module]) -> None:
             raise RuntimeError("the model's weights are offloaded; compute log-probs inside `on_device`")
 
 
-def tensors_of(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:
+def iterate_tensors(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:
     """Yield every tensor that a `Policy` holds from step to step, with its role.
 
     Args:

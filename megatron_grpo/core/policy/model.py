@@ -209,7 +209,7 @@ class PolicyModel(GPTModel):
         # With three axes [3, t] each frequency belongs to one of them.
         coordinates = positions[self.axes].T if positions.dim() > 1 else positions[:, None]
         if not self.config.multi_latent_attention:
-            rotations = tuple(RotaryFactors.of(coordinates * frequencies) for frequencies in self.inverse_frequencies)
+            rotations = tuple(RotaryFactors.from_angles(coordinates * frequencies) for frequencies in self.inverse_frequencies)
             return None, dataclasses.replace(batch.packed, rotations=rotations)
         angles = coordinates * self.inverse_frequencies[0]
         return torch.cat([angles, angles], dim=-1)[:, None, None, :], batch.packed

@@ -28,7 +28,7 @@ from megatron_grpo.core.policy.layers import (
     PackedMLAttention,
     SinkAttention,
     WholeNorm,
-    of_biased_experts,
+    make_biased_experts,
     with_bias,
 )
 from megatron_grpo.core.settings import KernelConfig, ModelConfig, ParallelConfig, StepConfig
@@ -69,11 +69,11 @@ def transformer_config(
     """
     dtype, kernels = getattr(torch, model.torch_dtype), kernels or KernelConfig()
     kind = MLATransformerConfig if shape.mla else TransformerConfig
-    of_experts = _experts(shape, model, kernels) | {"moe_grouped_gemm": use_te and not plain_linears} if shape.moe else {}
+    expert_fields = _experts(shape, model, kernels) | {"moe_grouped_gemm": use_te and not plain_linears} if shape.moe else {}
     return kind(
         **_dense(shape),
         **(_latent_attention(shape.mla) if shape.mla else {}),
-        **of_experts,
+        **expert_fields,
         **_cuts(shape, layout, kernels),
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -118,7 +118,7 @@ def _dense(shape: ModelShape) -> dict[str, Any]:
         add_qkv_bias=shape.qkv_bias,
         attention_output_gate=shape.attention_output_gate,
         linear_attention_freq=list(map(int, shape.delta_net.layers)) if shape.delta_net else None,  # checkpoints name each layer's tensors
-        softmax_scale=None if shape.mla else shape.softmax_scale_of(0),  # local layers have one each (`PackedAttention.read`)
+        softmax_scale=None if shape.mla else shape.find_softmax_scale(0),  # local layers have one each (`PackedAttention.read`)
         qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -228,7 +228,7 @@ def layer_specs(
             continue
         if shape.moe and shape.moe.has_biases:
             experts = _parts(_parts(layer.submodules.mlp).experts)
-            experts.linear_fc2 = of_biased_experts(experts.linear_fc2)
+            experts.linear_fc2 = make_biased_experts(experts.linear_fc2)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
         if shape.post_norm:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})

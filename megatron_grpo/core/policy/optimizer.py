@@ -23,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.policy.adamw import AdamW
 from megatron_grpo.core.policy.hf_export import MegatronToHF
-from megatron_grpo.core.policy.lr_schedule import course_of
+from megatron_grpo.core.policy.lr_schedule import make_lr_schedule
 from megatron_grpo.core.policy.model import let_gradients_in
 from megatron_grpo.core.policy.sharded_state import chain, is_distributed, rounding, share_rounded
 from megatron_grpo.core.settings import OptimizerConfig, TunerConfig
@@ -66,7 +66,7 @@ class Trainable:
     trains_tower: bool = False
 
     @classmethod
-    def of(
+    def from_chunks(
         cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int, adapters: Adapters | None = None,
         trains_tower: bool = False,
     ) -> Trainable:  # fmt: skip
@@ -294,7 +294,7 @@ def build_scheduler(optimizer, cfg: OptimizerConfig, *, num_steps: int) -> Optim
         cfg: The optimizer settings.
         num_steps: Length of the run in optimizer steps.
     """
-    course = course_of(cfg, num_steps)
+    course = make_lr_schedule(cfg, num_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=cfg.lr_warmup_init,

@@ -271,7 +271,7 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         targets=tensor(batch.targets[trained]),
         trained=trained,
         experts={} if batch.experts is None else {layer: tensor(batch.experts[local_positions, layer]) for layer in moe_layers},
-        sampling_mask=None if batch.sampling_mask is None else VocabMask.of(*batch.sampling_mask.take(trained), device),
+        sampling_mask=None if batch.sampling_mask is None else VocabMask.from_offsets(*batch.sampling_mask.take(trained), device),
         image_tokens=_local_images(batch, local_index, tensor),
     )
 

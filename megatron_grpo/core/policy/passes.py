@@ -54,7 +54,7 @@ def train(
 
     with torch.enable_grad():
         model_kwargs = dict(with_entropy=loss.with_entropy, temperature=None)
-        return _run(model, micro_batches, finish, parallel, model_kwargs, slope_of=loss.slope_of, routing=routing, trains=True)
+        return _run(model, micro_batches, finish, parallel, model_kwargs, make_slope=loss.make_slope, routing=routing, trains=True)
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _run(
     parallel,
     model_kwargs: dict[str, Any],
     *,
-    slope_of: SlopeOf | None = None,
+    make_slope: SlopeOf | None = None,
     routing: RouterPass,
     trains: bool,
 ) -> list[Any]:
@@ -107,7 +107,7 @@ def _run(
         finish: Called on the last stage with (micro-batch, local batch, log-probs [c], entropies [c] or None).
         parallel: The layout and the process groups of this rank.
         model_kwargs: Arguments of the model's forward, besides the slope.
-        slope_of: Returns the slope of a micro-batch's loss for the head.
+        make_slope: Returns the slope of a micro-batch's loss for the head.
         routing: Routing that is replayed or recorded.
         trains: Whether to run the backward too.
     """
@@ -118,12 +118,12 @@ def _run(
         batch, local = next(batches)
         activity.advance()
         routing.in_forward = local.number
-        output = chunk(local, **model_kwargs, slope=slope_of(batch, local) if slope_of else None)
+        output = chunk(local, **model_kwargs, slope=make_slope(batch, local) if make_slope else None)
 
-        def of_output(output: torch.Tensor, non_loss_data: bool = False):
+        def compute_output_loss(output: torch.Tensor, non_loss_data: bool = False):
             return finish(batch, local, output[0], output[1] if model_kwargs["with_entropy"] else None)
 
-        return output, of_output
+        return output, compute_output_loss
 
     iterators = [iter(list(zip(micro_batches, local, strict=True))) for _ in model]
     name = "training" if trains else "scoring"
@@ -183,7 +183,7 @@ class ModelScorer:
             [SequenceLengths(tuple(end - begin for begin, end in sample.contexts)) for sample in sequences], self.cut
         )
         micro_specs = filled[self.parallel.dp_rank]
-        padded = [*sequences, *[sequences[0]] * sum(len(micro_spec.rows) for of_replica in filled for micro_spec in of_replica)]
+        padded = [*sequences, *[sequences[0]] * sum(len(micro_spec.rows) for replica_specs in filled for micro_spec in replica_specs)]
         micro_batches = collate_specs(padded, micro_specs, self.cut.alignment)
         rows_to_values: dict[int, np.ndarray] = {}
         scores = self.last_stage_logprobs(micro_batches, temperature=temperature)
@@ -336,7 +336,7 @@ class StepLoss:
         )
         return loss, (logs, micro, self.scorer.gather_tokens(micro, local, logprobs))
 
-    def slope_of(self, micro: TrainingMicroBatch, local: LocalBatch) -> Slope | None:
+    def make_slope(self, micro: TrainingMicroBatch, local: LocalBatch) -> Slope | None:
         """Return the function that lets the head compute its gradients while it has the logits.
 
         Args:
@@ -410,8 +410,8 @@ def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[O
         return None
     groups, values, advantages, trains = zip(*rows.values(), strict=True)
     label_of_row = dict(zip(rows, zip(*classification(values, advantages, groups, trains, tau=tau), strict=True), strict=True))
-    of_micros = [np.array([label_of_row[row] for row in micro.rows]).reshape(-1, 2) for micro in batch.micro_batches]
-    return [(pair[:, 0], pair[:, 1]) for pair in of_micros]
+    label_pairs = [np.array([label_of_row[row] for row in micro.rows]).reshape(-1, 2) for micro in batch.micro_batches]
+    return [(pair[:, 0], pair[:, 1]) for pair in label_pairs]
 
 
 def _scores_of_rows(

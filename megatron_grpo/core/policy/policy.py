@@ -29,7 +29,7 @@ from megatron_grpo.core.policy import gradient_check as checks
 from megatron_grpo.core.policy import passes, sharded_state
 from megatron_grpo.core.policy.gradient_check import Gradient, GradientCheck, SkipCounter, SkippedStep
 from megatron_grpo.core.policy.hf_export import MegatronToHF
-from megatron_grpo.core.policy.memory_offload import Part, PolicyOffloader, Role, tensors_of
+from megatron_grpo.core.policy.memory_offload import Part, PolicyOffloader, Role, iterate_tensors
 from megatron_grpo.core.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
 from megatron_grpo.core.policy.passes import ModelScorer, StepLoss
 from megatron_grpo.core.policy.router import routers
@@ -173,7 +173,7 @@ class Policy:
         self.adapters, self.trains_tower = model.adapters, model.trains_tower
         self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
         self.exchange, self.timers = exchange, timers or Timers()
-        self.offloader = PolicyOffloader(partial(tensors_of, self), offload, self.parallel.device, self.timers)
+        self.offloader = PolicyOffloader(partial(iterate_tensors, self), offload, self.parallel.device, self.timers)
 
     # ---- training ------------------------------------------------------------------------------------------------------------
 
@@ -477,4 +477,4 @@ class Policy:
 
 def _by_row(results: Iterable[tuple[TrainingMicroBatch, np.ndarray]]) -> dict[RowKey, np.ndarray]:
     """Split values at the trained positions, [C] per micro-batch, by row."""
-    return {row: of_row for micro, values in results for row, of_row in zip(micro.rows, micro.by_sequence(values), strict=True)}
+    return {row: row_values for micro, values in results for row, row_values in zip(micro.rows, micro.by_sequence(values), strict=True)}

@@ -133,13 +133,13 @@ class PolicyRouter(TopKRouter):
         """Index of this layer among the MoE layers of the whole model, from 0."""
         return sum(self.config.moe_layer_freq[: self.layer_number - 1])
 
-    def own_share(self, of_tokens: torch.Tensor) -> torch.Tensor:
+    def own_share(self, token_rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of this rank's tokens that its router processes: sequence parallelism splits them once more.
 
         Args:
-            of_tokens: Rows of this rank's tokens, [t, ...].
+            token_rows: Rows of this rank's tokens, [t, ...].
         """
-        return of_tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else of_tokens
+        return token_rows.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else token_rows
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
         """Route tokens.
@@ -150,7 +150,7 @@ class PolicyRouter(TopKRouter):
                 that is not recomputed under recompute_method block.
         """
         # Megatron-Core 0.16 passes no mask to the layers that recompute_method block leaves out. They run once, in the current forward.
-        number = self.running.in_forward if padding_mask is None else _number_of(padding_mask)
+        number = self.running.in_forward if padding_mask is None else _find_micro_batch(padding_mask)
         is_padding = number < 0  # all tokens are padding
         self.copies = logits.new_zeros(len(logits)).long() if is_padding else self.own_share(self.running.batches[number].num_references)
         self.router_replay: _ReplayHook | None = None if is_padding else _ReplayHook(self, number)
@@ -181,7 +181,7 @@ class PolicyRouter(TopKRouter):
         """Do nothing: the bias is part of the policy that samples, so it is not balanced here (see `model_config`)."""
 
 
-def _number_of(padding_mask: torch.Tensor) -> int:
+def _find_micro_batch(padding_mask: torch.Tensor) -> int:
     """Return the number of the micro-batch that the tokens belong to; -1 if all of them are padding."""
     digits = padding_mask.long()
     return int((digits << torch.arange(digits.shape[1], device=digits.device)).sum(dim=1).max()) - 1

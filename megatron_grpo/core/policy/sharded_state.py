@@ -332,7 +332,7 @@ def local_optimizer_state(optimizer: DistributedOptimizer, described: Mapping[st
         for name, values in states.items():
             if name != "step":  # a count, the same for all parameters
                 for part in _parts(leaf, f"optimizer.state.{name}.{leaf.key}", values.dtype):
-                    yield from _boxes_of(part, values.detach(), first)
+                    yield from _split_into_boxes(part, values.detach(), first)
 
 
 def _in_float32(
@@ -354,7 +354,7 @@ def _in_float32(
 Run = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]  # a weight; the start and end of its elements on this rank; its states
 
 
-def runs_of(optimizer: Any) -> Iterator[Run]:
+def iterate_runs(optimizer: Any) -> Iterator[Run]:
     """Yield the runs of weights that a distributed optimizer holds on this rank, with their states.
 
     Args:
@@ -381,7 +381,7 @@ def _parts(leaf: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dt
     return list(nested_values({"parts": replace(leaf, key=key, data=empty).build()}))
 
 
-def _boxes_of(part: ShardedTensor, run: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
+def _split_into_boxes(part: ShardedTensor, run: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
     """Yield the boxes of `part` that lie in a run of the weight's elements.
 
     Args:

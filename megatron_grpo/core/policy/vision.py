@@ -18,7 +18,7 @@ from megatron_grpo.core.policy.packed_batch import LocalBatch, LocalImages
 from megatron_grpo.core.types import Image
 from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.core.weights.vision_towers import part_of
+from megatron_grpo.core.weights.vision_towers import find_part
 
 KEPT_BYTES = 512 << 20  # bytes of cached outputs of a frozen tower
 Features = list[torch.Tensor]  # [tokens, hidden]; and with DeepStack one more for each of the model's first layers
@@ -92,7 +92,7 @@ class Vision(torch.nn.Module):
         self._kept: OrderedDict[str, Features] = OrderedDict()  # by key of the image, the latest last
         self._added: list[torch.Tensor] = []  # by layer: the features added to its output
         for name, parameter in tower.named_parameters():
-            setattr(parameter, f"is_of_{part_of(f'visual.{name}')}", True)  # the optimizer's learning rates refer to this attribute
+            setattr(parameter, f"is_of_{find_part(f'visual.{name}')}", True)  # the optimizer's learning rates refer to this attribute
             # A rank has the gradient of its own rows only. Megatron sums the gradients of parameters with this attribute over TP.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark of Megatron's
         if len(layers) < deep:

@@ -26,11 +26,11 @@ from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout import vllm_patches, vllm_requests
 from megatron_grpo.core.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
-from megatron_grpo.core.rollout.experts import ExpertLayers, completion_routes, of_group
+from megatron_grpo.core.rollout.experts import ExpertLayers, collect_group_experts, completion_routes
 from megatron_grpo.core.rollout.probes import probe_sequences
 from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, EngineShare, EngineTurns, LeadingTurns, Player, follow_engine, lead_engine
 from megatron_grpo.core.rollout.vllm_scheduling import patch_scheduling
-from megatron_grpo.core.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
+from megatron_grpo.core.rollout.vllm_weights import AdapterSlot, WeightLoader, copy_buffers, missing_sentence, refuse_changed
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.core.types import Sequence as TokenSequence
@@ -219,7 +219,7 @@ class ColocatedEngine:
         generation = self.partial_generation(
             EngineTurns(self._llm.llm_engine, sampling, version=self.version, adapter=adapter), sampling, seed=seed, version=self.version,
             share=EngineShare(rank=self._rank, num_engines=self._num_replicas, ranks_per_engine=self._tensor_parallel_size),
-            text_of=lambda prompt, completion: vllm_requests.text_of(
+            decode_text=lambda prompt, completion: vllm_requests.decode_completion(
                 self._llm.get_tokenizer(), prompt.token_ids, completion.token_ids.tolist(), sampling, is_stopped=completion.finish_reason
                 == "stop"
             ),
@@ -314,7 +314,7 @@ class ColocatedEngine:
     def _sleep(self) -> None:
         if self._sleep_level:
             self._finish_steps()
-            self._buffers = self._llm.collective_rpc(buffers_of)
+            self._buffers = self._llm.collective_rpc(copy_buffers)
             self._llm.sleep(level=self._sleep_level)
             self._asleep = {"weights", "kv_cache"}
             if self._sleep_level == 2:
@@ -369,7 +369,7 @@ class ColocatedEngine:
             return []
         with vllm_patches.restore_process():
             return self._llm.generate(
-                [vllm_requests.prompt_of(ids, images) for ids, images, _ in requests], [params for _, _, params in requests],
+                [vllm_requests.make_vllm_prompt(ids, images) for ids, images, _ in requests], [params for _, _, params in requests],
                 lora_request=self._adapter.request if self._adapter is not None else None, use_tqdm=False,
             )  # fmt: skip
 
@@ -377,7 +377,7 @@ class ColocatedEngine:
         experts: Sequence[np.ndarray | None] = [None] * len(outputs)
         if self._experts is not None:
             opening = len(prompt.token_ids)
-            experts = of_group(
+            experts = collect_group_experts(
                 [completion_routes(self._experts.read(o.routed_experts), opening, i) for i, o in enumerate(outputs)], opening
             )
         draws = [vllm_requests.sampled(output, sampling, self._vocab_size) for output in outputs]
@@ -437,7 +437,7 @@ class ColocatedEngine:
         """
         question = _question(*request)
         sampled = "" if answers is None else _digest(*(c.sequence.token_ids.tobytes() for row in answers for c in row))
-        of_ranks, faults = zip(
+        answers_by_rank, faults = zip(
             *(
                 (completion_routes[:2], completion_routes[2])
                 for completion_routes in collectives.all_gather_object((question, sampled, fault))
@@ -446,11 +446,11 @@ class ColocatedEngine:
         )
         if first_fault := next(filter(None, faults), None):
             raise RunError(first_fault)
-        _refuse_different((question for question, _ in of_ranks), "generate")
-        if answers is None or not all(sampled for _, sampled in of_ranks):
+        _refuse_different((question for question, _ in answers_by_rank), "generate")
+        if answers is None or not all(sampled for _, sampled in answers_by_rank):
             raise CancelledError
-        for first in range(0, len(of_ranks), self._tensor_parallel_size):
-            if len({sampled for _, sampled in of_ranks[first : first + self._tensor_parallel_size]}) > 1:
+        for first in range(0, len(answers_by_rank), self._tensor_parallel_size):
+            if len({sampled for _, sampled in answers_by_rank[first : first + self._tensor_parallel_size]}) > 1:
                 raise RuntimeError(
                     f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but sampled different tokens"
                 )

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens, samples_from_part, sampling_fields_of
+from megatron_grpo.core.rollout.sampling_mask import list_sampling_fields, max_mask_tokens, samples_from_part
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.core.types import Group, PartialCompletion, Prompt
 from megatron_grpo.core.types import Sequence as TokenSequence
@@ -71,7 +71,7 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
+    def from_config(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
         """Build the settings from the rollout configuration.
 
         Args:
@@ -80,7 +80,7 @@ class SamplingSettings:
         """
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
                    top_k=max_mask_tokens(cfg), min_p=cfg.min_p, returns_sampling_mask=samples_from_part(cfg),
-                   more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
+                   more=list_sampling_fields(cfg), stop=tuple(cfg.stop),
                    stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:

@@ -36,7 +36,7 @@ class ExpertLayers:
     topk: int
 
     @classmethod
-    def of(cls, shape: ModelShape) -> ExpertLayers:
+    def from_shape(cls, shape: ModelShape) -> ExpertLayers:
         """Return the expert layers of a model.
 
         Args:
@@ -108,7 +108,7 @@ def completion_routes(routes: np.ndarray, opening: int, index: int) -> np.ndarra
     return routes if index == 0 else routes[opening:]
 
 
-def of_group(completion_routes: Sequence[np.ndarray], opening: int) -> list[np.ndarray]:
+def collect_group_experts(completion_routes: Sequence[np.ndarray], opening: int) -> list[np.ndarray]:
     """Return `Sequence.experts` of each completion of a group. The prompt uses the experts of the first completion in all of them.
 
     So the common prefix stays equal, and is computed once. The last token, which the sampler did not run, routes freely.

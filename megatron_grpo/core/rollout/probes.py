@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_grpo.core.images import ORIENTATION, decode_image, key_of
+from megatron_grpo.core.images import ORIENTATION, compute_image_key, decode_image
 from megatron_grpo.core.types import Sequence, make_sequence
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ProbeImage:
 
     @cached_property
     def key(self) -> str:
-        return key_of(self.data(), self.image_spec)
+        return compute_image_key(self.data(), self.image_spec)
 
     def data(self) -> bytes:
         from PIL import Image

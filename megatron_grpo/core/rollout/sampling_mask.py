@@ -26,7 +26,7 @@ def training_structured_outputs(rollout: RolloutConfig) -> Mapping[str, Any] | N
     return rollout.generation_kwargs.get(FIELD) if regex is None else {"regex": regex}
 
 
-def flag_of(rollout: RolloutConfig) -> str:
+def find_mask_flag(rollout: RolloutConfig) -> str:
     """Return the setting that defines the structured outputs of training.
 
     Args:
@@ -35,7 +35,7 @@ def flag_of(rollout: RolloutConfig) -> str:
     return REGEX if rollout.vllm_structured_outputs_regex is not None else "generation_kwargs"
 
 
-def sampling_fields_of(rollout: RolloutConfig) -> Mapping[str, Any]:
+def list_sampling_fields(rollout: RolloutConfig) -> Mapping[str, Any]:
     """Return the extra fields of vLLM's SamplingParams in training, besides those that have a setting.
 
     Args:

@@ -339,7 +339,7 @@ class EngineShare:
     num_engines: int
     ranks_per_engine: int
 
-    def rank_of(self, number: int) -> int:
+    def find_leader(self, number: int) -> int:
         """Return the rank that returns the group of a prompt.
 
         Args:
@@ -354,7 +354,7 @@ class EngineShare:
         Args:
             number: Prompt number.
         """
-        return self.rank_of(number) // self.ranks_per_engine == self.rank // self.ranks_per_engine
+        return self.find_leader(number) // self.ranks_per_engine == self.rank // self.ranks_per_engine
 
     def delivered(self, partial: Iterable[PartialCompletion]) -> list[PartialCompletion]:
         """Return the partial completions of all ranks that this rank's engine continues. Collective.
@@ -364,7 +364,7 @@ class EngineShare:
         """
         parts: dict[int, list[PartialCompletion]] = {}
         for completion in partial:
-            first = self.rank_of(completion.prompt_number) // self.ranks_per_engine * self.ranks_per_engine
+            first = self.find_leader(completion.prompt_number) // self.ranks_per_engine * self.ranks_per_engine
             for rank in range(first, first + self.ranks_per_engine):
                 parts.setdefault(rank, []).append(completion)
         return [completion for part in collectives.exchange(parts) for completion in part]

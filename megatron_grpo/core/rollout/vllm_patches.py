@@ -321,17 +321,17 @@ def report_start(model_path: str | Path) -> Iterator[None]:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     workers, loaders = cast(Any, WorkerWrapperBase), cast(Any, DefaultModelLoader)
-    method_of, weights_of = workers.__getattr__, loaders.get_all_weights
+    get_method, get_weights = workers.__getattr__, loaders.get_all_weights
     size = -(-sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors")) // MIB)
 
     def reported(worker: Any, name: str) -> Any:
-        method, part = method_of(worker, name), _PARTS_OF_START.get(name)
+        method, part = get_method(worker, name), _PARTS_OF_START.get(name)
         total = size or None if name == "load_model" else None
         return activity.phase(f"starting vLLM: {part}", total=total, unit="MiB", pause=activity.LONG)(method) if part else method
 
     def counted(*args: Any) -> Iterator[Any]:
         num_read = 0
-        for name, tensor in weights_of(*args):
+        for name, tensor in get_weights(*args):
             num_read, previous = num_read + tensor.nbytes, num_read
             activity.advance(num_read // MIB - previous // MIB)
             yield name, tensor
@@ -340,7 +340,7 @@ def report_start(model_path: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        workers.__getattr__, loaders.get_all_weights = method_of, weights_of
+        workers.__getattr__, loaders.get_all_weights = get_method, get_weights
 
 
 def report_steps(llm: Any) -> None:
@@ -371,7 +371,7 @@ def restore_process() -> Iterator[None]:
     all of them, and sets the precision of torch's float32 products.
     """
     saved = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     set_num_threads, num_threads, precision = torch.set_num_threads, torch.get_num_threads(), torch.get_float32_matmul_precision()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
@@ -383,8 +383,8 @@ def restore_process() -> Iterator[None]:
             torch.set_num_threads(num_threads)
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         _set_environment(saved)
 
 

@@ -121,8 +121,8 @@ def logprobs_and_mask(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) ->
     is_cut = is_left[:, 1:].all(axis=1) & (ids.shape[1] - 1 < vocab_size)
     is_left[:, 1:] &= ids[:, 1:] != ids[:, :1]  # the sampled token is in the first column already
     is_left[:, 0] = True
-    of_cut = np.where(is_left, logprobs, -np.inf).astype(np.float64)
-    normalized = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(of_cut).sum(axis=1)), 0.0)
+    cut_logprobs = np.where(is_left, logprobs, -np.inf).astype(np.float64)
+    normalized = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(cut_logprobs).sum(axis=1)), 0.0)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_left.sum(axis=1))])
     return normalized.astype(np.float32), SamplingMask(offsets, ids[is_left].astype(np.int32))
 
@@ -176,7 +176,9 @@ def sampled(
     return normalized.tolist(), sampling_mask
 
 
-def text_of(tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], sampling: SamplingSettings, *, is_stopped: bool) -> str:
+def decode_completion(
+    tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], sampling: SamplingSettings, *, is_stopped: bool
+) -> str:
     """Decode a completion whose tokens come from several requests, as vLLM decodes those of one.
 
     Args:
@@ -333,7 +335,7 @@ _SHARED = (
 )  # fmt: skip
 
 
-def prompt_of(token_ids: Sequence[int], images: PlacedImages) -> dict[str, Any]:
+def make_vllm_prompt(token_ids: Sequence[int], images: PlacedImages) -> dict[str, Any]:
     """Return vLLM's input for a prompt with expanded image tokens.
 
     Args:
@@ -432,7 +434,7 @@ def startup_errors(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -> I
     try:
         yield
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        problem = problem_of(cfg, max_model_len, on_gpu, str(error))
+        problem = explain_vllm_error(cfg, max_model_len, on_gpu, str(error))
         if problem is None:
             raise
         raise ConfigError([problem]) from error
@@ -473,7 +475,7 @@ def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
 _OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUDA Error: out of memory", "OutOfMemoryError")
 
 
-def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str) -> Problem | None:
+def explain_vllm_error(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str) -> Problem | None:
     """Return what an error of vLLM means in the user's settings; None if it is not about them.
 
     Args:

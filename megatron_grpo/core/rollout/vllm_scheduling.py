@@ -43,7 +43,7 @@ class _Patches:
     def __init__(self, manager: Any, runner: Any):
         (blocks,) = manager.coordinator.single_type_managers
         self._manager, self._runner = manager, runner
-        self._blocks_of, self._block_size = blocks.req_to_blocks, blocks.block_size
+        self._request_blocks, self._block_size = blocks.req_to_blocks, blocks.block_size
         self._first = WeakValueDictionary[str, Any]()  # the request that computes the prompt, by the ID of its group
         self._copies: list[Any] = []  # blocks to copy after the step, (source, copy)
         self._find, self._allocate = manager.get_computed_blocks, manager.allocate_slots
@@ -63,7 +63,7 @@ class _Patches:
         if not group or request.mm_features or request.num_tokens > last + 1:
             return blocks, num_computed, boundary
         first, remainder = self._first.setdefault(group, request), last % self._block_size
-        shared = self._blocks_of.get(first.request_id)
+        shared = self._request_blocks.get(first.request_id)
         if not shared:  # not computed yet, or freed
             self._first[group] = request
         elif 0 < remainder == last - num_computed and self._manager.prefix_cache_lookup_enabled(request) and _same_prompt(first, request):
@@ -73,7 +73,7 @@ class _Patches:
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Return the new blocks of a request: none if its next token has room and fills no block, which would have to be cached."""
-        blocks, num_tokens = self._blocks_of.get(request.request_id), request.num_computed_tokens + 1
+        blocks, num_tokens = self._request_blocks.get(request.request_id), request.num_computed_tokens + 1
         if num_new_tokens == 1 and blocks and num_tokens % self._block_size and num_tokens < len(blocks) * self._block_size:
             return self._manager.empty_kv_cache_blocks
         return self._allocate(request, num_new_tokens, *args, **kwargs)

@@ -31,7 +31,7 @@ class TensorView:
     offset: int
 
     @classmethod
-    def of(cls, view: torch.Tensor, base: torch.Tensor) -> TensorView:
+    def from_view(cls, view: torch.Tensor, base: torch.Tensor) -> TensorView:
         """Return the location of `view` in the storage of `base`.
 
         Args:
@@ -58,7 +58,7 @@ class TensorForm:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorForm:
+    def from_tensor(cls, tensor: torch.Tensor) -> TensorForm:
         """Return the form of a tensor.
 
         Args:
@@ -157,7 +157,7 @@ class ModuleWeights:
 
     def is_as_learnt(self) -> bool:
         """Return whether the engine's weights have the recorded forms."""
-        return all(TensorForm.of(getattr(self.module, name)) == form for name, form in self.live.items())
+        return all(TensorForm.from_tensor(getattr(self.module, name)) == form for name, form in self.live.items())
 
 
 @dataclass(slots=True)
@@ -291,7 +291,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         if function in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
             self._note(args[0], args[1])
         elif function is torch.ops.aten.clone.default and (name := self._names.get(_address(args[0]))) in self._clones:
-            self._parts[_address(result)] = name, TensorView.of(args[0], self._clones[name]), TensorForm.of(result)
+            self._parts[_address(result)] = name, TensorView.from_view(args[0], self._clones[name]), TensorForm.from_tensor(result)
         elif function is torch.ops.aten.zero_.default and (name := self._names.get(_address(args[0]))) in self._clones:
             self._zeroed.add(name)
         return result
@@ -301,17 +301,21 @@ class WeightLayoutRecorder(TorchDispatchMode):
         module, weight, base = loading.get(_address(target)) or self._kept.get(_address(target)) or (None, "", target)
         if module is None or not base.numel():
             return
-        record = self._records.setdefault((module, weight), _CopiesOfWeight(TensorForm.of(base)))
+        record = self._records.setdefault((module, weight), _CopiesOfWeight(TensorForm.from_tensor(base)))
         if not isinstance(source, torch.Tensor):
-            record.padding[TensorView.of(target, base), source] = None
+            record.padding[TensorView.from_view(target, base), source] = None
         elif (name := self._names.get(_address(source))) in self._zeroed:
-            record.padding[TensorView.of(target, base), 0.0] = None
+            record.padding[TensorView.from_view(target, base), 0.0] = None
         elif name in self._clones:
             clone = self._clones[name]
-            part = None if TensorForm.of(source) == TensorForm.of(clone) else TensorView.of(source, clone)
-            record.copies[name, TensorView.of(target, base), part] = None
-        elif (cloned := self._parts.get(_address(source))) is not None and cloned[0] in self._clones and cloned[2] == TensorForm.of(source):
-            record.copies[cloned[0], TensorView.of(target, base), cloned[1]] = None
+            part = None if TensorForm.from_tensor(source) == TensorForm.from_tensor(clone) else TensorView.from_view(source, clone)
+            record.copies[name, TensorView.from_view(target, base), part] = None
+        elif (
+            (cloned := self._parts.get(_address(source))) is not None
+            and cloned[0] in self._clones
+            and cloned[2] == TensorForm.from_tensor(source)
+        ):
+            record.copies[cloned[0], TensorView.from_view(target, base), cloned[1]] = None
 
     def layer(self, load: Callable[..., None], module: torch.nn.Module, info: Any) -> None:
         """Load a layer in place of vLLM's `load(module, info)` when all its tensors have arrived, and test its copies.
@@ -350,7 +354,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         names = {name for record in records_here.values() for name, _, _ in record.copies}
         if unknown := names - self._clones.keys():
             return f"{min(unknown)} is copied to {path} and to another layer"
-        live = {weight: TensorForm.of(getattr(module, weight)) for weight in records_here}
+        live = {weight: TensorForm.from_tensor(getattr(module, weight)) for weight in records_here}
         unit = ModuleWeights(
             module=module, loaded={weight: record.form for weight, record in records_here.items()}, live=live,
             packed=frozenset(weight for weight, record in records_here.items() if self._is_packed(module, weight) or live[weight] !=
@@ -373,7 +377,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         for weight in unit.loaded.keys() - unit.packed:
             getattr(unit.module, weight).data.fill_(float("nan"))
         self._table.load([(name, self._clones.pop(name)) for name in sorted(names)], self._pack)
-        is_same = bits.are_those_of(unit)
+        is_same = bits.are_unchanged(unit)
         if not is_same:
             bits.put_back(unit)
         self._is_trying = False
@@ -392,7 +396,7 @@ class SavedTensors:
         self.linear = getattr(unit.module, "cpu_linear", None)
         self.answer = self._answer(unit)
 
-    def are_those_of(self, unit: ModuleWeights) -> bool:
+    def are_unchanged(self, unit: ModuleWeights) -> bool:
         """Return whether the module still holds the same bits.
 
         Args:
@@ -402,7 +406,7 @@ class SavedTensors:
         return (
             current.keys() == self.tensors.keys()
             and all(
-                TensorForm.of(current[name]) == TensorForm.of(saved) and is_bitwise_equal(current[name], saved)
+                TensorForm.from_tensor(current[name]) == TensorForm.from_tensor(saved) and is_bitwise_equal(current[name], saved)
                 for name, (_, saved) in self.tensors.items()
             )
             and is_bitwise_equal(self.answer, self._answer(unit))

@@ -18,7 +18,7 @@ from megatron_grpo.core.rollout import vllm_patches
 from megatron_grpo.core.rollout.engine import WeightSyncError
 from megatron_grpo.core.rollout.vllm_weight_layout import CopyTable, Named, Pack, WeightLayoutRecorder, is_bitwise_equal
 from megatron_grpo.core.weights.buckets import WeightUpdate, joined
-from megatron_grpo.core.weights.lora import A, B, LoraSync, module_of
+from megatron_grpo.core.weights.lora import A, B, LoraSync, find_module
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class WeightLoader:
         from vllm.config import set_current_vllm_config
 
         model = worker.model_runner.get_model()
-        buffers = buffers_of(worker)
+        buffers = copy_buffers(worker)
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             table = self.tables.get(has_tower)
             if table is not None and table.is_as_learnt():
@@ -90,7 +90,7 @@ class WeightLoader:
         return sorted(expected - loaded)
 
 
-def buffers_of(worker: Any) -> dict[str, torch.Tensor]:
+def copy_buffers(worker: Any) -> dict[str, torch.Tensor]:
     """Copy to the host what vLLM's model holds besides weights, such as rotary tables. A reload and a sleep remove and restore them.
 
     Args:
@@ -104,11 +104,11 @@ def refuse_changed(worker: Any, old_buffers: dict[str, torch.Tensor], action: st
 
     Args:
         worker: vLLM's worker.
-        old_buffers: Earlier result of `buffers_of`.
+        old_buffers: Earlier result of `copy_buffers`.
         action: The cause, for the message.
         besides: Buffers that are weights, and arrived with the others.
     """
-    buffers = buffers_of(worker)
+    buffers = copy_buffers(worker)
     changed = sorted(
         name for name in old_buffers.keys() | buffers.keys()
         if name not in besides and (name not in old_buffers or name not in buffers or not is_bitwise_equal(old_buffers[name],
@@ -311,7 +311,7 @@ def load_adapter(
     """
     # Copies: vLLM keeps them on the host, and multiplies B by the scale in place.
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
-    sent_modules = {module_of(name) for name in tensors}
+    sent_modules = {find_module(name) for name in tensors}
     faults = {
         "arrived with one of their two matrices": {module for module in sent_modules if not {module + A, module + B} <= tensors.keys()},
         "have an adapter in this run but were not sent": set(modules) - sent_modules,
@@ -348,7 +348,7 @@ def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[
         weights_mapper=renames,
     )  # fmt: skip
     module_parts = {part for name in manager.modules for part in (name, *manager.packed_modules.get(name, ()))}
-    vllm_names = {module_of(name): parse_fine_tuned_lora_name(name, renames)[0] for name in tensors}
+    vllm_names = {find_module(name): parse_fine_tuned_lora_name(name, renames)[0] for name in tensors}
     active = [module for module, name in vllm_names.items() if name in module_parts and name in model.loras]
     if len(active) == len(vllm_names):
         manager.add_adapter(model)  # it packs q, k and v into one, with nothing where a module has no adapter

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.errors import RunError
-from megatron_grpo.core.batching.prefix_groups import prefix_of
+from megatron_grpo.core.batching.prefix_groups import find_prefix
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import ROUNDING, BackgroundSampler, GenerationFuture, Sampler, SamplingSettings, WeightsLostError
 from megatron_grpo.core.rollout.sampling_mask import TIES
@@ -114,7 +114,7 @@ class RolloutGenerator:
         with self.timers("rollout"):
             for future in self._futures:
                 remaining = None if seconds is None else max(0.0, collectives.broadcast_object(deadline - time.monotonic()))
-                groups = self._groups_of(future, remaining)
+                groups = self._wait_for_groups(future, remaining)
                 if groups is None:
                     return False
                 self._landed |= {group.prompt.number: group for group in groups}
@@ -124,7 +124,7 @@ class RolloutGenerator:
             self.timers.beside("rollout_overlapped", max(0.0, took - (time.perf_counter() - start)))
         return True
 
-    def _groups_of(self, future: GenerationFuture, seconds: float | None) -> list[Group] | None:
+    def _wait_for_groups(self, future: GenerationFuture, seconds: float | None) -> list[Group] | None:
         """Return the groups, or None if they take longer than `seconds`.
 
         With a limit, lost weights count as too late.
@@ -183,7 +183,7 @@ class RolloutGenerator:
                 self._experts.check(sequence)
             if self.sampling.returns_sampling_mask:
                 check_sampling_mask(sequence, self.sampling.top_k)
-        groups = [replace(group, prefix=prefix_of(group.completions)) for group in groups]
+        groups = [replace(group, prefix=find_prefix(group.completions)) for group in groups]
         positions = {prompt.number: position for position, prompt in enumerate(prompts)}
         with self.timers("reward"):
             scored = self.reward_manager(groups, positions=[positions[group.prompt.number] for group in groups])

@@ -25,7 +25,7 @@ from megatron_grpo.core.trainer.generation import RolloutGenerator
 from megatron_grpo.core.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
 from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo, ScoredRollout, check_failures
 from megatron_grpo.core.types import (
-    OF_ROW_AND_SAMPLE,
+    SHARED_FIELDS,
     Completion,
     DynamicSamplingResult,
     GroupMetadata,
@@ -139,7 +139,7 @@ class KlPenalty:
         local = [(*key, self.beta * float((policy[key].astype(np.float64) - reference[key]).sum())) for key in policy]
         penalties = np.empty(len(placed.rows))
         for part in collectives.all_gather_object(np.array(local if parallel.is_model_parallel_src else []).reshape(-1, 3)):
-            penalties[placed.rows.places_of(part[:, 0].astype(np.int64), part[:, 1].astype(np.int64))] = part[:, 2]
+            penalties[placed.rows.find_indices(part[:, 0].astype(np.int64), part[:, 1].astype(np.int64))] = part[:, 2]
         return penalties, local_samples(policy, scored.rows.rows, placed.rows.dp_rank, parallel)
 
 
@@ -168,7 +168,7 @@ class PromptSource(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
-    def row_of(self, number: int) -> int: ...
+    def find_row(self, number: int) -> int: ...
 
 
 class MetricsProcessor(Protocol):
@@ -380,7 +380,7 @@ class Rollouts:
             drained_at: Number of optimizer steps done, if the rollout is collected before its own step.
             partial: Metrics of partial rollouts; None without them.
         """
-        table, metas, version_collected = self.schedule, result.kept, self.schedule.version_of(number)
+        table, metas, version_collected = self.schedule, result.kept, self.schedule.find_version(number)
         _check_versions(number, result.sampled, at_least=table.oldest_version(number), at_most=version_collected)
         rows, trains = self._rows(number, metas, version_collected)
         completions = self._held(rows, scored_groups)
@@ -388,8 +388,8 @@ class Rollouts:
         penalty, logprobs = None, None
         if self.penalty is not None:
             with self.generator.timers("ref_logprobs"):
-                of_rows, logprobs = self.penalty(placed)
-                penalty = of_rows.reshape(len(metas), -1)
+                row_penalties, logprobs = self.penalty(placed)
+                penalty = row_penalties.reshape(len(metas), -1)
         group_advantages = advantages(
             [meta.rewards for meta in metas], self.cfg, self.generator.reward_manager.reward_weights, kl_penalty=penalty
         )
@@ -447,44 +447,49 @@ class Rollouts:
                 log-probs it is 1 at the version that sampled.
         """
 
-        def of_group(values: Iterable[int]) -> np.ndarray:
+        def repeat_per_completion(values: Iterable[int]) -> np.ndarray:
             return np.repeat(np.array(list(values), dtype=np.int64), len(metas[0].rewards))
 
-        def of_row(values: Iterable[Iterable[int]], dtype: type = np.int64) -> np.ndarray:
+        def flatten_completions(values: Iterable[Iterable[int]], dtype: type = np.int64) -> np.ndarray:
             return np.array(list(chain.from_iterable(values)), dtype=dtype)
 
-        trains = of_row((meta.trains for meta in metas), bool)
-        version = of_group(meta.version for meta in metas)
+        trains = flatten_completions((meta.trains for meta in metas), bool)
+        version = repeat_per_completion(meta.version for meta in metas)
         spans: list[tuple[int, ...]] = [()] * len(trains)
         if any(meta.spans for meta in metas):
-            versions = [of_completion for meta in metas for of_completion in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)]
-            version, spans = np.array([min(by for by, _, _ in of_row) for of_row in versions]), list(map(_spans, versions))
+            versions = [
+                completion_spans for meta in metas for completion_spans in meta.spans or [((meta.version, 0, 0),)] * len(meta.rewards)
+            ]
+            version, spans = (
+                np.array([min(by for by, _, _ in flatten_completions) for flatten_completions in versions]),
+                list(map(_spans, versions)),
+            )
         row, flags = np.arange(len(trains)), np.zeros(len(trains), dtype=bool)
         return TrainingRows(
             rollout=np.full_like(row, number),
             row=row,
-            prompt_number=of_group(meta.prompt_number for meta in metas),
+            prompt_number=repeat_per_completion(meta.prompt_number for meta in metas),
             version=version,
             on_policy_version=version if self.schedule.sizes.old_logprobs == "rollout" else np.full_like(row, version_collected),
-            prefix=of_group(meta.prefix for meta in metas),
-            num_contexts=of_row(map(len, meta.contexts) for meta in metas),
-            contexts=of_row(chain.from_iterable(meta.contexts for meta in metas)),
-            num_masked=of_row(meta.num_sampled for meta in metas) * trains,
+            prefix=repeat_per_completion(meta.prefix for meta in metas),
+            num_contexts=flatten_completions(map(len, meta.contexts) for meta in metas),
+            contexts=flatten_completions(chain.from_iterable(meta.contexts for meta in metas)),
+            num_masked=flatten_completions(meta.num_sampled for meta in metas) * trains,
             **tokens_by_version(spans),
             is_zero_std=flags,
             is_zero_advantage=flags,
-            is_truncated=of_row((meta.is_truncated for meta in metas), bool),
+            is_truncated=flatten_completions((meta.is_truncated for meta in metas), bool),
             has_old_logprobs=flags,
-            dp_rank=self.cut.dp_rank_of(row),
+            dp_rank=self.cut.find_dp_rank(row),
         ), trains
 
 
 def _sample(
-    rows: TrainingRows, index: int, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool
+    rows: TrainingRows, index: int, completion: Completion, advantage: float, teacher_logprobs: np.ndarray | None, *, trains: bool
 ) -> Sample:
     sequence = completion.sequence
     return Sample(
-        **{name: getattr(rows, name)[index].item() for name in OF_ROW_AND_SAMPLE},
+        **{name: getattr(rows, name)[index].item() for name in SHARED_FIELDS},
         token_ids=sequence.token_ids,
         mask=sequence.mask & trains,
         starts=sequence.starts,
@@ -493,7 +498,7 @@ def _sample(
         mask_offsets=sequence.mask_offsets if trains else None,
         mask_ids=sequence.mask_ids if trains else None,
         sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
-        teacher_logprobs=of_teacher if trains else None,
+        teacher_logprobs=teacher_logprobs if trains else None,
         advantage=float(advantage),
         spans=_spans(completion.versions),
     )

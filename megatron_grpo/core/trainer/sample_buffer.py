@@ -120,16 +120,16 @@ def score_rows(
     pairs = np.unique(np.stack([np.where(members < count, members, 0), dp_ranks]), axis=1)
     sequences = local_samples(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
     micro_specs = partition[parallel.dp_rank]
-    sequence_of = {i: sequences[keys[i if i < count else 0]] for micro_spec in micro_specs for i in micro_spec.rows}
-    micro_batches = collate_specs(sequence_of, micro_specs, cut.alignment)
+    sequence_by_index = {i: sequences[keys[i if i < count else 0]] for micro_spec in micro_specs for i in micro_spec.rows}
+    micro_batches = collate_specs(sequence_by_index, micro_specs, cut.alignment)
     logprobs, experts = score(micro_batches)
     logprobs_by_key: dict[RowKey, np.ndarray] = {}
     routes: dict[RowKey, np.ndarray] = {}
     for number, (micro_spec, micro, values) in enumerate(zip(micro_specs, micro_batches, logprobs, strict=True)):
-        ends = np.cumsum([len(sequence_of[i].token_ids) for i in micro_spec.rows])
-        for i, of_row, token_index in zip(micro_spec.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
+        ends = np.cumsum([len(sequence_by_index[i].token_ids) for i in micro_spec.rows])
+        for i, row_values, token_index in zip(micro_spec.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
             if i < count:
-                logprobs_by_key[keys[i]] = sequence_of[i].scatter(of_row)
+                logprobs_by_key[keys[i]] = sequence_by_index[i].scatter(row_values)
                 if experts is not None:
                     routes[keys[i]] = np.where(token_index[:, None, None] < 0, FREE, experts[number][token_index])
     scored = PlacedRows(rows=replace(rows.rows, dp_rank=dp_rank), sequences={key: sequences[key] for key in logprobs_by_key})
@@ -269,7 +269,7 @@ class SampleBuffer:
         }
         moved = self._with_dp_ranks(due, scored.rows.rows.dp_rank, scored_samples)
         num_masked = moved.rows.num_masked.copy()
-        num_masked[moved.rows.places_of(*np.array(sorted(invalid), dtype=np.int64).reshape(-1, 2).T)] = 0
+        num_masked[moved.rows.find_indices(*np.array(sorted(invalid), dtype=np.int64).reshape(-1, 2).T)] = 0
         return replace(moved, rows=replace(moved.rows, num_masked=num_masked))
 
     def placed(self, index: np.ndarray | None = None) -> PlacedRows:
@@ -314,19 +314,19 @@ class SampleBuffer:
         _check_versions(rows, arrived_at)
         token_weights = token_weight_fn(rows.num_masked, is_truncated=rows.is_truncated, is_zero_std=rows.is_zero_std)
         chosen, num_trained = self._rows_to_compute(rows)
-        computed, weights = rows.take(chosen), token_weights.of_rows[chosen]
+        computed, weights = rows.take(chosen), token_weights.row_weights[chosen]
         micro_specs = partition(computed.lengths, self.cut)
         local = local_samples(self.samples, computed, micro_specs.dp_ranks, self.parallel)
         keys = np.stack([computed.rollout, computed.row], axis=1)
         micro_batches = []
         for number, micro_spec in enumerate(micro_specs[self.parallel.dp_rank]):
-            of_micro = list(micro_spec.rows)
+            micro_rows = list(micro_spec.rows)
             samples = [
                 local[rollout, row] if i < num_trained else without_training(local[rollout, row])
-                for i, (rollout, row) in zip(of_micro, keys[of_micro].tolist(), strict=True)
+                for i, (rollout, row) in zip(micro_rows, keys[micro_rows].tolist(), strict=True)
             ]
             micro_batches.append(collate_samples(
-                samples, weights[of_micro], trained_at=step.index, number=number, alignment=self.cut.alignment,
+                samples, weights[micro_rows], trained_at=step.index, number=number, alignment=self.cut.alignment,
                 at_least=micro_spec.at_least, prefix_groups=micro_spec.prefix_groups,
             ))  # fmt: skip
         by_token = self.partial_rollouts or rows.num_stretches.any()
@@ -343,7 +343,7 @@ class SampleBuffer:
             staleness=step.index - rows.version,
             lag=arrived_at - rows.version,
             by_token=staleness_by_token(rows, step.index) if by_token else {},
-            tokens_by_version=tokens_by_version_of(rows) if by_token else [],
+            tokens_by_version=count_tokens_by_version(rows) if by_token else [],
         )
         return self._with_dp_ranks(index[chosen], micro_specs.dp_ranks, local), batch
 
@@ -371,7 +371,7 @@ class SampleBuffer:
         samples = dict(self.samples)
         if step.keeps:
             keys = [key for key in logprobs if key in samples]
-            is_kept = self._trained(step.keeps)[self.rows.places_of(*np.array(keys, dtype=np.int64).reshape(-1, 2).T)].tolist()
+            is_kept = self._trained(step.keeps)[self.rows.find_indices(*np.array(keys, dtype=np.int64).reshape(-1, 2).T)].tolist()
             local = {key: logprobs[key] for key, keep in zip(keys, is_kept, strict=True) if keep}
             for key, values in self.parallel.from_last_stage(local).items():
                 samples[key] = samples[key].with_old_logprobs(samples[key].scatter(values), "cached")
@@ -385,7 +385,7 @@ class SampleBuffer:
         """Return the samples that this rank writes to a checkpoint. Each is written by one rank."""
         return [self.samples[key] for key in sorted(self.samples)] if self.parallel.is_model_parallel_src else []
 
-    def of_step(self, step: ScheduledStep) -> list[Sample]:
+    def list_step_samples(self, step: ScheduledStep) -> list[Sample]:
         """Return the rows that a step trains, in its order, on rank 0; on other ranks an empty list. Collective.
 
         Args:
@@ -402,7 +402,9 @@ class SampleBuffer:
         Args:
             samples: The samples that this rank has read. Every sample is read by one rank.
         """
-        local_rows = TrainingRows.of(samples, dp_rank=self.cut.dp_rank_of(np.array([sample.row for sample in samples], dtype=np.int64)))
+        local_rows = TrainingRows.from_samples(
+            samples, dp_rank=self.cut.find_dp_rank(np.array([sample.row for sample in samples], dtype=np.int64))
+        )
         rows = TrainingRows.joined(collectives.all_gather_object(local_rows))
         delivered = deliver(
             {sample.key: (dp_rank, sample) for sample, dp_rank in zip(samples, local_rows.dp_rank.tolist(), strict=True)}, self.parallel
@@ -424,7 +426,7 @@ class SampleBuffer:
         rollout, first, end, version = np.array(micro_steps, dtype=np.int64).reshape(-1, 4).T
         counts = end - first
         rows = ragged(first, counts, np.arange(len(first)))
-        return self.rows.places_of(np.repeat(rollout, counts), rows), np.repeat(version, counts)
+        return self.rows.find_indices(np.repeat(rollout, counts), rows), np.repeat(version, counts)
 
     def _with_dp_ranks(self, index: np.ndarray, dp_ranks: np.ndarray, scored_samples: Mapping[RowKey, Sample]) -> SampleBuffer:
         """Return the buffer with new data-parallel ranks for some rows.
@@ -437,7 +439,7 @@ class SampleBuffer:
         dp_rank = self.rows.dp_rank.copy()
         dp_rank[index] = dp_ranks
         samples = {**self.samples, **scored_samples}
-        rows_index = self.rows.places_of(*np.array(list(samples), dtype=np.int64).reshape(-1, 2).T)
+        rows_index = self.rows.find_indices(*np.array(list(samples), dtype=np.int64).reshape(-1, 2).T)
         is_mine = (dp_rank[rows_index] == self.parallel.dp_rank).tolist()
         local = {key: sample for (key, sample), is_local in zip(samples.items(), is_mine, strict=True) if is_local}
         return replace(self, rows=replace(self.rows, dp_rank=dp_rank), samples=local)
@@ -462,7 +464,7 @@ def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
     }
 
 
-def tokens_by_version_of(rows: TrainingRows) -> list[list[list[int]]]:
+def count_tokens_by_version(rows: TrainingRows) -> list[list[list[int]]]:
     """Return `GlobalBatch.tokens_by_version`.
 
     Args:
@@ -470,7 +472,7 @@ def tokens_by_version_of(rows: TrainingRows) -> list[list[list[int]]]:
     """
     stretches = np.split(rows.stretches, np.cumsum(rows.num_stretches)[:-1])
     totals = np.stack([rows.version, rows.num_masked], axis=1).tolist()
-    return [(of_row.tolist() or [total]) if total[1] else [] for of_row, total in zip(stretches, totals, strict=True)]
+    return [(row_values.tolist() or [total]) if total[1] else [] for row_values, total in zip(stretches, totals, strict=True)]
 
 
 def _check_versions(rows: TrainingRows, arrived_at: np.ndarray) -> None:

@@ -64,7 +64,7 @@ def gather_metadata(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
     Args:
         scored: The groups that this rank has scored.
     """
-    local = [GroupMetadata.of(scored_group) for scored_group in scored]
+    local = [GroupMetadata.from_group(scored_group) for scored_group in scored]
     return {meta.prompt_number: meta for part in collectives.all_gather_object(local) for meta in part}
 
 

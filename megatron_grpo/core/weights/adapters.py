@@ -67,7 +67,7 @@ def random_adapter_far_from_zero(settings: LoraSettings, sizes: Sizes, seed: int
     """
 
     def read(name: str) -> torch.Tensor:
-        return _uniform(name, sizes[name], seed, 1 / settings.scale_of(lora.module_of(name)) if name.endswith(B) else 1.0)
+        return _uniform(name, sizes[name], seed, 1 / settings.compute_lora_scale(lora.find_module(name)) if name.endswith(B) else 1.0)
 
     return read
 

@@ -35,7 +35,7 @@ class BucketPart(IntEnum):
     EXPERTS = 2  # the ranks that share a stage's experts: expert tensor parallel x expert parallel
 
     @classmethod
-    def of(cls, cut: ShardCut, is_expert: bool) -> BucketPart:
+    def from_cut(cls, cut: ShardCut, is_expert: bool) -> BucketPart:
         """Return the part for a parameter with this cut.
 
         Args:
@@ -202,14 +202,14 @@ def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) 
             )
         part = first.part if ranks.sharing(first.part) > 1 else BucketPart.WHOLE  # one run of bytes for all that is on one rank
         sharing, units, begin = ranks.sharing(part), max(1, first.units), 0
-        of_unit = max(1, first.num_bytes // units)
+        unit_bytes = max(1, first.num_bytes // units)
         while begin < units:
             if not buckets or buckets[-1].stage != stage:
                 buckets.append(Bucket(stage))
             bucket, end = buckets[-1], units
             if ranks.travels(part):
-                end = min(units, begin + (bucket_bytes - bucket.num_bytes) // sharing // ALIGNMENT * ALIGNMENT // of_unit)
-            if end < units and (end - begin) * of_unit * sharing < bucket_bytes * SMALLEST_SLICE:
+                end = min(units, begin + (bucket_bytes - bucket.num_bytes) // sharing // ALIGNMENT * ALIGNMENT // unit_bytes)
+            if end < units and (end - begin) * unit_bytes * sharing < bucket_bytes * SMALLEST_SLICE:
                 if bucket.num_bytes:
                     buckets.append(Bucket(stage))
                     continue

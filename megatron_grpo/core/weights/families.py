@@ -140,7 +140,7 @@ NOT_YET_BY_NAME = {pattern: names.split()[0] for pattern, names, _ in _NOT_YET i
 
 
 # Fields of a whole vision-language model. The text_config may repeat them as null.
-_OF_THE_WHOLE = (
+_WHOLE_MODEL_FIELDS = (
     *("architectures", "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
 _ROPES = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -162,9 +162,9 @@ def text_config(config: Config) -> Config:
         return config
     if not isinstance(inner, Mapping):
         raise config_error("model", f"config.json: text_config must be an object, got {inner!r}.")
-    outer = {key: value for key, value in config.items() if value is not None and key not in IDLE and key not in _OF_THE_WHOLE}
+    outer = {key: value for key, value in config.items() if value is not None and key not in IDLE and key not in _WHOLE_MODEL_FIELDS}
     problems = []
-    for key, (_, default) in fields_of(config["architectures"][0]).items():
+    for key, (_, default) in list_fields(config["architectures"][0]).items():
         inner_value = inner.get(key, outer.get(key) if key in ("tie_word_embeddings", *_ROPES) else default)
         if key in outer and outer[key] != inner_value and (key not in inner or inner_value is not None):
             problems.append(f"{key} is {outer[key]!r} at the top level and {inner_value!r} in text_config. Keep one of them.")
@@ -176,11 +176,11 @@ def text_config(config: Config) -> Config:
     return {
         **config,
         **dict.fromkeys((*_ROPES[1:], "pad_token_id")),
-        **{key: value for key, value in inner.items() if key not in _OF_THE_WHOLE},
+        **{key: value for key, value in inner.items() if key not in _WHOLE_MODEL_FIELDS},
     }
 
 
-def family_of(config: Config) -> ModelFamily:
+def find_family(config: Config) -> ModelFamily:
     """Return the family of a parsed config.json.
 
     Args:
@@ -203,7 +203,7 @@ def family_of(config: Config) -> ModelFamily:
     )
 
 
-def fields_of(architecture: str) -> dict[str, tuple[str, Any]]:
+def list_fields(architecture: str) -> dict[str, tuple[str, Any]]:
     """Return the configuration fields of an architecture: {field: (accepted JSON types, default)}.
 
     An architecture that is not in config_fields.json has only the fields common to every family.
@@ -230,7 +230,7 @@ def with_class_defaults(config: Config, architecture: str, require: Callable[[bo
                 f"{alias} is {config[alias]!r} but {name} is {config.get(name)!r}. Keep one of them.",
             )
             result[name] = config[alias]
-    for name, (kinds, default) in fields_of(architecture).items():
+    for name, (kinds, default) in list_fields(architecture).items():
         require(name in result or name not in _NEEDED, f"{architecture} needs {name}.")
         value = result.setdefault(name, default)
         is_positive = name not in IDLE and name not in REFUSED and name not in _MAY_BE_ZERO

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_grpo.core.weights.families import FAMILIES, family_of, text_config
+from megatron_grpo.core.weights.families import FAMILIES, find_family, text_config
 from megatron_grpo.core.weights.safetensors_files import file_error, stored_names
 from megatron_grpo.core.weights.shape import ModelShape, read_config
 
@@ -41,11 +41,11 @@ class HfReader:
         self.config = read_config(directory)
         self._files: dict[str, safe_open] = {}
         self._where = stored_names(directory)  # name in the file -> file
-        tower = family_of(self.config).tower
+        tower = find_family(self.config).tower
         self._stored = {tower.on_the_hub(name) if tower else name: name for name in self._where}  # name -> name in the file
         self._parts: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {}  # name -> (name in the file, function that cuts it out)
         for name in self._where:
-            if layout := family_of(self.config).fused_experts:
+            if layout := find_family(self.config).fused_experts:
                 if not _STORED.fullmatch(name):
                     continue
                 size = self._open(name).get_slice(name).get_shape()
@@ -80,7 +80,7 @@ class HfReader:
         return self._files[file]
 
     def _offer_experts(self, stored: str, prefix: str, stored_part: str) -> None:
-        family = family_of(self.config)
+        family = find_family(self.config)
         parts = family.expert_names[:2] if stored_part == "gate_up_proj" else family.expert_names[2:]
         for expert in range(self._open(stored).get_slice(stored).get_shape()[0]):
             for part, own_name in enumerate(parts):
@@ -111,7 +111,7 @@ def check_tied_head(reader: HfReader) -> None:
     Raises:
         ConfigError: config.json ties head and embedding, and the two tensors differ.
     """
-    embedding, head = f"{family_of(reader.config).text_prefix}embed_tokens.weight", "lm_head.weight"
+    embedding, head = f"{find_family(reader.config).text_prefix}embed_tokens.weight", "lm_head.weight"
     if not ModelShape.from_hf(reader.config).tied_embeddings or not {embedding, head} <= reader.names:
         return
     embedding_weight, head_weight = reader(embedding), reader(head)

@@ -109,7 +109,7 @@ class LoraSettings:
     _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, cfg: TunerConfig, shape: ModelShape) -> LoraSettings:
+    def from_config(cls, cfg: TunerConfig, shape: ModelShape) -> LoraSettings:
         """Return the settings that a run's configuration asks for.
 
         Megatron's names of linear layers stand for the modules that they fuse in this model.
@@ -172,7 +172,7 @@ class LoraSettings:
             return re.fullmatch(self.target_regex, module) is not None
         return ALL_LINEAR in self.target_modules or _ends(module, self.target_modules)
 
-    def rank_of(self, module: str) -> int:
+    def find_lora_rank(self, module: str) -> int:
         """Return the rank of a module's adapter; 0 if it has none.
 
         Args:
@@ -182,7 +182,7 @@ class LoraSettings:
             self._ranks[module] = int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
         return self._ranks[module]
 
-    def scale_of(self, module: str) -> float:
+    def compute_lora_scale(self, module: str) -> float:
         """Return the factor of B A; 0 if the module has no adapter.
 
         Rank-stabilized LoRA divides alpha by the root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
@@ -190,7 +190,7 @@ class LoraSettings:
         Args:
             module: Hugging Face name of the module.
         """
-        rank, alpha = self.rank_of(module), _first_match(self.alpha_pattern, module, self.alpha)
+        rank, alpha = self.find_lora_rank(module), _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank) if rank else 0.0
 
     def problems(self, shape: ModelShape) -> list[Problem]:
@@ -212,7 +212,7 @@ class LoraSettings:
             for flag, names in unmatched.items()
             if names
         ]
-        if not problems and not any(self.rank_of(module) for module in modules):
+        if not problems and not any(self.find_lora_rank(module) for module in modules):
             flag = "target_modules" if self.target_regex is None else "target_regex"
             subject = f"{flag} ({self.target_regex or ' '.join(self.target_modules)}) without exclude_modules"
             example = f"Names look like {modules[0]} and end in {available}."
@@ -281,7 +281,7 @@ def own_name(name: str, shape: ModelShape) -> str:
     return tower.on_the_hub(name) if tower else name
 
 
-def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
+def make_lora_settings(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
     """Return the adapter settings of a run; None if it trains weights.
 
     A run that starts from an adapter trains that one: its file decides everything except dropout, which is not part of an adapter.
@@ -295,7 +295,7 @@ def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
     """
     if cfg.tuner_type != "lora":
         return None
-    return replace(LoraSettings.from_peft(cfg.adapters), dropout=cfg.lora_dropout) if cfg.adapters else LoraSettings.of(cfg, shape)
+    return replace(LoraSettings.from_peft(cfg.adapters), dropout=cfg.lora_dropout) if cfg.adapters else LoraSettings.from_config(cfg, shape)
 
 
 def _read_config(directory: Path, flag: str) -> dict[str, Any]:
@@ -379,7 +379,7 @@ def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
     """
     sizes = {}
     for module in linear_modules(shape):
-        if rank := settings.rank_of(module.name):
+        if rank := settings.find_lora_rank(module.name):
             sizes[module.name + A], sizes[module.name + B] = (rank, module.inner), (module.out, rank)
     return sizes
 
@@ -393,7 +393,7 @@ def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
         settings: Adapter settings.
         shape: Shape of the model.
     """
-    return max((settings.rank_of(module.name) for module in linear_modules(shape)), default=0)
+    return max((settings.find_lora_rank(module.name) for module in linear_modules(shape)), default=0)
 
 
 def is_linear(entry: WeightEntry) -> bool:
@@ -428,7 +428,7 @@ def adapter_entries(entry: WeightEntry, rank: int) -> tuple[WeightEntry, WeightE
     )
 
 
-def module_of(name: str) -> str:
+def find_module(name: str) -> str:
     """Return the module name in the Hugging Face name of an adapter matrix.
 
     Args:
@@ -440,7 +440,7 @@ def module_of(name: str) -> str:
 def _in_hf_names(names: Iterable[str], shape: ModelShape) -> Iterator[str]:
     """Replace Megatron's names of linear layers by those of their modules (linear_fc1 is gate_proj and up_proj). Other names stay."""
     hf_names: dict[str, dict[str, None]] = {}
-    for kind in sorted(set(map(shape.kind_of, range(shape.num_layers)))):
+    for kind in sorted(set(map(shape.find_layer_kind, range(shape.num_layers)))):
         for entry in filter(is_linear, layer_entries(shape, kind)):
             last = entry.megatron.removesuffix(".weight").rsplit(".", 1)[1]
             hf_names.setdefault(last, {}).update({name.removesuffix(".weight").rsplit(".", 1)[1]: None for name, _ in entry.hf})

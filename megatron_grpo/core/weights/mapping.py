@@ -89,7 +89,7 @@ class WeightMap:
         if padded_vocab_size < shape.vocab_size:
             raise ConfigError(f"padded_vocab_size ({padded_vocab_size}) is less than the model's vocabulary ({shape.vocab_size}).")
         rename, layers = NAMINGS[naming], {}
-        for kind in set(map(shape.kind_of, range(shape.num_layers))):
+        for kind in set(map(shape.find_layer_kind, range(shape.num_layers))):
             entries = [rename(entry, shape=shape, moe=kind.moe) for entry in layer_entries(shape, kind)]
             entries = [grouped_experts(entry) for entry in entries] if naming == "transformer_engine" else entries
             layers[kind] = {entry.megatron: entry for entry in entries}
@@ -102,7 +102,7 @@ class WeightMap:
         """
         yield from self.outer
         for layer in range(self.shape.num_layers):
-            for template, entry in self.layers[self.shape.kind_of(layer)].items():
+            for template, entry in self.layers[self.shape.find_layer_kind(layer)].items():
                 for expert in range(self.shape.num_experts) if entry.is_expert else (0,):
                     yield f"decoder.layers.{layer}.{template.format(e=expert)}"
 
@@ -182,7 +182,7 @@ class WeightMap:
         if match is None:
             return (-1 if name.startswith(("embedding.", MEGATRON)) else self.shape.num_layers), list(self.outer).index(entry.megatron), 0
         layer = int(match[1])
-        return layer, list(self.layers[self.shape.kind_of(layer)]).index(entry.megatron), expert
+        return layer, list(self.layers[self.shape.find_layer_kind(layer)]).index(entry.megatron), expert
 
     def hf_names(self, name: str) -> tuple[str, ...]:
         """Return the Hugging Face tensors that Megatron parameter `name` consists of.
@@ -285,7 +285,7 @@ class WeightMap:
             numbered = _EXPERT.fullmatch(template)
             if numbered is not None:
                 expert, template = int(numbered[2]), f"{numbered[1]}{{e}}{numbered[3]}"
-            entry = self.layers[self.shape.kind_of(int(match[1]))].get(template)
+            entry = self.layers[self.shape.find_layer_kind(int(match[1]))].get(template)
             if entry is not None and entry.is_expert and expert >= self.shape.num_experts:
                 entry = None
         if entry is None:

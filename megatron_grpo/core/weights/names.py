@@ -109,7 +109,7 @@ def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[WeightEntry]:
 
     Args:
         shape: Sizes of the model.
-        kind: Parts of the layer, from `ModelShape.kind_of`.
+        kind: Parts of the layer, from `ModelShape.find_layer_kind`.
     """
     hidden = shape.hidden_size
     if shape.pre_norm:
@@ -137,7 +137,7 @@ def entries_in_layers(shape: ModelShape) -> Iterator[WeightEntry]:
     """
     for layer in range(shape.num_layers):
         megatron_prefix, hf_prefix = f"decoder.layers.{layer}.", shape.layer_prefix(layer)
-        for entry in layer_entries(shape, shape.kind_of(layer)):
+        for entry in layer_entries(shape, shape.find_layer_kind(layer)):
             for number in range(shape.num_experts) if entry.is_expert else (0,):
                 hf = tuple((hf_prefix + name.format(e=number), size) for name, size in entry.hf)
                 yield replace(entry, megatron=megatron_prefix + entry.megatron.format(e=number), hf=hf)
@@ -266,7 +266,7 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
         return sum(math.prod(size) * (experts if entry.is_expert else 1) for entry in entries if not entry.is_copy for _, size in entry.hf)
 
     experts = 0 if shape.moe is None else shape.moe.topk if active_only else shape.moe.num_experts
-    kinds = Counter(map(shape.kind_of, range(shape.num_layers)))
+    kinds = Counter(map(shape.find_layer_kind, range(shape.num_layers)))
     return count(outer_entries(shape), experts) + sum(n * count(layer_entries(shape, kind), experts) for kind, n in kinds.items())
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.core.weights.families import FAMILIES, ModelFamily, family_of, text_config, with_class_defaults
+from megatron_grpo.core.weights.families import FAMILIES, ModelFamily, find_family, text_config, with_class_defaults
 from megatron_grpo.core.weights.sizes import Activation, DeltaNetShape, LayerKind, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
 from megatron_grpo.core.weights.traits import KINDS
-from megatron_grpo.core.weights.vision_towers import vision_of, with_axes, without_axes
+from megatron_grpo.core.weights.vision_towers import read_vision, with_axes, without_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class ModelShape:
         Args:
             config: Parsed config.json.
         """
-        family, outer_config = family_of(config), config
+        family, outer_config = find_family(config), config
         if family.tower:
             config = without_axes(text_config(outer_config))
         reader, architecture = _Config(), config["architectures"][0]
@@ -143,7 +143,7 @@ class ModelShape:
         merged["local_rope"] = next((other_rope for other_rope in other_ropes if other_rope != rope), None)
         if family.tower:
             rope = with_axes(rope, outer_config, family.tower, reader.require)
-            merged["vision"] = vision_of(outer_config, family.tower, reader.require, hidden=hidden)
+            merged["vision"] = read_vision(outer_config, family.tower, reader.require, hidden=hidden)
         reader.stop_if_wrong()
         return cls(**merged, rope=rope, padding_idx=_padding_idx(config))
 
@@ -179,7 +179,7 @@ class ModelShape:
         """
         return self.windows[layer] if self.windows else None
 
-    def rope_of(self, layer: int) -> RopeShape:
+    def find_rope(self, layer: int) -> RopeShape:
         """Return the rope of a layer: sliding-window layers may have their own.
 
         Args:
@@ -187,7 +187,7 @@ class ModelShape:
         """
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
-    def softmax_scale_of(self, layer: int) -> float:
+    def find_softmax_scale(self, layer: int) -> float:
         """Return the softmax scale of a layer.
 
         `attention_scaling` multiplies cos and sin of both queries and keys, so its square multiplies every score. Multi-latent attention
@@ -196,7 +196,7 @@ class ModelShape:
         Args:
             layer: Index of the layer, from 0.
         """
-        return self.rope_of(layer).attention_scaling ** 2 * (self.softmax_scale or self.head_dim**-0.5)
+        return self.find_rope(layer).attention_scaling ** 2 * (self.softmax_scale or self.head_dim**-0.5)
 
     @property
     def num_experts(self) -> int:
@@ -232,7 +232,7 @@ class ModelShape:
         """
         return self.delta_net is not None and self.delta_net.layers[layer]
 
-    def kind_of(self, layer: int) -> LayerKind:
+    def find_layer_kind(self, layer: int) -> LayerKind:
         """Return which parts a layer has.
 
         Args:
@@ -269,8 +269,8 @@ def flat_values(shape: ModelShape) -> dict[str, Any]:
     form = json.loads(json.dumps(asdict(replace(shape, max_position_embeddings=0))))
     del form["padding_idx"]  # it decides a gradient
     inner = {name: value for name, value in form.items() if isinstance(value, dict)}
-    of_inner = {f"{name}.{key}": value for name, parts in inner.items() for key, value in parts.items()}
-    return {name: value for name, value in form.items() if name not in inner} | of_inner
+    inner_fields = {f"{name}.{key}": value for name, parts in inner.items() for key, value in parts.items()}
+    return {name: value for name, value in form.items() if name not in inner} | inner_fields
 
 
 class _Config:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.core.weights.names import tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.core.weights.vision_towers import Part, part_of
+from megatron_grpo.core.weights.vision_towers import Part, find_part
 
 if TYPE_CHECKING:
     from megatron_grpo.core.settings import TunerConfig
@@ -34,7 +34,7 @@ def trains(cfg: TunerConfig) -> Rule:
     frozen = _matcher(cfg.freeze_parameters, cfg.freeze_parameters_regex)
     is_selected = _matcher(cfg.trainable_parameters, cfg.trainable_parameters_regex)
     parts = frozen_parts(cfg)
-    return lambda name: is_selected(name) or not (frozen(name) or part_of(name) in parts)
+    return lambda name: is_selected(name) or not (frozen(name) or find_part(name) in parts)
 
 
 def frozen_parts(cfg: TunerConfig) -> set[Part]:

@@ -59,7 +59,7 @@ def mistral(config: Config, common: Config) -> dict[str, Any]:
         config: Parsed config.json; of a vision-language model, its text part.
         common: `ModelShape` fields that all families share.
     """
-    return {"windows": windows_of(config, common["num_layers"], lambda layer: config["sliding_window"] is not None)}
+    return {"windows": list_windows(config, common["num_layers"], lambda layer: config["sliding_window"] is not None)}
 
 
 def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def qwen2_moe(config: Config, common: Config) -> dict[str, Any]:
     window = config["sliding_window"] if config["use_sliding_window"] else None
     return {
         "qkv_bias": config["qkv_bias"],
-        "windows": windows_of({**config, "sliding_window": window}, common["num_layers"], has_window),
+        "windows": list_windows({**config, "sliding_window": window}, common["num_layers"], has_window),
         "moe": _with_shared_expert(qwen3_moe({**config, "attention_bias": False}, common)["moe"], config),
     }
 
@@ -346,7 +346,7 @@ def gpt_oss(config: Config, common: Config) -> dict[str, Any]:
         "sinks": True,
         "activation": "clamped",
         "clamp": (config["swiglu_alpha"], config["swiglu_limit"]),
-        "windows": windows_of(config, common["num_layers"], lambda layer: layer % 2 == 0),
+        "windows": list_windows(config, common["num_layers"], lambda layer: layer % 2 == 0),
         "moe": _local_experts(config, common, has_biases=True),
     }
 
@@ -374,7 +374,7 @@ def olmo3(config: Config, common: Config) -> dict[str, Any]:
         config: Parsed config.json; of a vision-language model, its text part.
         common: `ModelShape` fields that all families share.
     """
-    windows = windows_of(config, common["num_layers"], lambda layer: (layer + 1) % 4 != 0)
+    windows = list_windows(config, common["num_layers"], lambda layer: (layer + 1) % 4 != 0)
     return {**olmo2(config, common), "windows": windows}
 
 
@@ -413,7 +413,7 @@ def gemma3(config: Config, common: Config) -> dict[str, Any]:
         "activation": "gelu_tanh",
         "embedding_scale": common["hidden_size"] ** 0.5,
         "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
-        "windows": windows_of(config, common["num_layers"], lambda layer: (layer + 1) % pattern != 0),
+        "windows": list_windows(config, common["num_layers"], lambda layer: (layer + 1) % pattern != 0),
     }
 
 
@@ -447,7 +447,7 @@ def _ropes_by_kind(config: Config, local_theta: float) -> tuple[Config, Config]:
     return ropes[0], ropes[1]
 
 
-def windows_of(config: Config, num_layers: int, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
+def list_windows(config: Config, num_layers: int, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
     """Return the sliding window of each layer in tokens; None is full attention.
 
     Args:
@@ -475,7 +475,7 @@ def _qwen_windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
     window, first = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]
     if window is not None and first is None:
         raise _model_error("max_window_layers is null, which transformers does not support.")
-    windows = windows_of({**config, "sliding_window": window}, num_layers, lambda layer: window is not None and layer >= first)
+    windows = list_windows({**config, "sliding_window": window}, num_layers, lambda layer: window is not None and layer >= first)
     return windows if config["use_sliding_window"] else ()
 
 

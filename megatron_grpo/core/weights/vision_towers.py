@@ -20,11 +20,11 @@ Part = Literal["llm", "vit", "aligner"]
 
 MEGATRON = "vision.tower."  # of a tower tensor's name in the modules of a rank
 _ROPES = ("rope_scaling", "rope_parameters")
-_OF_AXES = ("mrope_section", "mrope_interleaved")
+_AXIS_FIELDS = ("mrope_section", "mrope_interleaved")
 _PART = re.compile(r"(?:model\.)?visual\.(merger\.|deepstack_merger_list\.)?")
 
 
-def part_of(name: str) -> Part:
+def find_part(name: str) -> Part:
     """Return the part of a model that a tensor belongs to, by its Hugging Face name.
 
     Args:
@@ -251,7 +251,7 @@ def without_axes(config: Config) -> Config:
     changed = {}
     for name in _ROPES:
         if isinstance(rope := config.get(name), Mapping):
-            plain = {key: value for key, value in rope.items() if key not in _OF_AXES}
+            plain = {key: value for key, value in rope.items() if key not in _AXIS_FIELDS}
             changed[name] = {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in plain.items()}
     return {**config, **changed}
 
@@ -284,7 +284,7 @@ def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Requ
     return replace(rope, sections=sections, interleaved=interleaved)
 
 
-def vision_of(config: Config, tower: VisionTower, require: Require, *, hidden: int) -> VisionShape | None:
+def read_vision(config: Config, tower: VisionTower, require: Require, *, hidden: int) -> VisionShape | None:
     """Return the sizes of the vision tower; None if they cannot be read, with the problem passed to `require`.
 
     Args:

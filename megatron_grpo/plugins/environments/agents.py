@@ -31,7 +31,7 @@ from megatron_grpo.plugins.environments.agent_programs import (
     as_result,
 )
 from megatron_grpo.plugins.environments.agent_session import AgentSession, SessionLimits
-from megatron_grpo.plugins.environments.loading import template_of
+from megatron_grpo.plugins.environments.loading import make_template
 from megatron_grpo.plugins.environments.players import Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
 from megatron_grpo.plugins.environments.protocol import InvalidReplyError
 from megatron_grpo.plugins.environments.tools import ReadCalls, reader
@@ -65,7 +65,7 @@ class AgentRunnerFactory(PlayerFactory):
     history: History = "template"
 
     @classmethod
-    def of(
+    def from_config(
         cls, cfg: Config, environment: type[AgentEnvironment], tokenizer: Any, *, model_path: Path, max_model_len: int
     ) -> AgentRunnerFactory:
         """Derive the settings from the configuration.
@@ -81,7 +81,7 @@ class AgentRunnerFactory(PlayerFactory):
         make_reader = lru_cache(16)(lambda tools: reader(turns.tool_call_parser, tokenizer, json.loads(tools)))
         return cls(
             agent=environment,
-            template=template_of(cfg, environment, tokenizer, model_path=model_path),
+            template=make_template(cfg, environment, tokenizer, model_path=model_path),
             limits=SessionLimits(
                 max_model_len=rollout.vllm_max_model_len or max_model_len, max_completion_length=rollout.max_completion_length,
                 max_turns=turns.max_turns, max_contexts=turns.max_agent_contexts,
@@ -293,5 +293,7 @@ def build_sampler(cfg: Config, inputs: ValidatedInputs, engine: TurnEngine) -> A
     """Build the sampler of the episodes of agents on an engine, as `run.plug_ins.BuildSampler`."""
     assert inputs.environment is not None
     max_model_len = longest_context(cfg, inputs.longest_prompt)
-    stage = AgentRunnerFactory.of(cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
+    stage = AgentRunnerFactory.from_config(
+        cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path, max_model_len=max_model_len
+    )
     return AgentSampler(engine, stage)

@@ -40,7 +40,7 @@ class PlayedEpisodes:
     faults: list[str]
 
     @classmethod
-    def of(cls, groups: Sequence[Group], notes: Sequence[str] = ()) -> PlayedEpisodes:
+    def from_groups(cls, groups: Sequence[Group], notes: Sequence[str] = ()) -> PlayedEpisodes:
         """Summarize episodes.
 
         `summary` reads `8 episodes, 3.0 turns; done 6, error 2; mean environment reward 0.5`. `faults` lists the three most frequent errors
@@ -107,13 +107,13 @@ def play_rows(
     assert environment is not None
     longest = max(len(prompt.token_ids) for prompt in prompts) + cfg.rollout.max_completion_length
     if issubclass(environment, AgentEnvironment):
-        agents = AgentRunnerFactory.of(cfg, environment, tokenizer, model_path=path, max_model_len=longest)
+        agents = AgentRunnerFactory.from_config(cfg, environment, tokenizer, model_path=path, max_model_len=longest)
         return _play_agents(agents, prompts, kinds)
-    stage = EpisodeRunnerFactory.of(cfg, environment, tokenizer, model_path=path, max_model_len=longest)
+    stage = EpisodeRunnerFactory.from_config(cfg, environment, tokenizer, model_path=path, max_model_len=longest)
     episodes_by_kind = {}
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
-        player = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *key: 0)
-        episodes_by_kind[kind] = PlayedEpisodes.of(_play(player, stage.template, dict(enumerate(texts))))
+        player = EpisodeRunner(stage, prompts, n=1, derive_seed=lambda *key: 0)
+        episodes_by_kind[kind] = PlayedEpisodes.from_groups(_play(player, stage.template, dict(enumerate(texts))))
     return episodes_by_kind
 
 
@@ -134,7 +134,7 @@ def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Ma
         groups = _play(player, stage.template, {prompts[0].number: texts[0]})
         contexts = sum(len(completion.sequence.contexts) for completion in groups[0].completions)
         counted = [f"{words} ({count} times)" if count > 1 else words for words, count in Counter(notes).items()]
-        episodes_by_kind[kind] = PlayedEpisodes.of(groups, [f"{contexts} contexts", *counted])
+        episodes_by_kind[kind] = PlayedEpisodes.from_groups(groups, [f"{contexts} contexts", *counted])
     return episodes_by_kind
 
 

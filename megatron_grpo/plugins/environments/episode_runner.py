@@ -12,7 +12,7 @@ from megatron_grpo.core.base.errors import one_line
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key, TurnEngine, request_seed
 from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
-from megatron_grpo.plugins.environments.loading import template_of
+from megatron_grpo.plugins.environments.loading import make_template
 from megatron_grpo.plugins.environments.players import Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
 from megatron_grpo.plugins.environments.trajectory import History, Trajectory, without_turns
@@ -42,7 +42,7 @@ class EpisodeRunnerFactory(PlayerFactory):
     history: History = "template"
 
     @classmethod
-    def of(
+    def from_config(
         cls, cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path, max_model_len: int
     ) -> EpisodeRunnerFactory:
         """Derive the settings from the configuration.
@@ -57,7 +57,7 @@ class EpisodeRunnerFactory(PlayerFactory):
         turns, rollout = cfg.turns, cfg.rollout
         return cls(
             environment=environment,
-            template=template_of(cfg, environment, tokenizer, model_path=model_path),
+            template=make_template(cfg, environment, tokenizer, model_path=model_path),
             system=cfg.data.system,
             max_turns=turns.max_turns,
             max_completion_length=rollout.max_completion_length,
@@ -90,12 +90,12 @@ class EpisodeRunner(RequestingPlayer):
         stage: Settings of the episodes.
         prompts: The prompts.
         n: Episodes per prompt.
-        seed_of: (prompt number, index of the episode in its group, turn) -> seed of that turn.
+        derive_seed: (prompt number, index of the episode in its group, turn) -> seed of that turn.
     """
 
-    def __init__(self, stage: EpisodeRunnerFactory, prompts: Sequence[Prompt], *, n: int, seed_of: Callable[[int, int, int], int]):
+    def __init__(self, stage: EpisodeRunnerFactory, prompts: Sequence[Prompt], *, n: int, derive_seed: Callable[[int, int, int], int]):
         super().__init__(prompts, n)
-        self.stage, self._seed_of = stage, seed_of
+        self.stage, self._derive_seed = stage, derive_seed
         self._workers = WorkerPool(concurrency=stage.concurrency, timeout=stage.timeout)
         self._openings: dict[int, tuple[int, ...]] = {}  # prompt number -> token IDs of its opening
         episodes = [
@@ -214,7 +214,7 @@ class EpisodeRunner(RequestingPlayer):
         max_tokens = self._room(episode)
         if max_tokens <= 0:
             return self._finish(episode, "length")
-        token_ids, seed = tuple(episode.transcript.ids), self._seed_of(*episode.key, episode.num_turns)
+        token_ids, seed = tuple(episode.transcript.ids), self._derive_seed(*episode.key, episode.num_turns)
         sampled = partial(self._sampled, episode)
         self._ask([TurnRequest(key=episode.key, token_ids=token_ids, seed=seed, max_tokens=max_tokens, sampled=sampled)])
 
@@ -259,12 +259,14 @@ class EpisodeSampler(PlayedSampler[EpisodeRunnerFactory, EpisodeRunner]):
     """`Sampler` whose completions are episodes of an environment."""
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> EpisodeRunner:
-        return EpisodeRunner(self.stage, prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
+        return EpisodeRunner(self.stage, prompts, n=sampling.n, derive_seed=partial(request_seed, seed, n=sampling.n))
 
 
 def build_sampler(cfg: Config, inputs: ValidatedInputs, engine: TurnEngine) -> EpisodeSampler:
     """Build the sampler of episodes on an engine, as `run.plug_ins.BuildSampler`."""
     assert inputs.environment is not None
     max_model_len = longest_context(cfg, inputs.longest_prompt)
-    stage = EpisodeRunnerFactory.of(cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
+    stage = EpisodeRunnerFactory.from_config(
+        cfg, inputs.environment, inputs.tokenizer, model_path=inputs.model_path, max_model_len=max_model_len
+    )
     return EpisodeSampler(engine, stage)

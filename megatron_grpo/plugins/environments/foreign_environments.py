@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import describe_value
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, Message, StepOutput, Turn
-from megatron_grpo.plugins.environments.tools import ToolEnvironment, schema_of
+from megatron_grpo.plugins.environments.tools import ToolEnvironment, make_schema
 from megatron_grpo.run.python_objects import copy_for_user
 
 
@@ -186,7 +186,7 @@ def adapted(cls: type) -> type[Environment] | None:
     if _has_methods(cls, "reset", "step"):
         return type(name, (SwiftEnvironment,), {"theirs": cls})
     if _has_methods(cls, "reset"):
-        schemas = [schema_of(_without_self(getattr(cls, method))) for method in public_methods(cls)]
+        schemas = [make_schema(_without_self(getattr(cls, method))) for method in public_methods(cls)]
         return type(name, (TrlEnvironment,), {"theirs": cls, "tools": schemas})
     return None
 

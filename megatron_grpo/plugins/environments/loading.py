@@ -15,7 +15,7 @@ from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, o
 from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment, load_agent
 from megatron_grpo.plugins.environments.foreign_environments import adapted
 from megatron_grpo.plugins.environments.protocol import Environment, Message
-from megatron_grpo.plugins.environments.tools import InvalidToolError, ToolEnvironment, reader, schema_of, tool_set
+from megatron_grpo.plugins.environments.tools import InvalidToolError, ToolEnvironment, make_schema, reader, tool_set
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate, History
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import read_end_ids
@@ -79,7 +79,7 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
     if not functions:
         return inner
     try:
-        schemas = [schema_of(function) for function in functions.values()]
+        schemas = [make_schema(function) for function in functions.values()]
         read_calls = reader(turns.tool_call_parser if tokenizer is not None else "hermes", tokenizer, schemas)
         return tool_set(functions, inner=inner, read_calls=read_calls)
     except InvalidToolError as error:
@@ -178,11 +178,11 @@ def find_template_notes(cfg: Config, environment: type[Environment], tokenizer: 
         tokenizer: The model's tokenizer.
         model_path: The model's directory.
     """
-    template = template_of(cfg, environment, tokenizer, model_path=model_path)
+    template = make_template(cfg, environment, tokenizer, model_path=model_path)
     return check_template(template, environment, history=cfg.turns.turn_history, flag=cfg.turns.player)
 
 
-def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
+def make_template(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
     """Return the chat template of a run with the tools of its environment.
 
     Args:
@@ -195,7 +195,7 @@ def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, 
     return ChatTemplate(tokenizer, tools=environment.tools, options=cfg.data.template_options, end_ids=end_ids)
 
 
-def roles_of(environment: type[Environment]) -> list[str]:
+def list_roles(environment: type[Environment]) -> list[str]:
     """Return the roles of the messages that an environment may return.
 
     Args:
@@ -208,7 +208,7 @@ def roles_of(environment: type[Environment]) -> list[str]:
     if not issubclass(environment, ToolEnvironment):
         return ["tool"] if environment.tools else ["user"]
     inner = environment.inner
-    return ["tool", *(roles_of(inner) if isinstance(inner, type) and issubclass(inner, Environment) else [])]
+    return ["tool", *(list_roles(inner) if isinstance(inner, type) and issubclass(inner, Environment) else [])]
 
 
 def check_template(template: ChatTemplate, environment: type[Environment], *, history: History, flag: str) -> list[str]:
@@ -227,7 +227,7 @@ def check_template(template: ChatTemplate, environment: type[Environment], *, hi
         ConfigError: The template rejects or drops messages of the environment's role.
     """
     notes = []
-    for role in dict.fromkeys(roles_of(environment)):
+    for role in dict.fromkeys(list_roles(environment)):
         turns = {"": _CALL if role == "tool" else "I say so.", " that thinks": _THOUGHT}
         if "think" not in str(template.tokenizer.chat_template):
             del turns[" that thinks"]

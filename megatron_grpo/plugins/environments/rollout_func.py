@@ -27,7 +27,7 @@ from megatron_grpo.plugins.environments.rollout_func_output import (
     InvalidRolloutOutputError,
     TokenLimits,
     completion_requests,
-    completions_of,
+    convert_completions,
 )
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.settings import Config
@@ -97,7 +97,7 @@ class RolloutFuncEngine:
         rollout_func: The rollout function.
         sampling: Sampling settings of the run.
         on_requests: Passes requests to the engine's thread.
-        seed_of: (prompt number, generation, call count) -> seed.
+        derive_seed: (prompt number, generation, call count) -> seed.
 
     Attributes:
         tokenizer: Tokenizer of the model.
@@ -113,13 +113,13 @@ class RolloutFuncEngine:
         rollout_func: RolloutFunc,
         sampling: SamplingSettings,
         on_requests: Callable[[Sequence[TurnRequest]], None],
-        seed_of: Callable[[int, int, int], int],
+        derive_seed: Callable[[int, int, int], int],
     ):
         self.tokenizer, self.temperature = rollout_func.tokenizer, sampling.temperature
         self.max_completion_length, self.max_model_len = rollout_func.limits.max_completion_length, rollout_func.limits.max_model_len
         self.num_generations = sampling.n
         self.oldest_version: int | None = None
-        self._own, self._ask, self._seed_of = rollout_func, on_requests, seed_of
+        self._own, self._ask, self._derive_seed = rollout_func, on_requests, derive_seed
         self._counts: Counter[tuple[int, int]] = Counter()  # requests so far of each completion
         self._lock = threading.Lock()
 
@@ -167,7 +167,7 @@ class RolloutFuncEngine:
                 count = self._counts[entry.number, entry.generation]
                 self._counts[entry.number, entry.generation] += 1
             key = entry.number, entry.generation + self.num_generations * count  # unique, since a completion may have several open requests
-            future, seed = Future[SampledTurn](), self._seed_of(entry.number, entry.generation, count)
+            future, seed = Future[SampledTurn](), self._derive_seed(entry.number, entry.generation, count)
             cancel = partial(future.set_exception, _RolloutEnded())
             request = TurnRequest(key=key, token_ids=ids, seed=seed, max_tokens=max_new_tokens, sampled=future.set_result, cancel=cancel)
             requests.append((request, future))
@@ -192,8 +192,8 @@ class RolloutFuncRunner(RequestingPlayer):
         super().__init__(prompts, sampling.n)
         self.own = rollout_func
         self.problem: str | None = None
-        self._seed_of = partial(request_seed, seed, n=sampling.n)
-        self._sampler = RolloutFuncEngine(rollout_func, sampling, self._ask_for, self._seed_of)
+        self._derive_seed = partial(request_seed, seed, n=sampling.n)
+        self._sampler = RolloutFuncEngine(rollout_func, sampling, self._ask_for, self._derive_seed)
         self._completions: list[Completion] = []
         self._thread: threading.Thread | None = None
         self._is_finished = False
@@ -245,7 +245,7 @@ class RolloutFuncRunner(RequestingPlayer):
             returned = self.own.function(requests, self._sampler) if requests else {"completion_ids": [], "logprobs": []}
             oldest = self._sampler.oldest_version
             version = self._version if oldest is None else oldest
-            return completions_of(returned, requests, self.own.limits, version=version, decode=self.own.decode), None
+            return convert_completions(returned, requests, self.own.limits, version=version, decode=self.own.decode), None
         except _RolloutEnded:
             return [], "was ended with the rollout."
         except InvalidRolloutOutputError as invalid:

@@ -91,7 +91,7 @@ def completion_requests(prompts: Sequence[Prompt], n: int) -> list[CompletionReq
     ]
 
 
-def completions_of(
+def convert_completions(
     returned: Any, requests: Sequence[CompletionRequest], limits: TokenLimits, *, version: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Completion]:
     """Convert the return value of a rollout function to completions.

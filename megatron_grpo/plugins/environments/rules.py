@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.plugins.servers.addresses import addresses_of
+from megatron_grpo.plugins.servers.addresses import list_addresses
 from megatron_grpo.run.config.rules import Rule, changed
 from megatron_grpo.run.config.rules.settings import REWARD
 
@@ -25,7 +25,7 @@ def _half_empty(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the number of episodes that the engine of one rank could sample at a time, if fewer agents run."""
     if not c.cfg.turns.has_agent:
         return None
-    servers = len(addresses_of(c.cfg.rollout)) if c.vllm_mode == "server" else 0
+    servers = len(list_addresses(c.cfg.rollout)) if c.vllm_mode == "server" else 0
     players = 1 if servers else max(1, c.layout.world_size // c.vllm_tensor_parallel_size)
     room = min(c.vllm_max_num_seqs * max(1, servers), -(-c.sizes.num_rollout_prompts // players) * c.sizes.num_generations)
     return {"room": room} if c.max_agents < room else None

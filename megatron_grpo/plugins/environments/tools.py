@@ -27,7 +27,7 @@ class InvalidToolError(ValueError):
     """Error raised if a function cannot be a tool. The message completes a sentence about the function."""
 
 
-def schema_of(function: Function) -> dict[str, Any]:
+def make_schema(function: Function) -> dict[str, Any]:
     """Return the JSON schema of a function, from its annotations and its Google-style docstring.
 
     Args:
@@ -83,7 +83,7 @@ def read_hermes(text: str) -> list[ToolCall]:
     answer = _text_after_thinking(text)
     if answer is None:
         return [ToolCall(error="the call is inside a <think> without </think>")] if "<tool_call>" in text else []
-    calls = [_of_json(body) for body in _CALL.findall(answer)]
+    calls = [_parse_json_call(body) for body in _CALL.findall(answer)]
     if "<tool_call>" in _CALL.sub("", answer):
         calls.append(ToolCall(error="a <tool_call> without </tool_call>"))
     return calls
@@ -95,14 +95,14 @@ def _text_after_thinking(text: str) -> str | None:
     A `</think>` inside the arguments of a valid call does not end the block: the block ends at the first one outside all calls.
     """
     if not text.lstrip().startswith("<think>"):  # the generation prompt may have opened a block
-        of_calls = [hit.span(1) for hit in _CALL.finditer(text) if "</think>" in hit[1] and not _of_json(hit[1]).error]
-        ends = [hit.end() for hit in re.finditer("</think>", text) if not any(begin <= hit.start() < end for begin, end in of_calls)]
+        call_spans = [hit.span(1) for hit in _CALL.finditer(text) if "</think>" in hit[1] and not _parse_json_call(hit[1]).error]
+        ends = [hit.end() for hit in re.finditer("</think>", text) if not any(begin <= hit.start() < end for begin, end in call_spans)]
         return text[ends[0] :] if ends else text
     _, is_finished, answer = text.partition("</think>")
     return answer if is_finished else None
 
 
-def _of_json(body: str) -> ToolCall:
+def _parse_json_call(body: str) -> ToolCall:
     try:
         content = parse_json(body)
     except ValueError as error:
@@ -321,7 +321,7 @@ def tool_set(
     from pydantic import validate_call
     from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 
-    schemas = [schema_of(function) for function in functions.values()]
+    schemas = [make_schema(function) for function in functions.values()]
     try:
         checked = {name: validate_call(function) for name, function in functions.items()}
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:

@@ -120,7 +120,7 @@ class PartialGeneration:
 
     def __init__(
         self, parts: SteppingEngine, sampling: SamplingSettings, *, seed: int, version: int, share: EngineShare,
-        text_of: Callable[[Prompt, PartialCompletion], str], should_cancel: Callable[[], bool],
+        decode_text: Callable[[Prompt, PartialCompletion], str], should_cancel: Callable[[], bool],
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):  # fmt: skip
         """Set up the generation.
@@ -131,12 +131,12 @@ class PartialGeneration:
             seed: Seed of the run.
             version: Version of the weights that the engine holds.
             share: This rank's share of the prompts.
-            text_of: Decodes a completion. Its parts are not decoded one by one, because a character may have bytes of two parts.
+            decode_text: Decodes a completion. Its parts are not decoded one by one, because a character may have bytes of two parts.
             should_cancel: Whether the run cancels what it waits for.
             context: Context of all use of the engine.
         """
         self._parts, self._sampling, self._seed, self.version, self._share = parts, sampling, seed, version, share
-        self._text_of, self._should_cancel, self._around = text_of, should_cancel, context
+        self._decode_text, self._should_cancel, self._around = decode_text, should_cancel, context
         self._asked: set[int] = set()  # prompt numbers
         self._found: dict[Key, PartialCompletion] = {}
 
@@ -201,7 +201,7 @@ class PartialGeneration:
                     if worst == DONE:
                         break
                 self._take(self._parts.poll())
-        local = [prompt for prompt in prompts if self._share.rank_of(prompt.number) == self._share.rank]
+        local = [prompt for prompt in prompts if self._share.find_leader(prompt.number) == self._share.rank]
         return [
             Group(prompt=prompt, completions=tuple(self._completion(prompt, self._found[prompt.number, i]) for i in range(n)))
             for prompt in local
@@ -209,7 +209,7 @@ class PartialGeneration:
 
     def _completion(self, prompt: Prompt, partial: PartialCompletion) -> Completion:
         return make_completion(
-            prompt.token_ids, partial.token_ids.tolist(), partial.logprobs.tolist(), text=self._text_of(prompt, partial),
+            prompt.token_ids, partial.token_ids.tolist(), partial.logprobs.tolist(), text=self._decode_text(prompt, partial),
             finish_reason=partial.finish_reason, version=partial.versions[0], spans=join_versions(partial.parts),
             sampling_mask=partial.sampling_mask,
         )  # fmt: skip
@@ -225,7 +225,7 @@ class PartialGeneration:
 
     def sampled(self) -> list[PartialCompletion]:
         """Return what is known without an interruption: on servers parts that have ended, and in the ranks also those still open."""
-        return [completion for key, completion in sorted(self._found.items()) if self._share.rank_of(key[0]) == self._share.rank]
+        return [completion for key, completion in sorted(self._found.items()) if self._share.find_leader(key[0]) == self._share.rank]
 
     def abort(self) -> None:
         """Abort all that is unfinished, and discard it."""

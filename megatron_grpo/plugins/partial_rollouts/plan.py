@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.plugins.servers.addresses import addresses_of
+from megatron_grpo.plugins.servers.addresses import list_addresses
 from megatron_grpo.run.sharing import Lengths
 
 DEPTHS, ORDERS = (1, 2, 3), 5  # depths and random orders of the prompts
@@ -31,7 +31,7 @@ def forecast(sizes: BatchSizes, rollout: RolloutConfig, lengths: Lengths) -> dic
     """
     n, depths = sizes.num_generations, DEPTHS[1:] if sizes.has_servers else DEPTHS
     in_ranks = sizes.layout.world_size // rollout.vllm_tensor_parallel_size
-    num_engines = max(1, len(addresses_of(rollout)) if sizes.has_servers else in_ranks)
+    num_engines = max(1, len(list_addresses(rollout)) if sizes.has_servers else in_ranks)
     tokens = [completion for _, completion in lengths]
     groups = [tokens[i : i + n] for i in range(0, len(tokens) - n + 1, n)] or [(tokens * n)[:n]]
     num_groups, gains = -(-sizes.num_rollout_prompts // num_engines), dict[int, list[float]]()
@@ -41,7 +41,7 @@ def forecast(sizes: BatchSizes, rollout: RolloutConfig, lengths: Lengths) -> dic
         times = {depth: sum(sampling_times(rollouts, rollout.vllm_max_num_seqs, depth)[FIRST : -max(DEPTHS)]) for depth in (0, *depths)}
         for depth in depths:
             gains.setdefault(depth, []).append(times[0] / times[depth])
-    of_servers = (
+    server_lines = (
         f"relative to depth 1, where sampling takes longer than training; each server has one engine of {rollout.vllm_max_num_seqs} "
         "requests (the default of megatron-grpo serve)"
     )
@@ -53,7 +53,7 @@ def forecast(sizes: BatchSizes, rollout: RolloutConfig, lengths: Lengths) -> dic
         "assumptions": [
             f"a step of an engine takes as long as {STEP:g} requests add to it, and a token that is computed anew {RECOMPUTED:g} times as "
             f"long as one request adds; {ORDERS} random orders of the prompts",
-            *([of_servers] if sizes.has_servers else []),
+            *([server_lines] if sizes.has_servers else []),
         ],
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.core.rollout.sampling_mask import flag_of, training_structured_outputs
+from megatron_grpo.core.rollout.sampling_mask import find_mask_flag, training_structured_outputs
 from megatron_grpo.run.config.rules import Rule
 
 
@@ -18,7 +18,7 @@ def _depths(c: SimpleNamespace) -> dict[str, Any] | None:
 # fmt: off
 RULES = (
     Rule("async_rollout_depth {flag}", lambda c: training_structured_outputs(c.cfg.rollout) is not None
-         and (depths := _depths(c)) and depths | {"flag": flag_of(c.cfg.rollout)},
+         and (depths := _depths(c)) and depths | {"flag": find_mask_flag(c.cfg.rollout)},
          "async_rollout_depth {async_rollout_depth} interrupts completions at weight syncs, and structured outputs begin anew after an "
          "interruption. Omit them, or use async_rollout_depth {depths}.", lambda c: {"async_rollout_depth": c.smaller}),
     Rule("async_rollout_depth router_replay_mode", lambda c: c.router_replay_mode == "R3" and _depths(c),

@@ -16,11 +16,11 @@ from typing import Any
 from megatron_grpo.core.base.errors import ConfigError, Problem, one_line
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.plugins.rewards.answers import right_answers
-from megatron_grpo.plugins.rewards.hidden_tests import fault_of
+from megatron_grpo.plugins.rewards.hidden_tests import find_test_problem
 from megatron_grpo.plugins.rewards.jail import NO_LANDLOCK
 from megatron_grpo.plugins.rewards.sandbox import SandboxResult, run_program, why_unsafe
 from megatron_grpo.run.config.settings import Config, RewardConfig
-from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of
+from megatron_grpo.run.rewards.protocol import RowFailure, Score, read_text
 
 COLUMNS = ("tests", "test_list", "test_cases")
 _FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -44,7 +44,7 @@ class CodeReward:
         tests = right_answers(columns, self.needs)
         rows = zip(completions, tests, columns.get("entry_point") or [None] * len(completions))
         with ThreadPoolExecutor(self.settings.code_num_workers, thread_name_prefix="reward-code") as pool:
-            return list(pool.map(lambda row: self._score(text_of(row[0]), row[1], row[2], deadline), rows))
+            return list(pool.map(lambda row: self._score(read_text(row[0]), row[1], row[2], deadline), rows))
 
     def _score(self, text: str, tests: Any, entry_point: Any, deadline: float) -> Score | RowFailure:
         try:
@@ -54,9 +54,9 @@ class CodeReward:
             return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({one_line(error)})")
         if not snippets and not pairs:
             return None
-        if fault := next(filter(None, map(fault_of, snippets)), None):
+        if fault := next(filter(None, map(find_test_problem, snippets)), None):
             return _unusable(fault)
-        program = program_of(text)
+        program = find_program(text)
         passed = 0
         if snippets:
             remaining = deadline - time.monotonic()
@@ -71,7 +71,7 @@ class CodeReward:
             if remaining <= 0:
                 return self._late()
             outcome = self._run(program, remaining, standard_input=test_input, as_main=True)
-            passed += outcome.clean and lines_of(outcome.output) == lines_of(expected)
+            passed += outcome.clean and split_output(outcome.output) == split_output(expected)
         share = passed / (len(snippets) + len(pairs))
         return float(share == 1) if self.settings.code_all_or_nothing else share
 
@@ -93,7 +93,7 @@ def _called(test: str, entry_point: Any) -> str:
     return f"{test}\ncheck({entry_point})\n" if entry_point and defines and not calls else test
 
 
-def program_of(text: str) -> str:
+def find_program(text: str) -> str:
     """Return the last fenced block of a text, even if truncated; without a block, the text after the last `</think>`.
 
     Args:
@@ -140,7 +140,7 @@ def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
     return snippets, pairs
 
 
-def lines_of(output: str) -> list[str]:
+def split_output(output: str) -> list[str]:
     """Return output in the form that is compared: lines without trailing space, without empty lines at the end.
 
     Args:

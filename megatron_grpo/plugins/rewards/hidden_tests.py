@@ -48,7 +48,7 @@ _OPERATIONS = "call getattr setattr delattr iter next reversed len bool int floa
 # ---- validation of tests
 
 
-def fault_of(test: str) -> str | None:
+def find_test_problem(test: str) -> str | None:
     """Return the reason why a test cannot verify anything, as the end of a sentence about it; None if it can.
 
     Args:
@@ -163,7 +163,7 @@ class ObjectLink:
         while True:
             self._do(*self._receive()[1:])
 
-    def number_of(self, value: object) -> int:
+    def register_object(self, value: object) -> int:
         """Register an object of this process, and return the number by which the other end refers to it.
 
         Args:
@@ -213,7 +213,7 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if kind in _VALUES or (value in _VALUES if isinstance(value, type) else isinstance(value, _BASES) or _is_numpys(value)):
             return None
-        return ("yours", value._number) if kind is _Proxy else ("mine", self.link.number_of(value))
+        return ("yours", value._number) if kind is _Proxy else ("mine", self.link.register_object(value))
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce subclasses of Python's types, and NumPy's types, to their plain values."""

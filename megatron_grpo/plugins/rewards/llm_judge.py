@@ -15,7 +15,7 @@ from typing import Any
 from megatron_grpo.core.base.errors import ConfigError, one_line, problem_with
 from megatron_grpo.plugins.rewards.endpoint import ApiKey, UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.run.config.settings import Config, RewardConfig
-from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of, text_of_prompt
+from megatron_grpo.run.rewards.protocol import RowFailure, Score, read_text, text_of_prompt
 
 DEFAULT_PROMPT = """Judge how well the response answers the question.
 
@@ -67,7 +67,7 @@ class LlmJudge:
         """
         answer = next((row[name] for name in self.answer_columns if row.get(name) is not None), "")
         max_score = f"{self.settings.llm_judge_max_score:g}"
-        texts = {"prompt": text_of_prompt(prompt), "completion": text_of(completion), "answer": answer, "max_score": max_score}
+        texts = {"prompt": text_of_prompt(prompt), "completion": read_text(completion), "answer": answer, "max_score": max_score}
         values = {**row, **texts}
         # One pass: braces in a completion are text, not placeholders.
         return _PLACE.sub(lambda match: str(values.get(match[1], match[0])), self.prompt)

@@ -25,7 +25,7 @@ from megatron_grpo.core.base.cleanup import die_with_parent
 from megatron_grpo.core.base.errors import SECRET, config_error
 from megatron_grpo.plugins.rewards.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of
+from megatron_grpo.run.rewards.protocol import RowFailure, Score, read_text
 
 _FIRST_LOOK = 1.0  # seconds; rows that take longer are retried after all other rows have their scores
 _LONGEST_BARE = 200  # characters; a longer text without an answer marker is not an answer
@@ -50,7 +50,7 @@ class MathReward:
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         deadline = time.monotonic() + self.batch_seconds
-        rows = [(text_of(completion), right) for completion, right in zip(completions, right_answers(columns, self.needs))]
+        rows = [(read_text(completion), right) for completion, right in zip(completions, right_answers(columns, self.needs))]
         scores = [self._score(text, right, min(self.row_seconds, _FIRST_LOOK), deadline) for text, right in rows]
         for row, score in enumerate(scores):
             if score is _SLOW:

@@ -16,7 +16,7 @@ from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.plugins.rewards.endpoint import UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.run.config.settings import Config, RewardConfig
 from megatron_grpo.run.data.chat import encode_text
-from megatron_grpo.run.rewards.protocol import RowFailure, Score, text_of, text_of_prompt
+from megatron_grpo.run.rewards.protocol import RowFailure, Score, read_text, text_of_prompt
 
 
 class LocalClassifier:
@@ -86,7 +86,7 @@ def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
         completion: A string, or a list of one assistant message.
     """
     if isinstance(prompt, str):
-        return encode_text(tokenizer, prompt + text_of(completion), is_open=False)
+        return encode_text(tokenizer, prompt + read_text(completion), is_open=False)
     encoded = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
     return list(encoded["input_ids"])
 
@@ -246,4 +246,4 @@ def _shape(settings: RewardConfig, url: str) -> PlainFormat | VllmFormat:
 
 
 def _plain_text(prompt: Any, completion: Any) -> str:
-    return prompt + text_of(completion) if isinstance(prompt, str) else text_of_prompt([*prompt, *completion])
+    return prompt + read_text(completion) if isinstance(prompt, str) else text_of_prompt([*prompt, *completion])

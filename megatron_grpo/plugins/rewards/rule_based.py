@@ -11,7 +11,7 @@ from megatron_grpo.core.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.plugins.rewards.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import end_of_prompt, find_opened_tag
-from megatron_grpo.run.rewards.protocol import ReadsOpening, RowFailure, Score, text_of
+from megatron_grpo.run.rewards.protocol import ReadsOpening, RowFailure, Score, read_text
 
 if TYPE_CHECKING:
     from megatron_grpo.plugins.rewards.math import MathReward
@@ -29,7 +29,7 @@ class AccuracyReward:
         self.needs, self.exact = needs, exact
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score]:
-        return [self._score(text_of(completion), right) for completion, right in zip(completions, right_answers(columns, self.needs))]
+        return [self._score(read_text(completion), right) for completion, right in zip(completions, right_answers(columns, self.needs))]
 
     def _score(self, text: str, right: Any) -> Score:
         answers = alternatives(right)
@@ -68,7 +68,7 @@ class FormatReward(ReadsOpening):
     def __call__(self, completions: list[Any], prompts: Sequence[Any] = (), **columns: Any) -> list[float]:
         is_episode = "turn_rewards" in columns  # whose messages contain what the template has opened
         openings = ["" if is_episode else self._opened(prompt) for prompt in prompts] or [""] * len(completions)
-        return [float(self._is_right(opening + text_of(completion))) for opening, completion in zip(openings, completions, strict=True)]
+        return [float(self._is_right(opening + read_text(completion))) for opening, completion in zip(openings, completions, strict=True)]
 
     def _is_right(self, text: str) -> bool:
         # The count comes first: without it a second <think> could hide inside `.*?`.

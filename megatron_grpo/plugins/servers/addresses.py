@@ -41,7 +41,7 @@ class Address:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @classmethod
-    def of_url(cls, url: str) -> Address:
+    def from_url(cls, url: str) -> Address:
         """Parse a URL of scheme, host and port.
 
         Args:
@@ -58,7 +58,7 @@ class Address:
         return cls(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.scheme == "https")
 
 
-def addresses_of(cfg: RolloutConfig) -> list[Address]:
+def list_addresses(cfg: RolloutConfig) -> list[Address]:
     """Return the addresses of all rollout servers that are known now.
 
     Files are read anew on each call: servers come and go, and may not have written theirs yet.
@@ -82,7 +82,7 @@ def addresses_of(cfg: RolloutConfig) -> list[Address]:
 
 
 def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
-    """Return the addresses of the teacher's servers that are known now, as `addresses_of` does for rollout servers.
+    """Return the addresses of the teacher's servers that are known now, as `list_addresses` does for rollout servers.
 
     Args:
         cfg: Settings that name the teacher.
@@ -102,7 +102,7 @@ def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
 def _read_url(url: str, prefix: str = "") -> Address:
     """Return the address of a server. An error begins with `prefix`."""
     try:
-        return Address.of_url(url)
+        return Address.from_url(url)
     except ValueError as error:
         raise ValueError(f"{prefix}{url[:80]!r} {error}") from error
 

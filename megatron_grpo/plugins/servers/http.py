@@ -263,7 +263,7 @@ async def with_timeout(seconds: float, work: Awaitable[Answered]) -> Answered:
         raise _timeout_error(seconds) from error
 
 
-def answer_of(call: Future[Answered], seconds: float) -> Answered:
+def wait_for_answer(call: Future[Answered], seconds: float) -> Answered:
     """Wait for a call that `run_in_thread` started, and cancel it after a timeout.
 
     Args:
@@ -287,7 +287,7 @@ def _timeout_error(seconds: float) -> ServerGoneError:
 # ---- certificates and names
 
 
-def trust_of(path: str | None) -> ssl.SSLContext | None:
+def make_tls_context(path: str | None) -> ssl.SSLContext | None:
     """Return the TLS context for `vllm_server_ca`.
 
     Args:
@@ -321,7 +321,7 @@ def run_name(output_dir: Path) -> str | None:
         return None
 
 
-def run_name_of(output_dir: Path) -> str:
+def read_run_name(output_dir: Path) -> str:
     """Return the name of a run, and create one if it has none.
 
     The name begins with that of the directory, and stays the same when the run is resumed.

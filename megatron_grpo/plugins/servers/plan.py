@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.plugins.servers.addresses import FROM_FILE, addresses_of
+from megatron_grpo.plugins.servers.addresses import FROM_FILE, list_addresses
 
 CALLS = 2  # concurrent calls per server, each large enough to fill it, so that it is never half empty before the end
 
@@ -33,7 +33,7 @@ def plan_servers(rollout: RolloutConfig, sizes: BatchSizes) -> dict[str, Any]:
         rollout: Settings of the rollout.
         sizes: Batch sizes.
     """
-    addresses = [str(address) for address in addresses_of(rollout)]
+    addresses = [str(address) for address in list_addresses(rollout)]
     prompts, n = sizes.num_rollout_prompts, sizes.num_generations
     return {
         "addresses": addresses,

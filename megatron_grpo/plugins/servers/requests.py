@@ -190,7 +190,7 @@ class Calls(ABC, Generic[Answered]):
         """Execute one call and pass each answer to `_take`. Raises an exception of LOST if the server is unusable."""
 
     @abstractmethod
-    def _of_deadly(self, numbers: Sequence[int]) -> str:
+    def _describe_deadly(self, numbers: Sequence[int]) -> str:
         """Return the error message for items with which `MOST_DEATHS` servers died."""
 
     @property
@@ -221,7 +221,7 @@ class Calls(ABC, Generic[Answered]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if deadly := self._router.deadly:
-            raise RunError(self._of_deadly(deadly))
+            raise RunError(self._describe_deadly(deadly))
 
     async def _serve(self, servers: ServerGroup, member: ServerHandle, size: int, claim: int) -> None:
         """Make calls to a server one after the other, until no item is left or the server is lost or claimed anew (`claim` differs)."""
@@ -253,7 +253,7 @@ class ImagesToSend:
     bounds: wire.PixelBounds | None = None
 
     @classmethod
-    def of(cls, images: Iterable[PlacedImages], image_spec: ImageProcessorSpec | None) -> ImagesToSend:
+    def from_images(cls, images: Iterable[PlacedImages], image_spec: ImageProcessorSpec | None) -> ImagesToSend:
         """Collect the images of prompts.
 
         Args:
@@ -333,7 +333,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         requests: Prompt number -> request.
         sampling: Sampling parameters.
         version: Version of the weights that must sample. Set it anew after all servers were lost.
-        name_of: Prompt number -> name in error messages.
+        format_name: Prompt number -> name in error messages.
         to_send: The images of the requests.
     """
 
@@ -343,12 +343,12 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         sampling: wire.Sampling,
         *,
         version: int,
-        name_of: Callable[[int], str] = str,
+        format_name: Callable[[int], str] = str,
         to_send: ImagesToSend = NOTHING,
     ):
         super().__init__(list(requests))
         self._to_send = to_send
-        self.requests, self.sampling, self.version, self._name_of = dict(requests), sampling, version, name_of
+        self.requests, self.sampling, self.version, self._format_name = dict(requests), sampling, version, format_name
         self._num_answered = 0  # completions
         self._began = self._last_answer_at = time.monotonic()
 
@@ -408,7 +408,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
             number = by_key[request.key]
             if answer.error is not None:
                 # Not retried elsewhere: every server would reject the request, and each would look like a failed one.
-                raise RunError(f"{self._name_of(number)} cannot be completed: {answer.error}")
+                raise RunError(f"{self._format_name(number)} cannot be completed: {answer.error}")
             if answer.lacks:
                 member.image_keys.difference_update(answer.lacks)
                 return  # still unanswered, so it is sent again
@@ -418,11 +418,11 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
 
         await generate(member, body, take)
 
-    def _of_deadly(self, numbers: Sequence[int]) -> str:
+    def _describe_deadly(self, numbers: Sequence[int]) -> str:
         servers = ", ".join(self._router.deaths[numbers[0]])
         return (
-            f"{', '.join(map(self._name_of, numbers))}: in flight on {MOST_DEATHS} rollout servers when they died ({servers}), so it is "
-            "not sent again. See the logs of these servers, or remove the row from the data set."
+            f"{', '.join(map(self._format_name, numbers))}: in flight on {MOST_DEATHS} rollout servers when they died ({servers}), so it "
+            "is not sent again. See the logs of these servers, or remove the row from the data set."
         )
 
 

@@ -6,20 +6,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.plugins.servers.addresses import FROM_FILE, Address, addresses_of
+from megatron_grpo.plugins.servers.addresses import FROM_FILE, Address, list_addresses
 from megatron_grpo.run.config.rules import Rule, changed
 
 NAMES = ("vllm_server_host", "vllm_server_base_url")
 # Settings with which an engine is started. Servers have their own: the trainer then has no engine.
-OF_THE_ENGINE = (
+ENGINE_SETTINGS = (
     *("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_kv_cache_memory_mb", "vllm_max_model_len", "vllm_max_num_seqs"),
     *("vllm_dtype", "vllm_enforce_eager", "vllm_enable_prefix_caching", "sleep_level"),
 )
 
 
-def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
+def _find_engine_settings(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem for typed engine settings if the engine belongs to a server."""
-    engine = [name for name in OF_THE_ENGINE if name in c.cfg.typed and not (name == "vllm_max_model_len" and c.cfg.turns.has_agent)]
+    engine = [name for name in ENGINE_SETTINGS if name in c.cfg.typed and not (name == "vllm_max_model_len" and c.cfg.turns.has_agent)]
     settings = changed(c, *engine) if c.vllm_mode == "server" else []
     if not settings:
         return None
@@ -37,10 +37,10 @@ def read_addresses(c: SimpleNamespace) -> tuple[list[Address], str]:
     """Return (addresses of the rollout servers, what is wrong with them).
 
     Args:
-        c: From `settings_of`.
+        c: From `make_namespace`.
     """
     try:
-        return addresses_of(c.cfg.rollout), ""
+        return list_addresses(c.cfg.rollout), ""
     except ValueError as error:
         return [], str(error)
 
@@ -56,7 +56,7 @@ def _plain_http_servers(c: SimpleNamespace) -> dict[str, Any] | None:
 
 def _in_the_clear(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the servers that receive unencrypted traffic."""
-    addresses = addresses_of(c.cfg.rollout) if c.vllm_mode == "server" else ()
+    addresses = list_addresses(c.cfg.rollout) if c.vllm_mode == "server" else ()
     clear = [str(address) for address in addresses if not address.is_https and not address.is_here]
     return {"them": ", ".join(clear[:4])} if clear else None
 
@@ -81,7 +81,7 @@ RULES = (
     ),
     Rule("vllm_server_ca vllm_server_base_url", lambda c: c.vllm_mode == "server" and _plain_http_servers(c),
          "vllm_server_ca requires https, and {plain} does not use it. Use https://."),
-    Rule("{flags}", _of_the_engine,
+    Rule("{flags}", _find_engine_settings,
          "{said}: no effect with vllm_mode server. Pass {them} to `megatron-grpo serve`, and omit {them} here.",
          lambda c: c.near),
     Rule("vllm_server_ca", lambda c: c.vllm_mode == "server" and c.vllm_server_ca is not None and not Path(c.vllm_server_ca).is_file(),

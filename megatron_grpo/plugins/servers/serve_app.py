@@ -146,7 +146,7 @@ class App:
         Args:
             request: HTTP request, whose token has been checked.
         """
-        claim = await body_of(request, wire.ClaimRequest)
+        claim = await decode_body(request, wire.ClaimRequest)
         if self.ownership.claim(claim):
             self._print_line(f"claimed by run {one_line(claim.run, repr)}")
             self._has_orphans = True
@@ -163,7 +163,7 @@ class App:
         Args:
             request: HTTP request, whose token has been checked.
         """
-        await body_of(request, wire.EmptyBody)
+        await decode_body(request, wire.EmptyBody)
         self.ownership.release(request.headers.get(wire.INCARNATION))
         await self._end_weight_epoch()
         self._print_line("released")
@@ -194,7 +194,7 @@ class App:
             request: HTTP request, whose token has been checked.
         """
         self._require_owner(request)
-        join = await body_of(request, wire.JoinRequest)
+        join = await decode_body(request, wire.JoinRequest)
         if not (0 < join.seconds <= wire.LONGEST_JOIN and 0 < join.first_rank < join.world <= wire.MOST_MEMBERS):
             raise ValueError(  # no other request can change the server during a join
                 f"Join.seconds ({join.seconds:g}) must be above 0 and at most {wire.LONGEST_JOIN:g}; Join.first_rank ({join.first_rank}) "
@@ -212,7 +212,7 @@ class App:
             request: HTTP request, whose token has been checked.
         """
         self._require_owner(request)
-        update = await body_of(request, wire.WeightUpdateRequest)
+        update = await decode_body(request, wire.WeightUpdateRequest)
         is_base, has_base = update.kind == "weights", self.ownership.has_base
         return await self._update_weights(
             request, update.kind, lambda: self._engine.update_weights(update, has_base), update.version, is_base=is_base
@@ -225,7 +225,7 @@ class App:
             request: HTTP request, whose token has been checked.
         """
         self._require_owner(request)
-        update = await body_of(request, wire.AdapterUpdateRequest)
+        update = await decode_body(request, wire.AdapterUpdateRequest)
         return await self._update_weights(request, "adapter", lambda: self._engine.update_adapter(update), update.version, is_base=True)
 
     async def _update_weights(
@@ -262,7 +262,7 @@ class App:
             request: HTTP request, whose token has been checked.
         """
         self._require_owner(request)
-        body = await body_of(request, wire.GenerateRequest)
+        body = await decode_body(request, wire.GenerateRequest)
         self._require_owner(request)
         self.ownership.require_version(body.version)
 
@@ -279,7 +279,7 @@ class App:
     async def abort(self, request: Request) -> Response:
         """Answer POST /abort: end all running requests. Each stream ends with the tokens sampled so far. Responds when no request runs."""
         self._require_owner(request)
-        body = await body_of(request, wire.AbortRequest)
+        body = await decode_body(request, wire.AbortRequest)
         self._require_owner(request)
         self.ownership.require_version(body.version)
         work, epoch_end = set(self._work), self._over
@@ -289,13 +289,13 @@ class App:
             work = {task for task in work if not task.done()}
         return self._state()
 
-    def _streamed(self, coroutines: Callable[[], Iterable[Coroutine[Any, Any, Line]]], outcome_of: Callable[[Line], str]) -> Response:
-        return StreamingResponse(self._as_they_end(coroutines, outcome_of, self._over), media_type=wire.STREAM_TYPE)
+    def _streamed(self, coroutines: Callable[[], Iterable[Coroutine[Any, Any, Line]]], name_outcome: Callable[[Line], str]) -> Response:
+        return StreamingResponse(self._as_they_end(coroutines, name_outcome, self._over), media_type=wire.STREAM_TYPE)
 
     async def _as_they_end(
         self,
         coroutines: Callable[[], Iterable[Coroutine[Any, Any, Line]]],
-        outcome_of: Callable[[Line], str],
+        name_outcome: Callable[[Line], str],
         epoch_end: asyncio.Future[None],
     ) -> AsyncIterator[bytes]:
         """Yield one line per result, and empty lines as heartbeats.
@@ -315,7 +315,7 @@ class App:
                 waiting.difference_update(ended_tasks)
                 lines = [task.result() for task in ended_tasks]
                 for line in lines:
-                    self._metrics.answered.labels(outcome=outcome_of(line)).inc()
+                    self._metrics.answered.labels(outcome=name_outcome(line)).inc()
                 yield b"".join(map(wire.encode_line, lines)) or b"\n"
         except self._engine.Dead:
             return  # the server process exits with the reason
@@ -330,7 +330,7 @@ class App:
             request: HTTP request, whose token has been checked.
         """
         self._require_owner(request)
-        body = await body_of(request, wire.ScoreRequest)
+        body = await decode_body(request, wire.ScoreRequest)
         self._require_owner(request)
         version = self.ownership.version
         if version is None:
@@ -379,7 +379,7 @@ class FrozenApp(App):
 
     Args:
         args: As for `App`.
-        vocabulary: `data.chat.vocabulary_of` the model's tokenizer.
+        vocabulary: `data.chat.fingerprint_vocabulary` the model's tokenizer.
         fingerprint: `model_fingerprint` of the model.
         kwargs: As for `App`.
     """
@@ -404,7 +404,7 @@ class FrozenApp(App):
         Args:
             request: HTTP request, whose token has been checked.
         """
-        body = await body_of(request, wire.PromptLogprobsRequest)
+        body = await decode_body(request, wire.PromptLogprobsRequest)
         if fault := body.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.MalformedMessageError(fault)
 
@@ -431,7 +431,7 @@ async def _first(futures: list[asyncio.Future[Any]], seconds: float | None = Non
     return (await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]
 
 
-async def body_of(request: Request, cls: type[wire.Body]) -> wire.Body:
+async def decode_body(request: Request, cls: type[wire.Body]) -> wire.Body:
     """Decode the body of a request.
 
     Args:

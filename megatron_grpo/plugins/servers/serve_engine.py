@@ -131,7 +131,7 @@ class ServedEngine:
         Raises:
             RuntimeError: Tokens were sampled by another version, since weights were synced meanwhile.
         """
-        if fault := wire.fault_of(request, self.max_model_len):
+        if fault := wire.find_request_problem(request, self.max_model_len):
             return wire.GenerateLine(key=request.key, error=fault)
         if missing := tuple(image.key for image in request.images if image.key not in (image_data or {})):
             return wire.GenerateLine(key=request.key, lacks=missing)
@@ -150,8 +150,8 @@ class ServedEngine:
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.GenerateLine(key=request.key, error=str(error))
         if settings.stop and request.num_sampled:
-            of_part = self._llm.get_tokenizer(), request.ids, request.num_sampled, settings
-            output.outputs = [vllm_requests.until_stop(output_item, *of_part) for output_item in output.outputs]
+            part_request = self._llm.get_tokenizer(), request.ids, request.num_sampled, settings
+            output.outputs = [vllm_requests.until_stop(output_item, *part_request) for output_item in output.outputs]
         try:
             draws = [vllm_requests.sampled(output_item, settings, self.vocab_size, may_be_aborted=True) for output_item in output.outputs]
         except ConfigError as error:
@@ -170,7 +170,7 @@ class ServedEngine:
         if not request.num_sampled or output.finish_reason == "abort":
             return output.text
         begin = len(request.ids) - request.num_sampled
-        return vllm_requests.text_of(
+        return vllm_requests.decode_completion(
             self._llm.get_tokenizer(), request.ids[:begin], [*request.ids[begin:], *output.token_ids], sampling,
             is_stopped=output.finish_reason == "stop",
         )  # fmt: skip

@@ -30,7 +30,7 @@ from megatron_grpo.plugins.servers.serve_settings import ServeSettings, check_se
 from megatron_grpo.run.checkpoint.fingerprints import model_fingerprint
 from megatron_grpo.run.config import ParsedConfig, remote_code
 from megatron_grpo.run.config.settings import ServeConfig
-from megatron_grpo.run.data.chat import load_tokenizer, vocabulary_of
+from megatron_grpo.run.data.chat import fingerprint_vocabulary, load_tokenizer
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 SECONDS_BETWEEN_LINES = 10.0  # seconds between two progress lines while the model loads
@@ -60,7 +60,7 @@ def serve(parsed: ParsedConfig) -> int:
         address = f"{serving.scheme}://{reachable_host(serving.cfg.serve.host)}:{listener.getsockname()[1]}"
         if warning := _in_the_clear(serving, address):
             _print_line(warning)
-        if serving.cfg.model.trust_remote_code and (code := remote_code.warning_of(serving.model_path)):
+        if serving.cfg.model.trust_remote_code and (code := remote_code.make_code_warning(serving.model_path)):
             _print_line(code)
         try:
             with _stopped_by_signals(), _progress(serving):
@@ -127,7 +127,7 @@ def _app(serving: ServeSettings, engine: Any) -> Any:
         return App(engine, **common)
     path = serving.model_path
     tokenizer = load_tokenizer(str(path), trust_remote_code=serving.cfg.model.trust_remote_code, warns=False)  # `serve` has warned
-    return FrozenApp(engine, vocabulary=vocabulary_of(tokenizer), fingerprint=model_fingerprint(path), **common)
+    return FrozenApp(engine, vocabulary=fingerprint_vocabulary(tokenizer), fingerprint=model_fingerprint(path), **common)
 
 
 def _http(app: Any, cfg: ServeConfig) -> Any:

@@ -22,13 +22,13 @@ from megatron_grpo.plugins.servers.addresses import TOKEN_VARIABLE, default_toke
 from megatron_grpo.run.config import ParsedConfig, remote_code
 from megatron_grpo.run.config.engine_kwargs import PASSED_ON
 from megatron_grpo.run.config.read import COMMAND_LINE
-from megatron_grpo.run.config.rules import Rule, broken_rules, changed, in_typed_names, settings_of, typed_fields
+from megatron_grpo.run.config.rules import Rule, broken_rules, changed, in_typed_names, make_namespace, typed_fields
 from megatron_grpo.run.config.rules.layout import engine_problems, length_problems
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.rules.settings import RANGE
 from megatron_grpo.run.config.settings import Config, ServeConfig
 from megatron_grpo.run.config.table import table
-from megatron_grpo.run.models import find_model, image_spec_of
+from megatron_grpo.run.models import find_model, read_image_spec
 
 if TYPE_CHECKING:
     from megatron_grpo.core.rollout.experts import ExpertLayers
@@ -70,7 +70,7 @@ class ServeSettings:
         """MoE layers if completions must include the routed experts (`router_replay_mode` R3), else None."""
         from megatron_grpo.core.rollout.experts import ExpertLayers  # imports numpy; not at the top, since `--help` imports this module
 
-        return ExpertLayers.of(self.shape) if self.cfg.grpo.router_replay_mode == "R3" else None
+        return ExpertLayers.from_shape(self.shape) if self.cfg.grpo.router_replay_mode == "R3" else None
 
     @property
     def scheme(self) -> str:
@@ -88,7 +88,7 @@ def check_serving(parsed: ParsedConfig) -> ServeSettings:
         ConfigError: Lists all problems.
     """
     cfg = parsed.config
-    c = settings_of(cfg, among=[name for name in table() if name in READ and name != "seed"])
+    c = make_namespace(cfg, among=[name for name in table() if name in READ and name != "seed"])
     rule_problems = [*broken_rules(RULES, c), *(problem for problem in broken_rules(PASSED_ON, c) if set(problem.flags) & READ)]
     problems = [
         *parsed.problems,
@@ -100,7 +100,7 @@ def check_serving(parsed: ParsedConfig) -> ServeSettings:
     try:
         if "model" not in parsed.unreadable:
             model = _look_at_model(cfg)
-            image_spec_of(cfg.data, model[0])
+            read_image_spec(cfg.data, model[0])
     except ConfigError as error:
         problems += error.problems
     try:
@@ -117,7 +117,7 @@ def check_serving(parsed: ParsedConfig) -> ServeSettings:
         max_model_len=_longest(cfg),
         token=token[0],
         token_place=token[1],
-        image_spec=image_spec_of(cfg.data, path),
+        image_spec=read_image_spec(cfg.data, path),
     )
 
 
@@ -134,7 +134,7 @@ def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
         problems.append(
             problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts.")
         )
-    problems += filter(None, [remote_code.problem_of(path, is_trusted=trusts)])
+    problems += filter(None, [remote_code.find_code_problem(path, is_trusted=trusts)])
     if problems := [*problems, *length_problems(shape, _longest(cfg) or 0, flags=("vllm_max_model_len",))]:
         raise ConfigError(problems)
     return path, shape

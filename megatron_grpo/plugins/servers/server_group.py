@@ -24,16 +24,16 @@ from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.core.weights.shape import ModelShape, flat_values
 from megatron_grpo.plugins.servers import wire
-from megatron_grpo.plugins.servers.addresses import Address, addresses_of, read_token
+from megatron_grpo.plugins.servers.addresses import Address, list_addresses, read_token
 from megatron_grpo.plugins.servers.http import (
     CONNECT,
     Server,
     ServerGoneError,
     ServerRefusedError,
     gather_results,
+    make_tls_context,
     run_name,
     start_coroutine,
-    trust_of,
     with_timeout,
 )
 from megatron_grpo.run.adapters import lora_sync
@@ -161,7 +161,7 @@ class ServerRequirements:
         return None
 
 
-def needs_of(
+def derive_requirements(
     cfg: Config,
     shape: ModelShape,
     longest_prompt: int,
@@ -203,9 +203,9 @@ def check_servers(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     """
     max_images = max((rows.max_images for _, rows in inputs.sets), default=0)
     lora = lora_sync(cfg, inputs.shape, on_gpu=None)
-    requirements = needs_of(cfg, inputs.shape, inputs.longest_row, lora, image_spec=inputs.image_spec, max_images=max_images)
-    token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
-    servers = [Server(address, token=token, incarnation="", trust=trust) for address in addresses_of(cfg.rollout)]
+    requirements = derive_requirements(cfg, inputs.shape, inputs.longest_row, lora, image_spec=inputs.image_spec, max_images=max_images)
+    token, trust = read_token(cfg.rollout), make_tls_context(cfg.rollout.vllm_server_ca)
+    servers = [Server(address, token=token, incarnation="", trust=trust) for address in list_addresses(cfg.rollout)]
     run, problems = run_name(Path(cfg.run.output_dir)), []
     for server, call in [(server, start_coroutine(with_timeout(2 * CONNECT, request_state(server)))) for server in servers]:
         with suppress(ServerGoneError):  # not started yet: the run waits for it

@@ -112,7 +112,7 @@ class ServerParts(ServerTurns):
             self._open[key] = request
         super()._send()
 
-    def _servers_of(self, waiting: Collection[Key], members: Mapping[str, ServerHandle]) -> dict[Key, str]:
+    def _assign_servers(self, waiting: Collection[Key], members: Mapping[str, ServerHandle]) -> dict[Key, str]:
         assigned: dict[Key, str] = {}
         flying = Counter(map(str, self._flying.values()))
         room = {name: CALLS * (member.state.max_num_seqs if member.state else 1) for name, member in members.items()}
@@ -120,9 +120,9 @@ class ServerParts(ServerTurns):
             least_loaded = min(room, key=lambda name: flying[name] / room[name])
             if flying[least_loaded] >= room[least_loaded]:
                 break
-            of_group = list(keys)
-            assigned |= dict.fromkeys(of_group, least_loaded)
-            flying[least_loaded] += len(of_group)
+            group_keys = list(keys)
+            assigned |= dict.fromkeys(group_keys, least_loaded)
+            flying[least_loaded] += len(group_keys)
         return assigned
 
     async def _generate(
@@ -157,7 +157,7 @@ class ServerGeneration(PartialGeneration):
     def __init__(self, engine: ServerEngine, make_parts: Callable[[], ServerParts], sampling: SamplingSettings, *, seed: int):
         self._engine, self._make_parts, self._prompts = engine, make_parts, dict[int, Prompt]()
         super().__init__(
-            cast(ServerParts, None), sampling, seed=seed, version=engine.version, text_of=lambda _, completion: completion.text,
+            cast(ServerParts, None), sampling, seed=seed, version=engine.version, decode_text=lambda _, completion: completion.text,
             share=EngineShare(rank=0, num_engines=1, ranks_per_engine=1), should_cancel=lambda: engine.should_cancel(),
         )  # fmt: skip
 

@@ -33,7 +33,7 @@ class ServerTurns:
         sampling: Sampling parameters.
         version: Version of the weights that must sample.
         deaths: Episode -> servers that died while its open turn was in flight. Updated here; kept by the caller when all servers are lost.
-        name_of: Returns the name of an episode for error messages.
+        format_name: Returns the name of an episode for error messages.
     """
 
     def __init__(
@@ -43,9 +43,15 @@ class ServerTurns:
         *,
         version: int,
         deaths: dict[Key, list[str]],
-        name_of: Callable[[Key], str] = str,
+        format_name: Callable[[Key], str] = str,
     ):
-        self._server_group, self._sampling, self._version, self._deaths, self._name_of = server_group, sampling, version, deaths, name_of
+        self._server_group, self._sampling, self._version, self._deaths, self._format_name = (
+            server_group,
+            sampling,
+            version,
+            deaths,
+            format_name,
+        )
         self._count = 0
         self._open: dict[Key, wire.Request] = {}  # submitted, and not sampled yet
         self._flying: dict[Key, ServerHandle] = {}  # open turns that are in a call, with their server
@@ -105,7 +111,7 @@ class ServerTurns:
                 raise NoServerError
             return
         by_member: dict[str, dict[Key, wire.Request]] = {}
-        for key, server in self._servers_of(waiting, members).items():
+        for key, server in self._assign_servers(waiting, members).items():
             self._flying[key] = members[server]
             by_member.setdefault(server, {})[key] = self._open[key]
         for name, requests in by_member.items():
@@ -113,7 +119,7 @@ class ServerTurns:
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
 
-    def _servers_of(self, waiting: Collection[Key], members: Mapping[str, ServerHandle]) -> dict[Key, str]:
+    def _assign_servers(self, waiting: Collection[Key], members: Mapping[str, ServerHandle]) -> dict[Key, str]:
         """Return the server that each turn is sent to now. Turns that are missing wait."""
         for key in waiting:
             if self._dp_ranks.get(key) not in members:
@@ -143,7 +149,7 @@ class ServerTurns:
 
     def _take(self, key: Key, request: wire.Request, answer: wire.GenerateLine, version: int) -> None:
         if answer.error is not None:
-            raise RunError(f"{self._name_of(key)} cannot be completed: {answer.error}")
+            raise RunError(f"{self._format_name(key)} cannot be completed: {answer.error}")
         [completion] = answer.completions
         sampled = SampledTurn(
             token_ids=tuple(completion.tokens.tolist()),
@@ -177,7 +183,7 @@ class ServerTurns:
             if len(self._deaths.get(key, ())) >= MOST_DEATHS:
                 servers = ", ".join(self._deaths[key])
                 self._refusal = self._refusal or RunError(
-                    f"{self._name_of(key)}: in flight on {MOST_DEATHS} rollout servers when they died ({servers}), so it is not sent "
+                    f"{self._format_name(key)}: in flight on {MOST_DEATHS} rollout servers when they died ({servers}), so it is not sent "
                     "again. See the logs of these servers, or remove the row from the data set."
                 )
         self._changed.set()

@@ -23,7 +23,7 @@ from megatron_grpo.core.images import ImageProcessorSpec
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.rollout.engine import ReceiverChangedError, SamplingSettings, WeightsLostError, WeightSyncError, prompt_seed
-from megatron_grpo.core.rollout.experts import InvalidRoutingError, of_group
+from megatron_grpo.core.rollout.experts import InvalidRoutingError, collect_group_experts
 from megatron_grpo.core.rollout.probes import probe_sequences
 from megatron_grpo.core.rollout.turns import SECONDS_BETWEEN_LOOKS, Key, Player, wait_together
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
@@ -31,10 +31,10 @@ from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.core.weights.lora import LoraSync
 from megatron_grpo.plugins.servers import wire
-from megatron_grpo.plugins.servers.addresses import addresses_of, read_token
-from megatron_grpo.plugins.servers.http import Server, new_incarnation, run_name, run_name_of, trust_of
+from megatron_grpo.plugins.servers.addresses import list_addresses, read_token
+from megatron_grpo.plugins.servers.http import Server, make_tls_context, new_incarnation, read_run_name, run_name
 from megatron_grpo.plugins.servers.requests import GenerationRequest, ImagesToSend, placed_images
-from megatron_grpo.plugins.servers.server_group import TrainingServerGroup, needs_of
+from megatron_grpo.plugins.servers.server_group import TrainingServerGroup, derive_requirements
 from megatron_grpo.plugins.servers.server_parts import ServerGeneration, ServerParts, round_robin
 from megatron_grpo.plugins.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.plugins.servers.weight_broadcast import WeightBroadcaster
@@ -72,14 +72,17 @@ def build_servers(
         ConfigError: The token is missing, or as for `ServerEngine`.
     """
     rollout = cfg.rollout
-    requirements = needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, image_spec=inputs.image_spec, max_images=inputs.max_images)
+    requirements = derive_requirements(
+        cfg, inputs.shape, inputs.longest_prompt, lora, image_spec=inputs.image_spec, max_images=inputs.max_images
+    )
 
     def broadcaster() -> WeightBroadcaster:
         output_dir, incarnation, token = Path(cfg.run.output_dir), new_incarnation(), read_token(rollout)
         is_new = run_name(output_dir) is None
         server_group = TrainingServerGroup(
-            partial(addresses_of, rollout), partial(Server, token=token, incarnation=incarnation, trust=trust_of(rollout.vllm_server_ca)),
-            run=run_name_of(output_dir), incarnation=incarnation, requirements=requirements, timeout=rollout.vllm_server_timeout,
+            partial(list_addresses, rollout),
+            partial(Server, token=token, incarnation=incarnation, trust=make_tls_context(rollout.vllm_server_ca)),
+            run=read_run_name(output_dir), incarnation=incarnation, requirements=requirements, timeout=rollout.vllm_server_timeout,
             waits_for_all=is_new,
         )  # fmt: skip
         bucket_bytes = (rollout.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[parallel.device.type]) * MIB
@@ -220,7 +223,7 @@ class ServerEngine:
             player, rows = begin(prompts), {prompt.number: prompt.row for prompt in prompts}
             turns = ServerTurns(
                 broadcaster.server_group, _on_the_wire(sampling), version=self.version, deaths=self._deaths,
-                name_of=lambda key: f"episode {key[1]} of prompt {key[0]} (data-set row {rows[key[0]]})",
+                format_name=lambda key: f"episode {key[1]} of prompt {key[0]} (data-set row {rows[key[0]]})",
             )  # fmt: skip
             try:
                 with activity.phase("running episodes"):
@@ -245,8 +248,10 @@ class ServerEngine:
         if self._broadcaster is not None:
             names = {prompt.number: f"prompt {prompt.number} (data-set row {prompt.row})" for prompt in prompts}
             requests = {prompt.number: _request(prompt, sampling, seed) for prompt in prompts}
-            to_send = ImagesToSend.of((prompt.images for prompt in prompts), self._image_spec)
-            question = GenerationRequest(requests, _on_the_wire(sampling), version=self.version, name_of=names.__getitem__, to_send=to_send)
+            to_send = ImagesToSend.from_images((prompt.images for prompt in prompts), self._image_spec)
+            question = GenerationRequest(
+                requests, _on_the_wire(sampling), version=self.version, format_name=names.__getitem__, to_send=to_send
+            )
             self._questions.add(question)
             question.ask(self._broadcaster.server_group)
         return ServerGenerationFuture(self, prompts, question)
@@ -260,7 +265,7 @@ class ServerEngine:
             server_group = cast(WeightBroadcaster, self._broadcaster).server_group
             parts = ServerParts(
                 server_group, _on_the_wire(sampling), version=self.version, deaths=self._deaths,
-                name_of=lambda key: f"completion {key[1]} of prompt {key[0]}",
+                format_name=lambda key: f"completion {key[1]} of prompt {key[0]}",
             )  # fmt: skip
             self._questions.add(parts)
             return parts
@@ -387,7 +392,7 @@ def _group(prompt: Prompt, answers: Sequence[wire.SampledCompletion], *, returns
     if returns_experts:
         if not all(answer.experts is not None for answer in answers):
             raise InvalidRoutingError("A rollout server returned no routed experts.")
-        experts = of_group([cast(np.ndarray, answer.experts) for answer in answers], len(prompt.token_ids))
+        experts = collect_group_experts([cast(np.ndarray, answer.experts) for answer in answers], len(prompt.token_ids))
     return Group(
         prompt=prompt, completions=tuple(_completion(prompt, answer, routes) for answer, routes in zip(answers, experts, strict=True))
     )

@@ -16,7 +16,7 @@ from megatron_grpo.core.rollout.engine import ReceiverChangedError, WeightSyncEr
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.plugins.servers import wire
-from megatron_grpo.plugins.servers.http import ServerRefusedError, answer_of, start_coroutine, with_timeout
+from megatron_grpo.plugins.servers.http import ServerRefusedError, start_coroutine, wait_for_answer, with_timeout
 from megatron_grpo.plugins.servers.requests import ImagesToSend, placed_images
 from megatron_grpo.plugins.servers.server_group import LOST, ServerHandle, TrainingServerGroup
 from megatron_grpo.plugins.servers.weight_transfer import LinkError, Rendezvous, WeightSender, local_address
@@ -64,7 +64,7 @@ class WeightBroadcaster:
             WeightSyncError: The weight sync failed twice in a row although no server was lost.
         """
         members = self._members()
-        link = self._link_of(members)
+        link = self._connect_members(members)
         calls = [(member, start_coroutine(self._order(member, update, link.name))) for member in members]
         try:
             link.send(update.tensors, self.bucket_bytes)
@@ -98,13 +98,13 @@ class WeightBroadcaster:
             ReceiverChangedError: A server was lost, or has weights of another version.
         """
         images = [sequence.images for sequence in sequences]
-        to_send = ImagesToSend.of(images, image_spec)
+        to_send = ImagesToSend.from_images(images, image_spec)
         body = wire.ScoreRequest(
             sequences=tuple(tuple(sequence.token_ids.tolist()) for sequence in sequences), images=tuple(map(placed_images, images)),
             image_data=to_send.but((), to_send.image_data), bounds=to_send.bounds,
         )  # fmt: skip
         scores_by_server: dict[str, list[list[float]]] = {}
-        calls = [(member, start_coroutine(with_timeout(SCORE_SECONDS, self._scores_of(member, body)))) for member in self._members()]
+        calls = [(member, start_coroutine(with_timeout(SCORE_SECONDS, self._request_scores(member, body)))) for member in self._members()]
         is_any_lost = False
         for member, call in calls:
             try:
@@ -119,7 +119,7 @@ class WeightBroadcaster:
             raise ReceiverChangedError("A rollout server was lost before it reported its weights")
         return scores_by_server
 
-    async def _scores_of(self, member: ServerHandle, body: wire.ScoreRequest) -> wire.ScoreResponse:
+    async def _request_scores(self, member: ServerHandle, body: wire.ScoreRequest) -> wire.ScoreResponse:
         return wire.decode(wire.ScoreResponse, await member.server.call("POST", "/score", body, timeout=SCORE_SECONDS))
 
     def _members(self) -> list[ServerHandle]:
@@ -130,7 +130,7 @@ class WeightBroadcaster:
 
     # ---- the link
 
-    def _link_of(self, members: Sequence[ServerHandle]) -> WeightSender:
+    def _connect_members(self, members: Sequence[ServerHandle]) -> WeightSender:
         """Return the existing link if its members are the same processes, else build a new one."""
         boots = [(member, member.state.boot) for member in members if member.state is not None]
         if self._link is not None and self._link.is_whole and self._linked == boots:
@@ -195,7 +195,7 @@ class WeightBroadcaster:
         deadline = time.monotonic() + seconds
         for member, call in calls:
             try:
-                answer = answer_of(call, deadline - time.monotonic())
+                answer = wait_for_answer(call, deadline - time.monotonic())
                 if isinstance(answer, wire.ServerState):
                     member.state = answer
             except LOST as error:

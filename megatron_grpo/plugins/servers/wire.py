@@ -253,7 +253,7 @@ class ServerState(Message, frozen=True):
         max_pixels: Maximum number of pixels per image.
         max_mask_size: Largest top_k for which it returns the sampling mask.
         is_frozen: Whether it accepts no claim and no weight sync, and answers /prompt_logprobs to every client with the token.
-        vocabulary: Vocabulary of a frozen server's tokenizer: `data.chat.vocabulary_of`.
+        vocabulary: Vocabulary of a frozen server's tokenizer: `data.chat.fingerprint_vocabulary`.
         fingerprint: Fingerprint of a frozen server's model: its configuration and weights.
         vocab_size: Size of the vocabulary of a frozen server's model: token ids below it have log-probs.
     """
@@ -472,7 +472,7 @@ for _form in Message.__subclasses__():  # msgspec inspects a class at its first 
     msgspec.json.Decoder(_form, dec_hook=_array)
 
 
-def fault_of(request: Request, max_model_len: int) -> str | None:
+def find_request_problem(request: Request, max_model_len: int) -> str | None:
     """Return why no server of this context length could answer a request. Client and server both check it.
 
     The check is needed because vLLM accepts a prompt whose completion does not fit: it truncates the completion, with finish reason

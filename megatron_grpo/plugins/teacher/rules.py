@@ -10,7 +10,7 @@ from megatron_grpo.plugins.servers.rules import read_addresses
 from megatron_grpo.run.config.rules import Rule, changed
 
 # Their loss of a token depends on the sign of its sequence's single advantage, or on later tokens of the sequence.
-OF_ONE_SIGN = ("vespo", "fipo", "real")
+SINGLE_SIGN_LOSSES = ("vespo", "fipo", "real")
 
 
 def _wrong_teacher(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -62,7 +62,7 @@ GRPO_RULES = (
     Rule("teacher_model_server {bounding}", lambda c: c.teacher == "teacher_model_server" and c.bounding,
          "teacher_model_server: a server returns log-probs of the full softmax, but with {bounding} tokens are sampled from those "
          "that a grammar allows. Leave it out, or use teacher_model."),
-    Rule("{teacher} loss_type", lambda c: c.teacher and c.loss_type in OF_ONE_SIGN,
+    Rule("{teacher} loss_type", lambda c: c.teacher and c.loss_type in SINGLE_SIGN_LOSSES,
          "{teacher} gives each token a separate advantage, but loss_type {loss_type} weighs a sequence by a single advantage. Use "
          "grpo, dapo, or another token-level loss_type.", {"loss_type": ["grpo", "dapo"]}),
     Rule("{teacher} off_policy_sequence_mask_delta", lambda c: c.teacher and c.off_policy_sequence_mask_delta is not None,

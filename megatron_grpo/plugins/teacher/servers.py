@@ -20,12 +20,12 @@ from megatron_grpo.core.types import TokensToScore
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.addresses import read_token, teacher_addresses
-from megatron_grpo.plugins.servers.http import CONNECT, Server, ServerGoneError, gather_results, trust_of, with_timeout
+from megatron_grpo.plugins.servers.http import CONNECT, Server, ServerGoneError, gather_results, make_tls_context, with_timeout
 from megatron_grpo.plugins.servers.requests import Calls, Chunk
 from megatron_grpo.plugins.servers.server_group import ServerGroup, ServerHandle, names_with_reasons, request_state
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.data.chat import vocabulary_of
+from megatron_grpo.run.data.chat import fingerprint_vocabulary
 
 if TYPE_CHECKING:
     from megatron_grpo.run.inputs import ValidatedInputs
@@ -40,7 +40,7 @@ class TeacherRequirements:
 
     Args:
         max_model_len: Prompt plus completion plus the one token that vLLM always samples, in tokens.
-        vocabulary: Fingerprint of the policy's vocabulary (`data.chat.vocabulary_of`).
+        vocabulary: Fingerprint of the policy's vocabulary (`data.chat.fingerprint_vocabulary`).
         vocab_size: Number of token IDs of the policy.
     """
 
@@ -49,7 +49,7 @@ class TeacherRequirements:
     vocab_size: int
 
     @classmethod
-    def of(cls, cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> TeacherRequirements:
+    def from_config(cls, cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> TeacherRequirements:
         """Derive the requirements from the settings and the data.
 
         Args:
@@ -63,7 +63,7 @@ class TeacherRequirements:
             # These may extend the prompt, up to the context length of the sampler.
             configured = cfg.rollout.vllm_max_model_len if cfg.rollout.rollout_func else None
             longest = configured or longest_context(cfg, longest_prompt)
-        return cls(max_model_len=longest + 1, vocabulary=vocabulary_of(tokenizer), vocab_size=shape.vocab_size)
+        return cls(max_model_len=longest + 1, vocabulary=fingerprint_vocabulary(tokenizer), vocab_size=shape.vocab_size)
 
     def problem(self, state: wire.ServerState) -> str | None:
         """Return why a server in this state cannot be a teacher of the run.
@@ -126,7 +126,7 @@ class TeacherServerGroup(ServerGroup):
         Raises:
             ConfigError: The token is missing.
         """
-        token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
+        token, trust = read_token(cfg.rollout), make_tls_context(cfg.rollout.vllm_server_ca)
         server_at = partial(Server, token=token, incarnation="", trust=trust)
         return cls(
             partial(teacher_addresses, cfg.grpo),
@@ -223,7 +223,9 @@ def check_teacher(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     """
     if launcher.read().rank != 0:
         return []
-    return TeacherServerGroup.build(cfg, TeacherRequirements.of(cfg, inputs.shape, inputs.tokenizer, inputs.longest_row)).problems()
+    return TeacherServerGroup.build(
+        cfg, TeacherRequirements.from_config(cfg, inputs.shape, inputs.tokenizer, inputs.longest_row)
+    ).problems()
 
 
 class _ScoringRequest(Calls[np.ndarray]):
@@ -255,7 +257,7 @@ class _ScoringRequest(Calls[np.ndarray]):
         with activity.phase("computing teacher log-probs", total=len(self._to_score), unit="completions") as phase:
             self._wait(phase, lambda: self.num_answered, teacher.should_cancel)
 
-    def _of_deadly(self, numbers: Sequence[int]) -> str:
+    def _describe_deadly(self, numbers: Sequence[int]) -> str:
         return "A completion was in flight on three teacher servers when they died. See their logs."
 
     async def _receive(self, member: ServerHandle, chunk: Chunk) -> None:

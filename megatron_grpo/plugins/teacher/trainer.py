@@ -26,7 +26,7 @@ from megatron_grpo.core.types import RowKey, TokensToScore
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.teacher.servers import TeacherRequirements, TeacherServerGroup
-from megatron_grpo.run.assemble.policy import frozen, model_of, sharing_of
+from megatron_grpo.run.assemble.policy import decide_sharing, frozen, prepare_model
 from megatron_grpo.run.checkpoint.fingerprints import TEACHER
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.models import config_of_teacher
@@ -47,7 +47,7 @@ def build_served_teacher(
     offload: Collection[Role] = (),
 ) -> ServedTeacher:  # fmt: skip
     """Connect to the frozen servers that hold the teacher, as `run.plug_ins.BuildTeacher`. Collective."""
-    requirements = TeacherRequirements.of(cfg, inputs.shape, inputs.tokenizer, inputs.longest_prompt)
+    requirements = TeacherRequirements.from_config(cfg, inputs.shape, inputs.tokenizer, inputs.longest_prompt)
     servers = TeacherServerGroup.build(cfg, requirements, stop.should_cancel) if parallel.is_rank_zero else None
     facts = (servers.fingerprint, servers.logprobs) if servers else ()
     teacher = ServedTeacher(parallel, *facts)
@@ -64,14 +64,14 @@ def build_held_teacher(
     assert path is not None
     shape = ModelShape.from_pretrained(path)
     teacher_cfg = config_of_teacher(cfg, shape, inputs.shape)
-    _, loaded_chunks = model_of(teacher_cfg, shape, parallel, model_path=path)
+    _, loaded_chunks = prepare_model(teacher_cfg, shape, parallel, model_path=path)
     chunks = frozen(loaded_chunks())
     cut = batch_partitioner(
         parallel,
         chunks[0].config,
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
-        min_saving_ratio=sharing_of(teacher_cfg, shape, parallel).min_saving_ratio,
+        min_saving_ratio=decide_sharing(teacher_cfg, shape, parallel).min_saving_ratio,
     )
     leaves = cfg.grpo.offload_teacher_model or "reference" in offload
     return LocalTeacher(cfg.grpo.teacher_model or str(path), ModelScorer(chunks, parallel, cut), timers, leaves=leaves)
@@ -108,7 +108,7 @@ class ServedTeacher:
             logprobs_by_key.update(self._scored(sequences))
 
         collectives.run_on_rank_zero(score, REPORTED)
-        dp_ranks = placed.rows.dp_rank[placed.rows.places_of(*np.array(list(logprobs_by_key), dtype=np.int64).reshape(-1, 2).T)].tolist()
+        dp_ranks = placed.rows.dp_rank[placed.rows.find_indices(*np.array(list(logprobs_by_key), dtype=np.int64).reshape(-1, 2).T)].tolist()
         return deliver(
             {key: (dp_rank, values) for (key, values), dp_rank in zip(logprobs_by_key.items(), dp_ranks, strict=True)}, self._parallel
         )

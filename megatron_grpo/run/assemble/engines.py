@@ -211,7 +211,7 @@ def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
         return None
     from megatron_grpo.core.rollout.experts import ExpertLayers
 
-    return ExpertLayers.of(shape)
+    return ExpertLayers.from_shape(shape)
 
 
 def build_teacher(flag: str, cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, **parts: Any) -> Teacher | None:

@@ -32,7 +32,7 @@ from megatron_grpo.run.checkpoint.fingerprints import values_equal_on_ranks
 from megatron_grpo.run.checkpoint.output_files import LOCK as NAME
 from megatron_grpo.run.checkpoint.output_files import BestCheckpoint, check_output_dir, claim, remove_run
 from megatron_grpo.run.checkpoint.saving import Checkpoints
-from megatron_grpo.run.config.evaluation import is_greater_better, metric_of
+from megatron_grpo.run.config.evaluation import find_best_metric, is_greater_better
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import write_config
 from megatron_grpo.run.inputs import ValidatedInputs
@@ -202,7 +202,7 @@ def open_output(
     """
     out = Path(cfg.run.output_dir)
     checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group, print_line=print_line)
-    if metric := metric_of(cfg):
+    if metric := find_best_metric(cfg):
         checkpoints.best = BestCheckpoint(out / "checkpoints", metric, greater=is_greater_better(cfg), print_line=print_line)
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_rank_zero:

@@ -28,12 +28,12 @@ from megatron_grpo.core.policy.policy import Policy, batch_partitioner
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.weights.buckets import MIB
 from megatron_grpo.core.weights.hf_files import HfReader, check_tied_head
-from megatron_grpo.core.weights.lora import AdapterUpdateRequest, LoraSettings, lora_of, own_sizes
+from megatron_grpo.core.weights.lora import AdapterUpdateRequest, LoraSettings, make_lora_settings, own_sizes
 from megatron_grpo.core.weights.mapping import WeightMap
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains_tower
 from megatron_grpo.run.assemble import PolicyParts
-from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.checkpoint.fingerprints import list_settings
 from megatron_grpo.run.config.rules.policy import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.sharing import PrefixSharing, decide
@@ -109,14 +109,14 @@ def sharing_on_this_machine(cfg: Config, shape: ModelShape, parallel: ParallelSt
     problems = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
     if problems := [*problems, *sharing_problems(cfg, shape)]:
         raise ConfigError(problems)
-    sharing = sharing_of(cfg, shape, parallel)
+    sharing = decide_sharing(cfg, shape, parallel)
     planned = decide(cfg, shape)  # `plan` and the sizes shown at the start do not know the machine
     if parallel.is_rank_zero and sharing != planned and (has_gpu or sharing.min_saving_ratio != planned.min_saving_ratio):
         logger.warning("Shared prompts are %s.", sharing)
     return sharing
 
 
-def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> PrefixSharing:
+def decide_sharing(cfg: Config, shape: ModelShape, parallel: ParallelState) -> PrefixSharing:
     """Decide whether to share prompts for a model on this machine, which is assumed to meet all requirements.
 
     Args:
@@ -144,7 +144,7 @@ def choose_tuner(
         The adapters; None if weights train.
     """
     tuner, shape = cfg.tuner, exchange.map.shape
-    settings = lora_of(tuner, shape)
+    settings = make_lora_settings(tuner, shape)
     if settings is None:
         select_trainable(chunks, exchange, tuner)
         return None
@@ -163,7 +163,7 @@ def choose_tuner(
     return adapters
 
 
-def model_of(
+def prepare_model(
     cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
 ) -> tuple[MegatronToHF, Callable[..., list[PolicyModel]]]:
     """Return the weight exporter of a model in this layout, and a function that builds its chunks.
@@ -187,16 +187,16 @@ def model_of(
     bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
     exchange = MegatronToHF(weight_map, parallel, bucket_bytes=bucket_bytes, gather=cfg.rollout.vllm_mode == "server")
 
-    def reader_of(directory: str | Path) -> HfReader:
+    def open_reader(directory: str | Path) -> HfReader:
         reader = HfReader(directory)
         weight_map.check_complete(reader.names)
         check_tied_head(reader)
         return reader
 
-    model_reader = reader_of(model_path)
+    model_reader = open_reader(model_path)
 
     def loaded_chunks(other_path: Path | None = None) -> list[PolicyModel]:
-        reader, tower = reader_of(other_path) if other_path is not None else model_reader, None
+        reader, tower = open_reader(other_path) if other_path is not None else model_reader, None
         if parallel.is_first_stage and shape.vision:  # its weights are not set yet
             from megatron_grpo.core.policy.vision import build_tower
 
@@ -223,7 +223,7 @@ def build_loaded(
         micro_batch_size: Rows of a micro-batch.
     """
     sharing_on_this_machine(cfg, shape, parallel)
-    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
+    exchange, loaded_chunks = prepare_model(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
     adapters = choose_tuner(cfg, chunks, exchange)
     if checkpoint is not None:
@@ -276,9 +276,9 @@ def build_policy(
         cfg.grpo,
         max_completion_length=cfg.rollout.max_completion_length,
         temperature=cfg.rollout.temperature,
-        zero_gradient=zero_gradient_kinds(settings_of(cfg)),
+        zero_gradient=zero_gradient_kinds(list_settings(cfg)),
     )
-    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
+    exchange, loaded_chunks = prepare_model(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
     adapters = choose_tuner(cfg, chunks, exchange, adapter_sync)
     if cfg.run.mcore_model:
@@ -286,7 +286,7 @@ def build_policy(
 
         begin_with(chunks, cfg.run.mcore_model)
     moves = trains_tower(cfg.tuner, shape)
-    model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
+    model = Trainable.from_chunks(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
     keep_outputs([] if moves else chunks)
     cut = batch_partitioner(
         parallel,

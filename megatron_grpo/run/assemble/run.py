@@ -41,7 +41,7 @@ from megatron_grpo.run.assemble.output import build_metrics_logger, mismatch_hin
 from megatron_grpo.run.assemble.policy import build_policy
 from megatron_grpo.run.checkpoint.output_files import BestCheckpoint
 from megatron_grpo.run.checkpoint.saving import Checkpoints
-from megatron_grpo.run.config.evaluation import describe_rules, eval_sampling, find_pass_reward, most_of, score_of
+from megatron_grpo.run.config.evaluation import describe_rules, eval_sampling, find_pass_reward, find_score, list_reward_maxima
 from megatron_grpo.run.config.rules.policy import sampler_problems
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.prompts import PromptStream
@@ -163,7 +163,7 @@ def assemble_run(
     weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.print_line, shape=inputs.shape)
     partial_rollouts = plug_ins.PARTIAL_ROLLOUTS.load()(cfg, policy, sampler) if cfg.rollout.partial_rollouts else None
     sampled_cfg = settings_of_sampler(cfg, inputs.tokenizer)
-    generator = generator_of(
+    generator = build_generator(
         sampled_cfg, inputs, partial_rollouts or sampler_of_run(sampled_cfg, inputs, sampler), reward_manager, timers,
         sync_again=partial(sync_weights_again, policy, weight_sync, timers),
         before_sampling=policy.free_memory,
@@ -175,7 +175,7 @@ def assemble_run(
         schedule=schedule,
         policy=policy,
         logger=logger,
-        penalty=penalty_of(cfg.grpo, policy),
+        penalty=build_kl_penalty(cfg.grpo, policy),
         teacher=teacher,
     )
     checkpoints.partial = rollouts.partial = partial_rollouts
@@ -197,7 +197,7 @@ def assemble_run(
     )
 
 
-def generator_of(
+def build_generator(
     cfg: Config, inputs: ValidatedInputs, sampler: Sampler, reward_manager: RewardManager, timers: Timers, *, sync_again: Callable[[],
     object], before_sampling: Callable[[], object] = lambda: None,
 ) -> RolloutGenerator:  # fmt: skip
@@ -215,7 +215,7 @@ def generator_of(
     return RolloutGenerator(
         sampler,
         reward_manager,
-        sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
+        sampling=SamplingSettings.from_config(cfg.rollout, num_generations=cfg.batch.num_generations),
         seed=cfg.run.seed,
         timers=timers,
         sync_again=sync_again,
@@ -268,14 +268,15 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, rewa
         reward_manager: Reward manager.
         last_step: Optimizer step of the last evaluation.
     """
-    from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, sampling_of
+    from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, make_eval_sampling
 
-    training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
+    training = SamplingSettings.from_config(cfg.rollout, num_generations=cfg.batch.num_generations)
     question = EvaluationSpec(
         sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
-        sampling=sampling_of(training, eval_sampling(cfg)), score=score_of(cfg, reward_manager.names),
+        sampling=make_eval_sampling(training, eval_sampling(cfg)), score=find_score(cfg, reward_manager.names),
         pass_threshold=cfg.eval.eval_pass_threshold,
-        most=most_of(cfg), pass_reward=find_pass_reward(cfg, reward_manager.names), seed=cfg.eval.eval_seed, episodes=describe_rules(cfg),
+        most=list_reward_maxima(cfg), pass_reward=find_pass_reward(cfg, reward_manager.names), seed=cfg.eval.eval_seed,
+        episodes=describe_rules(cfg),
     )  # fmt: skip
     return Evaluator(question, sampler, reward_manager, eval_steps=cfg.eval.eval_steps, last_step=last_step)
 
@@ -354,7 +355,7 @@ def sync_weights_again(policy: Policy, weight_sync: WeightSyncManager, timers: T
         weight_sync.sync_weights(policy.version)
 
 
-def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
+def build_kl_penalty(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
     """Return the KL penalty that is subtracted from rewards; None if the KL is in the loss, or without a reference.
 
     Args:

@@ -120,11 +120,11 @@ class ShardedWriter:
             other_files: Contents of further files of this rank, by name.
         """
         with errors_on_all_ranks("describing the model and optimizer"):
-            sharded, common = save_preprocess(state, validate_access_integrity=False)  # `metadata_of` checks integrity, on one rank
+            sharded, common = save_preprocess(state, validate_access_integrity=False)  # `serialize_metadata` checks integrity, on one rank
         if self._mine is None:
             self._mine = assigned_tensors(sharded, self._group)
         with errors_on_all_ranks("copying the model and optimizer"):
-            pieces = pieces_of(sharded, self._mine)
+            pieces = list_pieces(sharded, self._mine)
             if self._staging is not None:
                 pieces = self._staging.copies(pieces)
             if collectives.rank() == 0:
@@ -150,7 +150,7 @@ class ShardedWriter:
 
     def _write_metadata(self, parts: Sequence[WrittenFiles], directory: Path, *, is_new: bool) -> dict[str, Entry]:
         if is_new:
-            self._metadata = metadata_of([(part.file, part.placed) for part in parts])
+            self._metadata = serialize_metadata([(part.file, part.placed) for part in parts])
         files = {name: entry for part in parts for name, entry in part.files.items()}
         return files | {".metadata": write_file(directory / ".metadata", self._metadata)}
 
@@ -379,7 +379,7 @@ class MissingShardError(ValueError):
     """Error raised if the shards of all ranks do not cover a tensor exactly: some element is in none of them, or in two."""
 
 
-def pieces_of(state: dict[str, Any], assigned_names: frozenset[int]) -> list[tuple[Shard, Contents]]:
+def list_pieces(state: dict[str, Any], assigned_names: frozenset[int]) -> list[tuple[Shard, Contents]]:
     """Return the pieces that this rank writes, with their contents.
 
     Args:
@@ -393,7 +393,7 @@ def pieces_of(state: dict[str, Any], assigned_names: frozenset[int]) -> list[tup
                 stream = io.BytesIO()
                 torch.save([leaf.data], stream)  # in a list, as Megatron-Core expects
                 pieces.append((Shard(leaf.unique_key), stream.getvalue()))
-        elif name_of(leaf) in assigned_names if _may_be_shared(leaf) else is_main_replica(leaf.replica_id):
+        elif compute_shard_name(leaf) in assigned_names if _may_be_shared(leaf) else is_main_replica(leaf.replica_id):
             box = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
             piece = Shard(leaf.key, tuple(leaf.global_offset), box, tuple(leaf.global_shape), leaf.dtype)
             pieces.append((piece, leaf.data.detach().reshape(box)))
@@ -413,7 +413,11 @@ def assigned_tensors(state: dict[str, Any], group: Any) -> frozenset[int]:
         state: Sharded state dict.
         group: Process group of the ranks that may hold the same tensors; None for all ranks.
     """
-    tensors = [(name_of(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id)) for leaf in nested_values(state) if _may_be_shared(leaf)]
+    tensors = [
+        (compute_shard_name(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id))
+        for leaf in nested_values(state)
+        if _may_be_shared(leaf)
+    ]
     return divide_tensors(collectives.all_gather_object(tensors, group))[collectives.rank_in(group)]
 
 
@@ -444,7 +448,7 @@ def divide_tensors(tensors_of_ranks: Sequence[Sequence[tuple[int, int, bool]]]) 
     return [frozenset(names) for names in assigned_names]
 
 
-def name_of(tensor: ShardedTensor) -> int:
+def compute_shard_name(tensor: ShardedTensor) -> int:
     """Return a 64-bit name of a box, equal on every rank that holds it.
 
     Args:
@@ -461,7 +465,7 @@ def _may_be_shared(leaf: Any) -> bool:
 # ---- .metadata ---------------------------------------------------------------------------------------------------------------------------
 
 
-def metadata_of(files: Iterable[tuple[str, Sequence[PlacedShard]]]) -> bytes:
+def serialize_metadata(files: Iterable[tuple[str, Sequence[PlacedShard]]]) -> bytes:
     """Return the contents of `.metadata`, as torch reads it.
 
     Args:

@@ -43,7 +43,7 @@ FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapte
 _NAMED_BY = {**FLAGS, TEACHER: "teacher_model", "text of llm_judge_prompt": "llm_judge_prompt"}
 
 
-def settings_of(cfg: Config) -> dict[str, Any]:
+def list_settings(cfg: Config) -> dict[str, Any]:
     """Return the values of all settings by name.
 
     Args:
@@ -57,17 +57,19 @@ def values_equal_on_ranks(cfg: Config, content: Mapping[str, str], environ: Mapp
 
     Args:
         cfg: Settings of the run.
-        content: Fingerprints, from `content_of`.
+        content: Fingerprints, from `compute_fingerprints`.
         environ: Environment variables.
     """
     elsewhere = {_NAMED_BY.get(name) for name in content}
-    settings = {name: json.dumps(value, sort_keys=True) for name, value in settings_of(cfg).items() if name not in elsewhere}
+    settings = {name: json.dumps(value, sort_keys=True) for name, value in list_settings(cfg).items() if name not in elsewhere}
     variables = {name: environ[name] for name in _VARIABLES if name in environ}
     versions = {"version of megatron_grpo": __version__} | {f"version of {name}": installed_version(name) or "none" for name in _PACKAGES}
     return settings | {f"The {name}": value for name, value in content.items()} | variables | versions
 
 
-def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None, teacher_path: Path | None = None) -> dict[str, str]:
+def compute_fingerprints(
+    cfg: Config, *, model_path: Path | None = None, rows: Any = None, teacher_path: Path | None = None
+) -> dict[str, str]:
     """Return the fingerprints of everything available, by name.
 
     Args:
@@ -80,17 +82,17 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
     if model_path is not None and model_path.is_dir():
         fingerprints["model"] = model_fingerprint(model_path)
         for name, files in (("vocabulary", _VOCABULARY), ("chat template and special tokens", TEMPLATE)):
-            fingerprints[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
+            fingerprints[name] = _digest_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
         if cfg.model.trust_remote_code and (code := files_that_run(model_path)):
-            fingerprints["the model's own code"] = _of_files(model_path / name for name in sorted(code))
+            fingerprints["the model's own code"] = _digest_files(model_path / name for name in sorted(code))
     for name, path in (("ref_model", Path(cfg.grpo.ref_model) if cfg.grpo.ref_model else None), (TEACHER, teacher_path)):
         if path is not None and path.is_dir():
             fingerprints[name] = model_fingerprint(path)
     for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):
         if directory and Path(directory).is_dir():
-            fingerprints[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))
+            fingerprints[flag] = _digest_files(sorted(Path(directory).glob("adapter_*")))
     if cfg.run.mcore_model and (Path(cfg.run.mcore_model) / MANIFEST).is_file():
-        fingerprints["mcore_model"] = _of_files([Path(cfg.run.mcore_model) / MANIFEST])
+        fingerprints["mcore_model"] = _digest_files([Path(cfg.run.mcore_model) / MANIFEST])
     if rows is not None:
         fingerprints["data set"] = rows.described(SHOWN)
     short = [spec.rpartition("/")[2] for spec in cfg.rewards.reward_funcs]  # the folder may have moved
@@ -99,11 +101,11 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
     sources |= {name: getattr(cfg.turns, name) or "" for name in ("agent", "agent_verdict")}
     for name, spec in sources.items():
         if python_objects.is_given(spec):
-            fingerprints |= {name: of_object} if (of_object := python_objects.fingerprint(spec)) else {}
+            fingerprints |= {name: object_fingerprint} if (object_fingerprint := python_objects.fingerprint(spec)) else {}
         elif (source := _source(spec)) is not None:
-            fingerprints[name] = _of_files([source])
+            fingerprints[name] = _digest_files([source])
     if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():
-        fingerprints["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])
+        fingerprints["text of llm_judge_prompt"] = _digest_files([Path(cfg.rewards.llm_judge_prompt)])
     return fingerprints
 
 
@@ -114,7 +116,7 @@ def vocabulary_fingerprint(directory: Path) -> str | None:
         directory: Directory of a Hugging Face model.
     """
     files = [path for pattern in _VOCABULARY for path in sorted(directory.glob(pattern))]
-    return _of_files(files) if files else None
+    return _digest_files(files) if files else None
 
 
 def model_fingerprint(directory: Path) -> str:
@@ -165,7 +167,7 @@ def _sample(path: Path) -> str:
     return f"{size} {digest.hexdigest()}"
 
 
-def _of_files(paths: Iterable[Path]) -> str:
+def _digest_files(paths: Iterable[Path]) -> str:
     """Return a digest of the contents and names of files."""
     digest = hashlib.sha256()
     for path in paths:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.run.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
+from megatron_grpo.run.checkpoint.fingerprints import list_settings, vocabulary_fingerprint
 from megatron_grpo.run.checkpoint.manifest import MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
 from megatron_grpo.run.checkpoint.output_files import holds_run, overwrite_obstacle, restart_obstacle
 
@@ -113,14 +113,14 @@ def plan_resume(
     Args:
         cfg: Settings of the run.
         schedule: Training schedule of the run.
-        content: Fingerprints of this run, from `fingerprints.content_of`.
+        content: Fingerprints of this run, from `fingerprints.compute_fingerprints`.
         prompts: Stream of prompts, if the data set has been read.
         environ: Environment variables.
 
     Raises:
         ConfigError: With all reasons why the run cannot begin.
     """
-    origin = RunOrigin(settings=settings_of(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=launcher.job_ids(environ))
+    origin = RunOrigin(settings=list_settings(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=launcher.job_ids(environ))
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
     candidates = tuple(_compare(candidate.manifest, origin, cfg, schedule, prompts) for candidate in resume.candidates)
     if candidates and candidates[0].problems:
@@ -134,11 +134,11 @@ def _compare(
     manifest: Manifest, origin: RunOrigin, cfg: Config, schedule: TrainingSchedule, prompts: PromptStream | None
 ) -> ResumeCandidate:
     """Compare the run that wrote a checkpoint with this one."""
-    from megatron_grpo.run.checkpoint.resume_compatibility import changes_since, problems_of
+    from megatron_grpo.run.checkpoint.resume_compatibility import changes_since, list_problems
 
     changes = changes_since(manifest.origin, origin)
     is_between = schedule.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
-    problems = problems_of(changes, manifest, is_between_rollouts=is_between, typed_names=cfg.typed)
+    problems = list_problems(changes, manifest, is_between_rollouts=is_between, typed_names=cfg.typed)
     problems += _problems_inside(manifest, prompts, named_flags={flag for problem in problems for flag in problem.flags})
     return ResumeCandidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems))
 
@@ -334,7 +334,7 @@ def _newest(out: Path) -> Manifest | None:
 # -- start from the weights of a checkpoint, without its state (`--mcore_model`) -----------------------------------------------------------
 
 
-def initial_weights_of(path: str | Path) -> Manifest:
+def read_initial_weights(path: str | Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`, checked by names and sizes.
 
     Args:
@@ -372,13 +372,13 @@ def initial_weights_of(path: str | Path) -> Manifest:
 def checkpoint_path(path: str) -> str:
     """Return the absolute directory of the checkpoint at `path`.
 
-    Without one, return `path` itself, made absolute; `initial_weights_of` reports the problem.
+    Without one, return `path` itself, made absolute; `read_initial_weights` reports the problem.
 
     Args:
         path: Checkpoint, run or `checkpoints` directory.
     """
     try:
-        return str(initial_weights_of(path).directory.absolute())
+        return str(read_initial_weights(path).directory.absolute())
     except ConfigError:
         return str(Path(path).absolute())
 
@@ -398,7 +398,7 @@ def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Probl
         return []
     from megatron_grpo.run.checkpoint.resume_compatibility import FREEZING
 
-    manifest = initial_weights_of(path)
+    manifest = read_initial_weights(path)
     trained, problems = manifest.origin, []
     for name in ("tuner_type", *FREEZING):  # settings that determine which part of the model's weights a checkpoint holds
         trained_value, value = trained.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)
@@ -408,12 +408,12 @@ def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Probl
                 f"weights do not match. Use {name} {_value_text(trained_value)}, or export it and use the result as model."
             )
             problems.append(problem_with((_FLAG, name), message))
-    if vocabulary := vocabulary_of(manifest, model_path):
+    if vocabulary := compare_vocabulary(manifest, model_path):
         problems.append(problem_with((_FLAG, "model"), f"{_FLAG} ({path}) {vocabulary}"))
     return problems
 
 
-def vocabulary_of(manifest: Manifest, model_path: Path | None) -> str | None:
+def compare_vocabulary(manifest: Manifest, model_path: Path | None) -> str | None:
     """Compare the vocabulary of a model with that of a checkpoint. Return the end of a sentence about a mismatch, or None.
 
     Args:

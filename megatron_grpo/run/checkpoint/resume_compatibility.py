@@ -49,7 +49,7 @@ _WHY = {
     "vocabulary": "the same token IDs would mean other tokens",
     "data set": "the remaining prompts would be other ones",
 }
-_OF_THE_REFERENCE = ("sync_ref_model", "beta")  # changes between two values with the same `_keeps_reference` are only reported
+_REFERENCE_SETTINGS = ("sync_ref_model", "beta")  # changes between two values with the same `_keeps_reference` are only reported
 NEW_RUN = "or start a new run in another --output_dir"
 
 
@@ -83,7 +83,7 @@ def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
     has_left_out = bool(zero_gradient_kinds(old_values) - zero_gradient_kinds(new_values))
     for name, value in new_values.items():
         verdict: OnResume = table()[name].on_resume if name in table() else "said"
-        if name in _OF_THE_REFERENCE:
+        if name in _REFERENCE_SETTINGS:
             verdict = "refused" if _keeps_reference(old_values) != _keeps_reference(new_values) else "said"
         if name in DECIDING and has_left_out and verdict == "said":
             verdict = "between"
@@ -117,7 +117,7 @@ def _contents(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
             yield ResumeDifference(name=name, was=old.content[name], now=value, verdict="refused" if name in FLAGS else "said")
 
 
-def problems_of(
+def list_problems(
     changes: list[ResumeDifference], manifest: Manifest, *, is_between_rollouts: bool, typed_names: Mapping[str, str]
 ) -> list[Problem]:
     """Return the changes that prevent continuing a checkpoint, as problems in the user's terms.

@@ -33,7 +33,7 @@ class UnknownSamplesError(ValueError):
     """Error raised if a file is intact but contains something that this version does not know."""
 
 
-def file_of(samples: Sequence[Any]) -> bytes:
+def serialize_samples(samples: Sequence[Any]) -> bytes:
     """Serialize samples to the contents of an .npz file.
 
     The file has the columns of each sample class in the order of the list; `kinds` holds the class of each sample.
@@ -44,10 +44,10 @@ def file_of(samples: Sequence[Any]) -> bytes:
     arrays: dict[str, np.ndarray] = {"kinds": np.array([type(sample).__name__ for sample in samples], dtype=np.str_)}
     types: dict[str, dict[str, str]] = {}
     for kind in dict.fromkeys(type(sample) for sample in samples):
-        of_kind = [sample for sample in samples if type(sample) is kind]
+        same_kind = [sample for sample in samples if type(sample) is kind]
         types[kind.__name__] = column_types(kind)
         for name, column in column_types(kind).items():
-            values = [getattr(sample, name) for sample in of_kind]
+            values = [getattr(sample, name) for sample in same_kind]
             if name in LEFT_OUT and not any(values):
                 del types[kind.__name__][name]
                 continue
@@ -59,7 +59,7 @@ def file_of(samples: Sequence[Any]) -> bytes:
 
 
 def read_samples(path: Path, kind: type = Sample) -> list[Any]:
-    """Read the samples that `file_of` wrote, in the same order.
+    """Read the samples that `serialize_samples` wrote, in the same order.
 
     Args:
         path: The .npz file.
@@ -136,14 +136,14 @@ def _columns(column: str, values: list[Any], name: str) -> dict[str, np.ndarray]
         parts[".present"] = np.array([value is not None for value in values], dtype=np.bool_)
         column, values = column[:-1], [value for value in values if value is not None]
     if column == "array":
-        return parts | _of_arrays(values, name)
+        return parts | _concatenate_arrays(values, name)
     if column == "integers":
-        return parts | _of_arrays([np.array(value, dtype=np.int64) for value in values], name)
+        return parts | _concatenate_arrays([np.array(value, dtype=np.int64) for value in values], name)
     kind = {"int": int, "float": float, "bool": bool, "str": str}[column]
     return parts | {"": np.array([kind(value) for value in values], dtype=_SCALARS[kind])}
 
 
-def _of_arrays(values: list[np.ndarray], name: str) -> dict[str, np.ndarray]:
+def _concatenate_arrays(values: list[np.ndarray], name: str) -> dict[str, np.ndarray]:
     """Concatenate arrays, and record their shapes. int64 is stored as int32 if the values fit, as token IDs always do."""
     dtypes, dimensions = {value.dtype for value in values}, {value.ndim for value in values}
     if len(dtypes) > 1 or len(dimensions) > 1 or any(dtype.hasobject for dtype in dtypes):

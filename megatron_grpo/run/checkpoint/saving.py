@@ -129,15 +129,15 @@ class Checkpoints:
         """
         if not self.cfg.record_rows or step.index != (self._underway.step if self._underway else self._saved_step):
             return
-        rows = buffer.of_step(step)
+        rows = buffer.list_step_samples(step)
         if collectives.rank() > 0:
             return
-        from megatron_grpo.run.checkpoint.samples import file_of
+        from megatron_grpo.run.checkpoint.samples import serialize_samples
 
         for directory in (self.folder.directory(step.index), self.folder.being_written(step.index), self.folder.directory(step.index)):
             try:
                 with atomic_write(directory / RECORDED) as stream:
-                    stream.write(file_of(rows))
+                    stream.write(serialize_samples(rows))
                 return
             except FileNotFoundError:  # the directory has another name while it is written, or has just been renamed
                 continue
@@ -264,9 +264,9 @@ class Checkpoints:
         samples_by_kind = {Sample: buffer.to_save(), PartialCompletion: self.partial.to_save() if self.partial is not None else []}
         for kind, samples in samples_by_kind.items():
             if samples:
-                from megatron_grpo.run.checkpoint.samples import FOLDERS, file_of
+                from megatron_grpo.run.checkpoint.samples import FOLDERS, serialize_samples
 
-                files[f"{OURS}/{FOLDERS[kind]}/rank_{collectives.rank():05d}.npz"] = file_of(samples)
+                files[f"{OURS}/{FOLDERS[kind]}/rank_{collectives.rank():05d}.npz"] = serialize_samples(samples)
         if collectives.rank() == 0:
             files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
             files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
@@ -303,7 +303,7 @@ class Checkpoints:
         for line in resume.notes if first else ():
             self.print_line(line)
         for candidate in resume.candidates:
-            if faults := damage_of(candidate.manifest):
+            if faults := verify_files(candidate.manifest):
                 refusals.append(join_faults(faults))
                 if first:
                     self.print_line(f"WARNING: {candidate.manifest.directory} is damaged; trying the previous one: {refusals[-1]}")
@@ -385,7 +385,7 @@ class Checkpoints:
                 policy.restore_gradient_check(parse_json((folder / "guard.json").read_text()))
             if "rng" not in self.resume.without:
                 rng_state.restore(folder / rng_state.FILE)
-            samples = [replace(sample, images=prompts.images_of(sample.prompt_number)) for sample in _read_share(folder, Sample)]
+            samples = [replace(sample, images=prompts.list_images(sample.prompt_number)) for sample in _read_share(folder, Sample)]
             interrupted = _read_share(folder, PartialCompletion)
         buffer = empty.restored(samples)
         self._restore_partial(interrupted)
@@ -425,7 +425,7 @@ def _read_share(folder: Path, kind: type) -> list[Any]:
     return [sample for path in files for sample in read_samples(path, kind)]
 
 
-def damage_of(manifest: Manifest) -> list[str]:
+def verify_files(manifest: Manifest) -> list[str]:
     """Check every byte of a checkpoint, with the files divided among the ranks. Collective.
 
     Args:

@@ -77,12 +77,12 @@ def options(flag: str) -> Options:
         refused={name: group["why"] for group in entry.get("refused", ()) for name in group["names"].split()},
         may=entry["may"].split() if "may" in entry else None,
         otherwise=entry.get("otherwise", ""),
-        fields={name: annotation for source in entry["fields"] for name, annotation in fields_of(*source).items()},
+        fields={name: annotation for source in entry["fields"] for name, annotation in read_class_fields(*source).items()},
     )
 
 
 @cache
-def fields_of(package: str, file: str, name: str) -> Mapping[str, str]:
+def read_class_fields(package: str, file: str, name: str) -> Mapping[str, str]:
     """Return {field: annotation} of a class from the source of an installed package; {} if it is not installed.
 
     Args:

@@ -55,7 +55,7 @@ class EvalSampling:
     more: Mapping[str, Any] | None = None
 
 
-def sets_of(cfg: Config) -> dict[str, str]:
+def list_sets(cfg: Config) -> dict[str, str]:
     """Return {name: path or Hub name} of the held-out sets, the one of `eval_dataset` first.
 
     Args:
@@ -65,7 +65,7 @@ def sets_of(cfg: Config) -> dict[str, str]:
     return ({ALONE: single_set} if single_set else {}) | dict(cfg.eval.eval_datasets)
 
 
-def flag_of(name: str, cfg: Config) -> str:
+def find_set_flag(name: str, cfg: Config) -> str:
     """Return the setting that names a set.
 
     Args:
@@ -82,7 +82,7 @@ def choose_data_config(cfg: Config, flag: str) -> DataConfig:
 
     Args:
         cfg: Settings of the run.
-        flag: The setting that names the set, from `flag_of`.
+        flag: The setting that names the set, from `find_set_flag`.
     """
     strategy = cfg.eval.eval_truncation_strategy or cfg.data.truncation_strategy
     if flag == SPLIT:
@@ -91,7 +91,7 @@ def choose_data_config(cfg: Config, flag: str) -> DataConfig:
     return replace(cfg.data, truncation_strategy=strategy, dataset_split=cfg.eval.eval_dataset_split or "", columns=columns)
 
 
-def curve_of(name: str) -> str:
+def name_curve(name: str) -> str:
     """Return the name under which a set's scores are plotted and logged to tracking services.
 
     Args:
@@ -145,7 +145,7 @@ def longest_completion(cfg: Config) -> int:
     Args:
         cfg: Settings of the run.
     """
-    limit = cfg.eval.eval_max_completion_length if sets_of(cfg) else None
+    limit = cfg.eval.eval_max_completion_length if list_sets(cfg) else None
     return max(cfg.rollout.max_completion_length, limit or 0)
 
 
@@ -162,7 +162,7 @@ def longest_context(cfg: Config, prompt: int) -> int:
     return configured or prompt + longest_completion(cfg)
 
 
-def most_of(cfg: Config) -> list[float]:
+def list_reward_maxima(cfg: Config) -> list[float]:
     """Return the maximum that each reward contributes to the sum of a correct completion: its weight if positive, 0 for penalties.
 
     Args:
@@ -172,7 +172,7 @@ def most_of(cfg: Config) -> list[float]:
     return [max(0.0, weight) * (spec not in PENALTIES) for spec, weight in zip(cfg.rewards.reward_funcs, weights)]
 
 
-def score_of(cfg: Config, names: Sequence[str]) -> str:
+def find_score(cfg: Config, names: Sequence[str]) -> str:
     """Return the reward that evaluations report as their score.
 
     Args:
@@ -198,7 +198,7 @@ def find_pass_reward(cfg: Config, names: Sequence[str]) -> str:
     Returns:
         The first built-in one that solves the task. "" without one, or with `eval_pass_threshold`: then the score counts.
     """
-    if score_of(cfg, names) != SUM or cfg.eval.eval_pass_threshold is not None:
+    if find_score(cfg, names) != SUM or cfg.eval.eval_pass_threshold is not None:
         return ""
     return next((name for spec, name in zip(cfg.rewards.reward_funcs, names) if spec in ANSWERING), "")
 
@@ -221,14 +221,14 @@ def describe_rules(cfg: Config) -> str:
 # ---- the best checkpoint
 
 
-def metric_of(cfg: Config) -> str | None:
+def find_best_metric(cfg: Config) -> str | None:
     """Return the full name of `metric_for_best_model`: `eval` and `eval/NAME` stand for the score of a set.
 
     Args:
         cfg: Settings of the run.
     """
     metric = cfg.run.metric_for_best_model
-    return f"{metric}/mean@{eval_sampling(cfg).n}" if metric in [curve_of(name) for name in sets_of(cfg)] else metric
+    return f"{metric}/mean@{eval_sampling(cfg).n}" if metric in [name_curve(name) for name in list_sets(cfg)] else metric
 
 
 def is_greater_better(cfg: Config) -> bool:
@@ -250,7 +250,7 @@ def _held_out(cfg: Config) -> Iterator[str]:
     n, rewards = eval_sampling(cfg).n, _rewards(cfg)
     passes = [f"pass@1/{name}" for name in rewards if len(rewards) > 1]
     episodes = ["mean_turns", "failed"] if cfg.turns.plays else []
-    for curve in map(curve_of, sets_of(cfg)):
+    for curve in map(name_curve, list_sets(cfg)):
         yield curve
         for name in (f"mean@{n}", *(f"pass@{k}" for k in ks(n)), *rewards, *passes, "mean_length", "clipped_ratio", *episodes):
             yield f"{curve}/{name}"
@@ -307,11 +307,11 @@ def _steps_apart(c: SimpleNamespace) -> dict[str, Any] | None:
 
 # fmt: off
 EVALUATION = (
-    Rule("eval_steps eval_dataset eval_datasets", lambda c: c.eval_steps and not sets_of(c.cfg),
+    Rule("eval_steps eval_dataset eval_datasets", lambda c: c.eval_steps and not list_sets(c.cfg),
          "eval_steps ({eval_steps}) requires held-out prompts. Set eval_dataset, or eval_datasets name=path.", {"eval_steps": [0]}),
     Rule("eval_reward reward_funcs", _unknown_reward,
          "eval_reward ({eval_reward}) is not in reward_funcs ({told}).", lambda c: c.near),
-    Rule("eval_dataset reward_funcs", lambda c: c.cfg.grpo.teacher_flag and sets_of(c.cfg) and not c.reward_funcs,
+    Rule("eval_dataset reward_funcs", lambda c: c.cfg.grpo.teacher_flag and list_sets(c.cfg) and not c.reward_funcs,
          "an evaluation requires reward_funcs to score completions. Set one; with reward_weights 0 it does not affect training."),
     Rule("num_generations_eval eval_temperature", lambda c: c.eval_temperature == 0 and (c.num_generations_eval or 1) > 1,
          "num_generations_eval ({num_generations_eval}) with eval_temperature 0 would generate the same completion {num_generations_eval} "
@@ -332,7 +332,7 @@ EVALUATION = (
     Rule("eval_datasets", lambda c: [{"name": name} for name in c.eval_datasets if not _NAME.fullmatch(name)],
          "eval_datasets: {name!r} is not a valid name of a set: files and metrics contain it. Use letters, digits, _ . and -."),
     Rule("eval_datasets eval_dataset", lambda c: ALONE in c.eval_datasets and (c.eval_dataset or c.split_dataset_ratio)
-         and {"flag": flag_of(ALONE, c.cfg)}, "eval_datasets: the name eval is reserved for the set of {flag}. Use another name."),
+         and {"flag": find_set_flag(ALONE, c.cfg)}, "eval_datasets: the name eval is reserved for the set of {flag}. Use another name."),
 )
 
 BEST = (
@@ -347,7 +347,7 @@ BEST = (
          "load_best_model_at_end true has no effect with export_hf false. Use export_hf true, or omit it.",
          {"export_hf": [True]}),
     (
-        Rule("metric_for_best_model eval_dataset", lambda c: _uses_held_out_set(c) and not sets_of(c.cfg),
+        Rule("metric_for_best_model eval_dataset", lambda c: _uses_held_out_set(c) and not list_sets(c.cfg),
              "metric_for_best_model ({metric_for_best_model}) requires held-out prompts, and eval_dataset is not set. Set it, or use "
              "reward.", {"metric_for_best_model": ["reward"]}),
         Rule("metric_for_best_model", _unknown_metric,

@@ -197,10 +197,10 @@ def is_from_script(entries: Sequence[TypedSetting]) -> bool:
     Args:
         entries: Settings as typed.
     """
-    return any(entry.name.startswith("$") or any(UNKNOWN in word for word in words_of(entry.raw)) for entry in entries)
+    return any(entry.name.startswith("$") or any(UNKNOWN in word for word in split_words(entry.raw)) for entry in entries)
 
 
-def words_of(raw: Any) -> list[str]:
+def split_words(raw: Any) -> list[str]:
     """Return what was typed after a flag or a YAML key as words; a mapping becomes `name=value` words.
 
     Args:
@@ -217,7 +217,7 @@ def format_value(value: Any) -> str:
     Args:
         value: Value of a setting.
     """
-    return " ".join(words_of(value))
+    return " ".join(split_words(value))
 
 
 def _one_word(value: Any) -> str:

@@ -47,7 +47,7 @@ def files_that_run(folder: Path) -> list[str]:
     return _with_imported(folder, [name for file in _RUN for name in _classes(folder, file).values()])
 
 
-def problem_of(folder: Path, *, is_trusted: bool, flag: str = "model") -> Problem | None:
+def find_code_problem(folder: Path, *, is_trusted: bool, flag: str = "model") -> Problem | None:
     """Return the problem with a model's own code: it is needed but not trusted, or trusted but missing.
 
     Args:
@@ -58,7 +58,7 @@ def problem_of(folder: Path, *, is_trusted: bool, flag: str = "model") -> Proble
     return _not_here(folder, flag) if is_trusted else _not_trusted(folder, flag)
 
 
-def warning_of(folder: Path) -> str | None:
+def make_code_warning(folder: Path) -> str | None:
     """Return a warning that names the files that will run; None without any.
 
     Args:

@@ -21,7 +21,7 @@ from megatron_grpo.core.rollout.sampling_mask import (
     FIELD,
     MOST,
     REGEX,
-    flag_of,
+    find_mask_flag,
     samples_from_part,
     training_structured_outputs,
 )
@@ -34,7 +34,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
     "regex": (str,), "json": (str, dict), "choice": (list,), "grammar": (str,), "json_object": (bool,), "structural_tag": (str,),
 }  # fmt: skip
 # vLLM accepts these in a request too, but reads those of the engine only. It reads whitespace_pattern nowhere.
-OF_THE_ENGINE = ("disable_any_whitespace", "disable_additional_properties")
+ENGINE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 _FORMS = {str: "a string", dict: "an object", list: "a list of strings", bool: "true"}
 USUAL = 64  # suggested instead of a top_k of 1
 
@@ -46,7 +46,7 @@ def structured_outputs_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
         cfg: Settings of the run.
     """
     if (bound := training_structured_outputs(cfg.rollout)) is not None:
-        yield flag_of(cfg.rollout), bound
+        yield find_mask_flag(cfg.rollout), bound
     if (bound := cfg.eval.eval_generation_kwargs.get(FIELD)) is not None:
         yield "eval_generation_kwargs", bound
 
@@ -59,7 +59,7 @@ def structured_outputs_fault(bound: Any) -> str | None:
     """
     if not isinstance(bound, Mapping):
         return 'is an object such as {"regex": "[0-9]+"}' + f", not {bound!r}"
-    if engine := [name for name in bound if name in OF_THE_ENGINE]:
+    if engine := [name for name in bound if name in ENGINE_OPTIONS]:
         return f"has {engine[0]}, which vLLM does not read there. Use vllm_engine_kwargs structured_outputs_config"
     if unknown := [name for name in bound if name not in KINDS]:
         return f"has no key {unknown[0]}. Supported: {', '.join(KINDS)}"
@@ -100,7 +100,7 @@ def _cut(c: SimpleNamespace) -> dict[str, Any] | None:
     if not samples_from_part(c.cfg.rollout):
         return None
     is_bounded = training_structured_outputs(c.cfg.rollout) is not None
-    flag = "top_k" if c.top_k else "top_p" if c.top_p < 1 else "min_p" if c.min_p else flag_of(c.cfg.rollout)
+    flag = "top_k" if c.top_k else "top_p" if c.top_p < 1 else "min_p" if c.min_p else find_mask_flag(c.cfg.rollout)
     return {"flag": flag, "cuts": describe(c.cfg.rollout), "them": "them" if is_bounded else "top_k, top_p and min_p"}
 
 

@@ -241,7 +241,7 @@ _UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**k for k, letter in enumerate("km
           **{f"{letter}ib": 1024**k for k, letter in enumerate("kmgt", 1)}}  # fmt: skip
 
 
-def bytes_of(size: str) -> int | None:
+def parse_byte_size(size: str) -> int | None:
     """Return a size in bytes: `5GB` is 5 * 1000**3, `5GiB` is 5 * 1024**3. None if it is not a size above 0.
 
     Args:

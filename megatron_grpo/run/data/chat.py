@@ -48,7 +48,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
     Raises:
         ConfigError: If there is no tokenizer that can be loaded, or custom code is needed and not trusted.
     """
-    if problem := remote_code.problem_of(Path(path), is_trusted=trust_remote_code, flag=flag):
+    if problem := remote_code.find_code_problem(Path(path), is_trusted=trust_remote_code, flag=flag):
         raise ConfigError([problem])
     if trust_remote_code and warns:
         _warn_once(path)
@@ -73,7 +73,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
 
 @cache
 def _warn_once(path: str) -> None:
-    warning = remote_code.warning_of(Path(path))
+    warning = remote_code.make_code_warning(Path(path))
     if warning and launcher.read().is_logging_rank:
         logger.warning("%s", warning)
 
@@ -132,7 +132,7 @@ def clock_options(tokenizer: Any) -> dict[str, Any]:
     return {} if clock is None else {"strftime_now": clock}
 
 
-def vocabulary_of(tokenizer: Any) -> str:
+def fingerprint_vocabulary(tokenizer: Any) -> str:
     """Return a fingerprint of the mapping from token IDs to tokens.
 
     Two models with equal fingerprints interpret the same token IDs alike, whatever their files.
@@ -352,8 +352,8 @@ def template_messages(
         system: System message to prepend if the messages do not begin with one.
         image_spec: Image processor of the model; None converts content given in parts to plain text.
     """
-    content_of = with_parts if image_spec else text_of_parts
-    messages: list[Mapping[str, Any]] = [dict(message) | {"content": content_of(message["content"])} for message in raw]
+    read_content = with_parts if image_spec else text_of_parts
+    messages: list[Mapping[str, Any]] = [dict(message) | {"content": read_content(message["content"])} for message in raw]
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
@@ -414,7 +414,7 @@ class PromptEncoder:
     image_spec: ImageProcessorSpec | None = None
 
     @classmethod
-    def of(
+    def from_config(
         cls, cfg: DataConfig, tokenizer: Any, image_spec: ImageProcessorSpec | None, tools: Sequence[Mapping[str, Any]] | None
     ) -> PromptEncoder:
         """Create the encoder that the settings of a run describe.

@@ -155,7 +155,7 @@ class PromptRows:
             return self.digest
         digest = hashlib.sha256()
         for number, row in enumerate(self.rows):
-            digest.update(bytes_of(row))
+            digest.update(serialize_row(row))
             if self.image_store is not None:
                 digest.update(json.dumps(self.image_store.num_bytes(number)).encode())
         return digest.hexdigest()
@@ -192,7 +192,7 @@ class PromptRows:
         return f"{len(missing)} of {len(self)} rows ({_places(self.rows, missing)})" if missing else ""
 
 
-def bytes_of(row: Mapping[str, Any]) -> bytes:
+def serialize_row(row: Mapping[str, Any]) -> bytes:
     """Serialize all columns of a row to bytes. Equal rows give equal bytes in every process.
 
     Args:
@@ -409,7 +409,7 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
     worker.result()
     if refusals:
         raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refusals.items()])
-    return TokenTable.of(token_ids)
+    return TokenTable.from_rows(token_ids)
 
 
 def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
@@ -421,10 +421,10 @@ def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
         index: Index of the prompt.
     """
     raw, images = prompts.raw(index), prompts.images(index)
-    if of_row := prompts.template_columns(index):
+    if row_columns := prompts.template_columns(index):
         encoder = cast(PromptEncoder, encode)
-        options = {**encoder.options, **of_row.get("chat_template_kwargs", {})}
-        encode = replace(encoder, tools=of_row.get("tools", encoder.tools), options=options)
+        options = {**encoder.options, **row_columns.get("chat_template_kwargs", {})}
+        encode = replace(encoder, tools=row_columns.get("tools", encoder.tools), options=options)
     return encode(raw, images) if images else encode(raw)
 
 

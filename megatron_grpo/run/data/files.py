@@ -252,9 +252,9 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
         ConfigError: If the path does not exist, a file is unreadable, lines are not JSON objects (up to five are listed), or there are no
             rows.
     """
-    kind, path = _kind_of(dataset, flag), Path(dataset)
+    kind, path = _determine_kind(dataset, flag), Path(dataset)
     if kind == "files":
-        rows = Rows([_read_file(file, name, flag) for file, name in _files_of(path, split, flag)])
+        rows = Rows([_read_file(file, name, flag) for file, name in _list_files(path, split, flag)])
     elif kind == "object":
         rows = Rows([(python_objects.get(dataset, flag), by_row(dataset.removeprefix(python_objects.PREFIX)))])
     else:
@@ -278,13 +278,13 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
     Raises:
         ConfigError: If the path does not exist, or a file cannot be streamed.
     """
-    kind = _kind_of(dataset, flag)
+    kind = _determine_kind(dataset, flag)
     if kind == "hub":
         from megatron_grpo.run.data.hub import stream_hub
 
         return stream_hub(dataset, split, flag)
     if kind == "files":
-        return concatenated([_open_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
+        return concatenated([_open_file(file, name, flag) for file, name in _list_files(Path(dataset), split, flag)])
     return read_rows(dataset, split=split, flag=flag)  # a table that is mapped into memory, or rows that a program holds
 
 
@@ -318,7 +318,7 @@ def is_path(name: str) -> bool:
     )
 
 
-def _kind_of(dataset: str, flag: str) -> Literal["object", "saved", "files", "hub"]:
+def _determine_kind(dataset: str, flag: str) -> Literal["object", "saved", "files", "hub"]:
     """Determine the kind of a data set: rows of a Python program, a directory of `datasets.save_to_disk`, files, or the Hub.
 
     Raises:
@@ -353,7 +353,7 @@ def has_splits(dataset: str, flag: str) -> bool:
         ConfigError: If the path does not exist.
     """
     path = Path(dataset)
-    return _kind_of(dataset, flag) != "object" and not path.is_file() and not (path / "state.json").is_file()
+    return _determine_kind(dataset, flag) != "object" and not path.is_file() and not (path / "state.json").is_file()
 
 
 def split_count(name: str) -> tuple[str, int | None]:
@@ -366,7 +366,7 @@ def split_count(name: str) -> tuple[str, int | None]:
     return (plain, int(count)) if plain and count.isdigit() and not Path(name).exists() else (name, None)
 
 
-def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
+def _list_files(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
     """List the data files of a path, each with its name for errors. Of a directory with several splits, only those of one are listed."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
@@ -478,14 +478,14 @@ def _lines(file: Path, name: str, flag: str, lines_before: int = 0, begin: int =
                 raise config_error(flag, f"{name} line {number} is longer than the maximum of {LONGEST_LINE >> 20} MiB.")
             end += len(line)
             if line.strip():
-                row = _row_of(line)
+                row = _parse_row(line)
                 if isinstance(row, str) and not begin and not has_row and (reason := _shape_of_rows(file)):
                     raise config_error(flag, f"{name} {reason}.")
                 has_row = True
                 yield number, end, row
 
 
-def _row_of(text: bytes) -> Row | str:
+def _parse_row(text: bytes) -> Row | str:
     """Parse the row of a line; return a string with the reason if it holds none."""
     try:
         row = parse_json(text.rstrip(b"\r\n"))

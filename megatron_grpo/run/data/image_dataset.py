@@ -24,10 +24,10 @@ from megatron_grpo.core.images import (
     ImageProcessorSpec,
     ImageSource,
     PatchCache,
+    compute_image_key,
     decode_image,
-    key_of,
+    make_image_source,
     num_tokens,
-    source_of,
 )
 from megatron_grpo.run.data.files import NAMED_ROWS, Rows, images_of_row
 
@@ -61,7 +61,7 @@ class ImageFile:
     @property
     def key(self) -> str:
         """Digest of the file's bytes and of all processor settings; equal only for images that become equal patches."""
-        self._key = self._key or key_of(self.source.read(), self.image_store.image_spec)
+        self._key = self._key or compute_image_key(self.source.read(), self.image_store.image_spec)
         return self._key
 
     @property
@@ -82,7 +82,7 @@ class ImageFile:
         """
         with self.image_store.as_config_error(self.row, self.source):
             data = self.source.read()
-            key = key_of(data, self.image_store.image_spec)
+            key = compute_image_key(data, self.image_store.image_spec)
             if self._key and key != self._key:
                 raise ImageError("has changed since this run first read it")
             self._key = key
@@ -158,7 +158,7 @@ class ImageStore:
         if image is None:
             name = value if isinstance(value, str) else "an image"
             with self.as_config_error(row, ImageSource(str(name))):
-                source = source_of(value, self.root)
+                source = make_image_source(value, self.root)
                 image = ImageFile(self, row, index, source, self.image_spec.grid(*source.size()))
             self._known[row, index] = image
         return image
@@ -192,7 +192,7 @@ class ImageStore:
         for row in self.counts.nonzero()[0]:
             for value in images_of_row(self.rows[int(row)]):
                 with suppress(ImageError, OSError):
-                    path = source_of(value, self.root).path
+                    path = make_image_source(value, self.root).path
                     if path is not None:
                         facts = path.stat()
                         digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
@@ -204,7 +204,7 @@ class ImageStore:
         Args:
             row: Index of the row, from 0.
         """
-        sources = [source_of(value, self.root) for value in images_of_row(self.rows[row])]
+        sources = [make_image_source(value, self.root) for value in images_of_row(self.rows[row])]
         return [str(source.path) if source.held is None else hashlib.sha256(source.held).hexdigest() for source in sources]
 
     def num_bytes(self, row: int) -> list[int]:
@@ -216,7 +216,7 @@ class ImageStore:
         sizes = []
         for value in images_of_row(self.rows[row]):
             with suppress(ImageError, OSError):
-                source = source_of(value, self.root)
+                source = make_image_source(value, self.root)
                 sizes.append(len(source.held) if source.held is not None else source.path.stat().st_size if source.path else 0)
         return sizes
 
@@ -240,7 +240,7 @@ class ImageStore:
             for value in images_of_row(self.rows[row]):
                 source = ImageSource(value if isinstance(value, str) else "in the row")
                 try:
-                    source = source_of(value, self.root)
+                    source = make_image_source(value, self.root)
                     height, width = source.size()
                     self.image_spec.grid(height, width)
                 except ImageError as fault:

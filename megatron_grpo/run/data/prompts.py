@@ -27,7 +27,7 @@ from megatron_grpo.run.data import checks, files
 from megatron_grpo.run.data.chat import PromptEncoder
 from megatron_grpo.run.data.checks import Encode, PromptRows
 from megatron_grpo.run.data.files import Row, Rows, read_rows, split_count
-from megatron_grpo.run.data.tokens import FEW, TokenTable, cached_table, key_of
+from megatron_grpo.run.data.tokens import FEW, TokenTable, cached_table, compute_cache_key
 
 _SPLIT_EPOCH = 1 << 62  # epoch number of the held-out permutation, distinct from all epochs of a run
 _DRAW_EPOCH = _SPLIT_EPOCH + 1
@@ -200,7 +200,7 @@ def load_rows(
     Raises:
         ConfigError: If the data set cannot be read or a row holds no usable prompt.
     """
-    names = names_of(cfg, dataset, flag)
+    names = list_dataset_names(cfg, dataset, flag)
     check = partial(_check_rows, cfg=cfg, names=names, flag=flag, image_spec=image_spec, is_blind=is_blind)
     if is_streamed(cfg, flag):
         from megatron_grpo.run.data.streamed import open_sets, read_beginning
@@ -228,7 +228,7 @@ def is_streamed(cfg: DataConfig, flag: str) -> bool:
     return cfg.streaming and flag == "dataset"
 
 
-def names_of(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
+def list_dataset_names(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
     """Return the names of the data sets that a setting refers to.
 
     Args:
@@ -283,7 +283,7 @@ def open_stream(
     Raises:
         ConfigError: If the data set cannot be read, or a prompt fails a check.
     """
-    names, encode = names_of(cfg, dataset, flag), PromptEncoder.of(cfg, tokenizer, image_spec, tools)
+    names, encode = list_dataset_names(cfg, dataset, flag), PromptEncoder.from_config(cfg, tokenizer, image_spec, tools)
     shuffle = cfg.dataset_shuffle if shuffle is None else shuffle
 
     def check(rows: Rows) -> PromptRows:
@@ -312,7 +312,7 @@ def _tokenize(rows: PromptRows, cfg: DataConfig, encode: PromptEncoder, flag: st
     if cfg.load_from_cache_file and len(rows) > FEW and not is_block:
         rows = replace(rows, digest=rows.fingerprint())
         stamp = f" {rows.image_store.stamp()}" if rows.image_store is not None else ""
-        tokens = cached_table(key_of(rows.fingerprint() + stamp, encode), tokenized)
+        tokens = cached_table(compute_cache_key(rows.fingerprint() + stamp, encode), tokenized)
     else:
         tokens = tokenized()
     return checks.check_lengths(rows, encode, cfg, flag=flag, tokens=tokens, may_be_none=is_block)
@@ -436,16 +436,16 @@ class PromptStream:
 remaining prompts of that run. Use {old_text}, or start a new run in another output_dir."
                 )
                 problems.append(Problem(flags=(flag,), message=message))
-        return problems or self._of_other_rows(state)
+        return problems or self._check_other_rows(state)
 
-    def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
+    def _check_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
         if state["fingerprint"] == self._fingerprint:
             return []
         message = f"The data set has the same number of rows as at the checkpoint ({len(self)}), but their content differs. Restore it, \
 or start a new run in another output_dir."
         return [Problem(flags=("dataset",), message=message)]
 
-    def row_of(self, number: int) -> int:
+    def find_row(self, number: int) -> int:
         """Return the data set row of prompt `number` of the run.
 
         Args:
@@ -472,7 +472,7 @@ or start a new run in another output_dir."
         columns, images = rows.columns(index), _place_images(rows, index, token_ids)
         return Prompt(number=number, row=row, raw=rows.raw(index), token_ids=token_ids, columns=columns, images=images)
 
-    def images_of(self, number: int) -> tuple[tuple[int, Image], ...]:
+    def list_images(self, number: int) -> tuple[tuple[int, Image], ...]:
         """Return ((position, image), ...) of prompt `number` of the run without taking it. Checkpoints do not store images.
 
         Args:

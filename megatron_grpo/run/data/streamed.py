@@ -217,7 +217,7 @@ class StreamedPrompts(PromptStream):
         while not self._marks or not self._marks[-1].num_prompts:
             self._remember(self._next(self._marks[-1] if self._marks else BlockPosition()))
         # Assume the maximum length for prompts that have not been read yet.
-        begin = self._rows_of(self._marks[-1])
+        begin = self._collect_rows(self._marks[-1])
         begin = replace(begin, is_beginning=True, longest_prompt=cfg.max_prompt_length or begin.longest_prompt)
         super().__init__(begin, encode, seed=seed, shuffle=shuffle)
 
@@ -263,17 +263,17 @@ class StreamedPrompts(PromptStream):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
-        marks_by_key = {(mark.epoch, mark.block): mark for mark in (*self._marks, *_marks_of(state))}
+        marks_by_key = {(mark.epoch, mark.block): mark for mark in (*self._marks, *_read_marks(state))}
         self._marks = [marks_by_key[key] for key in sorted(marks_by_key)]
 
-    def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
+    def _check_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
         """Check that the block in which the saved run stopped is unchanged. Other blocks are checked when they are read."""
-        marks = _marks_of(state)
+        marks = _read_marks(state)
         mark = marks[_place_among(marks, int(state["taken"]))]
         if mark in self._marks or not mark.num_rows:
             return []
         try:
-            self._rows_of(mark)
+            self._collect_rows(mark)
         except ConfigError as error:
             return list(error.problems)
         except OSError as error:
@@ -287,7 +287,7 @@ class StreamedPrompts(PromptStream):
         try:
             while mark.end <= number:  # the position of the block is not remembered
                 mark = self._next(mark)
-            rows = self._rows_of(mark)
+            rows = self._collect_rows(mark)
         except (ConfigError, OSError) as error:  # these exception types are for problems before a run
             raise RunError(str(error)) from error
         index = self._index_at(number - mark.first, mark.num_prompts, mark.epoch, mark.block)
@@ -312,7 +312,7 @@ class StreamedPrompts(PromptStream):
             self._hold(new_mark, rows)
         return new_mark
 
-    def _rows_of(self, mark: BlockPosition) -> PromptRows:
+    def _collect_rows(self, mark: BlockPosition) -> PromptRows:
         """Return the rows of a block. Raises ConfigError if they have changed since they were first read."""
         key = (mark.epoch, mark.block)
         if key not in self._held or self._held[key][0] != mark:
@@ -357,7 +357,7 @@ in another output_dir."
         return f"Rows {first:,} to {first + mark.num_rows - 1:,}"
 
 
-def _marks_of(state: Mapping[str, Any]) -> list[BlockPosition]:
+def _read_marks(state: Mapping[str, Any]) -> list[BlockPosition]:
     return [BlockPosition(**fields) for fields in state["marks"]]
 
 
@@ -370,11 +370,11 @@ def _digest(entries: Sequence[SourceRow]) -> int:
     """Return a checksum of rows, to detect other rows at the same position."""
     digest = 0
     for entry in entries:
-        digest = zlib.crc32(checks.bytes_of(entry.row) if isinstance(entry.row, dict) else b"", digest)
+        digest = zlib.crc32(checks.serialize_row(entry.row) if isinstance(entry.row, dict) else b"", digest)
     return digest
 
 
-def _rows_of(entries: Sequence[SourceRow], flag: str) -> Rows:
+def _collect_rows(entries: Sequence[SourceRow], flag: str) -> Rows:
     """Collect the rows that were read. Raises ConfigError with the lines that hold no row."""
     faults = [f"{entry.stands}: {entry.row}" for entry in entries if isinstance(entry.row, str)]
     if faults:
@@ -386,7 +386,7 @@ def _rows_of(entries: Sequence[SourceRow], flag: str) -> Rows:
 def _check_block(entries: Sequence[SourceRow], first: int, check: Callable[[Rows], PromptRows]) -> PromptRows:
     """Check the rows of a block, which begins at row `first`. Raises ConfigErrors that name the range of its rows."""
     try:
-        return check(_rows_of(entries, "dataset"))
+        return check(_collect_rows(entries, "dataset"))
     except ConfigError as error:
         place_text = f"dataset, rows {first:,} to {first + len(entries) - 1:,}, which streaming reads together: "
         raise ConfigError([replace(problem, message=place_text + problem.message) for problem in error.problems]) from error

@@ -45,7 +45,7 @@ class TokenTable(Sequence[tuple[int, ...]]):
         self.ends, self.tokens = ends, tokens
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> TokenTable:
+    def from_rows(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> TokenTable:
         """Create a table from the token IDs of each row.
 
         Args:
@@ -74,7 +74,7 @@ def cached_table(key: str, make: Callable[[], TokenTable]) -> TokenTable:
     time.
 
     Args:
-        key: Name of the table in the cache, from `key_of`.
+        key: Name of the table in the cache, from `compute_cache_key`.
         make: Creates the table.
     """
     folder = cache_directory()
@@ -107,7 +107,7 @@ def cache_directory() -> Path:
     return (Path(configured) if configured else Path(users) / "megatron-grpo") / "prompts"
 
 
-def key_of(fingerprint: str, encode: PromptEncoder) -> str:
+def compute_cache_key(fingerprint: str, encode: PromptEncoder) -> str:
     """Return the cache key of a tokenized data set.
 
     Args:

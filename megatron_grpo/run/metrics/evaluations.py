@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.run.config.evaluation import ALONE, curve_of, ks
+from megatron_grpo.run.config.evaluation import ALONE, ks, name_curve
 from megatron_grpo.run.metrics.records import BestEffort, Records, to_python_number, write_table
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
     for record in records:
         name, score = score_of_record(record)
         if score is not None:
-            curves.setdefault(curve_of(name), []).append((record["step"], score))
+            curves.setdefault(name_curve(name), []).append((record["step"], score))
     return curves
 
 

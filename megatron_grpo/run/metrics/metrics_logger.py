@@ -15,7 +15,7 @@ from megatron_grpo.core.base.activity import Timers
 from megatron_grpo.core.base.files import atomic_write_text, parse_json
 from megatron_grpo.core.trainer.scored_rollout import ScoredRollout
 from megatron_grpo.core.types import GlobalBatch, Progress
-from megatron_grpo.run.config.evaluation import curve_of
+from megatron_grpo.run.config.evaluation import name_curve
 from megatron_grpo.run.metrics.display import Display
 from megatron_grpo.run.metrics.evaluations import EvaluationResult, Evaluations, compare_evaluations, curves_in, describe, score_of_record
 from megatron_grpo.run.metrics.records import EVENTS, BestEffort, Events, History, Records, can_draw, remember, to_python_number
@@ -226,7 +226,7 @@ class MetricsLogger:
             return
         records = [self.evaluations.add(progress.step, result) for result in evaluated]
         self._show_scores()
-        values = {f"{curve_of(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
+        values = {f"{name_curve(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
         if self._services:
             self._services.log(progress.step, values)
         self._on_metrics(progress.step, values)

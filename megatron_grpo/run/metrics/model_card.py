@@ -18,7 +18,7 @@ import yaml
 
 from megatron_grpo import __version__, installed_version
 from megatron_grpo.core.base.files import atomic_write_text, parse_yaml
-from megatron_grpo.run.config.remote_code import problem_of
+from megatron_grpo.run.config.remote_code import find_code_problem
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.write import find_secrets
 from megatron_grpo.run.data.files import is_path
@@ -63,10 +63,10 @@ def write_card(folder: Path, card: ModelCard) -> None:
     """
     records = list(_records(card, "metrics.jsonl"))
     has_curves = _draw(folder, records, list(_records(card, "evaluations.jsonl")))
-    atomic_write_text(folder / CARD, text_of(card, records, name=folder.absolute().name, has_curves=has_curves))
+    atomic_write_text(folder / CARD, render_card(card, records, name=folder.absolute().name, has_curves=has_curves))
 
 
-def text_of(card: ModelCard, records: list[dict[str, Any]], *, name: str, has_curves: bool) -> str:
+def render_card(card: ModelCard, records: list[dict[str, Any]], *, name: str, has_curves: bool) -> str:
     """Return the text of the card.
 
     Args:
@@ -79,7 +79,7 @@ def text_of(card: ModelCard, records: list[dict[str, Any]], *, name: str, has_cu
     front: dict[str, Any] = {"library_name": "peft" if card.kind == "adapter" else "transformers", "pipeline_tag": "text-generation"}
     if "/" in base:
         front["base_model"] = base
-    if licence := licence_of(card.source):
+    if licence := read_license(card.source):
         front["license"] = licence
     if "/" in data:
         front["datasets"] = [data.partition(":")[0]]  # of `owner/name:subset`
@@ -100,7 +100,7 @@ def text_of(card: ModelCard, records: list[dict[str, Any]], *, name: str, has_cu
         f"{kind_text}, trained with [GRPO](https://arxiv.org/abs/2402.03300) by megatron_grpo {__version__} on Megatron-Core and vLLM.",
         _table(("", ""), [(key, value) for key, value in facts.items() if value not in (None, "")]),
         "## How to load it",
-        f"```python\n{_loading(card.kind, base, name, own_code=problem_of(card.source, is_trusted=False) is not None)}\n```",
+        f"```python\n{_loading(card.kind, base, name, own_code=find_code_problem(card.source, is_trusted=False) is not None)}\n```",
     ]
     if has_curves:
         parts += ["## Curves", f"![reward, KL and length of completions over the optimizer steps]({CURVES})"]
@@ -159,7 +159,7 @@ def base_name(model: str, source: Path) -> str:
     return "/".join(cached.groups()) if cached else without_local_paths(model).rstrip("/")
 
 
-def licence_of(source: Path) -> str | None:
+def read_license(source: Path) -> str | None:
     """Return the license in the base model's own card, if it has one.
 
     Args:

@@ -136,7 +136,7 @@ def draw_together(path: Path, files: Sequence[str], history: History, *, width: 
 
 
 def _is_held_out(name: str) -> bool:
-    """Return whether a curve is that of an evaluation set (`config.evaluation.curve_of`)."""
+    """Return whether a curve is that of an evaluation set (`config.evaluation.name_curve`)."""
     return name == "eval" or name.startswith("eval/")
 
 

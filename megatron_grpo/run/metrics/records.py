@@ -87,7 +87,7 @@ class Records:
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 num_bytes += len(line)
-                step_of_line = _step_of(line)
+                step_of_line = _parse_step(line)
                 if step_of_line is None and line.endswith(b"\n"):
                     garbled.append(number)
                 if step_of_line is not None and step_of_line <= step:
@@ -100,7 +100,7 @@ class Records:
                 os.truncate(self.path, kept_until)
             return steps
         with self.path.open("rb") as lines, atomic_write(self.path) as stream:
-            stream.writelines(line for line in lines if (step_of_line := _step_of(line)) is not None and step_of_line <= step)
+            stream.writelines(line for line in lines if (step_of_line := _parse_step(line)) is not None and step_of_line <= step)
         return steps
 
     def _warn(self, garbled: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ def to_python_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: bytes) -> int | None:
+def _parse_step(line: bytes) -> int | None:
     if len(line) < LONG:
         record = _parse(line)
         return None if record is None else record["step"]

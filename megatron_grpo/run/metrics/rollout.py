@@ -32,7 +32,7 @@ def rollout_stats(
     metas = [meta for rollout in rollouts for meta in rollout.result.kept]
     lengths = np.array([length for meta in metas for length in meta.num_sampled])
     is_clipped = np.array([clipped for meta in metas for clipped in meta.is_truncated])
-    stats = reward_metrics(Advantages.of_all([rollout.advantages for rollout in rollouts]), reward_names) | {
+    stats = reward_metrics(Advantages.from_parts([rollout.advantages for rollout in rollouts]), reward_names) | {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
@@ -214,7 +214,7 @@ class Completions:
         return columns | {"advantage": _nullable(advantages.advantages[index]), **count_columns(group), **token_columns(group)}
 
 
-def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
+def _make_episode_columns(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
     """Return the columns of episodes. `messages` shows their turns one by one, beside the text in `completion`."""
     if not records:
         return {}
@@ -274,7 +274,7 @@ def count_columns(group: Group) -> dict[str, list[Any]]:
         "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
         "num_completion_tokens": [completion.num_sampled for completion in completions],
         "finish_reason": [completion.finish_reason for completion in completions],
-        **_of_episodes([completion.record for completion in completions if completion.record is not None]),
+        **_make_episode_columns([completion.record for completion in completions if completion.record is not None]),
     }
 
 

@@ -27,7 +27,7 @@ from megatron_grpo.core.base.errors import ConfigError, Problem, describe_value,
 from megatron_grpo.run import python_objects
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, isolated
-from megatron_grpo.run.rewards.protocol import ReadsOpening, RewardFunction, accepted_names, positional_names, text_of
+from megatron_grpo.run.rewards.protocol import ReadsOpening, RewardFunction, accepted_names, positional_names, read_text
 
 _LOG = logging.getLogger(__name__)
 
@@ -376,7 +376,7 @@ def adapt_swift_reward(cls: type) -> type:
     inner: Callable[..., Any] = cls.__call__
 
     def call(self: Any, completions: Any, **columns: Any) -> Any:
-        return inner(self, completions=[text_of(completion) for completion in completions], **columns)
+        return inner(self, completions=[read_text(completion) for completion in completions], **columns)
 
     async def call_later(self: Any, completions: Any, **columns: Any) -> Any:
         return await call(self, completions, **columns)

@@ -62,7 +62,7 @@ class isolated:  # lower case because it is used as `with contained(...)`
         self._listens = is_default and threading.current_thread() is threading.main_thread()
         if self._listens:
             signal.signal(signal.SIGINT, self._receive)
-        self._copies = {fd: copy for fd in _OUTPUTS if (copy := _copy_of(fd)) is not None}
+        self._copies = {fd: copy for fd in _OUTPUTS if (copy := _duplicate_descriptor(fd)) is not None}
         self._torch = _torch_settings()
         return self
 
@@ -101,7 +101,7 @@ def _torch_settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
     }
 
 
-def _copy_of(fd: int) -> int | None:
+def _duplicate_descriptor(fd: int) -> int | None:
     try:
         return os.dup(fd)
     except OSError:  # already closed, or no descriptors are left

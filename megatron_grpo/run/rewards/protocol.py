@@ -229,7 +229,7 @@ def positional_names(function: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
 
 
-def text_of(completion: Any) -> str:
+def read_text(completion: Any) -> str:
     """Return the text of a completion in either of TRL's formats.
 
     Args:

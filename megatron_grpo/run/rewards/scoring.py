@@ -26,7 +26,7 @@ from megatron_grpo.run.rewards.process_isolation import (
     isolated,
     never_cancel,
 )
-from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
+from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, read_text
 
 _LOOP = EventLoop()
 _SHORTEST_CALL = 1.0  # minimum seconds for a call on one row (or a tenth of the timeout, if that is less)
@@ -180,7 +180,7 @@ def _search(
             middle = (first + end) // 2
             ranges += [(first, middle), (middle, end)]
         else:
-            scores[first] = outcome = _of_one_row(failure, outcome, share)
+            scores[first] = outcome = _merge_row_failure(failure, outcome, share)
             if function.on_error == "raise":
                 return [outcome if row == first else None for row in range(len(batch))]  # one row is enough for the error message
     if function.on_error == "raise" and not any(isinstance(value, RowFailure) for value in scores):
@@ -188,7 +188,7 @@ def _search(
     return scores
 
 
-def _of_one_row(failure: RowFailure, failure_alone: RowFailure, seconds: float) -> RowFailure:
+def _merge_row_failure(failure: RowFailure, failure_alone: RowFailure, seconds: float) -> RowFailure:
     """Combine the failure of a row called alone with that of the whole batch, if the two differ.
 
     Args:
@@ -211,5 +211,5 @@ def _sentence(function: RewardFunction, batch: RewardBatch, failures: Sequence[t
 
 
 def _row(batch: RewardBatch, row: int, width: int = 120) -> str:
-    text = text_of(batch.completions[row])
+    text = read_text(batch.completions[row])
     return f"{batch.labels[row]}, completion {text if len(text) <= width else text[:width] + '...'!r}"

@@ -125,7 +125,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-def first_of(found):
+def find_first_micro_step(found):
     return next((one for one in found if one.is_different), None)
 
 
@@ -135,11 +135,11 @@ def test_a_fault_in_trl_is_named_first(name, tmp_path):
     made = dict(made)
     if made.pop("small", False):
         made["rewards"] = 1e-3 * np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
-    found = first_of(judge(tmp_path, 3, settings, faults={method: (text, instead)}, **made))
+    found = find_first_micro_step(judge(tmp_path, 3, settings, faults={method: (text, instead)}, **made))
     assert found is not None, "nothing differs"
     assert found.quantity == quantity and cause in found.cause, found
     if name != "old of another version":
-        assert first_of(judge(tmp_path / "sound", 3, settings, **made)) is None
+        assert find_first_micro_step(judge(tmp_path / "sound", 3, settings, **made)) is None
 
 
 def drawn(rng):
@@ -168,7 +168,7 @@ def drawn(rng):
 def test_sound_dumps_raise_nothing(lot, tmp_path):
     for seed in range(20 * lot, 20 * lot + 20):
         settings, made = drawn(np.random.default_rng([seed, 11]))
-        found = first_of(judge(tmp_path / str(seed), seed, settings, **made))
+        found = find_first_micro_step(judge(tmp_path / str(seed), seed, settings, **made))
         assert found is None, (seed, settings, made, found)
 
 
@@ -176,7 +176,7 @@ def test_in_bfloat16_rounding_is_no_difference_and_a_fault_is_one(tmp_path):
     for seed in range(20):
         settings, made = drawn(np.random.default_rng([seed, 11]))
         found = judge(tmp_path / str(seed), seed, settings, dtype=torch.bfloat16, **made)
-        assert first_of(found) is None, (seed, settings, made, found)
+        assert find_first_micro_step(found) is None, (seed, settings, made, found)
     settings, made, (method, text, instead), quantity, cause = FAULTS["length bias"]
-    found = first_of(judge(tmp_path, 3, settings, faults={method: (text, instead)}, dtype=torch.bfloat16, **made))
+    found = find_first_micro_step(judge(tmp_path, 3, settings, faults={method: (text, instead)}, dtype=torch.bfloat16, **made))
     assert found.quantity == quantity and cause in found.cause

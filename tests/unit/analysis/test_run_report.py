@@ -10,7 +10,7 @@ import pytest
 
 from megatron_grpo.cli import main
 from megatron_grpo.commands.analysis import run_report
-from megatron_grpo.commands.analysis.run_files import RunFiles, runs_in, text_of
+from megatron_grpo.commands.analysis.run_files import RunFiles, format_text, runs_in
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run.metrics.records import write_table
 
@@ -90,7 +90,7 @@ def browser():
 def opened(browser, folder, runs, **context):
     """The page of these runs, without a network, with what it requests and what it prints on the console."""
     path = folder / "page.html"
-    path.write_text(run_report.page_of(runs_in(runs)), encoding="utf-8")
+    path.write_text(run_report.make_page(runs_in(runs)), encoding="utf-8")
     page = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "offline": True} | context).new_page()
     page.requested, page.printed = [], []
     page.on("request", lambda request: page.requested.append(request.url))
@@ -183,7 +183,7 @@ def test_answers_that_changed_are_counted_and_shown_with_those_that_became_worse
 )
 def test_the_page_says_how_the_run_ended(tmp_path, kind, steps, words):
     event = {"step": steps, "time": "2026-01-02T03:04:05+00:00", "kind": kind, "text": "It stopped."}
-    page = run_report.page_of(runs_in([write_run(tmp_path / "run", steps=steps, events=[event])]))
+    page = run_report.make_page(runs_in([write_run(tmp_path / "run", steps=steps, events=[event])]))
     assert f'<p class="end">{words}' in page and "2026-01-02 03:04:05" in page
 
 
@@ -192,7 +192,7 @@ def test_a_run_without_a_plan_has_a_page_that_says_so(tmp_path):
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     write_lines(run / "metrics.jsonl", [first | {"step": n, "sampling/sampling_logp_difference/max": 0.5} for n in (1, 2)])
     (run / "plan.json").unlink()
-    page = run_report.page_of(runs_in([run]))
+    page = run_report.make_page(runs_in([run]))
     assert "0.5 nats" in page and "no plan.json" in page
 
 
@@ -200,7 +200,7 @@ def test_a_long_run_stays_small(tmp_path):
     run = write_run(tmp_path / "run")
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     write_lines(run / "metrics.jsonl", [first | {"step": n, "reward": n % 7 + 1 / 3, "grad_norm": n / 7} for n in range(1, 20_001)])
-    page = run_report.page_of(runs_in([run]))
+    page = run_report.make_page(runs_in([run]))
     assert len(page) < 1_500_000 and "grad_norm" in page
     data = json.loads(re.search(r'id="data">(.*)</script>', page)[1])
     assert all(len(figure["values"][0]) <= run_report.MOST_POINTS + 2 for figure in data)
@@ -252,9 +252,9 @@ def test_runs_with_the_same_folder_name_have_different_names(tmp_path):
 
 
 def test_text_is_cut_and_control_characters_are_escapes():
-    assert text_of("ab\u202ec\x1bd\ne", max_characters=100) == "ab\\u202ec\\u001bd\ne"
-    assert text_of("x" * 12, max_characters=10) == "x" * 10 + " … (2 more characters)"
-    assert text_of('[{"not": "a conversation"}]', max_characters=100) == '[{"not": "a conversation"}]'
+    assert format_text("ab\u202ec\x1bd\ne", max_characters=100) == "ab\\u202ec\\u001bd\ne"
+    assert format_text("x" * 12, max_characters=10) == "x" * 10 + " … (2 more characters)"
+    assert format_text('[{"not": "a conversation"}]', max_characters=100) == '[{"not": "a conversation"}]'
 
 
 def test_the_page_and_watch_say_over_how_many_completions_the_means_over_tokens_are(tmp_path, capsys):
@@ -263,11 +263,11 @@ def test_the_page_and_watch_say_over_how_many_completions_the_means_over_tokens_
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     counts = ({"packing/completions": 8, "packing/computed_completions": computed} for computed in (5, 0))
     (run / "metrics.jsonl").write_text("".join(json.dumps(step | count) + "\n" for step, count in zip(steps, counts, strict=True)))
-    page = run_report.page_of(runs_in([run]))
+    page = run_report.make_page(runs_in([run]))
     assert re.search(r"over which token metrics are means<[^5]*5 of 16", page)
     assert "Completions of a step" in page and "means over those that are computed" in page
     other = write_run(tmp_path / "other", steps=2)
-    assert "token metrics are means" not in run_report.page_of(runs_in([other])), "an older run does not say it"
+    assert "token metrics are means" not in run_report.make_page(runs_in([other])), "an older run does not say it"
     assert main(["watch", str(run)]) == 0
     told = capsys.readouterr().out
     assert re.search(r"completions +8", told) and re.search(r"computed +0", told)

@@ -171,7 +171,7 @@ def test_json_and_yaml_of_others_are_read_in_one_place():
         "dump": "its table", "shape": "a copy", "manifest": "a copy", "protocol": "a copy", "agents": "its own text of tools",
         "agent_forms": "arguments that were read already", "sampling_mask": "xgrammar's answer", "math": "its child", "jail": "its parent",
         "sandbox": "its child", "launch": "its ranks", "watchdog": "the ranks' store", "weight_transfer": "rank 0", "doctor": "its run",
-        "output": "a lock's note",
+        "output": "a lock's note", "cli": "its table", "show": "the table of cli",
     }  # fmt: skip
     reads = re.compile(r"\bjson\.loads?\(|yaml\.(safe_)?load\(")
     folders = [Path(package.__file__).parent for package in (megatron_grpo, megatron_grpo_referee)]

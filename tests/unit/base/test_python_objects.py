@@ -8,7 +8,7 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run import python_objects
-from megatron_grpo.run.checkpoint.fingerprints import content_of
+from megatron_grpo.run.checkpoint.fingerprints import compute_fingerprints
 from megatron_grpo.run.config import resolve
 from megatron_grpo.run.data.files import is_path, open_source, read_rows
 from megatron_grpo.run.rewards.loading import load_rewards
@@ -67,8 +67,8 @@ def test_it_is_neither_a_hub_name_nor_a_file_of_the_users():
 
 
 def test_a_fingerprint_covers_the_code_and_the_plain_values_that_it_closes_over():
-    one = python_objects.fingerprint_of(closing_over("a"))
-    assert one == python_objects.fingerprint_of(closing_over("a"))
+    one = python_objects.compute_fingerprint(closing_over("a"))
+    assert one == python_objects.compute_fingerprint(closing_over("a"))
     others = [
         closing_over("b"),
         closing_over,
@@ -76,14 +76,14 @@ def test_a_fingerprint_covers_the_code_and_the_plain_values_that_it_closes_over(
         functools.partial(closing_over("a"), x=2),
         python_objects,
     ]
-    assert len({one, *map(python_objects.fingerprint_of, others)}) == 6
+    assert len({one, *map(python_objects.compute_fingerprint, others)}) == 6
 
 
 def test_code_without_a_source_has_a_fingerprint_too():
     def made(text):
         space = {}
         exec(f"def reward(completions): return [{text} for _ in completions]", space)
-        return python_objects.fingerprint_of(space["reward"])
+        return python_objects.compute_fingerprint(space["reward"])
 
     assert made("1.0") == made("1.0") != made("2.0")
 
@@ -97,9 +97,9 @@ def test_an_attribute_of_a_reward_object_counts():
             return [self.weight for _ in completions]
 
     assert (
-        python_objects.fingerprint_of(Reward(1.0))
-        == python_objects.fingerprint_of(Reward(1.0))
-        != python_objects.fingerprint_of(Reward(2.0))
+        python_objects.compute_fingerprint(Reward(1.0))
+        == python_objects.compute_fingerprint(Reward(1.0))
+        != python_objects.compute_fingerprint(Reward(2.0))
     )
 
 
@@ -108,5 +108,5 @@ def test_a_resumed_run_compares_the_fingerprint():
     found = []
     for right in "aab":
         python_objects.provide({"equal": closing_over(right)})
-        found.append(content_of(cfg)["reward python:equal"])
+        found.append(compute_fingerprints(cfg)["reward python:equal"])
     assert found[0] == found[1] != found[2]

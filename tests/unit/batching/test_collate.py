@@ -33,7 +33,7 @@ def test_a_sequence_of_one_token_is_a_row_and_no_segment():
 def test_where_nothing_is_to_be_computed_the_stream_is_padding_and_is_never_empty(alignment):
     batch = collate([sequence(4), sequence(5)], alignment=alignment)
     length = alignment.grain
-    assert alignment.of_stream(0) == batch.num_tokens == batch.num_padding_tokens == length
+    assert alignment.count_stream(0) == batch.num_tokens == batch.num_padding_tokens == length
     assert batch.segments == (Segment(start=0, end=length, length=0),) and len(batch.targets) == 0 and batch.num_sequences == 2
 
 

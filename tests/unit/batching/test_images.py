@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.core.batching.collate import collate, grid_of, positions
+from megatron_grpo.core.batching.collate import collate, compute_grid, positions
 from megatron_grpo.core.batching.prefix_groups import Alignment, PrefixGroup
 from megatron_grpo.core.types import Sequence
 from tests.vision_cases import IMAGE, picture
@@ -121,4 +121,4 @@ def test_a_trunk_may_end_within_a_picture():
 @pytest.mark.parametrize("grid", [(2, 4, 4), (1, 3, 4), (1, 4, 5)])
 def test_what_is_no_still_picture_in_whole_tokens_is_an_error(grid):
     with pytest.raises(ValueError, match="a grid must be one frame, a multiple of 2 x 2"):
-        grid_of(dataclasses.replace(WIDE, grid=grid))
+        compute_grid(dataclasses.replace(WIDE, grid=grid))

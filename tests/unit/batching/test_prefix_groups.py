@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.core.batching.collate import collate
-from megatron_grpo.core.batching.prefix_groups import Alignment, ContextSpan, PrefixGroup, common_prefix, contexts_of, prefix_of
+from megatron_grpo.core.batching.prefix_groups import Alignment, ContextSpan, PrefixGroup, common_prefix, find_prefix, list_contexts
 from megatron_grpo.core.batching.split import BatchPartitioner, MicroBatchSpec, partition, partition_for_scoring, partition_padded
 from megatron_grpo.core.types import MicroBatch, Segment, Sequence, SequenceLengths, make_completion
 
@@ -84,10 +84,10 @@ def test_the_prefix_of_a_group_is_what_all_its_contexts_begin_with():
     def completion(*token_ids: int):
         return make_completion((1, 2, 3), token_ids, [0.0] * len(token_ids), text="", finish_reason="stop", version=0)
 
-    assert prefix_of([completion(4, 5), completion(6)]) == 3
-    assert prefix_of([completion(4, 5), completion(4, 6)]) == 4
-    assert prefix_of([completion(), completion(6, 7)]) == 2  # the last token of a context is not computed
-    assert prefix_of([make_completion((1,), (), [], text="", finish_reason="stop", version=0)]) == 0
+    assert find_prefix([completion(4, 5), completion(6)]) == 3
+    assert find_prefix([completion(4, 5), completion(4, 6)]) == 4
+    assert find_prefix([completion(), completion(6, 7)]) == 2  # the last token of a context is not computed
+    assert find_prefix([make_completion((1,), (), [], text="", finish_reason="stop", version=0)]) == 0
 
 
 # ---- properties --------------------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def batches(draw):
                 tokens += opening + tail
                 mask += [False] * len(opening) + [True] * len(tail)
             members.append(Sequence(token_ids=np.array(tokens), mask=np.array(mask), starts=tuple(starts)))
-        prefix = common_prefix(members, contexts_of(members))
+        prefix = common_prefix(members, list_contexts(members))
         prefix *= draw(st.booleans())  # 0 where nobody knows it
         rows += members
         lengths += [SequenceLengths(tuple(end - begin for begin, end in one.contexts), (0, group), prefix) for one in members]
@@ -167,7 +167,7 @@ def _assert_same_trained_tokens(found: MicroBatch, alone: MicroBatch) -> None:
 # ---- groups in micro-batches -------------------------------------------------------------------------------------------------------------
 
 
-def lengths_of(groups, prompt: int) -> list[SequenceLengths]:
+def convert_lengths(groups, prompt: int) -> list[SequenceLengths]:
     return [SequenceLengths((prompt + tokens,), (0, number), prompt) for number, group in enumerate(groups) for tokens in group]
 
 
@@ -181,34 +181,34 @@ def pieces(dealt: list[list[MicroBatchSpec]], lengths: list[SequenceLengths]) ->
 
 
 def test_a_group_stays_together_where_the_budget_allows_it():
-    lengths = lengths_of([[20, 30, 10, 40]] * 6, prompt=100)  # 200 - 4 tokens and alignment each; 500 unshared
+    lengths = convert_lengths([[20, 30, 10, 40]] * 6, prompt=100)  # 200 - 4 tokens and alignment each; 500 unshared
     dealt = partition(lengths, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=420, min_saving_ratio=1 / 16))
     assert set(pieces(dealt, lengths).values()) == {1} and [micro_spec.num_tokens for micro_spec in dealt[0]] == [392] * 3
 
 
 def test_a_group_beyond_the_budget_is_in_as_few_pieces_as_fit_and_a_long_prompt_takes_no_more_than_alone():
-    lengths = lengths_of([[50] * 8], prompt=100)
+    lengths = convert_lengths([[50] * 8], prompt=100)
     dealt = partition(lengths, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=300, min_saving_ratio=1 / 16))
     assert (
         sorted(len(micro_spec.rows) for micro_spec in dealt[0]) == [4, 4] and max(micro_spec.num_tokens for micro_spec in dealt[0]) == 296
     )
-    long = lengths_of([[5, 40, 5, 5]], prompt=100)
+    long = convert_lengths([[5, 40, 5, 5]], prompt=100)
     dealt = partition(long, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=30, min_saving_ratio=1 / 16))
     assert max(micro_spec.num_tokens for micro_spec in dealt[0]) == 139  # 100 + 40 - 1, what the longest takes by itself
 
 
 def test_groups_are_cut_where_ranks_would_wait_or_have_nothing():
-    lengths = lengths_of([[400] * 8, [100] * 8], prompt=100)
+    lengths = convert_lengths([[400] * 8, [100] * 8], prompt=100)
     cut = BatchPartitioner(dp_size=4, micro_batch_size=1, max_tokens=8192, min_saving_ratio=1 / 16)
     loads = [sum(micro_spec.num_tokens for micro_spec in mine) for mine in partition(lengths, cut)]
     assert min(loads) > 0.8 * max(loads)
-    few = lengths_of([[5, 5]], prompt=100)
+    few = convert_lengths([[5, 5]], prompt=100)
     dealt = partition(few, BatchPartitioner(dp_size=2, micro_batch_size=1, max_tokens=8192, min_saving_ratio=1 / 16))
     assert [[micro_spec.rows for micro_spec in mine] for mine in dealt] in ([[(0,)], [(1,)]], [[(1,)], [(0,)]])
 
 
 def test_without_sharing_groups_are_dealt_as_rows():
-    lengths = lengths_of([[20, 30, 10, 40], [7, 8, 9, 50]], prompt=100)
+    lengths = convert_lengths([[20, 30, 10, 40], [7, 8, 9, 50]], prompt=100)
     cut = BatchPartitioner(dp_size=2, micro_batch_size=1, max_tokens=300)
     alone = [row._replace(group=None, prefix=0) for row in lengths]
     sharing = dataclasses.replace(cut, min_saving_ratio=1 / 16)

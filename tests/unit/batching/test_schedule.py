@@ -119,7 +119,7 @@ def test_every_row_is_where_the_walk_puts_it(size, num_rollouts, epoch):
         assert (row.rollout, row.pass_index, row.slice_index) == (rollout, pass_index, slice_index)
         assert (row.sampled_by_version, row.optimizer_step, row.staleness) == (sampled, trained, trained - sampled)
         assert row.rows == (slice_index * 2, slice_index * 2 + 2)
-        assert table.first_of(trained) <= s < table.first_of(trained + 1)
+        assert table.find_first_micro_step(trained) <= s < table.find_first_micro_step(trained + 1)
 
 
 @settings(max_examples=300)
@@ -217,7 +217,7 @@ def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs, epoch):
     once = table_of(size, epoch=epoch, old_logprobs=old_logprobs)
     ahead = replace(once, sizes=replace(once.sizes, async_rollout_depth=1))
     one, row = once.micro_step(s), ahead.micro_step(s)
-    before = [step for step in sorted({once.version_of(r) for r in range(row.rollout + 1)}) if step < one.sampled_by_version]
+    before = [step for step in sorted({once.find_version(r) for r in range(row.rollout + 1)}) if step < one.sampled_by_version]
     by = before[-1] if before else 0
     label = one.old_logprobs if old_logprobs != "rollout" else "on_policy" if by == row.optimizer_step else "rollout"
     assert row == replace(one, sampled_by_version=by, staleness=row.optimizer_step - by, old_logprobs=label)
@@ -229,7 +229,7 @@ def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs, epoch):
 @given(sizes, st.integers(1, 30), epochs)
 def test_between_rollouts_is_where_a_step_ends_and_the_next_one_starts_a_rollout(size, steps, epoch):
     table = table_of(size, epoch=epoch)
-    row = table.micro_step(table.first_of(steps))
+    row = table.micro_step(table.find_first_micro_step(steps))
     begins = (row.pass_index, row.slice_index) == (0, 0)
     assert [n for n in range(300) if table.is_between_rollouts(steps, n)] == ([row.rollout] if begins and row.rollout < 300 else [])
 
@@ -258,6 +258,6 @@ def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_ti
 
 
 def test_a_tenth_of_thirty_prompts_is_three():
-    assert TrainingSchedule.of_length(sizes_of(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
-    assert TrainingSchedule.of_length(sizes_of(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
-    assert TrainingSchedule.of_length(sizes_of(1, 1, 1)).num_steps is None
+    assert TrainingSchedule.from_length(sizes_of(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
+    assert TrainingSchedule.from_length(sizes_of(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
+    assert TrainingSchedule.from_length(sizes_of(1, 1, 1)).num_steps is None

@@ -23,14 +23,14 @@ def write(folder: Folder, step: int, content: bytes = b"weights") -> Path:
     return folder.directory(step)
 
 
-def damage_of(directory: Path) -> list[str]:
+def verify_files(directory: Path) -> list[str]:
     return find_damage(directory, read_manifest(directory).files)
 
 
 def test_the_mebibytes_that_are_compared_are_counted(tmp_path):
     directory = write(Folder(tmp_path / "checkpoints"), 2, bytes(2**20 + 1))
     with activity.phase("restoring", total=2, unit="MiB") as phase:
-        assert damage_of(directory) == [] and phase.done == 2
+        assert verify_files(directory) == [] and phase.done == 2
 
 
 def steps_to_try(folder: Folder) -> list[int]:
@@ -40,7 +40,7 @@ def steps_to_try(folder: Folder) -> list[int]:
 def test_a_checkpoint_just_written_is_undamaged_and_the_one_to_resume_from(tmp_path):
     folder = Folder(tmp_path / "checkpoints")
     for step in (5, 10):
-        assert damage_of(write(folder, step)) == []
+        assert verify_files(write(folder, step)) == []
     assert steps_to_try(folder) == [10, 5]
 
 
@@ -50,7 +50,7 @@ def test_every_flipped_bit_is_found(tmp_path, place):
     content = bytearray((directory / "inner/file").read_bytes())
     content[place] ^= 128
     (directory / "inner/file").write_bytes(content)
-    assert damage_of(directory) == [f"{directory}/inner/file has changed since it was written (its SHA-256 differs)"]
+    assert verify_files(directory) == [f"{directory}/inner/file has changed since it was written (its SHA-256 differs)"]
 
 
 def test_the_checkpoint_written_last_comes_first_also_where_the_run_went_back(tmp_path):
@@ -73,7 +73,7 @@ def test_an_existing_checkpoint_of_the_same_step_is_replaced(tmp_path):
     folder = Folder(tmp_path)
     write(folder, 5, b"old")
     directory = write(folder, 5, b"new")
-    assert (directory / "inner/file").read_bytes() == b"new" and damage_of(directory) == []
+    assert (directory / "inner/file").read_bytes() == b"new" and verify_files(directory) == []
     folder.retain(None, newest=5)
     folder.sweep()
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000005", "latest_checkpointed_iteration.txt"}
@@ -115,7 +115,7 @@ def test_a_mark_is_no_part_of_what_was_saved_and_goes_with_the_checkpoint(tmp_pa
     directory = write(folder, 5)
     assert not read_manifest(directory).is_good
     assert folder.mark_good(5, trained=6) and json.loads((directory / "good.json").read_text()) == {"trained": 6}
-    assert read_manifest(directory).is_good and damage_of(directory) == []
+    assert read_manifest(directory).is_good and verify_files(directory) == []
     assert not read_manifest(write(folder, 5, b"other weights")).is_good, "saved anew, by a run that went back"
 
 
@@ -128,7 +128,7 @@ def test_a_mark_that_is_half_written_is_no_mark(tmp_path):
         folder.mark_good(5, trained=6)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert not read_manifest(directory).is_good and damage_of(directory) == []
+    assert not read_manifest(directory).is_good and verify_files(directory) == []
 
 
 @pytest.mark.parametrize("moment, left", [("manifest.json", [5]), ("iter_0000010", [5]), ("latest_checkpointed_iteration.txt", [10, 5])])
@@ -146,9 +146,9 @@ def test_a_writer_killed_at_any_rename_leaves_a_directory_to_resume_from(tmp_pat
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     folder = Folder(tmp_path)
-    assert steps_to_try(folder) == left and all(damage_of(folder.directory(step)) == [] for step in left)
+    assert steps_to_try(folder) == left and all(verify_files(folder.directory(step)) == [] for step in left)
     assert folder.pointer() == 5
-    assert damage_of(write(folder, 10)) == []  # and what it left is no obstacle
+    assert verify_files(write(folder, 10)) == []  # and what it left is no obstacle
     folder.sweep()
     assert not [path for path in tmp_path.glob(".*") if path.is_dir()]
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.run.checkpoint.fingerprints import SAMPLE_BYTES, SAMPLES, content_of, model_fingerprint
+from megatron_grpo.run.checkpoint.fingerprints import SAMPLE_BYTES, SAMPLES, compute_fingerprints, model_fingerprint
 from megatron_grpo.run.config.settings import Config, DataConfig, RewardConfig
 from megatron_grpo.run.data.prompts import load_rows
 
@@ -57,7 +57,7 @@ def test_vocabulary_template_and_reward_files_are_told_apart(model, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def f(): ...\n")
     cfg = Config(rewards=RewardConfig(reward_funcs=[f"{reward}:f", "format", "json.decoder:JSONDecoder", "no.such.module:f"]))
-    before = content_of(cfg, model_path=model)
+    before = compute_fingerprints(cfg, model_path=model)
     assert before.keys() == {
         "model",
         "vocabulary",
@@ -71,7 +71,7 @@ def test_vocabulary_template_and_reward_files_are_told_apart(model, tmp_path):
         (reward, "reward reward.py:f"),
     ):
         path.write_text("other")
-        after = content_of(cfg, model_path=model)
+        after = compute_fingerprints(cfg, model_path=model)
         assert {name for name in before if before[name] != after[name]} == {name}
         before = after
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.types import Progress
 from megatron_grpo.run.checkpoint.manifest import Folder, RunOrigin, manifest_content
-from megatron_grpo.run.checkpoint.resume import checkpoint_path, initial_weights_of, initial_weights_problems
+from megatron_grpo.run.checkpoint.resume import checkpoint_path, initial_weights_problems, read_initial_weights
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.rules.settings import validate
 
@@ -27,22 +27,22 @@ def test_a_run_its_folder_of_checkpoints_and_a_checkpoint_are_the_newest_one(tmp
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 3)
     for path in (tmp_path, tmp_path / "checkpoints", newest):
-        assert initial_weights_of(path).directory == newest and checkpoint_path(str(path)) == str(newest)
+        assert read_initial_weights(path).directory == newest and checkpoint_path(str(path)) == str(newest)
     (newest / "weights").write_bytes(b"12")
-    assert initial_weights_of(tmp_path).step == 2
+    assert read_initial_weights(tmp_path).step == 2
     with pytest.raises(ConfigError, match="has 2 bytes, expected 4"):
-        initial_weights_of(newest)
+        read_initial_weights(newest)
 
 
 def test_what_another_program_wrote_is_refused_as_that(tmp_path):
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(ConfigError, match="is a Megatron-Core checkpoint of another program"):
-        initial_weights_of(tmp_path)
+        read_initial_weights(tmp_path)
     with pytest.raises(ConfigError, match="has no megatron_grpo checkpoint"):
-        initial_weights_of(tmp_path / "iter_0000100")
+        read_initial_weights(tmp_path / "iter_0000100")
     with pytest.raises(ConfigError, match="does not exist"):
-        initial_weights_of(tmp_path / "nowhere")
+        read_initial_weights(tmp_path / "nowhere")
 
 
 def test_other_weights_than_the_run_wants_are_refused(tmp_path):

@@ -13,10 +13,10 @@ import pytest
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.checkpoint.fingerprints import DAY, FLAGS, settings_of
+from megatron_grpo.run.checkpoint.fingerprints import DAY, FLAGS, list_settings
 from megatron_grpo.run.checkpoint.manifest import POINTER, Folder, RunOrigin, manifest_content
 from megatron_grpo.run.checkpoint.resume import find_checkpoints, plan_resume
-from megatron_grpo.run.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, changes_since
+from megatron_grpo.run.checkpoint.resume_compatibility import _REFERENCE_SETTINGS, _WHY, changes_since
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.config.rules.batch_sizes import with_derived_sizes as with_sizes
@@ -31,7 +31,7 @@ SIZES = ["--global_batch_size", "8", "--num_generations", "4", "--steps_per_gene
 def configured(out: Path, *flags: str):
     cfg = resolve(["--output_dir", str(out), "--max_steps", "9", *SIZES, *flags])
     sizes = checked_sizes(cfg)
-    return with_sizes(cfg, sizes), TrainingSchedule.of_length(sizes, max_steps=cfg.run.max_steps)
+    return with_sizes(cfg, sizes), TrainingSchedule.from_length(sizes, max_steps=cfg.run.max_steps)
 
 
 def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int | None = None, **origin) -> Path:
@@ -41,7 +41,7 @@ def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int 
     writing = folder.begin(step)
     (writing / "common.pt").write_bytes(b"weights")
     progress = Progress(step=step, num_rollouts=-(-step // 2) if num_rollouts is None else num_rollouts)
-    known = {"settings": settings_of(cfg), "content": CONTENTS, "sizes": schedule.sizes.stream_sizes} | origin
+    known = {"settings": list_settings(cfg), "content": CONTENTS, "sizes": schedule.sizes.stream_sizes} | origin
     said = manifest_content(RunOrigin(**known), progress, world_size=1, torch="2", num_pending=buffer, versions={})
     folder.commit(step, said, fingerprints(writing, ["common.pt"]))
     return folder.directory(step)
@@ -57,7 +57,7 @@ def refusal(call, *args, **more) -> str:
     return str(error.value)
 
 
-def step_of(resume) -> int | None:
+def find_step(resume) -> int | None:
     return resume.candidates[0].manifest.step if resume.candidates else None
 
 
@@ -66,7 +66,7 @@ def step_of(resume) -> int | None:
 
 def test_every_refusal_says_why():
     refused = {setting.name for setting in table().values() if setting.on_resume == "refused"}
-    assert refused | set(_OF_THE_REFERENCE) | set(FLAGS) == set(_WHY)  # none forgotten, none that may change
+    assert refused | set(_REFERENCE_SETTINGS) | set(FLAGS) == set(_WHY)  # none forgotten, none that may change
 
 
 def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
@@ -84,7 +84,7 @@ def test_the_newest_is_continued_and_it_is_said_whether_it_is_good_and_which_one
         saved(tmp_path, step)
     Folder(tmp_path / "checkpoints").mark_good(2, trained=3)
     resume = judged(tmp_path)
-    assert step_of(resume) == 6
+    assert find_step(resume) == 6
     assert f"The last confirmed one is {tmp_path}/checkpoints/iter_0000002 (use it with --resume)." in resume.lines(resume.candidates[0])[1]
     Folder(tmp_path / "checkpoints").mark_good(6, trained=7)
     resume = judged(tmp_path)
@@ -150,7 +150,7 @@ def test_sizes_and_temperature_may_change_between_rollouts_and_not_while_rows_wa
     told = refusal(judged, tmp_path / "within", *changes)
     assert "temperature was 1.0 and is 0.5" in told and "8 of its samples are not trained yet" in told
     assert "temperature was 1.0" in refusal(judged, tmp_path / "within", "--temperature", "0.5")
-    assert step_of(judged(tmp_path / "within")) == 5
+    assert find_step(judged(tmp_path / "within")) == 5
 
 
 LOOKS = {"--beta": "0.1", "--entropy_coef": "0.1", "--compute_zero_advantage_rows": "true", "--top_entropy_quantile": "0.5"}
@@ -162,11 +162,11 @@ def test_settings_that_look_at_rows_without_a_gradient_change_between_rollouts_a
     saved(tmp_path / "between", 4)
     saved(tmp_path / "within", 5, buffer=8)
     saved(tmp_path / "looked", 5, flag, LOOKS[flag], buffer=8)
-    assert step_of(judged(tmp_path / "between", flag, LOOKS[flag])) == 4
+    assert find_step(judged(tmp_path / "between", flag, LOOKS[flag])) == 4
     told = refusal(judged, tmp_path / "within", flag, LOOKS[flag])
     assert f"{flag[2:]} was" in told and "8 of its samples are not trained yet" in told
-    assert step_of(judged(tmp_path / "looked")) == 5
-    assert step_of(judged(tmp_path / "within", "--loss_type", "dapo")) == 5
+    assert find_step(judged(tmp_path / "looked")) == 5
+    assert find_step(judged(tmp_path / "within", "--loss_type", "dapo")) == 5
 
 
 def test_another_layout_is_said_and_not_refused_and_other_micro_batches_are_no_change(tmp_path):
@@ -199,7 +199,7 @@ def test_a_whole_newer_checkpoint_is_used_beside_an_older_pointer_and_it_is_said
         saved(tmp_path, step)
     (tmp_path / "checkpoints" / POINTER).write_text("2\n")
     resume = judged(tmp_path)
-    assert step_of(resume) == 4 and "names step 2" in resume.notes[0] and "iter_0000004 is used instead" in resume.notes[0]
+    assert find_step(resume) == 4 and "names step 2" in resume.notes[0] and "iter_0000004 is used instead" in resume.notes[0]
 
 
 def test_a_pointer_that_names_a_missing_step_leads_to_the_newest_whole_one(tmp_path):
@@ -207,7 +207,7 @@ def test_a_pointer_that_names_a_missing_step_leads_to_the_newest_whole_one(tmp_p
     for step in ("9", "1"):
         (tmp_path / "checkpoints" / POINTER).write_text(step)
         resume = judged(tmp_path)
-        assert step_of(resume) == 4 and f"names step {step}" in resume.notes[0]
+        assert find_step(resume) == 4 and f"names step {step}" in resume.notes[0]
 
 
 def test_a_pointer_without_any_checkpoint_is_an_error_and_not_a_fresh_run(tmp_path):
@@ -238,7 +238,7 @@ def test_what_can_be_seen_of_damage_is_seen_before_anything_starts(tmp_path, har
         saved(tmp_path, step)
     harm(tmp_path / "checkpoints" / "iter_0000004")
     resume = judged(tmp_path)
-    assert step_of(resume) == 2 and any("is skipped" in note and says in note for note in resume.notes)
+    assert find_step(resume) == 2 and any("is skipped" in note and says in note for note in resume.notes)
     assert says in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "checkpoints" / "iter_0000004"))
     harm(tmp_path / "checkpoints" / "iter_0000002")
     assert "No usable checkpoint" in refusal(judged, tmp_path)
@@ -248,10 +248,10 @@ def test_another_runs_checkpoint_is_not_continued_into_a_folder_that_holds_a_run
     saved(tmp_path / "theirs", 4)
     saved(tmp_path / "mine", 2)
     other = ["--resume", str(tmp_path / "theirs")]
-    assert step_of(judged(tmp_path / "new", *other)) == 4
+    assert find_step(judged(tmp_path / "new", *other)) == 4
     told = refusal(judged, tmp_path / "mine", *other)
     assert "iter_0000002" in told and "is a checkpoint of another run" in told
-    assert step_of(judged(tmp_path / "theirs", "--resume", str(tmp_path / "theirs" / "checkpoints" / "iter_0000004"))) == 4
+    assert find_step(judged(tmp_path / "theirs", "--resume", str(tmp_path / "theirs" / "checkpoints" / "iter_0000004"))) == 4
 
 
 def test_resume_never_and_overwrite_say_what_they_mean(tmp_path):
@@ -276,7 +276,7 @@ def test_resume_never_and_overwrite_say_what_they_mean(tmp_path):
 def test_a_restart_removes_nothing_and_goes_on(tmp_path, flags, environ):
     saved(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "abc"})
     resume = judged(tmp_path, *flags, environ=environ)
-    assert not resume.wipes and step_of(resume) == 4
+    assert not resume.wipes and find_step(resume) == 4
     assert "is ignored" in resume.notes[0] and "continues its own run" in resume.notes[0]
 
 
@@ -297,7 +297,7 @@ def test_a_restart_of_a_run_that_began_from_another_continues_from_its_own_check
     saved(tmp_path / "theirs", 4)
     saved(tmp_path / "mine", 6)
     resume = judged(tmp_path / "mine", "--resume", str(tmp_path / "theirs"), environ={"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert step_of(resume) == 6 and "is ignored" in resume.notes[0]
+    assert find_step(resume) == 6 and "is ignored" in resume.notes[0]
 
 
 def test_a_checkpoint_records_the_job_that_wrote_it(tmp_path):
@@ -312,7 +312,7 @@ def test_judging_needs_no_torch(tmp_path):
 
 def test_find_checkpoints_alone_says_where_a_run_would_go_on(tmp_path):
     saved(tmp_path, 4)
-    assert step_of(find_checkpoints(tmp_path, environ={})) == 4
+    assert find_step(find_checkpoints(tmp_path, environ={})) == 4
 
 
 def test_a_template_that_prints_the_date_prints_that_of_the_run_that_is_continued(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.core.types import Sample, SampleWithOldLogprobs
 from megatron_grpo.run.checkpoint import samples as file_of_samples
-from megatron_grpo.run.checkpoint.samples import UnknownSamplesError, column_types, file_of, read_samples, unreadable_reason
+from megatron_grpo.run.checkpoint.samples import UnknownSamplesError, column_types, read_samples, serialize_samples, unreadable_reason
 
 
 def sample(kind=Sample, **changes):
@@ -56,7 +56,7 @@ def assert_same(back, samples):
     [sample(teacher_logprobs=np.array([0, 0, -3.5, -1e-3], np.float32)), sample(row=1)],
 ], ids=["none", "one", "mixed", "anchored", "without some log-probs", "one that a teacher has seen"])  # fmt: skip
 def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
-    (tmp_path / "pending.npz").write_bytes(file_of(samples))
+    (tmp_path / "pending.npz").write_bytes(serialize_samples(samples))
     assert_same(read_samples(tmp_path / "pending.npz"), samples)
     assert unreadable_reason(tmp_path / "pending.npz") is None
 
@@ -99,22 +99,22 @@ EVERYTHING = [
 
 
 def test_ragged_tuples_arrays_of_any_shape_and_fields_that_are_none_survive(tmp_path):
-    (tmp_path / "file").write_bytes(file_of(EVERYTHING))
+    (tmp_path / "file").write_bytes(serialize_samples(EVERYTHING))
     assert_same(read_samples(tmp_path / "file", Row), EVERYTHING)
     equal = [row(3, starts=(0, 1)), row(4, starts=(0, 2))]  # one shape: numpy would make a table of them
-    (tmp_path / "file").write_bytes(file_of(equal))
+    (tmp_path / "file").write_bytes(serialize_samples(equal))
     assert_same(read_samples(tmp_path / "file", Row), equal)
 
 
 def test_token_ids_take_four_bytes_in_the_file_and_eight_in_memory(tmp_path):
-    (tmp_path / "file").write_bytes(file_of(EVERYTHING))
+    (tmp_path / "file").write_bytes(serialize_samples(EVERYTHING))
     with np.load(tmp_path / "file") as arrays:
         assert arrays["Row.token_ids"].dtype == np.int32 and arrays["MarkedRow.mask_offsets"].dtype == np.int64
     assert read_samples(tmp_path / "file", Row)[0].token_ids.dtype == np.int64
 
 
 def test_pictures_are_not_saved(tmp_path):
-    (tmp_path / "file").write_bytes(file_of([row(3, images=((0, object()),))]))
+    (tmp_path / "file").write_bytes(serialize_samples([row(3, images=((0, object()),))]))
     assert read_samples(tmp_path / "file", Row)[0].images == ()
 
 
@@ -128,7 +128,7 @@ def change_header(path, change):
 
 
 def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
-    (tmp_path / "file").write_bytes(file_of([row(3, where="there", starts=(0, 1))]))
+    (tmp_path / "file").write_bytes(serialize_samples([row(3, where="there", starts=(0, 1))]))
     change_header(tmp_path / "file", lambda header: [header["kinds"]["Row"].pop(name) for name in ("where", "starts")])
     [back] = read_samples(tmp_path / "file", Row)
     assert (back.where, back.starts) == ("here", (0,))
@@ -144,7 +144,7 @@ def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
     (lambda header: header.update(format=3), "has format 3; megatron_grpo 0.1.0 reads format 2"),
 ], ids=["field", "kind", "type", "format"])  # fmt: skip
 def test_what_is_not_known_is_refused_with_its_name_and_the_version_that_wrote_it(tmp_path, change, says):
-    (tmp_path / "file").write_bytes(file_of([row(3)]))
+    (tmp_path / "file").write_bytes(serialize_samples([row(3)]))
     change_header(tmp_path / "file", lambda header: (header.update(written_by="megatron_grpo 7.0"), change(header)))
     for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable_reason(tmp_path / "file", Row))):
         with pytest.raises(UnknownSamplesError, match="was written by megatron_grpo 7.0 and has") as told:
@@ -165,7 +165,7 @@ def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
     with pytest.raises(TypeError, match="Odd.table"):
         column_types(Odd)
     with pytest.raises(TypeError, match="experts has arrays of"):
-        file_of([row(1, experts=np.zeros(1)), row(1, experts=np.zeros((1, 1)))])
+        serialize_samples([row(1, experts=np.zeros(1)), row(1, experts=np.zeros((1, 1)))])
 
 
 def test_every_field_of_todays_samples_can_be_saved():

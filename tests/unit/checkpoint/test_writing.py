@@ -24,7 +24,7 @@ from megatron_grpo.run.checkpoint.distributed import (
     _write,
     check_coverage,
     divide_tensors,
-    metadata_of,
+    serialize_metadata,
     write_file,
     write_pieces,
 )
@@ -61,7 +61,7 @@ def piece(offset, shape, whole=(4, 4), key="w"):
 
 
 def test_a_description_is_what_torch_reads_and_unpickles_without_strange_names():
-    said = metadata_of(
+    said = serialize_metadata(
         [
             ("__0_0.distcp", [piece((0, 0), (2, 4)), PlacedShard(Shard("object"), 64, 8)]),
             ("", []),
@@ -78,7 +78,7 @@ def test_a_description_is_what_torch_reads_and_unpickles_without_strange_names()
                          ids=["gap", "overlap", "twice", "outside"])  # fmt: skip
 def test_pieces_that_are_not_the_whole_are_refused(second):
     with pytest.raises(MissingShardError, match="w"):
-        metadata_of([("__0_0.distcp", [piece((0, 0), (2, 4))]), ("__1_0.distcp", second)])
+        serialize_metadata([("__0_0.distcp", [piece((0, 0), (2, 4))]), ("__1_0.distcp", second)])
 
 
 @given(shape=st.lists(st.integers(1, 4), max_size=3).map(tuple), data=st.data())

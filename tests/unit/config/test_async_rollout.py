@@ -100,13 +100,13 @@ def test_plan_says_which_versions_may_sample_a_rollout_and_how_old_its_oldest_to
     found = checked_sizes(cfg)
     assert found.partial_rollouts and staleness(found) == (mean, most)
     schedule = TrainingSchedule(found)
-    arrivals = sorted({schedule.version_of(rollout) for rollout in range(40)})
+    arrivals = sorted({schedule.find_version(rollout) for rollout in range(40)})
     for row in schedule_rows(schedule, 12):
         at = arrivals.index(row["newest_version"])
-        assert row["sampled_by_version"] == arrivals[max(0, at - depth)] and row["newest_version"] == schedule.version_of(row["rollout"])
+        assert row["sampled_by_version"] == arrivals[max(0, at - depth)] and row["newest_version"] == schedule.find_version(row["rollout"])
     for step in (schedule.step(k) for k in range(12)):
         due = arrivals.index(step.index) if step.index in arrivals else None
-        wanted = [] if due is None else [r for r in range(40) if schedule.version_of(r) in arrivals[due + 1 : due + 1 + depth]]
+        wanted = [] if due is None else [r for r in range(40) if schedule.find_version(r) in arrivals[due + 1 : due + 1 + depth]]
         assert (
             list(step.ahead) == wanted and not step.launches and not step.arriving and step.evaluates == range(step.index, step.index + 1)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.run.config.evaluation import is_greater_better, metric_of
+from megatron_grpo.run.config.evaluation import find_best_metric, is_greater_better
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.rules.settings import validate
 
@@ -26,7 +26,7 @@ EVAL = "--eval_dataset x --eval_steps 5 --save_steps 10"
 def test_the_name_and_its_direction(words, metric, greater):
     cfg = resolve(words.split())
     assert validate(cfg) == []
-    assert (metric_of(cfg), is_greater_better(cfg)) == (metric, greater)
+    assert (find_best_metric(cfg), is_greater_better(cfg)) == (metric, greater)
 
 
 @pytest.mark.parametrize(

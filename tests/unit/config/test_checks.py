@@ -31,7 +31,7 @@ def test_neither_is_a_weight(weights):
 def test_a_size_of_files_is_said_as_people_say_it():
     from megatron_grpo.run.config.rules.settings import validate
     from megatron_grpo.run.config.settings import Config
-    from megatron_grpo.run.config.table import bytes_of
+    from megatron_grpo.run.config.table import parse_byte_size
 
     said = {
         "5GB": 5 * 10**9,
@@ -44,6 +44,6 @@ def test_a_size_of_files_is_said_as_people_say_it():
         "": None,
         "1.2.3GB": None,
     }
-    assert {text: bytes_of(text) for text in said} == said
+    assert {text: parse_byte_size(text) for text in said} == said
     [problem] = validate(Config().with_values({"max_shard_size": "big"}))
     assert "max_shard_size (big) is a size above 0" in problem.message

@@ -14,7 +14,7 @@ from megatron_grpo.run.config.evaluation import eval_sampling, longest_completio
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
-from megatron_grpo.run.evaluate import sampling_of
+from megatron_grpo.run.evaluate import make_eval_sampling
 from tests.checked import check
 from tests.ranks import run_ranks
 
@@ -82,8 +82,8 @@ def test_every_name_that_vllm_is_refused_exists_in_it():
         assert not {*told.here, *told.refused, *(told.may or ())} - told.fields.keys()
         assert not {*told.here.values()} - table().keys()
     sampling = engine_kwargs.options("generation_kwargs").fields
-    bounds = engine_kwargs.fields_of("vllm", "sampling_params.py", "StructuredOutputsParams").keys()
-    assert sampling_mask.FIELD in sampling and {*sampling_mask.KINDS, *sampling_mask.OF_THE_ENGINE, "whitespace_pattern"} == {
+    bounds = engine_kwargs.read_class_fields("vllm", "sampling_params.py", "StructuredOutputsParams").keys()
+    assert sampling_mask.FIELD in sampling and {*sampling_mask.KINDS, *sampling_mask.ENGINE_OPTIONS, "whitespace_pattern"} == {
         name for name in bounds if not name.startswith("_")
     }
 
@@ -117,11 +117,15 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
     cfg = Config().with_values({**training, **held_out})
 
     def drawn(cfg):
-        return sampling_of(SamplingSettings.of(cfg.rollout, num_generations=16), eval_sampling(cfg))
+        return make_eval_sampling(SamplingSettings.from_config(cfg.rollout, num_generations=16), eval_sampling(cfg))
 
     how = drawn(cfg)
     assert (how.top_p, how.top_k, how.temperature, how.max_completion_length, how.more) == (0.9, 7, 0.8, 100, {"ignore_eos": True})
-    assert how.min_p == 0.1 and not how.returns_sampling_mask and SamplingSettings.of(cfg.rollout, num_generations=16).returns_sampling_mask
+    assert (
+        how.min_p == 0.1
+        and not how.returns_sampling_mask
+        and SamplingSettings.from_config(cfg.rollout, num_generations=16).returns_sampling_mask
+    )
     own = {"eval_top_p": 1.0, "eval_top_k": 0, "eval_min_p": 0.2, "eval_temperature": 0.5, "eval_max_completion_length": 300,
            "eval_generation_kwargs": {"min_tokens": 2}}  # fmt: skip
     how = drawn(cfg.with_values(own))

@@ -17,9 +17,9 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if " Rule(" in file.read_t
 
 
 def given_names(source: str) -> set[str]:
-    """What `settings_of` is given, for the rules of the file and of plug-ins."""
+    """What `make_namespace` is given, for the rules of the file and of plug-ins."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    named = [call for call in calls if ast.unparse(call.func) in ("settings_of", "SimpleNamespace")]
+    named = [call for call in calls if ast.unparse(call.func) in ("make_namespace", "SimpleNamespace")]
     return {word.arg for call in named for word in call.keywords}
 
 
@@ -27,7 +27,7 @@ GIVEN_TO_PLUG_INS = set().union(*(given_names(file.read_text(encoding="utf-8")) 
 
 
 def unknown_names(source: str, given: set[str] = frozenset()) -> set[str]:
-    """Of what is read of the settings `c`: all that is neither a setting, nor given to `settings_of`, nor a word that is found."""
+    """Of what is read of the settings `c`: all that is neither a setting, nor given to `make_namespace`, nor a word that is found."""
     nodes = list(ast.walk(ast.parse(source)))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "c"}
     given = {"cfg", "plays", "player", "teacher", "name", "value", "off"} | given_names(source) | given

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.plugins.servers.addresses import Address, addresses_of, read_token
-from megatron_grpo.plugins.servers.rules import OF_THE_ENGINE
+from megatron_grpo.plugins.servers.addresses import Address, list_addresses, read_token
+from megatron_grpo.plugins.servers.rules import ENGINE_SETTINGS
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
@@ -33,22 +33,22 @@ def said(**values):
     ],
 )
 def test_servers_are_named_by_hosts_and_ports_or_by_urls(settings, urls):
-    assert [str(address) for address in addresses_of(servers(**settings))] == urls
+    assert [str(address) for address in list_addresses(servers(**settings))] == urls
 
 
 def test_files_of_addresses_are_read_anew_each_time_and_need_not_be_there_yet(tmp_path):
     named = servers(host=[f"@{tmp_path}/one", f"@{tmp_path}/many"])
-    assert addresses_of(named) == []
+    assert list_addresses(named) == []
     (tmp_path / "one").write_text("http://a:1\n")
-    assert addresses_of(named) == [Address("a", 1)]
+    assert list_addresses(named) == [Address("a", 1)]
     (tmp_path / "many").mkdir()
     for name, text in (("x", "http://b:2\n\nhttps://c:3\n"), (".half", "http://d:"), ("y", "http://a:1")):
         (tmp_path / "many" / name).write_text(text)
-    assert addresses_of(named) == [Address("a", 1), Address("b", 2), Address("c", 3, is_https=True)]
+    assert list_addresses(named) == [Address("a", 1), Address("b", 2), Address("c", 3, is_https=True)]
     (tmp_path / "one").unlink()
     (tmp_path / "many" / "x").write_text("b:2")
     with pytest.raises(ValueError, match=r"many/x, line 1: 'b:2' is not a URL of the form http://host:8000"):
-        addresses_of(named)
+        list_addresses(named)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_is_wrong_with_an_address_is_said(values, sentence):
 
 
 def test_what_an_engine_is_started_with_are_settings_of_the_sampler():
-    assert all(table()[name].group == "rollout" for name in OF_THE_ENGINE)
+    assert all(table()[name].group == "rollout" for name in ENGINE_SETTINGS)
 
 
 def test_the_token_is_in_a_file_for_its_owner_or_in_the_variable_and_never_printed(tmp_path):
@@ -101,4 +101,4 @@ def test_the_token_is_in_a_file_for_its_owner_or_in_the_variable_and_never_print
 
 def test_an_address_file_without_an_end_is_a_sentence():
     with pytest.raises(ValueError, match="@/dev/zero cannot be read: it has more than 64 million"):
-        addresses_of(Config().with_values({"vllm_server_host": ["@/dev/zero"]}).rollout)
+        list_addresses(Config().with_values({"vllm_server_host": ["@/dev/zero"]}).rollout)

@@ -20,9 +20,9 @@ from megatron_grpo.core.images import (
     as_png,
     collapse_image_tokens,
     decode_image,
+    make_image_source,
     num_tokens,
     resized_size,
-    source_of,
 )
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.settings import DataConfig
@@ -32,7 +32,7 @@ from megatron_grpo.run.data.files import Rows, images_of_row
 from megatron_grpo.run.data.image_dataset import ImageStore, expand_image_tokens, places
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
-from megatron_grpo.run.models import bound_notes, image_spec_of
+from megatron_grpo.run.models import bound_notes, read_image_spec
 from tests.seeing import as_bytes, picture
 
 EYES = ImageProcessorSpec(image_token=9, around=(7, 8), min_pixels=3136, max_pixels=50176, settings={
@@ -132,7 +132,7 @@ def asks(*images, text="<image>" * 1):
     return {"messages": [{"role": "user", "content": text + "?"}], "images": list(images)}
 
 
-def problems_of(cfg, **more):
+def list_problems(cfg, **more):
     with pytest.raises(ConfigError) as caught:
         check_images(load_rows(cfg, image_spec=EYES, **more))
     [problem] = caught.value.problems
@@ -166,7 +166,7 @@ def test_a_picture_that_cannot_be_used_is_named_with_its_row(tmp_path, name):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "good.png").write_bytes(as_bytes(picture(40, 40)))
     cfg = rows_at(tmp_path / "data", asks("good.png"), asks(make(tmp_path / "data")))
-    message = problems_of(cfg)
+    message = list_problems(cfg)
     assert message.startswith("d.jsonl line 2: image ")
     assert __import__("re").search(said, message), message
 
@@ -178,9 +178,9 @@ def test_a_bomb_is_refused_by_its_header(tmp_path):
     data = as_bytes(Image.new("1", (41_000, 41_000)))
     assert len(data) < 1 << 20
     (tmp_path / "b.png").write_bytes(data)
-    assert "cannot be read" in (said := problems_of(rows_at(tmp_path, asks("b.png")))) or "bomb" in said
+    assert "cannot be read" in (said := list_problems(rows_at(tmp_path, asks("b.png")))) or "bomb" in said
     (tmp_path / "b.png").write_bytes(as_bytes(Image.new("1", (10_000, 10_000))))
-    assert "has 10,000 x 10,000 pixels, more than the maximum of 89,478,485" in problems_of(rows_at(tmp_path, asks("b.png")))
+    assert "has 10,000 x 10,000 pixels, more than the maximum of 89,478,485" in list_problems(rows_at(tmp_path, asks("b.png")))
 
 
 def test_rows_say_which_picture_goes_where(tmp_path):
@@ -319,22 +319,22 @@ def test_a_flag_goes_before_the_environment_and_which_holds_is_said(tmp_path, mo
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}))
     monkeypatch.setenv("MAX_PIXELS", "50176")
     by_environment, by_flag = DataConfig(), DataConfig(max_pixels=100352)
-    assert image_spec_of(by_environment, tmp_path).max_pixels == 50176 and image_spec_of(by_flag, tmp_path).max_pixels == 100352
+    assert read_image_spec(by_environment, tmp_path).max_pixels == 50176 and read_image_spec(by_flag, tmp_path).max_pixels == 100352
     assert bound_notes(by_environment) == ["max_pixels is not set; the environment variable MAX_PIXELS (50176) applies."]
     assert bound_notes(by_flag) == ["max_pixels (100352) overrides the environment variable MAX_PIXELS (50176)."]
     monkeypatch.setenv("MAX_PIXELS", "many")
     with pytest.raises(ConfigError, match=r"variable MAX_PIXELS \('many'\) is not a positive number"):
-        image_spec_of(by_environment, tmp_path)
+        read_image_spec(by_environment, tmp_path)
     monkeypatch.delenv("MAX_PIXELS")
-    assert image_spec_of(by_environment, tmp_path).max_pixels == 12845056 and bound_notes(by_flag) == []
+    assert read_image_spec(by_environment, tmp_path).max_pixels == 12845056 and bound_notes(by_flag) == []
     with pytest.raises(ConfigError, match=r"max_pixels \(500\) is less than the pixels of one image token: 28 x 28 = 784. Use 784"):
-        image_spec_of(DataConfig(max_pixels=500), tmp_path)
+        read_image_spec(DataConfig(max_pixels=500), tmp_path)
     # Qwen2.5-VL's own file on the Hub has its bounds outside of `size`.
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 784, "max_pixels": 1003520, "patch_size": 14}))
-    assert image_spec_of(by_environment, tmp_path).processor_size == {"shortest_edge": 784, "longest_edge": 1003520}
+    assert read_image_spec(by_environment, tmp_path).processor_size == {"shortest_edge": 784, "longest_edge": 1003520}
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"preprocessor_config.json is missing from the model directory"):
-        image_spec_of(by_environment, tmp_path)
+        read_image_spec(by_environment, tmp_path)
 
 
 class SmallTokenizer:
@@ -362,7 +362,7 @@ def test_picture_tokens_count_for_max_prompt_length_and_a_stream_leads_to_them_a
     assert stream.longest_prompt == 28 and stream.rows.max_images == 2 and prompts[2].images == ()
     again = open_stream(cfg, SmallTokenizer(), seed=3, image_spec=EYES)
     for number in (5, 0, 4):
-        one, other = again.images_of(number), stream.images_of(number)
+        one, other = again.list_images(number), stream.list_images(number)
         assert [(place, shown.key) for place, shown in one] == [(place, shown.key) for place, shown in other]
     assert again.taken == 0
     limited = DataConfig(dataset=cfg.dataset, max_prompt_length=27)
@@ -392,7 +392,7 @@ def test_formats_whose_decoders_start_programs_are_not_opened(tmp_path):
 
 def test_a_device_is_not_read(tmp_path):
     found = (
-        source_of("zero", tmp_path)
+        make_image_source("zero", tmp_path)
         if (tmp_path / "zero").symlink_to("/dev/zero")
         else ImageSource("zero", path=__import__("pathlib").Path("/dev/zero"))
     )

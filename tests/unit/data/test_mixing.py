@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.run.config.evaluation import SPLIT, eval_sampling, flag_of, sets_of
+from megatron_grpo.run.config.evaluation import SPLIT, eval_sampling, find_set_flag, list_sets
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.settings import Config, DataConfig
 from megatron_grpo.run.data.files import read_rows
@@ -87,7 +87,7 @@ def test_what_is_held_out_is_never_trained_on(sets):
     trained, held = prompts(names, split_dataset_ratio=0.2), prompts(names, split_dataset_ratio=0.2, flag=SPLIT)
     assert len(held) == 3 and sorted(trained + held) == sorted(prompts(names)) and prompts(names, flag="eval_dataset")[0] == "a0"
     cfg = Config().with_values({"dataset": names[0], "split_dataset_ratio": 0.2})
-    assert sets_of(cfg) == {"eval": names[0]} and flag_of("eval", cfg) == SPLIT and eval_sampling(cfg).n == 1
+    assert list_sets(cfg) == {"eval": names[0]} and find_set_flag("eval", cfg) == SPLIT and eval_sampling(cfg).n == 1
     with pytest.raises(ConfigError, match="would hold out 4 of 4 rows"):
         prompts(sets("b.jsonl"), split_dataset_ratio=0.95)
 

@@ -111,7 +111,7 @@ def test_an_epoch_leaves_out_what_fills_no_rollout_and_goes_on_from_any_place(te
     source.epoch_multiple = 4
     rows = [prompt.row for prompt in source.take(24)]
     orders = [permutation(10, 7, epoch).tolist() if shuffle else list(range(10)) for epoch in range(3)]
-    assert rows == [row for order in orders for row in order[:8]] and source.row_of(8) == orders[1][0]
+    assert rows == [row for order in orders for row in order[:8]] and source.find_row(8) == orders[1][0]
     source.give_back(11)  # 13 are taken: the last of them is in the second epoch
     again = stream(ten, shuffle=shuffle)
     again.epoch_multiple = 4

@@ -19,7 +19,7 @@ import pytest
 from megatron_grpo.cli import main
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.hf_files import HfReader
-from megatron_grpo.run.config.remote_code import files_named, files_that_run, problem_of, warning_of
+from megatron_grpo.run.config.remote_code import files_named, files_that_run, find_code_problem, make_code_warning
 from megatron_grpo.run.data.chat import load_tokenizer
 from megatron_grpo.run.data.tokens import tokenizer_fingerprint
 from megatron_grpo.run.hf_writer import HfWriter
@@ -84,7 +84,7 @@ def change(path: Path, **values: object) -> None:
 
 
 def said(folder: Path, *, is_trusted: bool) -> str:
-    problem = problem_of(folder, is_trusted=is_trusted)
+    problem = find_code_problem(folder, is_trusted=is_trusted)
     return problem.message if problem else ""
 
 
@@ -147,7 +147,7 @@ def test_code_that_cannot_run_is_a_sentence(model):
 
 
 def test_a_model_without_code_of_its_own_is_as_before(plain):
-    assert said(plain, is_trusted=False) == said(plain, is_trusted=True) == "" and warning_of(plain) is None
+    assert said(plain, is_trusted=False) == said(plain, is_trusted=True) == "" and make_code_warning(plain) is None
     assert load_tokenizer(str(plain), trust_remote_code=True).get_vocab() == load_tokenizer(str(plain)).get_vocab()
 
 
@@ -190,7 +190,7 @@ def test_plan_refuses_names_the_files_and_runs_nothing(model, mark, capsys, monk
     code, found = plan(model, capsys)
     assert code == 2 and [error["message"] for error in found["errors"]] == [said(model, is_trusted=False)]
     code, found = plan(model, capsys, "--trust_remote_code", "true")
-    assert code == 0 and warning_of(model) in found["warnings"]
+    assert code == 0 and make_code_warning(model) in found["warnings"]
     change(model / "config.json", architectures=["MineForCausalLM"])
     code, found = plan(model, capsys, "--trust_remote_code", "true")
     assert code == 2 and "the architecture MineForCausalLM is not supported" in found["errors"][0]["message"]
@@ -248,24 +248,24 @@ def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(mod
 
 def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
     from megatron_grpo.run.config.settings import Config
-    from megatron_grpo.run.metrics.model_card import ModelCard, text_of
+    from megatron_grpo.run.metrics.model_card import ModelCard, render_card
 
     for source, trusts in ((model, True), (plain, False)):
-        text = text_of(ModelCard(kind="model", cfg=Config(), source=source), [], name="out", has_curves=False)
+        text = render_card(ModelCard(kind="model", cfg=Config(), source=source), [], name="out", has_curves=False)
         assert ('AutoTokenizer.from_pretrained("out", trust_remote_code=True)' in text) == trusts
 
 
 def test_other_code_is_another_content(model):
     from megatron_grpo.core.settings import ModelConfig
-    from megatron_grpo.run.checkpoint.fingerprints import content_of
+    from megatron_grpo.run.checkpoint.fingerprints import compute_fingerprints
     from megatron_grpo.run.config.settings import Config
 
     name, cfg = "the model's own code", Config(model=ModelConfig(trust_remote_code=True))
-    before = content_of(cfg, model_path=model)
+    before = compute_fingerprints(cfg, model_path=model)
     (model / "helper_of_mine.py").write_text("def mark(who): pass\n")
-    after = content_of(cfg, model_path=model)
+    after = compute_fingerprints(cfg, model_path=model)
     assert {what for what in before if before[what] != after[what]} == {name}
-    assert name not in content_of(Config(), model_path=model)
+    assert name not in compute_fingerprints(Config(), model_path=model)
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -162,7 +162,7 @@ def test_a_run_goes_on_from_every_place_with_the_prompts_that_were_left(tmp_path
         after = opened(path)
         after.restore(state)
         assert after.take(30) == whole[taken : taken + 30]
-        assert [after.row_of(number) for number in range(80 if taken > 40 else 30)] == [one.row for one in whole][
+        assert [after.find_row(number) for number in range(80 if taken > 40 else 30)] == [one.row for one in whole][
             : 80 if taken > 40 else 30
         ]
 
@@ -188,7 +188,7 @@ def test_rows_older_than_the_places_that_a_checkpoint_holds_are_found_again(tmp_
     assert len(state["marks"]) == REMEMBERED + 1
     after = opened(path, block=1)
     after.restore(state)
-    assert [after.row_of(number) for number in range(50)] == rows
+    assert [after.find_row(number) for number in range(50)] == rows
 
 
 def test_a_process_remembers_so_many_places_and_finds_the_others_again(tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_a_process_remembers_so_many_places_and_finds_the_others_again(tmp_path,
     stream = opened(write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": n} for n in range(40)]), block=1)
     stream.take(30)
     assert len(stream._marks) == 12
-    assert [stream.row_of(number) for number in range(30)] == [*range(30)]
+    assert [stream.find_row(number) for number in range(30)] == [*range(30)]
 
 
 def test_no_more_is_read_than_is_asked_for_and_no_more_held_than_is_taken_from(tmp_path):
@@ -241,7 +241,7 @@ def test_rows_that_change_under_a_run_end_it(tmp_path):
         stream.take(4)
     write(tmp_path / "a.jsonl", [{"prompt": "x", "answer": 5}] * 23)
     with pytest.raises(RunError, match="Rows 0 to 3 of the data set have changed since this run read them"):
-        stream.row_of(0)
+        stream.find_row(0)
 
 
 @pytest.mark.parametrize("settings", [{}, {"interleave_prob": [1.0, 1.0], "stopping_strategy": "all_exhausted"}])
@@ -269,7 +269,7 @@ def test_a_file_that_is_gone_when_a_run_goes_on_is_told_by_a_sentence(tmp_path):
     assert problem.flags == ("dataset",) and "can no longer be read: [Errno 2] No such file" in problem.message
     before._held.clear()
     with pytest.raises(RunError, match="No such file"):
-        before.row_of(0)
+        before.find_row(0)
 
 
 # ---- what is wrong

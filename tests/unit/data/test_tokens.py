@@ -16,7 +16,7 @@ from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import prompts, tokens
 from megatron_grpo.run.data.chat import PromptEncoder, find_clock, load_tokenizer
 from megatron_grpo.run.data.prompts import open_stream
-from megatron_grpo.run.data.tokens import TokenTable, cache_directory, cached_table, key_of, read, write
+from megatron_grpo.run.data.tokens import TokenTable, cache_directory, cached_table, compute_cache_key, read, write
 from tests.tiny_models import write_tiny
 
 
@@ -60,7 +60,7 @@ def opened(data, model, **settings):
     return stream.take(20), tokenizer.calls
 
 
-TABLE = TokenTable.of([(1, 2, 3), (4,), (), (5, 6)])
+TABLE = TokenTable.from_rows([(1, 2, 3), (4,), (), (5, 6)])
 
 
 def test_a_table_gives_back_its_rows_also_through_a_file(tmp_path):
@@ -85,7 +85,7 @@ def test_few_rows_make_no_file(cache, data, model, monkeypatch):
 
 def test_what_changes_the_tokens_is_never_found(cache, data, model, tmp_path):
     def name(tokenizer, rows="rows", **settings):
-        return key_of(rows, PromptEncoder(tokenizer, **settings))
+        return compute_cache_key(rows, PromptEncoder(tokenizer, **settings))
 
     tokenizer = load_tokenizer(str(model))
     names = [name(tokenizer), name(tokenizer, rows="others"), name(tokenizer, system="Be brief."),
@@ -109,7 +109,7 @@ def test_a_template_that_writes_the_date_is_found_on_that_day_alone(model):
         tokenizer = load_tokenizer(str(model))
         tokenizer.chat_template = "{{ strftime_now('%d') }}"
         find_clock(tokenizer).day = day
-        return key_of("rows", PromptEncoder(tokenizer))
+        return compute_cache_key("rows", PromptEncoder(tokenizer))
 
     assert key("2026-01-01") == key("2026-01-01") != key("2026-01-02")
 

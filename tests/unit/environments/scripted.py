@@ -72,7 +72,7 @@ def played(
     says = Says(where.template.tokenizer, (lambda key, turn: text) if isinstance(text, str) else text, ends=ends)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     asked = Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns=columns or {})
-    play = EpisodeRunner(where, [asked], n=n, seed_of=lambda number, place, turn: 1000 * place + turn)
+    play = EpisodeRunner(where, [asked], n=n, derive_seed=lambda number, place, turn: 1000 * place + turn)
     while not play.advance(says, 1.0, version=4):
         pass
     [group] = play.groups()

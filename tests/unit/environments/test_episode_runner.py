@@ -126,7 +126,7 @@ def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
     where = stage(More)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     play = EpisodeRunner(
-        where, [Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, seed_of=lambda *key: hash(key) % 99
+        where, [Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, derive_seed=lambda *key: hash(key) % 99
     )
     says = Says(where.template.tokenizer, lambda key, turn: f"{key[1]} {turn}")
     lost, polled = Says(where.template.tokenizer, says.text), [0]

@@ -98,12 +98,12 @@ def test_a_failed_episode_is_in_no_mean_and_trains_nothing_yet_is_a_row():
 
 
 def test_max_turns_is_a_rule_and_length_is_a_cut():
-    verdict = GroupMetadata.of(ScoredGroup(group=group(episode("max_turns"), episode("length")), rewards=((1.0,), (1.0,))))
+    verdict = GroupMetadata.from_group(ScoredGroup(group=group(episode("max_turns"), episode("length")), rewards=((1.0,), (1.0,))))
     assert verdict.is_truncated == (False, True) and verdict.trains == (True, True)
 
 
 def verdicts(*finish_reason: str) -> list[GroupMetadata]:
-    return [GroupMetadata.of(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in finish_reason]
+    return [GroupMetadata.from_group(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in finish_reason]
 
 
 def test_a_run_whose_episodes_fail_ends_with_the_most_frequent_sentence():
@@ -136,7 +136,7 @@ def test_what_is_counted_of_episodes():
         group=group(episode(tool_calls=2.0, tool_errors=1.0), episode("length", starts=(0, 5), tool_calls=2.0, seconds=1.5)),
         rewards=((1.0,), (0.0,)),
     )
-    stats = episode_stats([GroupMetadata.of(scored)])
+    stats = episode_stats([GroupMetadata.from_group(scored)])
     assert stats["episodes/turns"] == stats["episodes/turns_max"] == 2 and stats["episodes/rewritten"] == 0.5
     assert stats["episodes/drawn_tokens"] == 3.0 and stats["episodes/masked_token_share"] == pytest.approx(1 - 6 / 15)
     assert stats["episodes/environment_seconds"] == 1.0 and stats["episodes/failed"] == 0

@@ -19,7 +19,7 @@ from megatron_grpo.plugins.environments.rollout_func_output import (
     InvalidRolloutOutputError,
     TokenLimits,
     completion_requests,
-    completions_of,
+    convert_completions,
 )
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.rewards.reward_manager import as_batch
@@ -38,7 +38,7 @@ def describe(ids) -> str:
 
 
 def made(returned, count: int = 2):
-    return completions_of(returned, completion_requests(prompts(count), N), LIMITS, version=3, decode=describe)
+    return convert_completions(returned, completion_requests(prompts(count), N), LIMITS, version=3, decode=describe)
 
 
 GOOD = {"completion_ids": [[5, 2], [6], [7, 8, 9], [5] * 6], "logprobs": [[-0.5, -0.1], [-1.0], [-1.0, 0.0, -2.0], [-1.0] * 6]}
@@ -213,7 +213,7 @@ def test_what_is_drawn_depends_neither_on_who_asks_with_whom_nor_on_the_number_o
 
 
 def test_several_continuations_of_one_completion_may_be_drawn_at_once_and_from_threads():
-    def best_of(asked, sampler):
+    def find_best_checkpoint(asked, sampler):
         found: dict[int, list] = {}
 
         def work(place):
@@ -228,7 +228,7 @@ def test_several_continuations_of_one_completion_may_be_drawn_at_once_and_from_t
         return {"completion_ids": [one.token_ids for one in best], "logprobs": [one.logprobs for one in best]}
 
     engine = Engine()
-    groups = rollouts(best_of, engine).generate(prompts(), SAMPLING, seed=5)
+    groups = rollouts(find_best_checkpoint, engine).generate(prompts(), SAMPLING, seed=5)
     assert len(engine.turns.asked) == 12 and len({seed for _, _, seed, _ in engine.turns.asked}) == 12
     assert groups[0].completions[0].answer_ids == (max(request_seed(5, 7, 0, count, n=N) % 97 for count in range(3)),) * 2
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.plugins.environments.foreign_environments import adapted
 from megatron_grpo.plugins.environments.protocol import Environment, StepOutput
-from megatron_grpo.plugins.environments.tools import InvalidToolError, read_hermes, schema_of, tool_set
+from megatron_grpo.plugins.environments.tools import InvalidToolError, make_schema, read_hermes, tool_set
 from tests.unit.environments.scripted import played
 
 
@@ -85,7 +85,7 @@ def test_a_function_without_hints_or_words_cannot_be_a_tool_and_why_is_said():
         return x
 
     with pytest.raises(InvalidToolError, match="docstring"):
-        schema_of(bare)
+        make_schema(bare)
 
 
 class Greets(Environment):

@@ -17,11 +17,11 @@ from megatron_grpo.run.config.rules.grpo import problems
 
 def control(**settings):
     cfg = dict(use_adaptive_entropy=True, entropy_coef=0.25, entropy_coef_delta=0.125, entropy_coef_max=0.5, entropy_target=2.0)
-    return AdaptiveEntropy.of(GrpoConfig(**(cfg | settings)))
+    return AdaptiveEntropy.from_config(GrpoConfig(**(cfg | settings)))
 
 
 def test_it_moves_after_each_step_and_is_applied_only_at_the_target_or_below():
-    assert AdaptiveEntropy.of(GrpoConfig(entropy_coef=0.1)) is None
+    assert AdaptiveEntropy.from_config(GrpoConfig(entropy_coef=0.1)) is None
     now, course = control(), []
     for entropy in (2.5, 2.0, 1.0, 1.0, 1.5, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0):
         applied, now = now.applied, now.after(entropy)

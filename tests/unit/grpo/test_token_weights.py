@@ -19,8 +19,8 @@ def token_weight_fn(loss_type, *, is_truncated=(False,) * 3, is_zero_std=(False,
 
 def per_token(result):
     """The weight of a trained token of each completion."""
-    assert result.of_rows.dtype == np.float64
-    return result.of_rows.tolist()
+    assert result.row_weights.dtype == np.float64
+    return result.row_weights.tolist()
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
     ):
         result = token_weight_fn(loss_type, **settings)
         assert result.num_loss_tokens == 0
-        assert (result.of_rows == 0).all()
+        assert (result.row_weights == 0).all()
 
 
 def test_a_completion_without_trained_tokens_counts_in_n():
     result = token_weights([2, 0], loss_type="grpo", is_truncated=(False, False), is_zero_std=(False, False), max_completion_length=2)
-    assert result.of_rows.tolist() == [0.25, 0.0] and result.num_sequences == 2
+    assert result.row_weights.tolist() == [0.25, 0.0] and result.num_sequences == 2
 
 
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
 def test_a_single_token_weighs_one_and_a_constant_length_is_constant_for_it_too(loss_type):
     result = token_weights([1], loss_type=loss_type, is_truncated=[False], is_zero_std=[False], max_completion_length=8)
-    assert result.of_rows.tolist() == [1 / 8 if loss_type == "dr_grpo" else 1.0]
+    assert result.row_weights.tolist() == [1 / 8 if loss_type == "dr_grpo" else 1.0]

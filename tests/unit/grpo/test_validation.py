@@ -155,9 +155,9 @@ def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, sa
     cfg = RolloutConfig(**rollout)
     (warning,) = validation.warnings(Config(rollout=cfg))
     assert warning.startswith(f"Note: {said} without top_k implies top_k 256")
-    asked = SamplingSettings.of(cfg, num_generations=2)
+    asked = SamplingSettings.from_config(cfg, num_generations=2)
     assert (asked.top_k, asked.top_p, asked.min_p, asked.returns_sampling_mask) == (256, cfg.top_p, cfg.min_p, True)
-    assert SamplingSettings.of(RolloutConfig(), num_generations=2).top_k == 0
+    assert SamplingSettings.from_config(RolloutConfig(), num_generations=2).top_k == 0
 
 
 def test_gspo_as_its_paper_has_it_is_quiet():

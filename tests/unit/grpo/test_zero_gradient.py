@@ -12,7 +12,7 @@ import torch
 from megatron_grpo.core.grpo.loss import OBJECTIVES, GrpoLoss
 from megatron_grpo.core.grpo.zero_gradient import DECIDING, has_zero_gradient, zero_gradient_kinds
 from megatron_grpo.core.settings import GrpoConfig
-from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.checkpoint.fingerprints import list_settings
 from megatron_grpo.run.config.settings import Config
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, package_loss, random_batch, threshold_of, token_weight_fn
 
@@ -40,7 +40,7 @@ FILTERS = {"overlong_filter": "truncated", "exclude_zero_std_groups": "zero_std"
 
 
 def kinds_of(**settings):
-    return zero_gradient_kinds(settings_of(Config().with_values(settings)))
+    return zero_gradient_kinds(list_settings(Config().with_values(settings)))
 
 
 def left_out(completions, kinds) -> list[bool]:
@@ -93,7 +93,7 @@ def test_what_looks_at_rows_of_advantage_0_keeps_them(name):
         _, of_logp, of_entropy, _ = package_loss(cfg, completions, [range(12)])
         loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
         weights = token_weight_fn(loss, completions)
-        without = dataclasses.replace(weights, of_rows=weights.of_rows * [place != 5 for place in range(12)])
+        without = dataclasses.replace(weights, row_weights=weights.row_weights * [place != 5 for place in range(12)])
         changed |= bool(of_logp[5].any() or of_entropy[5].any())
         changed |= threshold_of(cfg, completions, weights) != threshold_of(cfg, completions, without)
     assert changed, "the row has a gradient, or it moves the threshold of others"
@@ -125,7 +125,7 @@ def test_nothing_is_left_out_where_all_rows_count(settings):
 
 
 def test_a_checkpoint_of_an_earlier_version_has_left_out_nothing():
-    settings = settings_of(Config())
+    settings = list_settings(Config())
     assert zero_gradient_kinds(settings) and not zero_gradient_kinds(
         {name: settings[name] for name in settings if name not in DECIDING[:1]}
     )
@@ -141,7 +141,7 @@ def test_every_setting_that_is_read_is_named():
 
     read: set[str] = set()
     for changes in ({}, dict(kl_in_reward=True, beta=0.1)):
-        zero_gradient_kinds(Read(settings_of(Config().with_values(changes))))
+        zero_gradient_kinds(Read(list_settings(Config().with_values(changes))))
     assert read == set(DECIDING)
 
 
@@ -151,4 +151,4 @@ def test_a_weight_is_0_for_exactly_the_rows_that_filters_leave_out():
         cfg = GrpoConfig(**dict.fromkeys(filters, True))
         weights = token_weight_fn(GrpoLoss.from_config(cfg, max_completion_length=9, temperature=1.0), completions)
         kinds = frozenset({"no_token", *(FILTERS[one] for one in filters)})
-        assert (weights.of_rows == 0).tolist() == left_out(completions, kinds)
+        assert (weights.row_weights == 0).tolist() == left_out(completions, kinds)

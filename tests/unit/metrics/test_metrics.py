@@ -352,7 +352,7 @@ def rollout_of_two(version=4, number=0):
         rewards_per_func=np.array([[[1, 0], [0, 1]], [[1, 0.5], [1, nan]]]),
         is_zero_std=np.array([True, False]),
     )
-    metas = [GroupMetadata.of(one) for one in scored]
+    metas = [GroupMetadata.from_group(one) for one in scored]
     reaped = DynamicSamplingResult(kept=metas, sampled=metas, num_rounds=1, num_zero_std_dropped=0, num_given_back=0)
     return ScoredRollout(number=number, result=reaped, advantages=found, penalty=None, held=dict(enumerate(scored)))
 

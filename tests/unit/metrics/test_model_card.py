@@ -13,7 +13,7 @@ from megatron_grpo import __version__
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import table
 from megatron_grpo.run.export import describe
-from megatron_grpo.run.metrics.model_card import ModelCard, base_name, licence_of, without_local_paths, write_card
+from megatron_grpo.run.metrics.model_card import ModelCard, base_name, read_license, without_local_paths, write_card
 
 KEY = "sk-" + "x" * 30
 
@@ -75,7 +75,7 @@ def test_the_licence_is_that_of_the_bases_own_card(run, tmp_path):
     assert written(run, tmp_path)[0]["license"] == "apache-2.0"
     for text in ("# no front matter", "---\nlicense: [a, b]\n---\n", "---\n- a\n---\n", "---\n: : :\n---", "---", ""):
         (tmp_path / "README.md").write_text(text)
-        assert licence_of(tmp_path) is None
+        assert read_license(tmp_path) is None
 
 
 def test_nothing_of_this_machine_and_no_secret_is_in_it(run, tmp_path):

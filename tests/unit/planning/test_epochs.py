@@ -14,7 +14,7 @@ from megatron_grpo.commands.planning.figure import draw
 from megatron_grpo.commands.planning.report import print_report
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.batching.schedule import TrainingSchedule
-from megatron_grpo.core.policy.lr_schedule import course_of
+from megatron_grpo.core.policy.lr_schedule import make_lr_schedule
 from megatron_grpo.run.schedule import schedule_run
 from tests.checked import check
 
@@ -37,7 +37,7 @@ def object_of(made: Plan) -> dict:
 def steps_of(schedule: TrainingSchedule) -> list[int]:
     """The optimizer step of each micro-step of the run."""
     assert schedule.num_steps is not None
-    return [schedule.step_of(s) for s in range(schedule.first_of(schedule.num_steps))]
+    return [schedule.find_step(s) for s in range(schedule.find_first_micro_step(schedule.num_steps))]
 
 
 # ---- TRL ---------------------------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_every_micro_step_is_of_the_optimizer_step_that_it_is_of_in_trl(tmp_path
     made = planned("--dialect trl " + " ".join(f"--{name} {value}" for name, value in words.items()), rows)
     assert steps_of(made.schedule) == theirs
     num_steps, optimizer = made.schedule.num_steps, made.checked.config.optimizer
-    course = course_of(optimizer, num_steps)
+    course = make_lr_schedule(optimizer, num_steps)
     assert rates == pytest.approx([1e-3 * (1 - step / course.decay) for step in range(num_steps)])
 
 
@@ -195,7 +195,7 @@ WORDS = {
 }
 
 
-def words_of(dialect: str, *sizes: int) -> str:
+def split_words(dialect: str, *sizes: int) -> str:
     return f"--dialect {dialect} {WORDS[dialect](*sizes)}"
 
 
@@ -203,7 +203,7 @@ def words_of(dialect: str, *sizes: int) -> str:
 @pytest.mark.parametrize(("dialect", "theirs"), [("verl", verl), ("skyrl", verl), ("slime", slime), ("swift", swift)])
 def test_a_run_of_epochs_has_the_steps_that_it_has_there(dialect, theirs, case):
     rows, *sizes = case
-    made = planned(words_of(dialect, *sizes), rows)
+    made = planned(split_words(dialect, *sizes), rows)
     assert made.schedule.num_steps == theirs(*case)
     assert made.schedule.drops_last == (dialect in ("verl", "skyrl"))
     again = planned(made.rest()["native_flags"], rows)  # the same run, natively: what was worked out stands in it
@@ -211,7 +211,7 @@ def test_a_run_of_epochs_has_the_steps_that_it_has_there(dialect, theirs, case):
 
 
 def test_megatron_swift_leaves_out_what_does_not_fill_its_samplers_micro_batches_and_that_is_said():
-    words = words_of("swift", 8, 4, 2, 3) + " --micro_batch_size 2 --world_size 2"
+    words = split_words("swift", 8, 4, 2, 3) + " --micro_batch_size 2 --world_size 2"
     made = planned(words, 45)
     assert made.schedule.num_steps == swift(45, 8, 4, 2, 3, unit=4) == 33
     said = " ".join(made.warnings)
@@ -223,7 +223,7 @@ def test_megatron_swift_leaves_out_what_does_not_fill_its_samplers_micro_batches
 @pytest.mark.parametrize(("dialect", "most"), [("verl", "trainer.total_training_steps"), ("skyrl", "trainer.max_training_steps")])
 def test_epochs_end_a_run_that_was_to_have_more_rollouts_than_they_have(dialect, most):
     """Two epochs of two rollouts, and nine asked for, and three."""
-    words = words_of(dialect, 16, 8, 2, 2)
+    words = split_words(dialect, 16, 8, 2, 2)
     for asked in (9, 3):
         made = planned(f"{words} {most}={asked}", 45)
         assert made.schedule.num_steps == verl(45, 16, 8, 2, 2, most=asked) == 2 * min(asked, 4)
@@ -233,14 +233,16 @@ def test_epochs_end_a_run_that_was_to_have_more_rollouts_than_they_have(dialect,
 
 @pytest.mark.parametrize("dialect", ["trl", *WORDS])
 def test_a_data_set_that_fills_no_rollout_is_refused_where_it_trains_nothing_or_fails_there(dialect):
-    words = words_of(dialect, 64, 64, 2, 1) if dialect in WORDS else "--dialect trl --per_device_train_batch_size 128 --num_generations 2"
+    words = (
+        split_words(dialect, 64, 64, 2, 1) if dialect in WORDS else "--dialect trl --per_device_train_batch_size 128 --num_generations 2"
+    )
     assert "Nothing would be trained: the data set has 60 prompts, a rollout takes 64" in refusal(words, 60)
     planned(words, 64)
     assert planned("--global_batch_size 128 --num_generations 2", 60).schedule.num_steps == 1, "here it goes on into the next epoch"
 
 
 def test_what_dynamic_sampling_draws_besides_is_said_to_shorten_epochs_there():
-    words = words_of("verl", 16, 8, 2, 2)
+    words = split_words("verl", 16, 8, 2, 2)
     assert any(
         "prompts that dynamic_sample samples in addition shorten an epoch there" in one
         for one in planned(f"{words} --dynamic_sample", 45).warnings

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from megatron_grpo.commands.planning.command import make_plan
-from megatron_grpo.commands.planning.cost import work_of
+from megatron_grpo.commands.planning.cost import count_flops
 from megatron_grpo.commands.planning.parameters import TrainableSpec, layers_of_stage
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.lora import LoraSettings
@@ -74,7 +74,9 @@ def test_uneven_and_interleaved_stages_hold_the_layers_that_megatron_gives_them(
 
 def work(found, tokens, *, head_positions):
     checked = found.checked
-    return work_of(checked.shape, TrainableSpec.of(checked.config, checked.shape), tokens, squares=tokens**2, head_positions=head_positions)
+    return count_flops(
+        checked.shape, TrainableSpec.from_config(checked.config, checked.shape), tokens, squares=tokens**2, head_positions=head_positions
+    )
 
 
 def test_flops_by_hand(made):

@@ -11,7 +11,7 @@ from megatron_grpo.commands.planning import warnings
 from tests.unit.weights.tiny import config_of
 
 
-def warnings_of(capsys, tmp_path, architecture: str, *argv: str) -> str:
+def list_warnings(capsys, tmp_path, architecture: str, *argv: str) -> str:
     (tmp_path / "model.json").write_text(json.dumps(config_of(architecture) | {"max_position_embeddings": 1024}))
     batch = ["--global_batch_size", "8", "--num_generations", "4", "--micro_batch_size", "2", "--max_completion_length", "16"]
     assert main(["plan", "--json", "--model", str(tmp_path / "model.json"), *batch, *argv]) == 0
@@ -22,10 +22,10 @@ def warnings_of(capsys, tmp_path, architecture: str, *argv: str) -> str:
     ("qwen3_5", ["--gpu_memory_gb", "80"], True), ("qwen3_5", [], False), ("qwen3", ["--gpu_memory_gb", "80"], False),
 ])  # fmt: skip
 def test_a_hybrid_without_its_kernel_is_bound_by_launches_on_a_gpu(capsys, tmp_path, architecture, argv, is_said):
-    assert ("about 1,300 kernels per micro-batch" in warnings_of(capsys, tmp_path, architecture, *argv)) == is_said
+    assert ("about 1,300 kernels per micro-batch" in list_warnings(capsys, tmp_path, architecture, *argv)) == is_said
 
 
 def test_a_machine_with_a_gpu_is_told_which_adam_takes_the_steps(capsys, tmp_path, monkeypatch):
-    assert "takes the optimizer's steps" not in warnings_of(capsys, tmp_path, "qwen3")
+    assert "takes the optimizer's steps" not in list_warnings(capsys, tmp_path, "qwen3")
     monkeypatch.setattr(warnings, "GPU_DRIVER", tmp_path)
-    assert "torch's AdamW (no Transformer Engine, no Apex) takes the optimizer's steps" in warnings_of(capsys, tmp_path, "qwen3")
+    assert "torch's AdamW (no Transformer Engine, no Apex) takes the optimizer's steps" in list_warnings(capsys, tmp_path, "qwen3")

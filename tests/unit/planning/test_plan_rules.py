@@ -71,7 +71,7 @@ def argv_of(values: dict) -> list[str]:
     return words + (["--allow_unaligned_generation"] if values.get("unaligned") else [])
 
 
-def problems_of(values: dict):
+def list_problems(values: dict):
     parsed = parse(argv_of(values), dialects=lambda: DIALECTS)
     assert not parsed.problems
     return size_problems(parsed.config, SizeModel(num_layers=values.get("layers"), num_experts=values.get("experts"))), parsed.config
@@ -128,7 +128,7 @@ mostly_right = st.fixed_dictionaries(
 @settings(max_examples=1500)
 @given(st.one_of(configurations, mostly_right))
 def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
-    problems, cfg = problems_of(values)
+    problems, cfg = list_problems(values)
     expected = sizes_of(values)
     assert (not problems) == (expected is not None), (values, problems)
     if expected is None:
@@ -144,7 +144,7 @@ def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
 @settings(max_examples=300)
 @given(st.one_of(configurations, mostly_right))
 def test_the_nearest_values_are_those_that_trying_every_value_finds(values):
-    problems, cfg = problems_of(values)
+    problems, cfg = list_problems(values)
     key_of = {name: key for key, name in NAMES.items()}
     for problem in problems:
         assert problem.flags and problem.message.endswith(".")
@@ -163,7 +163,7 @@ def test_the_nearest_values_are_those_that_trying_every_value_finds(values):
 @settings(max_examples=150)
 @given(mostly_right)
 def test_flags_named_in_a_problem_are_flags_that_were_typed(values):
-    problems, cfg = problems_of(values)
+    problems, cfg = list_problems(values)
     typed = {NAMES[key] for key, value in values.items() if key in NAMES and value is not None}
     for problem in problems:
         assert set(problem.flags) <= typed and set(problem.nearest) <= set(problem.flags)
@@ -289,13 +289,13 @@ def test_the_message_shows_the_arithmetic_and_what_works():
 
 
 def test_two_independent_problems_are_both_said_and_neither_offers_what_would_not_be_enough():
-    problems, _ = problems_of({"ws": 7, "tp": 2, "gbs": 30, "gen": 64, "g": 7})
+    problems, _ = list_problems({"ws": 7, "tp": 2, "gbs": 30, "gen": 64, "g": 7})
     assert len(problems) >= 3
     assert not any(problem.nearest for problem in problems)
 
 
 def test_nearest_values_of_a_hundred_thousand_ranks_are_found_at_once():
-    problems, _ = problems_of({"ws": 100_000, "mbs": 3, "gbs": 1_000_000, "g": 8})
+    problems, _ = list_problems({"ws": 100_000, "mbs": 3, "gbs": 1_000_000, "g": 8})
     assert problems[0].nearest["global_batch_size"] == [900_000, 1_200_000]
     assert problems[0].nearest["micro_batch_size"] == [2, 5]
 

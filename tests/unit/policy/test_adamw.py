@@ -130,7 +130,7 @@ def test_a_gradient_in_bfloat16_is_taken_as_it_is_and_one_that_is_lacking_moves_
 
 def test_a_scale_is_a_power_of_two_and_numbers_that_are_none_stay_so():
     for values in ([0.0], [3.0, -7.0], [448.0], [449.0], [1e-42], [2.0**-100 * 448], [65504.0], [1e38]):
-        scale = float(adamw._scale_of(torch.tensor(values), 448.0))
+        scale = float(adamw._compute_scale(torch.tensor(values), 448.0))
         assert torch.frexp(torch.tensor(scale))[0] == 0.5 and max(map(abs, values)) / scale <= 448.0, values
     parameter, optimizer = made(torch.ones(2).bfloat16(), exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
     stepped(parameter, optimizer, [torch.tensor([float("nan"), 1.0])])

@@ -199,7 +199,7 @@ def test_fused_attention_is_transformer_engines_where_it_can_be_and_the_same_fun
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(total, 1, heads, 16, generator=draw).to(getattr(torch, dtype)) for heads in (4, 2, 2))
     angles = torch.arange(total, dtype=torch.float32)[:, None] * 0.1 * torch.ones(8)
-    packed = dataclasses.replace(packed, rotations=(RotaryFactors.of(angles),))
+    packed = dataclasses.replace(packed, rotations=(RotaryFactors.from_angles(angles),))
     mine, theirs = (each(q, k, v, None, packed_seq_params=packed).float() for each in (one, other))
     assert len(OfTransformerEngine.calls) == calls and mine.shape == theirs.shape
     seen = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + s.length) for s in found]))  # what padding says nobody reads
@@ -242,10 +242,10 @@ class Varlen:
         for at, of, is_multimodal in self._runs(q, k, v, *bounds, dropout, is_causal):
             said = (self._scores(q[at], k[of], is_multimodal, scale) - lse[:, at, None]).exp()
             rows = torch.einsum("qhc,qhc->hq", grad[at], out[at])
-            of_scores = said * (torch.einsum("qhc,khc->hqk", grad[at], self._for_heads(v[of], q)) - rows[..., None])
-            of_scores = of_scores * (scale or q.shape[-1] ** -0.5)
-            dq[at] = torch.einsum("hqk,khc->qhc", of_scores, self._for_heads(k[of], q))
-            dk[of] = torch.einsum("hqk,qhc->khc", of_scores, q[at]).unflatten(1, (k.shape[1], -1)).sum(2)
+            grad_scores = said * (torch.einsum("qhc,khc->hqk", grad[at], self._for_heads(v[of], q)) - rows[..., None])
+            grad_scores = grad_scores * (scale or q.shape[-1] ** -0.5)
+            dq[at] = torch.einsum("hqk,khc->qhc", grad_scores, self._for_heads(k[of], q))
+            dk[of] = torch.einsum("hqk,qhc->khc", grad_scores, q[at]).unflatten(1, (k.shape[1], -1)).sum(2)
             dv[of] = torch.einsum("hqk,qhc->khc", said, grad[at]).unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv
 
@@ -301,7 +301,7 @@ def test_a_kernel_is_tried_before_it_is_taken():
     ops, cpu = Varlen(), torch.device("cpu")
 
     def fault(forward=ops.forward, backward=ops.backward):
-        return attention.fault_of(attention._Varlen(forward, backward), torch.float32, 16, cpu)
+        return attention.find_kernel_problem(attention._Varlen(forward, backward), torch.float32, 16, cpu)
 
     def padded_log_sum_exp(*args, **how):
         out, lse, *rest = ops.forward(*args, **how)
@@ -311,8 +311,8 @@ def test_a_kernel_is_tried_before_it_is_taken():
         mine = ops.forward(q, k, v, *rest[:-2], False, scale=scale)
         return ops.backward(grad, q, k, v, mine[0], mine[1], *rest, scale=scale)
 
-    assert attention.fault_of(attention.FLASH_ON_CPU, torch.float32, 16, cpu) is None and fault() is None
+    assert attention.find_kernel_problem(attention.FLASH_ON_CPU, torch.float32, 16, cpu) is None and fault() is None
     assert "its output differs by" in fault(forward=padded_log_sum_exp)
     assert "the gradient of queries differs by" in fault(backward=its_own_statistics)
     # Here torch has no such kernel at all, and says so.
-    assert "does not run on this GPU (" in attention.fault_of(attention.FLASH_ON_GPU, torch.bfloat16, 16, cpu)
+    assert "does not run on this GPU (" in attention.find_kernel_problem(attention.FLASH_ON_GPU, torch.bfloat16, 16, cpu)

@@ -23,7 +23,7 @@ def test_the_norms_gradient_is_that_of_its_values():
 
 
 def test_the_rotations_gradient_is_that_of_its_values():
-    rotation = RotaryFactors.of(drawn(3, 4, seed=1).detach())
+    rotation = RotaryFactors.from_angles(drawn(3, 4, seed=1).detach())
     assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), (drawn(3, 2, 8),))
     assert torch.autograd.gradcheck(lambda x: rotate(views(x), rotation), (drawn(3, 3, 8),))
 
@@ -76,7 +76,7 @@ def test_the_rotation_is_megatrons():
     x, angles = drawn(16, 2, 8, dtype=torch.float32), drawn(16, 4, dtype=torch.float32, seed=1).detach() * 100
     twice = torch.cat([angles, angles], dim=-1)[:, None, None]
     wanted = _apply_rotary_pos_emb_bshd(x[:, None], twice)[:, 0]
-    torch.testing.assert_close(rotate(x, RotaryFactors.of(angles)), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(rotate(x, RotaryFactors.from_angles(angles)), wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_a_frozen_weight_costs_no_gradient():

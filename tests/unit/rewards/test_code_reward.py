@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_grpo.plugins.rewards.code import program_of, read_tests
+from megatron_grpo.plugins.rewards.code import find_program, read_tests
 from megatron_grpo.plugins.rewards.sandbox import run_program, why_unsafe
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import load_rewards
@@ -64,9 +64,9 @@ def test_tests_that_cannot_be_read_fail_their_row_only():
 
 
 def test_the_last_block_is_the_program_also_when_it_was_cut_off():
-    assert program_of("```python\na\n```\nbetter:\n```py\nb\nc\n```") == "b\nc"
-    assert program_of("```\nx = 1\n") == "x = 1\n"
-    assert program_of("<think>```python\na\n```</think>print(1)") == "print(1)"
+    assert find_program("```python\na\n```\nbetter:\n```py\nb\nc\n```") == "b\nc"
+    assert find_program("```\nx = 1\n") == "x = 1\n"
+    assert find_program("<think>```python\na\n```</think>print(1)") == "print(1)"
 
 
 def test_a_main_guard_does_not_run_before_tests_of_functions():

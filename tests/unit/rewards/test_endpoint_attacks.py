@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError, RewardError
-from megatron_grpo.run.checkpoint.fingerprints import settings_of
+from megatron_grpo.run.checkpoint.fingerprints import list_settings
 from megatron_grpo.run.config.parse import parse
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.settings import Config
@@ -213,4 +213,4 @@ def test_the_key_reaches_no_file_of_the_run_and_no_service():
     cfg = parse(["--llm_judge_url", "http://127.0.0.1:9/v1", "--llm_judge_api_key_env", "OPENAI_API_KEY"]).config
     assert isinstance(cfg, Config)
     # config.yaml; a checkpoint's manifest; what Metrics gives to a service is the same values.
-    assert KEY not in as_yaml(cfg) + json.dumps(settings_of(cfg))
+    assert KEY not in as_yaml(cfg) + json.dumps(list_settings(cfg))

@@ -9,7 +9,7 @@ import torch
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import BUILT_IN, check_columns, load_rewards
-from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, RewardStats, RowFailure, as_score, as_scores, text_of
+from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, RewardStats, RowFailure, as_score, as_scores, read_text
 from megatron_grpo.run.rewards.scoring import score
 
 
@@ -88,7 +88,7 @@ def test_a_function_gets_exactly_the_arguments_of_its_signature():
 
 
 def test_text_of_either_shape():
-    assert text_of("hello") == text_of([{"role": "assistant", "content": "hello"}]) == "hello"
+    assert read_text("hello") == read_text([{"role": "assistant", "content": "hello"}]) == "hello"
 
 
 def test_functions_load_from_a_file_a_package_and_the_built_in_names(tmp_path):

@@ -24,7 +24,7 @@ def test_seed_of_a_prompt_depends_on_the_run_and_on_the_prompt():
 
 
 def test_greedy_keeps_where_to_stop():
-    sampling = SamplingSettings.of(
+    sampling = SamplingSettings.from_config(
         RolloutConfig(temperature=0.7, top_k=5, stop=["x"], stop_token_ids=[9], max_completion_length=12), num_generations=8
     )
     assert (sampling.n, sampling.temperature, sampling.top_k, sampling.stop) == (8, 0.7, 5, ("x",))

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_grpo.core.rollout.experts import ExpertLayers, InvalidRoutingError, completion_routes, of_group
+from megatron_grpo.core.rollout.experts import ExpertLayers, InvalidRoutingError, collect_group_experts, completion_routes
 from megatron_grpo.core.types import Sequence
 from megatron_grpo.core.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
@@ -34,7 +34,7 @@ def test_a_group_has_the_prompt_of_its_first_completion_and_the_last_token_route
     other = RECORDED + (RECORDED > 0).astype(np.uint16)  # the same prompt, otherwise routed: a micro-batch of its own
     parts = [completion_routes(LAYERS.read(one), 5, place) for place, one in enumerate((RECORDED, other, other[:6]))]
     assert [len(part) for part in parts] == [7, 2, 1]
-    first, second, third = of_group(parts, 5)
+    first, second, third = collect_group_experts(parts, 5)
     assert (first[:7] == LAYERS.read(RECORDED)).all()
     assert (second[:5] == first[:5]).all() and (second[5:7] == LAYERS.read(other)[5:7]).all() and len(second) == 8
     assert len(third) == 7 and (third[5] == LAYERS.read(other)[5]).all()
@@ -44,10 +44,10 @@ def test_a_group_has_the_prompt_of_its_first_completion_and_the_last_token_route
 
 
 def test_the_layers_are_those_of_the_model():
-    assert ExpertLayers.of(ModelShape.from_hf(config_of("deepseek_v3"))) == ExpertLayers(layers=(1,), num_experts=4, topk=2)
-    assert ExpertLayers.of(ModelShape.from_hf(config_of("qwen3_moe_mixed"))).layers == (3,)
+    assert ExpertLayers.from_shape(ModelShape.from_hf(config_of("deepseek_v3"))) == ExpertLayers(layers=(1,), num_experts=4, topk=2)
+    assert ExpertLayers.from_shape(ModelShape.from_hf(config_of("qwen3_moe_mixed"))).layers == (3,)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
-        ExpertLayers.of(ModelShape.from_hf(config_of("llama")))
+        ExpertLayers.from_shape(ModelShape.from_hf(config_of("llama")))
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -59,7 +59,7 @@ def test_the_layers_are_those_of_the_model():
     (lambda e: np.where(e == 2, -1, e), r"token 2 of a sequence to experts \[-1, 292\] in layer 1"),
 ])  # fmt: skip
 def test_what_no_token_can_have_taken_is_refused(change, words):
-    (good,) = of_group([LAYERS.read(RECORDED)], 5)
+    (good,) = collect_group_experts([LAYERS.read(RECORDED)], 5)
     changed = change(good)
     with pytest.raises(InvalidRoutingError, match=words):
         LAYERS.check(dataclasses.replace(sequence(good), experts=changed))

@@ -17,10 +17,10 @@ from megatron_grpo.core.base import launcher
 from megatron_grpo.core.rollout import vllm_patches
 from megatron_grpo.core.rollout.colocated import ColocatedEngine
 from megatron_grpo.core.rollout.engine import WeightSyncError
-from megatron_grpo.core.rollout.vllm_requests import CPU_BLOCK_SIZE, problem_of
+from megatron_grpo.core.rollout.vllm_requests import CPU_BLOCK_SIZE, explain_vllm_error
 from megatron_grpo.core.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.core.rollout.vllm_weight_layout import CopyTable, ModuleWeights, WeightLayoutRecorder
-from megatron_grpo.core.rollout.vllm_weights import buffers_of, refuse_changed
+from megatron_grpo.core.rollout.vllm_weights import copy_buffers, refuse_changed
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.run.config.rules.policy import CPU_HEADS
 
@@ -174,7 +174,7 @@ class Model(torch.nn.Module):
 def test_a_push_or_a_sleep_that_loses_a_buffer_is_refused():
     model = Model()
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
-    before = buffers_of(worker)
+    before = copy_buffers(worker)
     model.weight.data.fill_(2.0)
     refuse_changed(worker, before, "the push")
     model.bias.fill_(1.0)
@@ -211,10 +211,10 @@ SAID = {
 @pytest.mark.parametrize("where", SAID)
 def test_every_way_in_which_a_gpu_has_no_room_for_vllm_is_a_sentence_about_settings(where):
     said, words, nearest = SAID[where]
-    problem = problem_of(RolloutConfig(), 4096, True, said)
+    problem = explain_vllm_error(RolloutConfig(), 4096, True, said)
     assert words in problem.message and "vllm_gpu_memory_utilization" in problem.flags
     assert problem.nearest == ({} if nearest is None else {"vllm_gpu_memory_utilization": [nearest]})
-    assert problem_of(RolloutConfig(), 4096, True, "another error") is None
+    assert explain_vllm_error(RolloutConfig(), 4096, True, "another error") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

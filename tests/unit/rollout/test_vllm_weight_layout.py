@@ -40,10 +40,11 @@ def layer():
 def table(layer):
     """up and gate are rows 0 to 3 of `both`, row 4 is padding; `packed` is made of two halves of one tensor, in the other order."""
     form = TensorForm((4, 3), (3, 1), torch.float32)
-    whole = ModuleWeights(module=layer, loaded={"both": TensorForm.of(layer.both)}, live={"both": TensorForm.of(layer.both)},
+    whole = ModuleWeights(module=layer, loaded={"both": TensorForm.from_tensor(layer.both)},
+                          live={"both": TensorForm.from_tensor(layer.both)},
     packed=frozenset(),
                  padding=[("both", TensorView((1, 3), (3, 1), 12), 7.0)], num_copies=2)  # fmt: skip
-    packed = ModuleWeights(module=layer, loaded={"kept_packed": form}, live={"kept_packed": TensorForm.of(layer.kept_packed)},
+    packed = ModuleWeights(module=layer, loaded={"kept_packed": form}, live={"kept_packed": TensorForm.from_tensor(layer.kept_packed)},
                   packed=frozenset({"kept_packed"}), padding=[], num_copies=2)  # fmt: skip
     halves = [TensorCopy(1, "kept_packed", rows(0), rows(2)), TensorCopy(1, "kept_packed", rows(2), rows(0))]
     copies = {"gate": [TensorCopy(0, "both", rows(0), None)], "up": [TensorCopy(0, "both", rows(2), None)], "halves": halves, "unused": []}

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_grpo.run.config.parse import resolve
-from megatron_grpo.run.limits import age_of, limits_of, problems_with_limits, requeue
+from megatron_grpo.run.limits import list_time_limits, problems_with_limits, read_process_age, requeue
 
 
 def config(*flags: str):
@@ -21,9 +21,9 @@ def job(seconds: float, left: float) -> dict[str, str]:
 
 
 def test_minutes_are_counted_from_the_launch():
-    [limit] = limits_of(config("--stop_after_minutes", "1.5"), 1000.0, {})
+    [limit] = list_time_limits(config("--stop_after_minutes", "1.5"), 1000.0, {})
     assert limit.at == 1090.0 and limit.why == "stop_after_minutes (1.5)"
-    assert limits_of(config(), 1000.0, {}) == []
+    assert list_time_limits(config(), 1000.0, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,13 @@ def test_minutes_are_counted_from_the_launch():
     [((), 12 * 3600, 300), ((), 600, 60), (("--stop_before_end_seconds", "45"), 600, 45), (("--stop_before_end_seconds", "0"), 600, None)],
 )
 def test_a_slurm_job_ends_some_time_before_its_time_is_up(flags, seconds, lead):
-    found = limits_of(config(*flags), 0.0, job(seconds, left=500))
+    found = list_time_limits(config(*flags), 0.0, job(seconds, left=500))
     assert [limit.at - time.monotonic() for limit in found] == pytest.approx([500 - lead] if lead else [], abs=2)
     assert all(limit.why == f"the end of Slurm's job 7, {lead} s from it (stop_before_end_seconds)" for limit in found)
 
 
 def test_a_slurm_that_does_not_say_when_the_job_ends_is_no_limit():
-    assert limits_of(config(), 0.0, {"SLURM_JOB_ID": "7"}) == []
+    assert list_time_limits(config(), 0.0, {"SLURM_JOB_ID": "7"}) == []
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,5 @@ def test_requeueing_says_what_slurm_says(monkeypatch, tmp_path):
 
 
 def test_the_age_of_a_process():
-    first, second = age_of(os.getpid()), (time.sleep(0.2), age_of(os.getpid()))[1]
-    assert 0 < first < second < age_of(1) and age_of(2**22 + 1) == 0.0
+    first, second = read_process_age(os.getpid()), (time.sleep(0.2), read_process_age(os.getpid()))[1]
+    assert 0 < first < second < read_process_age(1) and read_process_age(2**22 + 1) == 0.0

@@ -152,7 +152,7 @@ def test_a_stopped_process_tells_where_it_is():
         try:
             child.stdout.readline()
             os.kill(child.pid, signal.SIGSTOP)
-            while watchdog.state_of(child.pid) != watchdog.STATES["T"]:
+            while watchdog.read_process_state(child.pid) != watchdog.STATES["T"]:
                 pass
             told = watchdog.stacks_of_process(child.pid)
         finally:

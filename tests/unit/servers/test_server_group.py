@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from megatron_grpo.core.base.errors import ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.plugins.servers import http, requests, server_group, wire
 from megatron_grpo.plugins.servers.addresses import Address
-from megatron_grpo.plugins.servers.http import Server, ServerGoneError, ServerRefusedError, run_name, run_name_of, start_coroutine
+from megatron_grpo.plugins.servers.http import Server, ServerGoneError, ServerRefusedError, read_run_name, run_name, start_coroutine
 from megatron_grpo.plugins.servers.requests import GenerationRequest
 from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer, certificate_in
@@ -166,7 +166,7 @@ def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(op
     server = opened(SmallServer(certificate=certificate))
     server.took(1)
     trusted, stranger = (
-        Server(server.address, token=TOKEN, incarnation="1", trust=trust) for trust in (http.trust_of(str(certificate[0])), None)
+        Server(server.address, token=TOKEN, incarnation="1", trust=trust) for trust in (http.make_tls_context(str(certificate[0])), None)
     )
     assert of(trusted.state(as_owner=False)).version == 1
     with pytest.raises(ServerRefusedError, match="its certificate is not trusted .*; set vllm_server_ca to its CA"):
@@ -175,7 +175,7 @@ def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(op
         of(Server(Address("127.0.0.1", server.address.port), token=TOKEN, incarnation="1").state(as_owner=False))
     (tmp_path / "no.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="no.pem. is not a PEM file with certificates"):
-        http.trust_of(str(tmp_path / "no.pem"))
+        http.make_tls_context(str(tmp_path / "no.pem"))
 
 
 def test_a_file_that_holds_something_else_is_an_error_at_the_start_and_a_word_later(opened, fleet_of):
@@ -240,8 +240,8 @@ def test_a_server_that_was_started_again_has_proven_nothing(opened, fleet_of):
 
 def test_the_name_of_a_run_lies_where_it_writes(tmp_path):
     assert run_name(tmp_path) is None
-    name = run_name_of(tmp_path)
-    assert name.startswith(f"{tmp_path.name}-") and run_name_of(tmp_path) == run_name(tmp_path) == name
+    name = read_run_name(tmp_path)
+    assert name.startswith(f"{tmp_path.name}-") and read_run_name(tmp_path) == run_name(tmp_path) == name
 
 
 # ---- questions -------------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from megatron_grpo.plugins.servers.server_group import ServerRequirements, Train
 from megatron_grpo.plugins.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.plugins.servers.servers import ServerEngine
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer
-from tests.unit.trainer.test_rollouts import generator_of
+from tests.unit.trainer.test_rollouts import build_generator
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=4)
 PROMPTS = [Prompt(number=number, row=number, raw="", token_ids=(4, 5), columns={}) for number in range(6)]
@@ -108,7 +108,7 @@ def test_what_is_left_when_all_servers_are_lost_is_answered_by_the_weights_that_
         engine.prepare()
         pushed(engine, 4)
 
-    generator = generator_of(engine, sampling=SAMPLING, sync_again=sync_weights)
+    generator = build_generator(engine, sampling=SAMPLING, sync_again=sync_weights)
     generator.begin(PROMPTS)
     assert generator.wait()
     assert {number: version for number, (version, _) in told(generator.groups(PROMPTS)).items()} == {0: 1, 1: 1, 2: 1, 3: 4, 4: 4, 5: 4}

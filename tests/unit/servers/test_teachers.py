@@ -188,7 +188,7 @@ def test_the_teacher_has_room_for_contexts_that_begin_with_more_than_a_prompt_of
     held_out = EvalConfig(eval_dataset="rows.jsonl", eval_max_completion_length=40)
     cfg = Config(rollout=RolloutConfig(max_completion_length=20, **rollout), eval=held_out, **parts)
     shape, tokenizer = SimpleNamespace(vocab_size=7), SimpleNamespace(get_vocab=dict)
-    assert TeacherRequirements.of(cfg, shape, tokenizer, 10).max_model_len == wanted
+    assert TeacherRequirements.from_config(cfg, shape, tokenizer, 10).max_model_len == wanted
 
 
 def test_nobody_there_is_waited_for_and_then_said_and_a_run_that_stops_waits_no_more(opened):

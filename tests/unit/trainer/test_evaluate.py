@@ -15,12 +15,12 @@ from megatron_grpo.run.config.evaluation import (
     describe_rules,
     eval_sampling,
     find_pass_reward,
-    most_of,
-    score_of,
-    sets_of,
+    find_score,
+    list_reward_maxima,
+    list_sets,
 )
 from megatron_grpo.run.config.parse import resolve
-from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, sampling_of
+from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, make_eval_sampling
 from megatron_grpo.run.metrics.evaluations import describe
 from megatron_grpo.run.rewards.protocol import RewardFunction
 from megatron_grpo.run.rewards.reward_manager import RewardManager
@@ -56,7 +56,7 @@ def evaluator(engine=None, **sets):
     reward_manager = RewardManager(
         [RewardFunction(name="words", function=words, timeout=60.0), RewardFunction(name="right", function=right, timeout=60.0)]
     )
-    sampling = sampling_of(TRAINING, EvalSampling(n=4, temperature=1.0))
+    sampling = make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=1.0))
     return Evaluator(EvaluationSpec(sets=sets, sampling=sampling, score="right"), engine or ScriptedEngine(answer), reward_manager)
 
 
@@ -97,10 +97,10 @@ def test_every_evaluation_meets_the_same_random_numbers_and_none_of_them_is_trai
 
 
 def test_held_out_prompts_are_drawn_as_trainings_but_for_number_and_temperature():
-    assert sampling_of(TRAINING, EvalSampling(n=4, temperature=0.5)) == SamplingSettings(
+    assert make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=0.5)) == SamplingSettings(
         n=4, max_completion_length=8, temperature=0.5, top_p=0.8, stop=("END",)
     )
-    greedy = sampling_of(TRAINING, EvalSampling(n=1, temperature=0.0))
+    greedy = make_eval_sampling(TRAINING, EvalSampling(n=1, temperature=0.0))
     assert (greedy.n, greedy.temperature, greedy.top_p, greedy.stop) == (1, 0.0, 1.0, ("END",))
 
 
@@ -112,7 +112,9 @@ def test_what_is_paired_asked_the_same():
         evaluator(b=prompts(3)).question.digest("b"),
         EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
         EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
-        EvaluationSpec(sets=asks.sets, sampling=sampling_of(TRAINING, EvalSampling(n=8, temperature=1.0)), score="right").digest("a"),
+        EvaluationSpec(
+            sets=asks.sets, sampling=make_eval_sampling(TRAINING, EvalSampling(n=8, temperature=1.0)), score="right"
+        ).digest("a"),
         *(replace(asks, episodes=describe_rules(resolve(words.split()))).digest("a") for words in
           ("--tools a.py:f", "--tools a.py:f --max_turns 3", "--environment b.py:C", "--rollout_func c.py:g")),
     }  # fmt: skip
@@ -133,25 +135,25 @@ def test_what_is_paired_asked_the_same():
 )
 def test_how_many_are_drawn_and_how(words, sets, n, temperature):
     cfg = resolve(["--temperature", "0.7", *words.split()])
-    assert sets_of(cfg) == sets and eval_sampling(cfg) == EvalSampling(n=n, temperature=temperature)
+    assert list_sets(cfg) == sets and eval_sampling(cfg) == EvalSampling(n=n, temperature=temperature)
 
 
 def test_the_score_is_named_by_its_function_or_as_it_stands_in_reward_funcs():
     names = ["format", "good"]
     for asked, expected in (("format", "format"), ("good", "good"), ("mine.py:good", "good")):
         cfg = resolve(["--reward_funcs", "format", "mine.py:good", "--eval_reward", asked])
-        assert score_of(cfg, names) == expected
+        assert find_score(cfg, names) == expected
 
 
 @pytest.mark.parametrize(("weights", "expected"), [("", SUM), ("1 1", SUM), ("0 1", "good"), ("0.1 0", "format"), ("0 0", "format")])
 def test_the_score_is_what_trains(weights, expected):
     cfg = resolve(["--reward_funcs", "format", "mine.py:good", *(["--reward_weights", *weights.split()] if weights else [])])
-    assert score_of(cfg, ["format", "good"]) == expected
+    assert find_score(cfg, ["format", "good"]) == expected
 
 
 def test_a_reward_that_is_never_above_0_is_not_waited_for():
     cfg = resolve("--reward_funcs math soft_overlong mine.py:length --reward_weights 2 1 0.5 --soft_cache_length 8".split())
-    assert most_of(cfg) == [2.0, 0.0, 0.5]
+    assert list_reward_maxima(cfg) == [2.0, 0.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_a_bonus_that_never_reaches_1_does_not_make_pass_at_k_0():
     reward_manager = RewardManager([RewardFunction(name="bonus", function=lambda completions, **_: [0.2] * len(completions), timeout=60.0),
                    RewardFunction(name="math", function=of_the_task, timeout=60.0)])  # fmt: skip
     question = EvaluationSpec(
-        sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(1.0, 1.0),
+        sets={"a": prompts(3)}, sampling=make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(1.0, 1.0),
         pass_reward="math",
     )  # fmt: skip
     [found] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
@@ -184,7 +186,7 @@ def test_of_several_rewards_the_sum_counts_as_it_trains_and_each_is_told():
     reward_manager = RewardManager([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
                    RewardFunction(name="task", function=of_the_task, timeout=60.0)], [0.5, 2.0])  # fmt: skip
     question = EvaluationSpec(
-        sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
+        sets={"a": prompts(3)}, sampling=make_eval_sampling(TRAINING, EvalSampling(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
     )
     [found] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
     told = found.numbers()

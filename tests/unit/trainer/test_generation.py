@@ -18,7 +18,7 @@ from megatron_grpo.core.trainer.generation import (
 from megatron_grpo.core.types import Group, Prompt, make_completion
 from megatron_grpo.core.weights.buckets import WeightUpdate
 from tests.scripted_engine import ScriptedEngine
-from tests.unit.trainer.test_rollouts import Stream, answer, generator_of
+from tests.unit.trainer.test_rollouts import Stream, answer, build_generator
 
 NAN, INF = math.nan, math.inf
 
@@ -33,7 +33,7 @@ def versions(groups):
 
 def test_answers_that_have_come_in_are_taken_and_others_are_asked_now():
     engine, stream = ScriptedEngine(answer), Stream()
-    generator, prompts = generator_of(engine), stream.take(6)
+    generator, prompts = build_generator(engine), stream.take(6)
     generator.begin(prompts[:2])
     generator.begin(prompts[2:4])
     with pytest.raises(WeightSyncError, match="Version 5 was sent to the scripted engine while it was sampling"):
@@ -49,7 +49,7 @@ def test_answers_that_have_come_in_are_taken_and_others_are_asked_now():
 def test_what_does_not_come_in_time_can_be_dropped():
     gate = threading.Event()
     engine = ScriptedEngine(lambda *asked: gate.wait() and answer(*asked))
-    generator, prompts = generator_of(engine), Stream().take(2)
+    generator, prompts = build_generator(engine), Stream().take(2)
     generator.begin(prompts)
     assert not generator.wait(0.0)
     generator.forget()
@@ -85,7 +85,7 @@ class Losing(ScriptedEngine):
 
 def test_weights_that_are_lost_in_flight_are_pushed_again_as_the_policy_has_them_now():
     engine = Losing(answer)
-    generator, prompts = generator_of(engine, sync_again=lambda: pushed(engine, 4)), Stream().take(2)
+    generator, prompts = build_generator(engine, sync_again=lambda: pushed(engine, 4)), Stream().take(2)
     generator.begin(prompts)
     assert generator.wait()
     assert versions(generator.groups(prompts)) == {0: 4, 1: 4}
@@ -93,7 +93,7 @@ def test_weights_that_are_lost_in_flight_are_pushed_again_as_the_policy_has_them
 
 def test_who_is_in_a_hurry_does_not_wait_for_servers_to_come_back():
     engine = Losing(answer)
-    generator, prompts = generator_of(engine), Stream().take(2)
+    generator, prompts = build_generator(engine), Stream().take(2)
     generator.begin(prompts)
     assert not generator.wait(10.0)
     generator.forget()

@@ -22,9 +22,9 @@ from megatron_grpo.core.types import PartialCompletion, Progress, SampledTurn
 from megatron_grpo.plugins.partial_rollouts import engine as partial_rollouts
 from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration, join_versions, part_seed
 from megatron_grpo.plugins.partial_rollouts.trainer import PartialRollouts, VersionCheck
-from megatron_grpo.run.checkpoint.samples import file_of, read_samples
+from megatron_grpo.run.checkpoint.samples import read_samples, serialize_samples
 from tests.unit.batching.test_schedule import table_of
-from tests.unit.trainer.test_rollouts import Heard, OneRank, Stream, generator_of, mixed
+from tests.unit.trainer.test_rollouts import Heard, OneRank, Stream, build_generator, mixed
 
 LIMIT, SEED, BETWEEN = 12, 7, 3
 SAMPLING = SamplingSettings(n=2, max_completion_length=LIMIT)
@@ -96,7 +96,7 @@ class Engine:
     def resume(self, prompts, sampling, *, seed, partial):
         parts = Slots(self.lengths, self.num_slots, self.version, self.budget, self.drawn)
         share = EngineShare(rank=0, num_engines=1, ranks_per_engine=1)
-        generation = PartialGeneration(parts, sampling, seed=seed, version=self.version, share=share, text_of=lambda prompt, one: "",
+        generation = PartialGeneration(parts, sampling, seed=seed, version=self.version, share=share, decode_text=lambda prompt, one: "",
                                        should_cancel=self.should_cancel)  # fmt: skip
         return generation.begin(prompts, partial)
 
@@ -122,7 +122,7 @@ class Case:
         return replace(table, sizes=replace(table.sizes, async_rollout_depth=self.depth, partial_rollouts=self.depth > 0))
 
     @property
-    def lengths_of(self):
+    def convert_lengths(self):
         rng = np.random.default_rng(self.lengths)
         return {(number, place): int(rng.choice([1, 2, 5, LIMIT, LIMIT + 5])) for number in range(400) for place in range(2)}
 
@@ -140,11 +140,11 @@ def process(
     """({rollout: its rows}, engine, what is left) of a process that is killed after so many engine steps, or ends after `until` steps."""
     case = case if depth is None else replace(case, depth=depth)
     progress, taken, file = disk.saved
-    engine, stream, found = Engine(case.lengths_of, case.num_slots, [budget]), Stream(taken), {}
+    engine, stream, found = Engine(case.convert_lengths, case.num_slots, [budget]), Stream(taken), {}
     partial = PartialRollouts(engine) if case.depth else None
     if partial is not None and file is not None:
         partial.restore(read_samples(file, PartialCompletion))
-    generator = generator_of(partial or engine, mixed(case.rewards), SAMPLING)
+    generator = build_generator(partial or engine, mixed(case.rewards), SAMPLING)
     generator.seed = SEED
     policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=OneRank())
     cfg, heard = GrpoConfig(dynamic_sample=case.dynamic, oversample_ratio=case.ratio), Heard()
@@ -168,7 +168,7 @@ def process(
         if case.save_every and progress.step % case.save_every == 0:
             path = tmp_path / f"{progress.step}.npz"
             if partial is not None and partial.to_save():
-                path.write_bytes(file_of(partial.to_save()))
+                path.write_bytes(serialize_samples(partial.to_save()))
             disk.saved = progress, stream.taken, path if path.exists() else None
         if progress.step == until:
             return found, engine, partial
@@ -211,9 +211,9 @@ def test_prompts_are_those_of_a_run_that_waits_and_tokens_are_within_the_bound_w
     table = case.table
     for rollout, rows in found.items():
         for place, (number, tokens, spans, logprobs, is_truncated) in enumerate(rows):
-            length = case.lengths_of[number, place % 2]
+            length = case.convert_lengths[number, place % 2]
             assert len(tokens) == min(length, LIMIT) and is_truncated == (length > LIMIT)
-            assert table.oldest_version(rollout) <= min(spans[::3]) <= max(spans[::3]) <= table.version_of(rollout)
+            assert table.oldest_version(rollout) <= min(spans[::3]) <= max(spans[::3]) <= table.find_version(rollout)
             assert_tokens_are_those_of_their_parts(number, place % 2, tokens, spans, logprobs)
     if case.depth and case.ratio == 1:  # nothing is given back, and so nothing is sampled twice or in vain
         left = sum(len(one.token_ids) for one in partial.to_save())
@@ -270,7 +270,7 @@ def test_an_error_in_the_middle_leaves_what_was_there_before(tmp_path):
     case, disk = Case((1, 2, 1), 6, depth=2, num_slots=5, lengths=3), Disk()
     process(case, disk, tmp_path, until=2)
     before = read_samples(disk.saved[2], PartialCompletion)
-    engine = Engine(case.lengths_of, 5, [3], version=disk.saved[0].step)
+    engine = Engine(case.convert_lengths, 5, [3], version=disk.saved[0].step)
     partial = PartialRollouts(engine)
     partial.restore(before)
     prompts = [(prompt, 0) for prompt in Stream(disk.saved[1]).take(6)]
@@ -282,7 +282,7 @@ def test_an_error_in_the_middle_leaves_what_was_there_before(tmp_path):
     assert partial.to_save() == before and len(before) > 2
     assert partial.generate([prompts[0][0]], SAMPLING, seed=SEED)  # outside it is the engine itself
     # On servers a stop that does not wait keeps what was sampled, also of the rollout that was waited for.
-    engine = Engine(case.lengths_of, 5, [-1], version=disk.saved[0].step, should_cancel=lambda: len(engine.drawn) > 12)
+    engine = Engine(case.convert_lengths, 5, [-1], version=disk.saved[0].step, should_cancel=lambda: len(engine.drawn) > 12)
     partial = PartialRollouts(engine, in_background=True)
     partial.restore(before)
     with pytest.raises(CancelledError), partial.sampling(prompts, SAMPLING, seed=SEED):
@@ -302,12 +302,12 @@ def test_the_prompts_are_dealt_evenly_and_each_group_is_on_one_rank_of_the_engin
     world_size = num_engines * ranks_per_engine
     shares = [EngineShare(rank=rank, num_engines=num_engines, ranks_per_engine=ranks_per_engine) for rank in range(world_size)]
     for number in range(40):
-        rank = shares[0].rank_of(number)
-        assert [one.rank_of(number) for one in shares] == [rank] * world_size
+        rank = shares[0].find_leader(number)
+        assert [one.find_leader(number) for one in shares] == [rank] * world_size
         samples = [one.rank for one in shares if one.is_sampled_here(number)]
         first = rank // ranks_per_engine * ranks_per_engine
         assert samples == list(range(first, first + ranks_per_engine)) and rank in samples
-    counts = np.bincount([shares[0].rank_of(number) for number in range(8 * world_size)])
+    counts = np.bincount([shares[0].find_leader(number) for number in range(8 * world_size)])
     assert counts.tolist() == [8] * world_size
 
 

@@ -151,7 +151,7 @@ def test_what_takes_too_long_is_given_up_on_all_ranks_where_the_run_is_to_stop()
         assert said == ["reward computation was cancelled"] * 3 and seconds < 30
 
 
-def warnings_of(caplog, function, batches):
+def list_warnings(caplog, function, batches):
     """What is said while `function` judges `batches` rollouts of eight completions."""
     groups = [group(number, ["1", "2", "3", "4"]) for number in range(2)]
     with caplog.at_level(logging.WARNING):
@@ -165,8 +165,8 @@ def test_a_reward_that_never_applies_is_said_once(caplog):
     def never(completions):
         return [None] * len(completions)
 
-    assert warnings_of(caplog, reward(never), 1) == []
-    assert warnings_of(caplog, reward(never), 5) == [
+    assert list_warnings(caplog, reward(never), 1) == []
+    assert list_warnings(caplog, reward(never), 5) == [
         "Reward `never` has returned None for all 16 completions so far, so it has no effect. Does it find the columns that it needs?"
     ]
 
@@ -175,10 +175,10 @@ def test_a_reward_that_tells_nothing_apart_is_said_once(caplog):
     def constant(completions):
         return [0.5] * len(completions)
 
-    assert warnings_of(caplog, reward(constant), 5) == [
+    assert list_warnings(caplog, reward(constant), 5) == [
         "Reward `constant` has returned 0.5 for all 16 completions that it scored so far, so it has no effect."
     ]
 
 
 def test_nothing_is_said_of_a_reward_that_tells_completions_apart_once(caplog):
-    assert warnings_of(caplog, reward(value), 5) == []
+    assert list_warnings(caplog, reward(value), 5) == []

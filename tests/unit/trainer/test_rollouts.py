@@ -50,7 +50,7 @@ class Stream:
     def give_back(self, count):
         self.taken -= count
 
-    def row_of(self, number):
+    def find_row(self, number):
         return 100 + number
 
     def state(self):
@@ -79,7 +79,7 @@ def result(stream, rewards, *, num_groups, config=None, **settings):
     return collect(
         stream.take,
         stream.give_back,
-        lambda prompts: [GroupMetadata.of(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
+        lambda prompts: [GroupMetadata.from_group(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
         lambda metas: zero_std_groups([meta.rewards for meta in metas], config or GrpoConfig(), weights),
         num_groups=num_groups,
         **settings,
@@ -225,12 +225,12 @@ def rollouts_of(
 ):
     policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=OneRank())
     return Rollouts(
-        generator_of(engine or ScriptedEngine(answer), rewards, sampling), stream or Stream(), cfg=GrpoConfig(**config), schedule=table,
+        build_generator(engine or ScriptedEngine(answer), rewards, sampling), stream or Stream(), cfg=GrpoConfig(**config), schedule=table,
         policy=policy, logger=Heard() if logger is None else logger, penalty=penalty, teacher=teacher,
     )  # fmt: skip
 
 
-def generator_of(engine, rewards=(), sampling=SAMPLING, sync_again=lambda: pytest.fail("pushed again")):
+def build_generator(engine, rewards=(), sampling=SAMPLING, sync_again=lambda: pytest.fail("pushed again")):
     return RolloutGenerator(engine, TableRewards(rewards), sampling=sampling, seed=0, timers=Timers(), sync_again=sync_again)
 
 
@@ -381,7 +381,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
         return np.zeros(len(rows.rows)), {key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in rows.sequences.items()}
 
     table = schedule(steps=2, depth=1)
-    assert (table.version_of(1), table.oldest_version(1)) == (2, 0) and table.step(2).old_logprob_slices == ((1, 2), (1, 3))
+    assert (table.find_version(1), table.oldest_version(1)) == (2, 0) and table.step(2).old_logprob_slices == ((1, 2), (1, 3))
     rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine, penalty=penalty, beta=1.0, kl_in_reward=True)
     rollouts.launch(1)
     [found] = rollouts.collect([1]) if drained_at is None else rollouts.drain(drained_at)

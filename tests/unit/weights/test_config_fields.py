@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
-from megatron_grpo.core.weights.families import FAMILIES, FILE, IDLE, REFUSED, fields_of
+from megatron_grpo.core.weights.families import FAMILIES, FILE, IDLE, REFUSED, list_fields
 from megatron_grpo.core.weights.shape import ModelShape
 from tests import vision_cases
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
@@ -68,7 +68,7 @@ def test_the_table_is_that_of_the_installed_transformers():
     assert {family: said["aliases"] for family, said in made["families"].items()} == {
         family: said["aliases"] for family, said in table["families"].items()
     }
-    assert not IDLE & REFUSED and {*IDLE, *REFUSED} <= {name for family in FAMILIES for name in fields_of(family)}
+    assert not IDLE & REFUSED and {*IDLE, *REFUSED} <= {name for family in FAMILIES for name in list_fields(family)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,7 +76,7 @@ def test_a_field_that_is_not_idle_makes_another_model_or_is_refused(family, tmp_
     config = config_of_family(family, tmp_path)
     right = ModelShape.from_hf(config)
     ignored = []
-    for name, (kinds, default) in fields_of(family).items():
+    for name, (kinds, default) in list_fields(family).items():
         for other in (value for kind in kinds.split("|") for value in OTHERS[kind] if value != config.get(name, default)):
             try:
                 if ModelShape.from_hf({**config, name: other}) != right:

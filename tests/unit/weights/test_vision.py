@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.hf_files import HfReader
-from megatron_grpo.core.weights.lora import LoraSettings, module_of, own_sizes, peft_name
+from megatron_grpo.core.weights.lora import LoraSettings, find_module, own_sizes, peft_name
 from megatron_grpo.core.weights.mapping import WeightMap
 from megatron_grpo.core.weights.names import hf_shapes, num_parameters, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape, read_config
 from megatron_grpo.core.weights.sizes import RopeShape
-from megatron_grpo.core.weights.vision_towers import part_of
+from megatron_grpo.core.weights.vision_towers import find_part
 from megatron_grpo.run.adapters import from_file
 from megatron_grpo.run.hf_writer import write_adapter
 from tests import vision_cases as vision
@@ -151,12 +151,12 @@ def test_what_a_config_contradicts_or_lacks_is_said(config, says):
 
 
 def test_parts_of_a_model():
-    assert [part_of(name) for name in ("model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.language_model.norm.weight")] == [
+    assert [find_part(name) for name in ("model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.language_model.norm.weight")] == [
         "llm"
     ] * 3
-    assert [part_of(name) for name in ("visual.blocks.0.attn.qkv.weight", "model.visual.pos_embed.weight")] == ["vit"] * 2
+    assert [find_part(name) for name in ("visual.blocks.0.attn.qkv.weight", "model.visual.pos_embed.weight")] == ["vit"] * 2
     aligner = ("visual.merger.ln_q.weight", "model.visual.deepstack_merger_list.0.norm.bias")
-    assert [part_of(name) for name in aligner] == ["aligner"] * 2
+    assert [find_part(name) for name in aligner] == ["aligner"] * 2
 
 
 def test_the_config_of_a_checkpoint_says_the_same_of_its_head(checkpoint):
@@ -169,7 +169,7 @@ def test_an_adapter_is_written_by_pefts_names_and_read_by_either(checkpoint, tmp
     beside_experts = dict(target_modules=("q_proj", "k_proj", "v_proj", "o_proj")) if FAMILIES[shape.architecture].fused_experts else {}
     settings = LoraSettings(rank=3, **beside_experts)
     sizes = own_sizes(settings, shape)
-    config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), str(checkpoint), is_multimodal=True)
+    config = settings.to_peft(dict.fromkeys(map(find_module, sizes)), str(checkpoint), is_multimodal=True)
     right = {name: torch.full(size, float(number)) for number, (name, size) in enumerate(sizes.items())}
     name_of = (lambda name: peft_name(name, shape)) if spelling == "PEFT's" else str
     write_adapter(tmp_path / "out", ((name_of(name), tensor) for name, tensor in right.items()), config, {})
@@ -180,7 +180,7 @@ def test_an_adapter_is_written_by_pefts_names_and_read_by_either(checkpoint, tmp
     model = load_tiny(checkpoint)
     modules = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     targets = {name for name in modules if re.fullmatch(config["target_modules"], name)}
-    wanted = {peft_name(module_of(name), shape) for name in sizes}
+    wanted = {peft_name(find_module(name), shape) for name in sizes}
     in_experts = {name for name in wanted if ".experts." in name}  # transformers has the experts of a layer in one tensor
     assert (not in_experts) == (shape.moe is None or bool(beside_experts))
     assert targets == wanted - in_experts, "no layer of the tower, some of which have the same last words"

@@ -66,7 +66,7 @@ PLUG_INS = {
 }
 
 
-def settings_of(cfg: Config, **extra: Any) -> SimpleNamespace:
+def make_namespace(cfg: Config, **extra: Any) -> SimpleNamespace:
     """Return all settings by name, regardless of their group, with `cfg` and what else the rules of a package need.
 
     Args:
@@ -85,14 +85,14 @@ def settings_of(cfg: Config, **extra: Any) -> SimpleNamespace:
 
 @cache
 def _defaults() -> SimpleNamespace:
-    return settings_of(Config())
+    return make_namespace(Config())
 
 
 def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
     """Return the message fields of a problem for each setting that is not at its default: `name`, `value`, and `off` (the default).
 
     Args:
-        c: From `settings_of`.
+        c: From `make_namespace`.
         *names: Settings to look at.
     """
     changed_names = [name for name in names if getattr(c, name) != getattr(_defaults(), name)]
@@ -105,7 +105,7 @@ def typed_fields(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
     Configuration files do not count, because a file that a run has written contains every setting.
 
     Args:
-        c: From `settings_of`.
+        c: From `make_namespace`.
         *names: Settings to look at.
     """
     return [{"name": name, "value": getattr(c, name)} for name in names if c.cfg.sources.get(name) == COMMAND_LINE]
@@ -132,7 +132,7 @@ def broken_rules(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
 
     Args:
         rules: Rules; of a tuple of rules only the first one that applies is reported.
-        c: From `settings_of`.
+        c: From `make_namespace`.
     """
     for rule in rules:
         if isinstance(rule, PlugInRules):

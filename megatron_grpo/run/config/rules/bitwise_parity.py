@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.core.rollout.sampling_mask import flag_of, samples_from_part, training_structured_outputs
+from megatron_grpo.core.rollout.sampling_mask import find_mask_flag, samples_from_part, training_structured_outputs
 from megatron_grpo.core.weights.shape import ModelShape
-from megatron_grpo.run.config.rules import Rule, broken_rules, settings_of
+from megatron_grpo.run.config.rules import Rule, broken_rules, make_namespace
 from megatron_grpo.run.config.settings import Config
 
 # tools/bitwise_parity.py compares these bit by bit.
@@ -32,7 +32,7 @@ def problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
         cfg: The settings of the run.
         shape: The model's dimensions; None if unknown.
     """
-    return list(broken_rules(RULES, settings_of(cfg, shape=shape)))
+    return list(broken_rules(RULES, make_namespace(cfg, shape=shape)))
 
 
 def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -68,7 +68,8 @@ RULES = (
     Rule("bitwise_parity vllm_dtype", lambda c: c.vllm_dtype not in (None, c.torch_dtype),
          "bitwise_parity true: the trainer computes in {torch_dtype} (torch_dtype). Leave vllm_dtype out."),
     (
-        Rule("bitwise_parity {flag}", lambda c: training_structured_outputs(c.cfg.rollout) is not None and {"flag": flag_of(c.cfg.rollout)},
+        Rule("bitwise_parity {flag}",
+             lambda c: training_structured_outputs(c.cfg.rollout) is not None and {"flag": find_mask_flag(c.cfg.rollout)},
              "bitwise_parity true: a softmax over the tokens that a grammar allows is not supported; see docs/proof.md. Leave it out."),
         Rule("bitwise_parity {flag}", _cut_words,
              "bitwise_parity true: a softmax over a filtered vocabulary is not supported; see docs/proof.md. Use {off:g}.",

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.core.rollout.sampling_mask import flag_of, training_structured_outputs
+from megatron_grpo.core.rollout.sampling_mask import find_mask_flag, training_structured_outputs
 from megatron_grpo.core.settings import GrpoConfig
-from megatron_grpo.run.config.rules import PLUG_INS, Rule, broken_rules, changed, settings_of
+from megatron_grpo.run.config.rules import PLUG_INS, Rule, broken_rules, changed, make_namespace
 from megatron_grpo.run.config.sampling_mask import NOTE, SAMPLING_MASK
 from megatron_grpo.run.config.settings import Config
 
@@ -68,9 +68,9 @@ def warnings(config: Config) -> list[str]:
 def _settings(config: Config) -> SimpleNamespace:
     cfg = config.grpo
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
-    bound = flag_of(config.rollout) if training_structured_outputs(config.rollout) is not None else None
+    bound = find_mask_flag(config.rollout) if training_structured_outputs(config.rollout) is not None else None
     dropping = " and ".join(name for name in ("dynamic_sample", "exclude_zero_std_groups") if getattr(cfg, name))
-    return settings_of(config, bounding=bound, high=high, dropping=dropping)
+    return make_namespace(config, bounding=bound, high=high, dropping=dropping)
 
 
 # ---- computed neighbours

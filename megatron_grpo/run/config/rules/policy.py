@@ -12,11 +12,11 @@ from typing import Any
 from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.policy.lr_schedule import FP8_NEEDS
 from megatron_grpo.core.weights.families import FAMILIES
-from megatron_grpo.core.weights.lora import linear_modules, lora_of
+from megatron_grpo.core.weights.lora import linear_modules, make_lora_settings
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import yarn_mscale
 from megatron_grpo.run.config.read import COMMAND_LINE
-from megatron_grpo.run.config.rules import Rule, broken_rules, settings_of
+from megatron_grpo.run.config.rules import Rule, broken_rules, make_namespace
 from megatron_grpo.run.config.rules.stages import layer_counts
 from megatron_grpo.run.config.settings import Config
 
@@ -44,7 +44,7 @@ def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
         cfg: The settings of the run.
         shape: The model's dimensions.
     """
-    return list(broken_rules([SHARING], settings_of(cfg, shape=shape)))
+    return list(broken_rules([SHARING], make_namespace(cfg, shape=shape)))
 
 
 def machine_problems(
@@ -61,7 +61,7 @@ def machine_problems(
         capability: Compute capability of the GPU; None if unknown.
     """
     machine = {"has_gpu": has_gpu, "has_te": has_transformer_engine, "capability": capability}
-    return list(broken_rules(MACHINE_RULES, settings_of(cfg, **machine, fused=" and ".join(_fused_recompute(cfg)))))
+    return list(broken_rules(MACHINE_RULES, make_namespace(cfg, **machine, fused=" and ".join(_fused_recompute(cfg)))))
 
 
 def sampler_problems(shape: ModelShape, *, on_cpu: bool = False, ranks: int = 1) -> list[Problem]:
@@ -79,7 +79,7 @@ def sampler_problems(shape: ModelShape, *, on_cpu: bool = False, ranks: int = 1)
 
 def _settings(cfg: Config, shape: ModelShape | None) -> SimpleNamespace:
     selected = cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
-    return settings_of(
+    return make_namespace(
         cfg,
         shape=shape,
         moe=shape and shape.moe,
@@ -171,10 +171,10 @@ def _adapts_fused_experts(c: SimpleNamespace) -> bool:
     if not (FAMILIES[c.shape.architecture].fused_experts and c.tuner_type == "lora"):
         return False
     try:
-        settings = lora_of(c.cfg.tuner, c.shape)
+        settings = make_lora_settings(c.cfg.tuner, c.shape)
     except ConfigError:  # an error in the adapter's file is reported where the file is read
         return False
-    return bool(settings and any(settings.rank_of(module.name) for module in linear_modules(c.shape) if module.is_expert))
+    return bool(settings and any(settings.find_lora_rank(module.name) for module in linear_modules(c.shape) if module.is_expert))
 
 
 def _late_tower(c: SimpleNamespace) -> dict[str, Any] | None:

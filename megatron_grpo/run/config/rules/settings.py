@@ -15,11 +15,11 @@ from megatron_grpo.core.base.files import plot_obstacle
 from megatron_grpo.core.policy.lr_schedule import DTYPES
 from megatron_grpo.run.config.engine_kwargs import PASSED_ON
 from megatron_grpo.run.config.evaluation import BEST, EVALUATION, longest_completion, longest_context
-from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, changed, in_typed_names, settings_of, typed_fields
+from megatron_grpo.run.config.rules import PLUG_INS, Rule, Rules, broken_rules, changed, in_typed_names, make_namespace, typed_fields
 from megatron_grpo.run.config.rules.tuner import tuner_rules
 from megatron_grpo.run.config.sampling_mask import GRAMMAR
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.config.table import bytes_of, table
+from megatron_grpo.run.config.table import parse_byte_size, table
 from megatron_grpo.run.config.write import find_secrets
 
 REWARD = "environment"  # the built-in reward that an environment gives
@@ -33,10 +33,10 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
         cfg: The configuration.
         unreadable: Settings whose values could not be read. Problems about them are omitted.
     """
-    of_sampling = (PLUG_INS["a teacher"], PLUG_INS["servers"], *SAMPLING, *PASSED_ON, *GRAMMAR)
-    of_a_run = (*LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
-    rules: Rules = (RANGE, SECRET, *TRAINING, *tuner_rules(cfg), *of_sampling, *of_a_run)
-    problems = broken_rules(rules, settings_of(cfg, among=table(), longest=_longest(cfg)))
+    sampling_rules = (PLUG_INS["a teacher"], PLUG_INS["servers"], *SAMPLING, *PASSED_ON, *GRAMMAR)
+    run_rules = (*LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
+    rules: Rules = (RANGE, SECRET, *TRAINING, *tuner_rules(cfg), *sampling_rules, *run_rules)
+    problems = broken_rules(rules, make_namespace(cfg, among=table(), longest=_longest(cfg)))
     return [in_typed_names(cfg, problem) for problem in problems if not set(problem.flags) & set(unreadable)]
 
 
@@ -108,7 +108,7 @@ def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"wrong": obstacle} if obstacle else None
 
 
-def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
+def _find_server_flags(c: SimpleNamespace) -> list[dict[str, Any]]:
     """Return the message fields of a problem for server settings on the command line. A file may describe a run and its servers."""
     return [{**s, "typed": c.cfg.typed[s["name"]]} for s in typed_fields(c, *vars(c.cfg.serve)) if s["name"] in c.cfg.typed]
 
@@ -240,7 +240,7 @@ DATA_AND_FILES = (
          "split_dataset_ratio ({split_dataset_ratio:g}) is a share of all rows, whose number is unknown with streaming. Use eval_dataset.",
          {"split_dataset_ratio": [0.0], "streaming": [False]}),
     # files that a run writes
-    Rule("max_shard_size", lambda c: bytes_of(c.max_shard_size) is None,
+    Rule("max_shard_size", lambda c: parse_byte_size(c.max_shard_size) is None,
          "max_shard_size ({max_shard_size}) is a size above 0, such as 5GB, 500MB or 2GiB."),
     Rule("{name} push_to_hub", lambda c: not c.push_to_hub and changed(c, "hub_model_id", "hub_private_repo"),
          "{name} ({value}) has no effect without push_to_hub true. Set it, or omit {name}.", {"push_to_hub": [True]}),
@@ -267,6 +267,6 @@ BEGINNING = (
             ("no_load_optim", "its optimizer"), ("no_load_rng", "its random generators")) if getattr(c, name)],
          "{name} true resumes from a checkpoint without {what}, and resume is not a checkpoint. Set resume to its path, or omit {name}.",
          lambda c: {c.name: [False]}),
-    Rule("{name}", _of_a_server, "{typed} is used by `megatron-grpo serve` only and has no effect here. Omit it."),
+    Rule("{name}", _find_server_flags, "{typed} is used by `megatron-grpo serve` only and has no effect here. Omit it."),
 )
 # fmt: on

@@ -12,7 +12,7 @@ from megatron_grpo.run.config.settings import Config
 LAYOUT = "pipeline_model_parallel_layout"
 ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-OF_ONE_DEPTH = (LAYOUT, *_ENDS)  # settings in layers, which fit models of one depth
+SINGLE_DEPTH_SETTINGS = (LAYOUT, *_ENDS)  # settings in layers, which fit models of one depth
 _LARGEST = 4096  # characters of an expanded layout
 
 
@@ -44,12 +44,12 @@ def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
     first, last = (getattr(parallel, name) for name in _ENDS)
     middle = pp - (first is not None) - (last is not None)
     layers_per_stage = (counted_layers(parallel, num_layers) - (first or 0) - (last or 0)) // middle if middle > 0 else 0
-    of_stages = [layers_per_stage] * pp
+    stage_problems = [layers_per_stage] * pp
     if first is not None:
-        of_stages[0] = first
+        stage_problems[0] = first
     if last is not None:
-        of_stages[-1] = last
-    counts = [[count // chunks for count in of_stages] for _ in range(chunks)]
+        stage_problems[-1] = last
+    counts = [[count // chunks for count in stage_problems] for _ in range(chunks)]
     counts[0][0] -= parallel.account_for_embedding_in_pipeline_split
     counts[-1][-1] -= parallel.account_for_loss_in_pipeline_split
     return counts

@@ -14,11 +14,11 @@ from megatron_grpo.core.weights.names import WeightEntry, entries_in_layers, out
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains, trains_all
 from megatron_grpo.run.config.read import format_value
-from megatron_grpo.run.config.rules import Rule, broken_rules, changed, settings_of, typed_fields
+from megatron_grpo.run.config.rules import Rule, broken_rules, changed, make_namespace, typed_fields
 from megatron_grpo.run.config.settings import Config
 
 _TOWER = ("freeze_vit", "freeze_aligner")
-_OF_FULL = ("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
+_FULL_SETTINGS = ("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
 _PATTERNS = ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex", "rank_pattern", "alpha_pattern")
 # Modules that have adapters in other systems, by their names there and in Megatron.
 NO_ADAPTER: Mapping[str, str] = {
@@ -35,7 +35,7 @@ def are_names_readable(cfg: Config) -> bool:
     Args:
         cfg: Settings of the run.
     """
-    return not any(broken_rules((*PATTERNS, *TARGETS), settings_of(cfg)))
+    return not any(broken_rules((*PATTERNS, *TARGETS), make_namespace(cfg)))
 
 
 def _unreadable(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
@@ -60,9 +60,9 @@ def _changed(c: SimpleNamespace, *names: str) -> list[str]:
     return [setting["name"] for setting in changed(c, *names)]
 
 
-def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
+def _find_lora_settings(c: SimpleNamespace) -> dict[str, Any] | None:
     """Return the message fields of a problem for settings of LoRA that are changed, or typed with a value other than off."""
-    names = [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_TOWER, *_OF_FULL)]
+    names = [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_TOWER, *_FULL_SETTINGS)]
     by_hand = names if c.dialect else [setting["name"] for setting in typed_fields(c, *names)]
     typed_names = [name for name in by_hand if name in c.cfg.typed and getattr(c, name)]
     return _listed(c, dict.fromkeys([*_changed(c, *names), *typed_names]))
@@ -73,8 +73,8 @@ def _unfrozen_without_freezing(c: SimpleNamespace) -> dict[str, Any] | None:
 
     A vision tower is frozen by default.
     """
-    of_tower = any("visual" in word for word in (*c.trainable_parameters, c.trainable_parameters_regex or ""))
-    if of_tower or changed(c, "freeze_llm", "freeze_parameters", "freeze_parameters_regex"):
+    names_tower = any("visual" in word for word in (*c.trainable_parameters, c.trainable_parameters_regex or ""))
+    if names_tower or changed(c, "freeze_llm", "freeze_parameters", "freeze_parameters_regex"):
         return None
     return _listed(c, _changed(c, "trainable_parameters", "trainable_parameters_regex"))
 
@@ -85,7 +85,7 @@ def _moved_tower(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"names": " ".join(names), "told": flags, "use": use, "near": {name: [True] for name in names}} if names else None
 
 
-def _of_rate(rate: str, freeze: str) -> tuple[Rule, Rule]:
+def _make_rate_rules(rate: str, freeze: str) -> tuple[Rule, Rule]:
     """Return the rules for the learning rate of a part that does not train."""
     return (
         Rule(
@@ -118,7 +118,7 @@ TARGETS = (
 )
 
 _FULL = (
-    Rule("tuner_type {names}", _of_lora,
+    Rule("tuner_type {names}", _find_lora_settings,
          "{told}: only supported with tuner_type lora; tuner_type is full. Add tuner_type lora, or omit {them}.",
          {"tuner_type": ["lora"]}),
     Rule("{names}", _unfrozen_without_freezing,
@@ -130,7 +130,7 @@ _LORA = (
          "{told}: not supported with tuner_type lora; the adapter that is synced to vLLM has no weights of the vision tower. Use {use}, or "
          "tuner_type full.",
          lambda c: {**c.near, "tuner_type": ["full"]}),
-    Rule("tuner_type {names}", lambda c: _listed(c, _changed(c, *_OF_FULL)),
+    Rule("tuner_type {names}", lambda c: _listed(c, _changed(c, *_FULL_SETTINGS)),
          "{told}: only supported with tuner_type full; tuner_type lora freezes all weights of the model and trains adapters. Omit it; to "
          "leave out layers, use exclude_modules.", {"tuner_type": ["full"]}),
     *TARGETS,
@@ -154,8 +154,8 @@ def tuner_rules(cfg: Config) -> tuple[Rule, ...]:
     Args:
         cfg: Settings of the run.
     """
-    of_rates = (*_of_rate("vit_lr", "freeze_vit"), *_of_rate("aligner_lr", "freeze_aligner"))
-    return (*PATTERNS, *of_rates, *(_LORA if cfg.tuner.tuner_type == "lora" else _FULL))
+    rate_rules = (*_make_rate_rules("vit_lr", "freeze_vit"), *_make_rate_rules("aligner_lr", "freeze_aligner"))
+    return (*PATTERNS, *rate_rules, *(_LORA if cfg.tuner.tuner_type == "lora" else _FULL))
 
 
 def freezing_problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
