@@ -92,17 +92,17 @@ def start_agents(turns: int):
 def measure(path: Path, args: argparse.Namespace) -> None:
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.rollout.engine import SamplingSettings
-    from megatron_grpo.core.rollout.turns import EngineTurns
+    from megatron_grpo.core.rollout.turns import EngineTurnSampler
     from megatron_grpo.core.settings import RolloutConfig
     from megatron_grpo.core.types import Prompt
     from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
     from megatron_grpo.plugins.environments.agent_session import SessionLimits
-    from megatron_grpo.plugins.environments.agents import AgentPlayer, AgentRunnerFactory
+    from megatron_grpo.plugins.environments.agents import AgentLoop, AgentRunnerFactory
     from megatron_grpo.plugins.environments.tools import read_hermes
     from megatron_grpo.plugins.environments.trajectory import ChatTemplate
     from tests.chat_models import chat_tokenizer
 
-    class Cut(EngineTurns):
+    class Cut(EngineTurnSampler):
         """Turns of so many tokens."""
 
         def submit(self, key, token_ids, *, seed, max_tokens):
@@ -128,7 +128,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
 
     def agents() -> int:
         asked.clear()
-        player, turns = AgentPlayer(stage, prompts, sampling, seed=0), Cut(engine._llm.llm_engine, sampling, version=0)
+        player, turns = AgentLoop(stage, prompts, sampling, seed=0), Cut(engine._llm.llm_engine, sampling, version=0)
         while not player.advance(turns, 10.0, version=0):
             pass
         rows = [one for group in player.groups() for one in group.completions]
@@ -136,7 +136,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
         return sum(row.num_sampled for row in rows)
 
     def batch() -> int:
-        turns = EngineTurns(engine._llm.llm_engine, sampling, version=0)
+        turns = EngineTurnSampler(engine._llm.llm_engine, sampling, version=0)
         for place, (token_ids, seed) in enumerate(asked):
             turns.submit((place, 0), token_ids, seed=seed, max_tokens=args.tokens)
         count = 0

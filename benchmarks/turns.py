@@ -36,7 +36,7 @@ def main() -> None:
 def measure(path: Path, args: argparse.Namespace) -> None:
     from megatron_grpo.core.rollout.colocated import ColocatedEngine
     from megatron_grpo.core.rollout.engine import SamplingSettings
-    from megatron_grpo.core.rollout.turns import EngineTurns, request_seed
+    from megatron_grpo.core.rollout.turns import EngineTurnSampler, request_seed
     from megatron_grpo.core.settings import RolloutConfig
     from megatron_grpo.core.types import Prompt
     from megatron_grpo.plugins.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
@@ -48,7 +48,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
         def reply(self, turn):
             return [{"role": "user", "content": "again"}], 0.0, False
 
-    class Cut(EngineTurns):
+    class Cut(EngineTurnSampler):
         """Turns of so many tokens."""
 
         def submit(self, key, token_ids, *, seed, max_tokens):
@@ -77,7 +77,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
         return sum(one.num_sampled for group in play.groups() for one in group.completions)
 
     def batch() -> int:
-        turns = EngineTurns(engine._llm.llm_engine, sampling, version=0)
+        turns = EngineTurnSampler(engine._llm.llm_engine, sampling, version=0)
         for place, (token_ids, seed) in enumerate(asked):
             turns.submit((place, 0), token_ids, seed=seed, max_tokens=args.tokens)
         count = 0

@@ -26,7 +26,7 @@ from megatron_grpo.run.terminal import replace_unencodable
 
 if TYPE_CHECKING:
     from megatron_grpo.run.config import ParsedConfig
-    from megatron_grpo.run.config.parse import ForeignNames
+    from megatron_grpo.run.config.parse import FrameworkNames
     from megatron_grpo.run.config.settings import Config
 
 # The commands, in the order of --help. A row has the function to run and what it takes (see `_arguments`), what the process needs (see
@@ -62,7 +62,7 @@ class Planning:
     describe_offload = _by_need("planning.report:describe_offload")
 
 
-def load_dialects() -> ForeignNames:
+def load_dialects() -> FrameworkNames:
     """Return what `compat` knows of other systems' names and scripts."""
     from megatron_grpo.commands.compat import DIALECTS
 

@@ -18,7 +18,7 @@ from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.types import Completion, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
 from megatron_grpo.plugins.environments.agent_session import SessionLimits
-from megatron_grpo.plugins.environments.agents import AgentPlayer, AgentRunnerFactory
+from megatron_grpo.plugins.environments.agents import AgentLoop, AgentRunnerFactory
 from megatron_grpo.plugins.environments.tools import read_hermes
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate
 
@@ -139,12 +139,10 @@ SAMPLING = SamplingSettings(n=1, max_completion_length=30_000)
 
 def played(
     solve, ledger: Any, *, n: int = 1, prompts: int = 1, seed: int = 3, most: float = 60.0, columns: Any = None, **rules: Any
-) -> tuple[list[Completion], AgentPlayer]:
+) -> tuple[list[Completion], AgentLoop]:
     told: list[str] = []
     sampling = SamplingSettings(n=n, max_completion_length=30_000)
-    player = AgentPlayer(
-        stage(solve, **rules), [prompt(i, **columns or {}) for i in range(prompts)], sampling, seed=seed, notify=told.append
-    )
+    player = AgentLoop(stage(solve, **rules), [prompt(i, **columns or {}) for i in range(prompts)], sampling, seed=seed, notify=told.append)
     player.told = told
     until = time.monotonic() + most
     try:
@@ -155,7 +153,7 @@ def played(
     return [one for group in player.groups() for one in group.completions], player
 
 
-def compare(ledger: Ledger, player: AgentPlayer) -> Counter[str]:
+def compare(ledger: Ledger, player: AgentLoop) -> Counter[str]:
     """Hold the rows against the ledger: each trained stretch stands there, with its context, once; the rest was read by nobody."""
     count: Counter[str] = Counter()
     left: dict[tuple[int, int], list[Any]] = {}

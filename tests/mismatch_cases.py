@@ -122,12 +122,12 @@ def _sees_neighbours(bench: Bench) -> None:
     """The trainer's layers take all rows of a micro-batch for one."""
     import dataclasses
 
-    from megatron_grpo.core.policy.packed_batch import UniformRuns
+    from megatron_grpo.core.policy.packed_batch import EqualLengthRuns
 
     def hook(module: Any, inputs: Any, named: Any) -> Any:
         packed = named["packed_seq_params"]
         total = sum(run.num * run.num_queries for run in packed.causal.runs)
-        causal = dataclasses.replace(packed.causal, runs=(UniformRuns(1, total, total),))
+        causal = dataclasses.replace(packed.causal, runs=(EqualLengthRuns(1, total, total),))
         return inputs, {**named, "packed_seq_params": dataclasses.replace(packed, causal=causal)}
 
     for layer in bench.layers:

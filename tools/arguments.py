@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_grpo.commands.compat import DIALECTS
-from megatron_grpo.commands.compat.foreign_args import Dialect
+from megatron_grpo.commands.compat.foreign_args import SourceFramework
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.table import names, table
 
@@ -34,7 +34,7 @@ def theirs(system: str) -> tuple[str, dict[str, str]]:
     return head.removeprefix("# "), dict(line.split("\t") for line in lines)
 
 
-def native_of(dialect: Dialect, name: str) -> str:
+def native_of(dialect: SourceFramework, name: str) -> str:
     """Return the setting that a name means by itself; empty if there is none."""
     row = dialect.row(name)[1]
     if row is not None:
@@ -43,7 +43,7 @@ def native_of(dialect: Dialect, name: str) -> str:
     return setting.name if setting and setting.name not in dialect.hides and dialect.size(name) is None else ""
 
 
-def here(dialect: Dialect, name: str) -> str:
+def here(dialect: SourceFramework, name: str) -> str:
     """Return a phrase on what a foreign name is here; empty if no table has it."""
     size = dialect.size(name)
     row = dialect.row(name)[1]

@@ -20,7 +20,7 @@ from megatron_grpo.commands.html import table
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import EXIT_DONE, ConfigError, RunInterruptedError, config_error, problem_with
 from megatron_grpo.run import python_objects
-from megatron_grpo.run.metrics.records import Records
+from megatron_grpo.run.metrics.records import JsonlWriter
 
 if TYPE_CHECKING:
     from megatron_grpo.commands.planning.command import Plan
@@ -177,7 +177,7 @@ class GRPOTrainer:
         values |= settings
         if not launcher.read().is_launched:
             _require_readable(_parse(values, self._num_ranks()))
-        records = Records(Path(values["output_dir"]) / "evaluations.jsonl")
+        records = JsonlWriter(Path(values["output_dir"]) / "evaluations.jsonl")
         num_before = len(records.all())
         self._run("eval", values, self._num_ranks(), output_dir)
         return records.all()[num_before:]
@@ -316,9 +316,9 @@ def _require_parts(cfg: Config) -> None:
 
 
 def _newest_checkpoint(output_dir: Path) -> Path | None:
-    from megatron_grpo.run.checkpoint.manifest import Folder
+    from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory
 
-    folder = Folder(output_dir / "checkpoints")
+    folder = CheckpointDirectory(output_dir / "checkpoints")
     return next((folder.directory(manifest.step) for manifest in folder.candidates() if not isinstance(manifest, str)), None)
 
 

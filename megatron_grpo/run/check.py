@@ -13,7 +13,7 @@ from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.adapters import adapter_problems, lora_sync
 from megatron_grpo.run.config import names
 from megatron_grpo.run.config.evaluation import longest_context
-from megatron_grpo.run.config.parse import ForeignDefault, ParsedConfig
+from megatron_grpo.run.config.parse import FrameworkDefaultValue, ParsedConfig
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.rules import grpo as grpo_validation
 from megatron_grpo.run.config.rules import in_typed_names, stages
@@ -23,7 +23,7 @@ from megatron_grpo.run.config.rules.layout import engine_problems, length_proble
 from megatron_grpo.run.config.rules.settings import validate
 from megatron_grpo.run.config.rules.tuner import are_names_readable, freezing_problems
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.config.sizes import SizeModel
+from megatron_grpo.run.config.sizes import ModelDivisors
 from megatron_grpo.run.models import find_parity_problems, make_size_model, read_shape, read_teacher, teacher_problems
 
 _SEES = "false (vision-language model)"
@@ -51,11 +51,11 @@ def with_tower(parsed: ParsedConfig, shape: ModelShape | None) -> ParsedConfig:
     ]
     if shape is None:
         unknown = [name for name in unsaid if cfg.sources.get(name, "default") == "default"]
-        defaults, values = [ForeignDefault(name=name, theirs=_SEES, ours="true", used=_SEES) for name in unknown], {}
+        defaults, values = [FrameworkDefaultValue(name=name, theirs=_SEES, ours="true", used=_SEES) for name in unknown], {}
     else:
         is_multimodal = shape.vision is not None
         moved = [name for name in unsaid if getattr(cfg.tuner, name) == is_multimodal]
-        defaults = [ForeignDefault(name=name, theirs="false", ours="true", used="false") for name in moved if is_multimodal]
+        defaults = [FrameworkDefaultValue(name=name, theirs="false", ours="true", used="false") for name in moved if is_multimodal]
         values = dict.fromkeys(moved, not is_multimodal)
     config = cfg.with_values(values, sources=dict.fromkeys(values, default_source))
     return replace(parsed, config=config, defaults=[*parsed.defaults, *defaults])
@@ -197,9 +197,9 @@ def check_parsed(parsed: ParsedConfig) -> CheckedConfig:
     shape, model_problems = read_shape(parsed.config.model.model)
     parsed = with_tower(parsed, shape)
     teacher, reading_problems = read_teacher(parsed.config)
-    model = make_size_model(shape) if shape else SizeModel()
+    model = make_size_model(shape) if shape else ModelDivisors()
     if parsed.config.grpo.teacher_model:
-        model = replace(model, teacher=make_size_model(teacher) if teacher else SizeModel())
+        model = replace(model, teacher=make_size_model(teacher) if teacher else ModelDivisors())
     cfg, shapes = parsed.config, (shape, teacher)
     problems = [*parsed.problems, *model_problems, *reading_problems, *_settings_problems(parsed, shapes)]
     size_faults = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
@@ -255,7 +255,7 @@ def _settings_problems(parsed: ParsedConfig, shapes: Shapes) -> list[Problem]:
     return [*validate(cfg, parsed.unreadable), *problems]
 
 
-def _with_proven_values(problem: Problem, parsed: ParsedConfig, shapes: Shapes, model: SizeModel) -> Problem:
+def _with_proven_values(problem: Problem, parsed: ParsedConfig, shapes: Shapes, model: ModelDivisors) -> Problem:
     """Return the problem with only those of its suggested values that make the whole configuration valid when changed alone."""
     proven = {
         flag: accepted
@@ -265,7 +265,7 @@ def _with_proven_values(problem: Problem, parsed: ParsedConfig, shapes: Shapes, 
     return Problem(flags=problem.flags, message=problem.message, nearest=proven)
 
 
-def _passes_with(flag: str, value: Any, parsed: ParsedConfig, shapes: Shapes, model: SizeModel) -> bool:
+def _passes_with(flag: str, value: Any, parsed: ParsedConfig, shapes: Shapes, model: ModelDivisors) -> bool:
     setting = names().get(flag)
     if setting is None or setting.name == "dialect":  # it defines the meaning of all other names, which would have to be parsed again
         return False

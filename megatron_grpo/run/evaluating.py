@@ -130,9 +130,9 @@ def evaluate(
     sampled_cfg = settings_of_sampler(cfg, inputs.tokenizer)
     sampler, reward_manager = sampler_of_run(sampled_cfg, inputs, engine), RewardManager(inputs.rewards, cfg.rewards.reward_weights)
     if model is not None:
-        is_coarse = cfg.model.torch_dtype != "float32"
+        is_low_precision = cfg.model.torch_dtype != "float32"
         weight_sync = WeightSyncManager(
-            model, engine, verify=cfg.rollout.verify_weight_sync, is_coarse=is_coarse, starts_as_checkpoint=False
+            model, engine, verify=cfg.rollout.verify_weight_sync, is_low_precision=is_low_precision, starts_as_checkpoint=False
         )
         weight_sync.sync_weights(step)
         sampler = build_generator(

@@ -38,8 +38,8 @@ from megatron_grpo.run.rewards.protocol import RewardFunction
 
 if TYPE_CHECKING:
     from megatron_grpo.core.images import ImageProcessorSpec
-    from megatron_grpo.run.checkpoint.resume import Resume
-    from megatron_grpo.run.data.prompts import PromptRows, PromptStream
+    from megatron_grpo.run.checkpoint.resume import ResumePlan
+    from megatron_grpo.run.data.prompts import PromptDataset, PromptStream
 
 Read = TypeVar("Read")
 ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory in PEFT's format
@@ -84,13 +84,13 @@ class ValidatedInputs:
     rollout_func: Callable[..., Any] | None = None
     prompts: PromptStream = _UNREAD
     held_out: dict[str, PromptStream] = field(default_factory=dict)
-    sets: list[tuple[str, PromptRows]] = field(default_factory=list)
-    rows: PromptRows | None = None
+    sets: list[tuple[str, PromptDataset]] = field(default_factory=list)
+    rows: PromptDataset | None = None
     rewards: list[RewardFunction] = field(default_factory=list)
     notes: Sequence[str] = ()
     ref_model_path: Path | None = None
     teacher_path: Path | None = None
-    resume: Resume = _UNREAD
+    resume: ResumePlan = _UNREAD
 
     @property
     def streams(self) -> list[PromptStream]:
@@ -494,7 +494,7 @@ def _blind(cfg: Config) -> Iterator[str]:
         yield f"{flag} does not support them: a teacher gets text only"
 
 
-def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptDataset, flag: str) -> None:
     """Check that the reward functions find their columns in the data set or in episodes.
 
     Rollout functions and agents may add columns, so their rewards are not checked.
@@ -526,7 +526,7 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
     check_columns(rewards, (*names, *episode_columns), flag=flag, nested=rows.nested_names(), without=without)
 
 
-def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:
+def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptDataset, flag: str) -> list[Problem]:
     """Return a problem if sequences are too long for the model and only the data determine their length.
 
     `planning.check` checks lengths that the settings determine.

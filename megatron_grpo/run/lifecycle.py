@@ -29,7 +29,7 @@ from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import list_time_limits, read_process_age, requeue
 from megatron_grpo.run.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.run.metrics.model_card import ModelCard
-from megatron_grpo.run.metrics.records import EVENTS, Events
+from megatron_grpo.run.metrics.records import EVENTS, EventsWriter
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.rewards.loading import close_rewards
 from megatron_grpo.run.signals import StopSignal
@@ -132,7 +132,7 @@ def record_end(cfg: Config, parallel: ParallelState) -> Iterator[None]:
         if parallel.is_rank_zero and not isinstance(error, ConfigError) and (out / MARK).exists():
             kind = "stopped" if isinstance(error, RunInterruptedError) else "failed"
             text = f"The run was {error}." if kind == "stopped" else f"The run failed: {type(error).__name__}: {one_line(error)}"
-            Events(out / EVENTS).add(kind, text)
+            EventsWriter(out / EVENTS).add(kind, text)
         raise
 
 

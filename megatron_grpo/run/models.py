@@ -22,7 +22,7 @@ from megatron_grpo.run.config.rules import policy as validation
 from megatron_grpo.run.config.rules import stages
 from megatron_grpo.run.config.rules.layout import layout_problems, length_problems
 from megatron_grpo.run.config.settings import Config, DataConfig
-from megatron_grpo.run.config.sizes import SizeModel
+from megatron_grpo.run.config.sizes import ModelDivisors
 from megatron_grpo.run.data.files import is_path
 
 FLAG = "teacher_model"
@@ -130,7 +130,7 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     return config if config.get("architectures") or architecture not in FAMILIES else {**config, "architectures": [architecture]}
 
 
-def make_size_model(shape: ModelShape) -> SizeModel:
+def make_size_model(shape: ModelShape) -> ModelDivisors:
     """Return what the layout rules need to know about a model.
 
     Args:
@@ -146,7 +146,7 @@ def make_size_model(shape: ModelShape) -> SizeModel:
             for problem in layout_problems(shape, tp=tp, ep=ep, etp=etp)
         ]
 
-    return SizeModel(num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0, misfits=misfits)
+    return ModelDivisors(num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0, misfits=misfits)
 
 
 # ---- a teacher ---------------------------------------------------------------------------------------------------------------------------

@@ -505,9 +505,9 @@ def write_report(output_dir: Path, accounts: Mapping[int, RankReport], hosts: Ma
         timeout: `rank_heartbeat_timeout`, seconds.
     """
     # Every rank has imported it; the supervisor, which imports this module, must stay small.
-    from megatron_grpo.run.checkpoint.manifest import Folder
+    from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory
 
-    steps = Folder(output_dir / "checkpoints").steps()
+    steps = CheckpointDirectory(output_dir / "checkpoints").steps()
     saved = f"The newest checkpoint is that of optimizer step {steps[-1]}; the same command resumes from it." if steps else (
         "There is no checkpoint yet: the same command begins again.")  # fmt: skip
     stacks = f"  Stacks of all ranks: {output_dir / FOLDER}/rank_*.txt. {saved}"

@@ -421,7 +421,7 @@ def test_ten_steps_in_bfloat16_move_the_sampler_as_they_move_the_trainer(tmp_pat
         trainer, sampler = by_trainer(), by_sampler()
         for _ in range(10):
             policy.train_step(batch_of(policy, samples, 0))
-        assert sync(policy, engine, version=10, verify=True, is_coarse=True).num_bytes < 2e5
+        assert sync(policy, engine, version=10, verify=True, is_low_precision=True).num_bytes < 2e5
         return by_trainer() - trainer, by_sampler() - sampler, lost_by_merging(policy)
 
     ((of_trainer, of_sampler, lost),) = run_ranks(body, 1)

@@ -26,7 +26,7 @@ from megatron_grpo.core.weights.adapters import trimmed
 from megatron_grpo.core.weights.buckets import TensorSlice, fill, joined, num_collectives, peak_bytes
 from megatron_grpo.core.weights.hf_files import HfReader
 from megatron_grpo.core.weights.lora import A
-from megatron_grpo.core.weights.names import ShardCut
+from megatron_grpo.core.weights.names import ShardSplit
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from tests import parity_cases as cases
@@ -354,13 +354,13 @@ def the_first_stage_sends_for_all():
 
 
 def expert_ranks_in_another_order():
-    start = hf_export.PushPlan.__init__
+    start = hf_export.WeightSyncPlan.__init__
 
     def turned(self, *args, **kwargs):
         start(self, *args, **kwargs)
         self._row = dict(zip(self._row, reversed(self._row.values()), strict=True))
 
-    hf_export.PushPlan.__init__ = turned
+    hf_export.WeightSyncPlan.__init__ = turned
 
 
 def experts_one_rank_after_the_other():
@@ -375,7 +375,7 @@ def experts_one_rank_after_the_other():
 
 def gate_and_up_as_rows():
     slices = mapping._slices
-    mapping._slices = lambda cut, *args: slices(ShardCut.COLUMN if cut is ShardCut.GATED_COLUMN else cut, *args)
+    mapping._slices = lambda cut, *args: slices(ShardSplit.COLUMN if cut is ShardSplit.GATED_COLUMN else cut, *args)
 
 
 def a_slice_from_the_beginning():
@@ -404,7 +404,7 @@ def who_stops_leaves():
         for bucket in self.buckets:
             yield from self._unpack(self._send(bucket, own), own, in_slices)
 
-    hf_export.PushPlan.stream = torch.no_grad()(stream)
+    hf_export.WeightSyncPlan.stream = torch.no_grad()(stream)
 
 
 def who_fails_leaves():
@@ -420,7 +420,7 @@ def sent_before_there_is_room():
                 yield from self._unpack(ahead.pop(0), own, in_slices)
         yield from self._unpack(ahead.pop(), own, in_slices)
 
-    hf_export.PushPlan.stream = torch.no_grad()(stream)
+    hf_export.WeightSyncPlan.stream = torch.no_grad()(stream)
 
 
 WRONG = {

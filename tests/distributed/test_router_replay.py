@@ -224,13 +224,13 @@ def router(**methods):
 @contextlib.contextmanager
 def chosen(wrong):
     """wrong: (scores, own, forced) -> (scores, experts)."""
-    from megatron_grpo.core.policy.router import RouterPass
+    from megatron_grpo.core.policy.router import RouterReplayPass
 
     def choose(self, scores, own, router, number):
         forced = self.batches[number].experts.get(router.place) if self.replays else None
         return (scores.gather(1, own), own) if forced is None else wrong(scores, own, router.own_share(forced).long())
 
-    with mock.patch.object(RouterPass, "choose", choose):
+    with mock.patch.object(RouterReplayPass, "choose", choose):
         yield
 
 
@@ -253,7 +253,7 @@ def without_gradient(scores, own, forced):
 @contextlib.contextmanager
 def latest_micro_batch_recomputed():
     """A router that remembers what it saw last: under 1F1B that is the next micro-batch when this one is recomputed."""
-    from megatron_grpo.core.policy.router import RouterPass
+    from megatron_grpo.core.policy.router import RouterReplayPass
 
     latest = 0
 
@@ -267,16 +267,16 @@ def latest_micro_batch_recomputed():
         taken = torch.where(forced < 0, own, forced)
         return scores.gather(1, taken), taken
 
-    with mock.patch.object(RouterPass, "choose", choose):
+    with mock.patch.object(RouterReplayPass, "choose", choose):
         yield
 
 
 @contextlib.contextmanager
 def everyone_replays():
-    from megatron_grpo.core.policy.router import RouterPass
+    from megatron_grpo.core.policy.router import RouterReplayPass
 
-    right = RouterPass.__init__
-    with mock.patch.object(RouterPass, "__init__", lambda self, **how: right(self, replays=True)):
+    right = RouterReplayPass.__init__
+    with mock.patch.object(RouterReplayPass, "__init__", lambda self, **how: right(self, replays=True)):
         yield
 
 

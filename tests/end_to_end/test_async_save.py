@@ -30,7 +30,7 @@ def killed_in(rank, world_size, flags, who, where, count):
     from megatron_grpo.run.checkpoint import distributed, manifest
 
     places = {"a tensor": (distributed.HashedFile, "write"), "telling": (distributed.ShardedWriter, "gather_files"),
-              "the description": (distributed, "write_file"), "the manifest": (manifest.Folder, "commit"),
+              "the description": (distributed, "write_file"), "the manifest": (manifest.CheckpointDirectory, "commit"),
               "the pointer": (manifest, "atomic_write_text")}  # fmt: skip
     owner, name = places[where]
     whole, calls = getattr(owner, name), []

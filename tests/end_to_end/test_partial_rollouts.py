@@ -106,7 +106,7 @@ def test_tokens_are_at_most_one_sampling_step_old_and_the_metrics_count_them(who
 
 # (module, class, method, call from which on the process is killed)
 MOMENTS = {
-    "while completions are sampled": ("core.rollout.turns", "EngineTurns", "poll", 80),
+    "while completions are sampled": ("core.rollout.turns", "EngineTurnSampler", "poll", 80),
     "when they are interrupted": ("plugins.partial_rollouts.engine", "PartialGeneration", "interrupt", 3),
     "when they are verified": ("plugins.partial_rollouts.trainer", "VersionCheck", "__call__", 2),
     "while a step is trained": ("core.policy.policy", "Policy", "train_step", 3),
@@ -255,7 +255,7 @@ def on_servers(rank: int, world_size: int, flags: list[str], moment: str = "") -
 
 SERVED = {
     "before the interruption": ("plugins.partial_rollouts.trainer", "PartialRollouts", "interrupt", 4),
-    "while servers are interrupted": ("plugins.servers.server_parts", "ServerParts", "_interrupted", 3),
+    "while servers are interrupted": ("plugins.servers.server_parts", "ServerPartialRollouts", "_interrupted", 3),
     "between interruption and push": ("plugins.servers.servers", "ServerEngine", "load_weights", 3),
     "when it begins to wait for completions": ("plugins.servers.server_parts", "ServerGeneration", "groups", 3),
     "while it trains and servers sample": ("core.policy.policy", "Policy", "train_step", 3),

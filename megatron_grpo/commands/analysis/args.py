@@ -11,7 +11,7 @@ from typing import Any
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.types import Sample
 from megatron_grpo.run.checkpoint.fingerprints import list_settings
-from megatron_grpo.run.checkpoint.manifest import MANIFEST, Folder, Manifest, find_damage
+from megatron_grpo.run.checkpoint.manifest import MANIFEST, CheckpointDirectory, Manifest, find_damage
 from megatron_grpo.run.checkpoint.samples import read_samples
 from megatron_grpo.run.checkpoint.saving import RECORDED
 from megatron_grpo.run.config import ParsedConfig
@@ -91,7 +91,7 @@ def _subject(path: Path, parsed: ParsedConfig, parse: Parse) -> MismatchArgs:
         run_directory = path.parent.parent
         return _read_checkpoint_args(path, typed_cfg, run=run_directory if (run_directory / "metrics.jsonl").is_file() else None)
     if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
-        if checkpoints := Folder(path / "checkpoints").complete_checkpoints():
+        if checkpoints := CheckpointDirectory(path / "checkpoints").complete_checkpoints():
             return _read_checkpoint_args(checkpoints[0].directory, typed_cfg, run=path)
         if not (path / "config.yaml").is_file():
             raise config_error("mismatch", f"mismatch: {path} has neither a checkpoint nor a config.yaml, so its model is not known.")
@@ -205,7 +205,7 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
 
 
 def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]:
-    manifests = {manifest.step: manifest for manifest in Folder(run / "checkpoints").complete_checkpoints()}
+    manifests = {manifest.step: manifest for manifest in CheckpointDirectory(run / "checkpoints").complete_checkpoints()}
     recorded = [number for number in sorted(manifests) if (manifests[number].directory / RECORDED).is_file()]
     if not recorded:
         raise _refused(f"compare-losses: {run} has no checkpoint with recorded rows. Train with --record_rows true and --save_steps: the "

@@ -163,7 +163,7 @@ def compare_rows(
 def _weight_sync_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dtype: str) -> str:
     """Return the message of the run's own check of a weight sync, or an empty string."""
     try:
-        check_weights(model, engine, version=version, is_coarse=dtype != "float32")
+        check_weights(model, engine, version=version, is_low_precision=dtype != "float32")
     except WeightSyncError as error:
         return str(error)
     return ""

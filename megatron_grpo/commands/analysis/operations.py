@@ -210,7 +210,7 @@ def _compared(side: ModelPair, tokens: Sequence[int], opening: int) -> tuple[lis
     scored: list[np.ndarray] = []
     forced_inputs = {name: rows for name, rows in sampler.items() if name not in ("logits", "log-prob")}
     trainer = traced.trace(model, lambda: scored.extend(side.score([make_sequence(tokens, opening)])), forced=forced_inputs)
-    trainer["log-prob"] = traced.LocalRows(0, torch.from_numpy(scored[0][opening:])[:, None])
+    trainer["log-prob"] = traced.LocalOutputRows(0, torch.from_numpy(scored[0][opening:])[:, None])
     start = model.output_layer.vocab_start
     sampler["logits"] = logits[:, start : start + trainer["logits"].rows.shape[1]]
     names = [name for name in order(len(model.decoder.layers)) if name in trainer and name in sampler]
@@ -244,7 +244,7 @@ def first_difference(operations: Sequence[Operation]) -> Operation | None:
     return next((op for op in operations if op.is_over), None)
 
 
-def _part(own_rows: traced.LocalRows, sampler: torch.Tensor, size: float | None) -> np.ndarray:
+def _part(own_rows: traced.LocalOutputRows, sampler: torch.Tensor, size: float | None) -> np.ndarray:
     """Return the statistics of this rank's shard, float64 [5].
 
     They are the sum of squared differences, the sum of squares that they are relative to, the maximum difference, the count of equal

@@ -24,7 +24,7 @@ from megatron_grpo.core.policy.router import routers
 from megatron_grpo.core.policy.sharded_state import chain, is_distributed, iterate_runs, steps_counted
 from megatron_grpo.core.types import GlobalBatch, RowKey
 from megatron_grpo.core.weights.mapping import is_of_adapter
-from megatron_grpo.core.weights.names import ShardCut
+from megatron_grpo.core.weights.names import ShardSplit
 
 # Kinds of values in the order in which a fault spreads: the first kind that differs is its origin.
 KINDS = ("group", "list", "data", "weight", "mark", "reference", "random numbers", "log-probs", "gradient", "moment", "number")
@@ -247,7 +247,7 @@ def _list_groups(policy: Any, name: str) -> tuple[str, ...]:
     kind = _kind(policy, name)
     copies = ("EDP",) if kind.is_expert else ("DP",)
     model_parallel = ("ETP",) if kind.is_expert else ("TP",)
-    return copies + (model_parallel if kind.cut is ShardCut.REPLICATED else ())
+    return copies + (model_parallel if kind.cut is ShardSplit.REPLICATED else ())
 
 
 def _kind(policy: Any, name: str) -> Any:
@@ -361,7 +361,7 @@ def _unmarked(policy: Any) -> list[ReplicaMismatch]:
     for name, tensor in policy.exchange.tensors(policy.chunks).items():
         kind = _kind(policy, name)
         over, size = ("ETP", group.etp_size) if kind.is_expert else ("TP", group.tp_size)
-        if size > 1 and kind.cut is not ShardCut.REPLICATED and not getattr(tensor, "tensor_model_parallel", False):
+        if size > 1 and kind.cut is not ShardSplit.REPLICATED and not getattr(tensor, "tensor_model_parallel", False):
             mismatches.append(ReplicaMismatch(kind="mark", name=name, over=over, copies=()))
     return mismatches
 

@@ -17,14 +17,14 @@ from megatron.core import tensor_parallel
 from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.policy.gated_delta_net import PackedGatedDeltaNet
 from megatron_grpo.core.policy.kernels import Norm, rotate
-from megatron_grpo.core.policy.layers import AddNormed, PackedAttention, WholeNorm
+from megatron_grpo.core.policy.layers import FullWidthNorm, PackedAttention, PostNormResidual
 from megatron_grpo.core.policy.model import PolicyModel
 
 # Operations that sequence parallelism shards by tokens.
 BY_TOKENS = ("embedding", "norm 1", "o proj", "residual 1", "norm 2", "router", "experts", "down", "residual 2", "final norm")
 
 
-class LocalRows(NamedTuple):
+class LocalOutputRows(NamedTuple):
     """Rows of an operation's output on this rank.
 
     Args:
@@ -46,7 +46,7 @@ def not_traced(model: PolicyModel) -> str | None:
         return "has latent attention (MLA), whose operations differ between trainer and sampler"
     if model.vision is not None:
         return "is a vision-language model, whose text layers cannot be compared yet"
-    if model.embedding_scale != 1 or any(isinstance(module, AddNormed) for module in model.modules()):
+    if model.embedding_scale != 1 or any(isinstance(module, PostNormResidual) for module in model.modules()):
         return "normalises the outputs of its layers or scales its embeddings, which cannot be compared yet"
     mixers = [layer.self_attention for layer in model.decoder.layers if not isinstance(layer.self_attention, PackedGatedDeltaNet)]
     if not all(isinstance(attention.core_attention, PackedAttention) for attention in mixers):
@@ -66,7 +66,7 @@ def find_modules(layer: Any) -> dict[str, Any]:
         modules["o proj"] = attention.out_proj
     else:
         modules |= {"qkv": attention.linear_qkv, "attention": attention.core_attention, "o proj": attention.linear_proj}
-        if isinstance(attention.q_layernorm, (Norm, WholeNorm)):
+        if isinstance(attention.q_layernorm, (Norm, FullWidthNorm)):
             modules |= {"q norm": attention.q_layernorm, "k norm": attention.k_layernorm}
     is_sparse = hasattr(block, "router")
     return modules | ({"router": block.router, "experts": block} if is_sparse else {"gate up": block.linear_fc1, "down": block.linear_fc2})
@@ -90,7 +90,7 @@ def by_kind(x: torch.Tensor, config: Any, *, dim: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, torch.Tensor]) -> dict[str, LocalRows]:
+def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, torch.Tensor]) -> dict[str, LocalOutputRows]:
     """Record the operations of the model while it scores a sequence. Collective over TP.
 
     Args:
@@ -111,7 +111,7 @@ def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, 
 class _Tracer:
     def __init__(self, model: PolicyModel, forced: Mapping[str, torch.Tensor]):
         self.model, self.forced = model, forced
-        self.recorded: dict[str, LocalRows] = {}
+        self.recorded: dict[str, LocalOutputRows] = {}
         self.rank = model.pg_collection.tp.rank()
         cfg, tp = model.config, model.pg_collection.tp.size()
         self.groups, self.heads, self.channels = cfg.num_query_groups // tp, cfg.num_attention_heads // tp, cfg.kv_channels
@@ -121,7 +121,7 @@ class _Tracer:
         rows = output.detach().reshape(len(output), -1).clone()  # a replacement is often written over it
         cut = self.model.config.sequence_parallel and name.split(" ", name.startswith("L"))[-1] in BY_TOKENS
         start = self.rank * len(rows) if cut else 0
-        self.recorded[name] = LocalRows(start, rows.cpu())
+        self.recorded[name] = LocalOutputRows(start, rows.cpu())
         if name not in self.forced:
             return None
         sampler_rows = self.forced[name][start : start + len(rows)]
@@ -237,4 +237,4 @@ class _Tracer:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=head.tp_group)
         words = (head.weight if weight is None else weight)[: head.num_valid_rows]
         hidden, words = (x.float() if head.in_float32 else x for x in (hidden.squeeze(1)[batch.logit_positions], words))
-        self.recorded["logits"] = LocalRows(0, (hidden @ words.t()).float().cpu())
+        self.recorded["logits"] = LocalOutputRows(0, (hidden @ words.t()).float().cpu())

@@ -16,7 +16,7 @@ from megatron_grpo.core.base.cleanup import CleanUp
 from megatron_grpo.core.rollout.colocated import ColocatedEngine
 from megatron_grpo.core.rollout.vllm_requests import sampled_logprobs
 
-Rows = dict[str, torch.Tensor]  # by operation: [tokens, channels of this rank]
+RowsByOperation = dict[str, torch.Tensor]  # by operation: [tokens, channels of this rank]
 
 _ATTENTION = ("qkv_proj", "attn", "o_proj")
 _LAYER = ("input_layernorm", "post_attention_layernorm")
@@ -82,7 +82,7 @@ def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
     return sampled_logprobs(output)
 
 
-def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> Rows:
+def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> RowsByOperation:
     """Record the output of every operation while `tokens[opening:]` are sampled, without the prefix cache. Collective, as `force`.
 
     Args:

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.commands.compat.foreign_args import Dialect
+from megatron_grpo.commands.compat.foreign_args import SourceFramework
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.run.config.read import Read, TypedSetting, is_from_script
+from megatron_grpo.run.config.read import RawSetting, Read, is_from_script
 
 if TYPE_CHECKING:
     from megatron_grpo.commands.compat.translate import Translation
 
 
-class _Dialects(Mapping[str, Dialect]):
+class _Dialects(Mapping[str, SourceFramework]):
     """Dialects by the value of --dialect; `swift` is short for `swift-megatron`. A dialect's table is read on first use."""
 
     names = ("trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "ms-swift", "cs336", "verl", "slime")
 
-    def __getitem__(self, name: str) -> Dialect:
+    def __getitem__(self, name: str) -> SourceFramework:
         from megatron_grpo.commands.compat.tables import load
 
         if name not in self.names:
@@ -45,7 +45,7 @@ class _Dialects(Mapping[str, Dialect]):
 
         return read_program(text, path)
 
-    def translation(self, entries: Sequence[TypedSetting]) -> Translation | None:
+    def translation(self, entries: Sequence[RawSetting]) -> Translation | None:
         """Return the translation of these settings; None if all are settings of this package.
 
         `--dialect` decides what the others mean, at any position.

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_grpo.run.config.table import TRUE, InvalidValueError, Setting
 
 
-class ForeignArgs(dict[str, list[str]]):
+class FrameworkArgs(dict[str, list[str]]):
     """All foreign names of a run, with their words. A name that was not typed has the other system's default.
 
     Args:
@@ -91,7 +91,7 @@ class ForeignArgs(dict[str, list[str]]):
 
 
 # (words after the name, all foreign names of this run with their words) -> native settings, not yet parsed; or, under NOTE, what differs.
-Reader = Callable[[Sequence[str], ForeignArgs], Mapping[str, Any]]
+Reader = Callable[[Sequence[str], FrameworkArgs], Mapping[str, Any]]
 
 
 class OtherTaskError(InvalidValueError):
@@ -99,7 +99,7 @@ class OtherTaskError(InvalidValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignArg:
+class FrameworkArg:
     """A name of another system: translated (`native` or `read`), refused (`lacks`), or ignored because it has no effect (neither).
 
     Args:
@@ -159,7 +159,7 @@ NOTHING = "it affects neither sampling nor training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DialectDefault:
+class FrameworkDefault:
     """A default of another system that differs from the native one.
 
     With `native`, the foreign default is used, because the user's files rely on it; without it, the native one.
@@ -194,11 +194,11 @@ class SettingChange:
 
 
 # (native settings so far, all foreign names of this run) -> what follows from several of them
-Step = Callable[[Mapping[str, Any], ForeignArgs], Iterator[SettingChange]]
+Step = Callable[[Mapping[str, Any], FrameworkArgs], Iterator[SettingChange]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class SourceFramework:
     """Vocabulary of another system: its batch sizes, and all its other names.
 
     Args:
@@ -223,15 +223,15 @@ class Dialect:
     prefixes: Sequence[str] = ()
     sections: Sequence[str] = ()
     heads: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[str, ForeignArg] = field(default_factory=dict)
-    patterns: Mapping[str, ForeignArg] = field(default_factory=dict)
-    defaults: Sequence[DialectDefault] = ()
+    names: Mapping[str, FrameworkArg] = field(default_factory=dict)
+    patterns: Mapping[str, FrameworkArg] = field(default_factory=dict)
+    defaults: Sequence[FrameworkDefault] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)
     trains_tower: bool = False
     settle: Sequence[Sequence[Step]] = ()
     fallbacks: Mapping[str, str] = field(default_factory=dict)
 
-    def row(self, name: str) -> tuple[str, ForeignArg | None]:
+    def row(self, name: str) -> tuple[str, FrameworkArg | None]:
         """Return a name without its section, and its table row; None as the row if it is unknown or in the wrong section.
 
         Args:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.foreign_args import OFF, FrameworkArgs, SettingChange
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.run.config.table import InvalidValueError
 
 _DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
-def settle_deepspeed(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_deepspeed(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Note how weights and optimizer state are sharded here; files of DeepSpeed are refused.
 
     Args:
@@ -28,7 +28,7 @@ def settle_deepspeed(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[S
         yield SettingChange(note=f"{note}rank holds complete weights, except with tensor_model_parallel_size and other model parallelism.")
 
 
-def settle_intervals(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_intervals(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Read the strategies of saving and evaluation, of which the second is by default the first.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.run.config.read import UNKNOWN, TypedSetting
+from megatron_grpo.run.config.read import UNKNOWN, RawSetting
 
 # Names in PEFT's LoraConfig -> names on TRL's command line.
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
@@ -22,7 +22,7 @@ _TRAINER = {"model": "model_name_or_path", "reward_funcs": "reward_funcs", "trai
 _NOTHING = {"args": None, "processing_class": None, "peft_config": None, "bias": "none", "inference_mode": False, "init_lora_weights": True}
 
 
-def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSetting], list[Problem]]:
+def read_python(text: str, *, source: str, path: str = "") -> tuple[list[RawSetting], list[Problem]]:
     """Return the arguments of GRPOConfig, LoraConfig and GRPOTrainer, under the names of TRL's command line.
 
     A computed value is marked as unknown. `parse` reports it, unless it is given on the command line or has no effect.
@@ -56,7 +56,7 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSe
         if _name(call.func) == "GRPOTrainer":
             reader.take(call, _TRAINER)
         elif call in adapters:
-            reader.entries.append(TypedSetting(name="peft_config", raw=["LoraConfig"], source=source))
+            reader.entries.append(RawSetting(name="peft_config", raw=["LoraConfig"], source=source))
             reader.take(call, _LORA)
     trainer_args = {word.arg: word.value for call in calls if _name(call.func) == "GRPOTrainer" for word in call.keywords}
     if not adapters and reader.value(trainer_args.get("peft_config", ast.Constant(None))) is not None:
@@ -72,7 +72,7 @@ class _Reader:
 
     def __init__(self, source: str, path: str, assigned: Mapping[str, ast.expr], defined: set[str]):
         self.source, self.path, self.known, self.defined = source, path, assigned, defined
-        self.entries: list[TypedSetting] = []
+        self.entries: list[RawSetting] = []
         self.problems: list[Problem] = []
 
     def take(self, call: ast.Call, names: Mapping[str, str] | None) -> None:
@@ -92,7 +92,7 @@ class _Reader:
             elif name:
                 raw = self.value(word.value)
                 for key, value in raw.items() if isinstance(raw, dict) and name in _WORDS else [("", raw)]:
-                    self.entries.append(TypedSetting(name=f"{name}.{key}" if key else name, raw=value, source=self.source))
+                    self.entries.append(RawSetting(name=f"{name}.{key}" if key else name, raw=value, source=self.source))
 
     def _not_taken(self, call: ast.Call, word: ast.keyword) -> None:
         """Report an argument that is not read here, unless its value asks for nothing."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.base.files import read_text
-from megatron_grpo.run.config.read import UNKNOWN, Read, TypedSetting, read_file, read_words
+from megatron_grpo.run.config.read import UNKNOWN, RawSetting, Read, read_file, read_words
 
 _PLAIN_DOLLAR = "\x00"  # a quoted dollar sign, which starts no variable
 _OPEN, _CLOSE = "\x02", "\x03"  # enclose the words of an array
@@ -399,7 +399,7 @@ def _is_server(words: list[str]) -> bool:
     return any(re.split("[/.]", word.removesuffix(".py"))[-1] in _SERVERS for word in _program(words))
 
 
-def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple[list[TypedSetting], list[Problem]]:
+def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple[list[RawSetting], list[Problem]]:
     """Read the flags of a launch script; the last occurrence of each flag counts.
 
     Variables become entries named `$NAME`, so that the number of ranks can be found. Entries `$other` name commands that are not read, and
@@ -416,8 +416,8 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
     script = read_shell(text, source=source, directory=directory)
     settings, word_problems = read_words(script.words, source=source, lenient=True)
     problems = [*script.problems, *word_problems]
-    entries: list[TypedSetting] = []
-    last: dict[str, TypedSetting] = {}
+    entries: list[RawSetting] = []
+    last: dict[str, RawSetting] = {}
     if not settings and not problems:
         problems.append(Problem(flags=("config",), message=f"{source} contains no command with flags that can be read."))
     for entry in settings:
@@ -428,16 +428,16 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
             problems.append(Problem(flags=("config",), message=f"{source}: config {' '.join(entry.raw)} does not exist. Pass it too."))
         else:
             if last.get(entry.name, entry).raw != entry.raw:
-                entries.append(TypedSetting(name="$twice", raw=[entry.name], source=source))
+                entries.append(RawSetting(name="$twice", raw=[entry.name], source=source))
             last[entry.name] = entry
     entries += last.values()
-    entries += [TypedSetting(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
-    entries.append(TypedSetting(name="$command", raw=[script.command], source=source))
+    entries += [RawSetting(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
+    entries.append(RawSetting(name="$command", raw=[script.command], source=source))
     for words in script.others:
         program = " ".join(_program(words)[:2])
         flags = read_words(words, source=f"{source}: {program}", lenient=True)[0]
         taken = [flag for flag in flags if flag.name in _EPISODE_ARGS and _is_server(words)]
-        entries += [*taken, TypedSetting(name="$other", raw=[program, *(flag.name for flag in flags if flag not in taken)], source=source)]
+        entries += [*taken, RawSetting(name="$other", raw=[program, *(flag.name for flag in flags if flag not in taken)], source=source)]
     return entries, problems
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import NOTE, OFF, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.foreign_args import NOTE, OFF, FrameworkArgs, SettingChange
 from megatron_grpo.commands.compat.tables import contents, sentence
 from megatron_grpo.core.base.files import parse_json, parse_yaml
 from megatron_grpo.plugins.servers.rules import ENGINE_SETTINGS
@@ -32,7 +32,7 @@ OWN_EPISODES = ("environment", "tools", "agent_command", "rollout_func")
 CONDITION = re.compile(r"(not )?(?:(given|typed|their) )?([\w.$]+)(?:(=|>| includes )(.+))?")
 
 
-def is_met(condition: str, values: Mapping[str, Any], args: ForeignArgs) -> bool:
+def is_met(condition: str, values: Mapping[str, Any], args: FrameworkArgs) -> bool:
     """Return whether a condition of a rule holds. `a | b` holds if one of the two does, and `not a` if `a` does not.
 
     `name` is a native setting that is neither false, 0, empty nor none; `name=word` one with that value, `name>1` a larger one,
@@ -66,7 +66,7 @@ def is_met(condition: str, values: Mapping[str, Any], args: ForeignArgs) -> bool
     return holds != bool(is_denied)
 
 
-def apply_rule(values: Mapping[str, Any], args: ForeignArgs, rule: Mapping[str, Any], title: str) -> Iterator[SettingChange]:
+def apply_rule(values: Mapping[str, Any], args: FrameworkArgs, rule: Mapping[str, Any], title: str) -> Iterator[SettingChange]:
     """Apply a rule of a table if its conditions hold (`if`, see `is_met`).
 
     `then` has further steps. `drop` names native settings that are reset, and `unread` foreign names that have another value than their
@@ -97,14 +97,14 @@ def apply_rule(values: Mapping[str, Any], args: ForeignArgs, rule: Mapping[str, 
     yield SettingChange(values=dict.fromkeys(dropped) | settings, note=text, untyped=default)
 
 
-def _settled(value: Any, values: Mapping[str, Any], args: ForeignArgs) -> Any:
+def _settled(value: Any, values: Mapping[str, Any], args: FrameworkArgs) -> Any:
     """Return a value of a rule's `set`."""
     if isinstance(value, str) and value.startswith("="):
         return values.get(value[1:], table()[value[1:]].default)
     return args.number(value.removeprefix("their ")) if isinstance(value, str) and value.startswith("their ") else value
 
 
-def read_case(words: Sequence[str], args: ForeignArgs, cases: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_case(words: Sequence[str], args: FrameworkArgs, cases: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read a value for which a table has `cases`: the native settings of each word; `$` in them is what was typed.
 
     `true`, `false` and `nothing` stand for all their spellings, and `other` for any other word. Without the conditions in `if` the name
@@ -125,7 +125,7 @@ def read_case(words: Sequence[str], args: ForeignArgs, cases: Mapping[str, Any])
     return {name: list(words) if value == "$" else value for name, value in settings.items()}
 
 
-def where_true(words: Sequence[str], args: ForeignArgs, settings: str) -> Mapping[str, Any]:
+def where_true(words: Sequence[str], args: FrameworkArgs, settings: str) -> Mapping[str, Any]:
     """Return native settings if the foreign value is true, else none.
 
     Args:
@@ -137,7 +137,7 @@ def where_true(words: Sequence[str], args: ForeignArgs, settings: str) -> Mappin
     return dict(zip(parts[::2], parts[1::2])) if words[0].lower() in TRUE else {}
 
 
-def column(words: Sequence[str], args: ForeignArgs, names: str) -> Mapping[str, Any]:
+def column(words: Sequence[str], args: FrameworkArgs, names: str) -> Mapping[str, Any]:
     """Read the name of a column. It is renamed unless it is one of `names`.
 
     Args:
@@ -161,7 +161,7 @@ def read_mapping(words: Sequence[str], example: str) -> dict[str, Any]:
         raise InvalidValueError(f"needs a mapping as JSON, such as {example}, not {' '.join(words)!r}") from None
 
 
-def no_token(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def no_token(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Refuse a Hub token. The message does not repeat the secret.
 
     Args:
@@ -186,7 +186,7 @@ def listed(words: Sequence[str]) -> list[str]:
 _LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
-def best(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def best(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read metric_for_best_model: transformers compares metrics of an evaluation, and adds eval_ to a name without it.
 
     Args:
@@ -207,7 +207,7 @@ def best(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     raise InvalidValueError(f"({name}) is not a metric of an evaluation here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}")
 
 
-def datasets(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def datasets(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read one or several training files; all their rows are used.
 
     Args:
@@ -218,7 +218,7 @@ def datasets(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"dataset": names[0], "further_datasets": names[1:]} if names else {}
 
 
-def held_out(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def held_out(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read evaluation files. Several files are several sets, each named after its folder and file.
 
     Args:
@@ -231,7 +231,7 @@ def held_out(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"eval_datasets": {"_".join(name.rsplit(".", 1)[0].split("/")[-2:]): name for name in names}}
 
 
-def betas(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def betas(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read Adam's two betas.
 
     Args:
@@ -244,7 +244,7 @@ def betas(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"adam_beta1": values[0], "adam_beta2": values[1]}
 
 
-def own_rewards(words: Sequence[str], args: ForeignArgs, description: str) -> Mapping[str, Any]:
+def own_rewards(words: Sequence[str], args: FrameworkArgs, description: str) -> Mapping[str, Any]:
     """Read a foreign reward or environment, which cannot be used here: a note if one of this run is given, else refused.
 
     Args:
@@ -263,10 +263,10 @@ def own_rewards(words: Sequence[str], args: ForeignArgs, description: str) -> Ma
     return {NOTE: f"({' '.join(words)}) is {description}, which is not run; {own} is used.{ways if own == 'reward_funcs' else ''}"}
 
 
-def train_tower(values: Mapping[str, Any], args: ForeignArgs, system_and_flag: str) -> Iterator[SettingChange]:
+def train_tower(values: Mapping[str, Any], args: FrameworkArgs, system_and_flag: str) -> Iterator[SettingChange]:
     """Train the vision tower where a script says that the model takes images, as the other system does by default.
 
-    Without such a name the model's config.json decides, if it is available (`Dialect.trains_tower`).
+    Without such a name the model's config.json decides, if it is available (`SourceFramework.trains_tower`).
 
     Args:
         values: Native settings so far.
@@ -281,7 +281,7 @@ def train_tower(values: Mapping[str, Any], args: ForeignArgs, system_and_flag: s
         yield SettingChange(values=thawed, note=f"{flag}: {title} trains the vision tower by default: {settings}.")
 
 
-def idle_schedule(values: Mapping[str, Any], args: ForeignArgs, style: str) -> Iterator[SettingChange]:
+def idle_schedule(values: Mapping[str, Any], args: FrameworkArgs, style: str) -> Iterator[SettingChange]:
     """Drop settings of learning-rate decay that the other system ignores with its decay style.
 
     Args:
@@ -320,7 +320,7 @@ def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def convert_engine_args(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterator[SettingChange]:
+def convert_engine_args(values: Mapping[str, Any], args: FrameworkArgs, prefix: str) -> Iterator[SettingChange]:
     """Translate vLLM EngineArgs, given as one mapping or as one name each behind `prefix`.
 
     Args:
@@ -358,7 +358,7 @@ def _read(text: str, name: str = "") -> Any:
         raise InvalidValueError(f"{name} ({text[:200]}) cannot be read: {error}".lstrip()) from error
 
 
-def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def template(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read chat_template_kwargs as JSON or as a Hydra mapping.
 
     Args:
@@ -372,7 +372,7 @@ def template(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"chat_template_kwargs": kwargs} if kwargs else {}
 
 
-def convert_template(values: Mapping[str, Any], args: ForeignArgs, prefix: str) -> Iterator[SettingChange]:
+def convert_template(values: Mapping[str, Any], args: FrameworkArgs, prefix: str) -> Iterator[SettingChange]:
     """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting.
 
     Args:
@@ -386,7 +386,7 @@ def convert_template(values: Mapping[str, Any], args: ForeignArgs, prefix: str) 
                      note=f"{prefix} is passed to the chat template: chat_template_kwargs.")  # fmt: skip
 
 
-def adapted(args: ForeignArgs, section: str) -> dict[str, list[str]]:
+def adapted(args: FrameworkArgs, section: str) -> dict[str, list[str]]:
     """Return target_modules and exclude_modules from the foreign `section`, if it has any.
 
     Args:
@@ -432,7 +432,7 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
         )
 
 
-def loggers(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def loggers(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read the list of experiment trackers. The console and files are always written, so they are dropped.
 
     Args:
@@ -494,7 +494,7 @@ def as_in_training(values: Mapping[str, Any], temperature: float, group: int) ->
     return {name: value for name, value in defaults.items() if values.get(name) is None}
 
 
-def set_expert_parallel(values: Mapping[str, Any], args: ForeignArgs, name: str) -> Iterator[SettingChange]:
+def set_expert_parallel(values: Mapping[str, Any], args: FrameworkArgs, name: str) -> Iterator[SettingChange]:
     """Set the tensor-parallel size of experts, which by default is that of other layers.
 
     Args:
@@ -508,7 +508,7 @@ def set_expert_parallel(values: Mapping[str, Any], args: ForeignArgs, name: str)
         yield SettingChange(values={"expert_tensor_parallel_size": tensor if size in ("", "none", "null") else int(size)})
 
 
-def idle(args: ForeignArgs, names: str, required_setting: str) -> Iterator[SettingChange]:
+def idle(args: FrameworkArgs, names: str, required_setting: str) -> Iterator[SettingChange]:
     """Note names that have no effect because `required_setting` is off, in the other system too.
 
     Args:
@@ -520,7 +520,7 @@ def idle(args: ForeignArgs, names: str, required_setting: str) -> Iterator[Setti
     return apply_rule({}, args, rule, "")
 
 
-def convert_servers(values: Mapping[str, Any], args: ForeignArgs, program: str) -> Iterator[SettingChange]:
+def convert_servers(values: Mapping[str, Any], args: FrameworkArgs, program: str) -> Iterator[SettingChange]:
     """Adjust settings for vllm_mode server: settings of the engine belong to the server.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.foreign_args import OFF, FrameworkArgs, SettingChange
 from megatron_grpo.commands.compat.settle import (
     OWN_EPISODES,
     adapted,
@@ -38,7 +38,7 @@ _MEGATRON_ARGS = (
 _COUNTED_IN_ROLLOUTS = {"max_steps": "max_training_steps", "save_steps": "ckpt_interval", "eval_steps": "eval_interval"}
 
 
-def ranks(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def ranks(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Return world_size as nodes times GPUs per node.
 
     Args:
@@ -51,7 +51,7 @@ def ranks(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"world_size": int(numbers[0]) * int(numbers[1])}
 
 
-def stop(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def stop(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read stop strings.
 
     Args:
@@ -61,7 +61,7 @@ def stop(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"stop": [] if list(words) == ["none"] else [part for word in words for part in listed([word])]}
 
 
-def turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def turns(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read max_turns; more than one turn needs environment or tools.
 
     Args:
@@ -75,7 +75,7 @@ def turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"max_turns": list(words)}
 
 
-def settle_loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate policy_loss_type with loss_reduction.
 
     Args:
@@ -115,7 +115,7 @@ def settle_loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Settin
     )
 
 
-def settle_kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate the KL, which is in the loss or in the reward.
 
     Args:
@@ -134,7 +134,7 @@ def settle_kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingC
     )
 
 
-def settle_overlong(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_overlong(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate the penalty for long completions of SkyRL's example main_dapo.
 
     Args:
@@ -145,7 +145,7 @@ def settle_overlong(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Se
     yield from soft_overlong(values, longest, buffer, "algorithm.overlong_buffer_len")
 
 
-def settle_layout(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_layout(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Apply the layout of SkyRL's strategies.
 
     Args:
@@ -183,7 +183,7 @@ def _is_same(first: str, second: str) -> bool:
         return first == second
 
 
-def settle_input_bound(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_input_bound(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Compare max_input_length, which limits a turn, with max_prompt_length.
 
     Args:
@@ -205,7 +205,7 @@ def settle_input_bound(values: Mapping[str, Any], args: ForeignArgs) -> Iterator
         )
 
 
-def settle_counterparts(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_counterparts(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Refuse names whose values differ from those of their counterparts, which are used for both here.
 
     Args:
@@ -227,7 +227,7 @@ def settle_counterparts(values: Mapping[str, Any], args: ForeignArgs) -> Iterato
     yield from ()
 
 
-def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Sample one greedy completion per held-out prompt.
 
     Args:
@@ -237,7 +237,7 @@ def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
     yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
 
 
-def settle_steps(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_steps(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Convert train batches, which SkyRL's trainer counts (global_step of its RayPPOTrainer), to optimizer steps.
 
     Args:
@@ -255,7 +255,7 @@ def settle_steps(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Setti
         yield SettingChange(values={"eval_steps": 5 * per_rollout}, untyped=("eval_interval", "5"))
 
 
-def settle_correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_correction(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate off_policy_correction, and use_tis of older versions.
 
     Args:
@@ -280,7 +280,7 @@ def settle_correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
         yield from idle(args, "algorithm.tis_imp_ratio_cap", "use_tis")
 
 
-def settle_ahead(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_ahead(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate fully_async.
 
     Args:
@@ -296,7 +296,7 @@ def settle_ahead(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Setti
         )  # fmt: skip
 
 
-def settle_lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_lora(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Take SkyRL's defaults of an adapter.
 
     Args:

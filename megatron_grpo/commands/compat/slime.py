@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.foreign_args import FrameworkArgs, SettingChange
 from megatron_grpo.commands.compat.settle import idle, in_steps, one_eval_completion, own_rewards, read_mapping
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.run.config.table import InvalidValueError
@@ -15,7 +15,7 @@ from megatron_grpo.run.config.table import InvalidValueError
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 
-def ranks(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def ranks(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Return world_size as nodes times GPUs per node.
 
     Args:
@@ -30,7 +30,7 @@ def _whole_files(words: Sequence[str]) -> None:
         raise InvalidValueError(f"({' '.join(parts)}) selects a part of a file, which is not supported. Write that part to a separate file")
 
 
-def prompts(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def prompts(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read prompt_data; a part of a file (path@[0:16]) is refused.
 
     Args:
@@ -41,7 +41,7 @@ def prompts(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"dataset": list(words)}
 
 
-def offload(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def offload(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read offload, which covers trainer and sampler.
 
     Args:
@@ -51,7 +51,7 @@ def offload(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {} if words[0].lower() == "false" else {"offload_model": "true", "sleep_level": 2}
 
 
-def held_out(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def held_out(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read eval_prompt_data: pairs of name and path, or a single path.
 
     Args:
@@ -66,7 +66,7 @@ def held_out(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"eval_datasets": dict(zip(words[::2], words[1::2]))}
 
 
-def judge(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def judge(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     r"""Read rm_type: `math` compares the content of \boxed{} with the label, like the built-in reward; others are refused.
 
     Args:
@@ -80,7 +80,7 @@ def judge(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return own_rewards(words, args, "a reward model of slime")
 
 
-def services(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def services(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read use_wandb and use_tensorboard.
 
     Args:
@@ -91,7 +91,7 @@ def services(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"report_to": names} if names else {}
 
 
-def images(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def images(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read multimodal_keys; only images are supported.
 
     Args:
@@ -104,7 +104,7 @@ def images(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {} if columns.get("image", "images") == "images" else {"columns": {columns["image"]: "images"}}
 
 
-def environment(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def environment(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read environment variables of the ranks; quantization-aware training is refused.
 
     Args:
@@ -118,7 +118,7 @@ def environment(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {}
 
 
-def bucket(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def bucket(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read update_weight_buffer_size, in bytes, as weight_sync_bucket_mb, in MiB.
 
     Args:
@@ -128,7 +128,7 @@ def bucket(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}
 
 
-def settle_importance_sampling(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_importance_sampling(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate use_tis with its bounds.
 
     Args:
@@ -141,7 +141,7 @@ def settle_importance_sampling(values: Mapping[str, Any], args: ForeignArgs) -> 
         yield SettingChange(values=settings | {"rollout_importance_sampling_threshold": args.number("tis_clip")})
 
 
-def settle_seeds(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_seeds(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Note that the seed of the sampler is not separate.
 
     Args:
@@ -152,7 +152,7 @@ def settle_seeds(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Setti
         yield SettingChange(note=f"seed {args.text('seed')} is also the seed of prompts and sampling: rollout_seed is not read.")
 
 
-def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Sample one completion per held-out prompt, at the temperature of training.
 
     Args:
@@ -162,7 +162,7 @@ def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
     yield from one_eval_completion(values, eval_temperature=values.get("temperature", 1.0))
 
 
-def settle_sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_sizes(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Compute the batch sizes, and count rollouts in optimizer steps.
 
     Args:
@@ -214,7 +214,7 @@ def settle_sizes(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Setti
         )
 
 
-def settle_loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate advantage_estimator and the average of the loss.
 
     Args:
@@ -241,7 +241,7 @@ def settle_loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Settin
     )
 
 
-def settle_kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate use_kl_loss with its coefficient and estimator.
 
     Args:
@@ -258,7 +258,7 @@ def settle_kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingC
         )
 
 
-def settle_teacher(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_teacher(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate the teacher of on-policy distillation.
 
     A teacher in Megatron is supported except for its file format; an SGLang server is not. Source: apply_opd_kl_to_advantages in slime's

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import NOTHING, Dialect
+from megatron_grpo.commands.compat.foreign_args import NOTHING, SourceFramework
 from megatron_grpo.commands.compat.tables import contents
 from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.run.config.read import COMMAND_LINE
@@ -29,7 +29,7 @@ def by_name(part: str) -> Mapping[str, str]:
     return {name: text for text, names in contents("suggestions")[part].items() for name in names.split()}
 
 
-def suggestion(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str] = ()) -> str:
+def suggestion(name: str, dialects: Mapping[str, SourceFramework], *, hidden: Collection[str] = ()) -> str:
     """Return a sentence, with a leading space, on what to type instead of an unknown name.
 
     Args:
@@ -45,7 +45,7 @@ def suggestion(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection
     return _alike(name, last, hidden)
 
 
-def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[str]) -> str:
+def _from_tables(name: str, dialects: Mapping[str, SourceFramework], hidden: Collection[str]) -> str:
     if sentence := by_name("sentences").get(name):
         is_setting = sentence.partition(" ")[0] in names()  # settings keep their spelling
         return f" {sentence if is_setting else sentence[0].upper() + sentence[1:]}"
@@ -99,14 +99,14 @@ def _alike(name: str, last: str, hidden: Collection[str]) -> str:
     return f" Did you mean {close[0]}?" if close else LIST
 
 
-def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[Dialect, list[str]] | None:
+def reads_as(unknown: Sequence[str], dialects: Mapping[str, SourceFramework]) -> tuple[SourceFramework, list[str]] | None:
     """Return the dialect that knows more than half of these names, and at least three; and the names it knows.
 
     Args:
         unknown: Typed names that no setting has.
         dialects: Dialects by name.
     """
-    best: tuple[Dialect, list[str]] | None = None
+    best: tuple[SourceFramework, list[str]] | None = None
     for dialect in dialects.values():
         known_names = [name for name in unknown if dialect.knows(name)]
         if best is None or len(known_names) > len(best[1]):
@@ -115,7 +115,7 @@ def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[D
 
 
 def problems_of_unknown(
-    names_by_source: Mapping[str, Sequence[str]], dialect: Dialect | None, dialects: Mapping[str, Dialect]
+    names_by_source: Mapping[str, Sequence[str]], dialect: SourceFramework | None, dialects: Mapping[str, SourceFramework]
 ) -> Iterator[Problem]:
     """Yield problems for unknown names, with suggestions.
 
@@ -145,7 +145,7 @@ change the training."
             yield Problem(flags=(name,), message=f"{name}{source_text} is not a setting.{hint}")
 
 
-def _hint(name: str, dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> str:
+def _hint(name: str, dialect: SourceFramework | None, dialects: Mapping[str, SourceFramework]) -> str:
     if dialect is None:
         return suggestion(name, dialects)
     sizes = list(dialect.settings)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import NOTE, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.foreign_args import NOTE, FrameworkArgs, SettingChange
 from megatron_grpo.commands.compat.settle import BUILT_IN_REWARDS, OWN_EPISODES, as_in_training, holds_out
 from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.core.base.files import parse_json, read_text
@@ -19,7 +19,7 @@ _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetit
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in _REWARDS)  # of `math` there, GRPO cannot call the function
 
 
-def _find_plugin_rewards(args: ForeignArgs) -> dict[str, str]:
+def _find_plugin_rewards(args: FrameworkArgs) -> dict[str, str]:
     """Return path:Class of each reward that a plugin registers as `orms["name"] = Class`, by name. The files are not run."""
     result: dict[str, str] = {}
     for file in args.get("external_plugins", ()):
@@ -36,7 +36,7 @@ def _find_plugin_rewards(args: ForeignArgs) -> dict[str, str]:
     return result
 
 
-def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def reward_funcs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read reward_funcs: built-in rewards of Megatron-SWIFT and rewards of plugins are translated.
 
     Args:
@@ -56,7 +56,7 @@ def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"reward_funcs": [plugin_rewards.get(word, _REWARDS.get(word, word)) for word in words]}
 
 
-def plugins(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def plugins(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read external_plugins; refused if nothing of them is used. Missing names in them are reported where they are used.
 
     Args:
@@ -69,7 +69,7 @@ def plugins(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {}
 
 
-def dataset(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str, Any]:
+def dataset(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str, Any]:
     """Read data set names. Other hubs than Hugging Face are refused.
 
     Args:
@@ -85,7 +85,7 @@ def dataset(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str
     return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
 
-def one_adapter(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str, Any]:
+def one_adapter(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str, Any]:
     """Read a single adapter.
 
     Args:
@@ -98,7 +98,7 @@ def one_adapter(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping
     return {native: words[0]}
 
 
-def minutes(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def minutes(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read ddp_timeout, which is in seconds.
 
     Args:
@@ -111,7 +111,7 @@ def minutes(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         raise InvalidValueError(f"must be a number of seconds, not {' '.join(words)!r}") from None
 
 
-def columns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def columns(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read the mapping of columns to Megatron-SWIFT's standard names.
 
     `query` is the prompt here; other standard names are columns that rewards may read under the same name.
@@ -130,7 +130,7 @@ def columns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"columns": {column: "prompt" if name == "query" else name for column, name in columns.items()}}
 
 
-def system(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def system(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     r"""Read the system prompt; \n is a line break.
 
     Args:
@@ -143,7 +143,7 @@ def system(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
 GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that runs an `Env`
 
 
-def _class_argument(words: Sequence[str], args: ForeignArgs, description: str) -> Mapping[str, Any]:
+def _class_argument(words: Sequence[str], args: FrameworkArgs, description: str) -> Mapping[str, Any]:
     (name,) = words
     if ":" in name:
         return {"environment": name}
@@ -155,7 +155,7 @@ def _class_argument(words: Sequence[str], args: ForeignArgs, description: str) -
     )
 
 
-def scheduler(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def scheduler(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read multi_turn_scheduler as an environment class.
 
     Args:
@@ -165,7 +165,7 @@ def scheduler(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {} if list(words) == [GYM] and "gym_env" in args else _class_argument(words, args, "a scheduler")
 
 
-def gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def gym_env(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read gym_env as an environment class.
 
     Args:
@@ -175,7 +175,7 @@ def gym_env(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return _class_argument(words, args, "an environment")
 
 
-def max_turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def max_turns(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read max_turns; ignored if the scheduler or environment is refused already, to avoid a second problem.
 
     Args:
@@ -186,7 +186,7 @@ def max_turns(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {} if registered and not set(OWN_EPISODES) & set(args) else {"max_turns": list(words)}
 
 
-def settle_gym_rewards(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_gym_rewards(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Add the environment's rewards, which use_gym_env asks for.
 
     Args:
@@ -199,7 +199,7 @@ def settle_gym_rewards(values: Mapping[str, Any], args: ForeignArgs) -> Iterator
         yield SettingChange(values={"reward_funcs": [*rewards, "environment"]}, note=note)
 
 
-def settle_no_load(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_no_load(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Drop no_load_optim and no_load_rng in a new run.
 
     Args:
@@ -212,7 +212,7 @@ def settle_no_load(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Set
         yield SettingChange(values=dict.fromkeys(idle), note=note)
 
 
-def settle_adapter_trains(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_adapter_trains(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Set tuner_type lora if only an adapter is given.
 
     Args:
@@ -225,7 +225,7 @@ def settle_adapter_trains(values: Mapping[str, Any], args: ForeignArgs) -> Itera
         yield SettingChange(values={"tuner_type": "lora"}, note=note)
 
 
-def settle_engine_length(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_engine_length(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Raise vllm_max_model_len to the longest sequence.
 
     Args:
@@ -238,7 +238,7 @@ def settle_engine_length(values: Mapping[str, Any], args: ForeignArgs) -> Iterat
         yield SettingChange(values={"vllm_max_model_len": required}, note=note)
 
 
-def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Evaluate with the request_config of training, whenever a checkpoint is saved.
 
     Args:
@@ -251,7 +251,7 @@ def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
             yield SettingChange(values={"eval_steps": values.get("save_steps", 500)}, untyped=("eval_steps", "save_steps"))
 
 
-def settle_advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_advantages(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate reinforce_plus_plus, which in Megatron-SWIFT subtracts the group's mean and divides by the std of scale_rewards.
 
     Its guide says `batch`.

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import OFF, Dialect, DialectDefault, ForeignArg, Step
+from megatron_grpo.commands.compat.foreign_args import OFF, FrameworkArg, FrameworkDefault, SourceFramework, Step
 from megatron_grpo.run.config.read import format_value
 from megatron_grpo.run.config.sizes import SIZES
 from megatron_grpo.run.config.table import Setting
@@ -59,7 +59,7 @@ def sentence(name: str) -> str:
 
 
 @cache
-def load(name: str) -> Dialect:
+def load(name: str) -> SourceFramework:
     """Return the dialect in the file `name`.
 
     Args:
@@ -69,7 +69,7 @@ def load(name: str) -> Dialect:
     rows = read_table(name)
     sizes = {size: _size(size, **row) for size, row in table.get("sizes", {}).items()}
     sections = table.get("sections", {})
-    return Dialect(
+    return SourceFramework(
         name=table.get("name", name),
         title=table["title"],
         settings=sizes,
@@ -90,40 +90,40 @@ def load(name: str) -> Dialect:
 
 
 @cache
-def read_table(name: str) -> Mapping[str, ForeignArg]:
+def read_table(name: str) -> Mapping[str, FrameworkArg]:
     """Return the table row of each foreign name. With `names_of`, the rows of other systems are included, and its own take precedence.
 
     Args:
         name: Name of the file without its extension.
     """
-    table, rows = contents(name), dict[str, ForeignArg]()
+    table, rows = contents(name), dict[str, FrameworkArg]()
     for source in table.get("names_of", "").split():
         rows |= read_table(source)
     for part in (_same(table), _read(name), _refused(table)):
         rows |= part
     for key, names in table.get("aside", {}).items():
-        rows |= dict.fromkeys(names.split(), ForeignArg(why=sentence(key)))
+        rows |= dict.fromkeys(names.split(), FrameworkArg(why=sentence(key)))
     return rows
 
 
-def _same(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:
+def _same(table: Mapping[str, Any]) -> Iterator[tuple[str, FrameworkArg]]:
     for name, row in table.get("same", {}).items():
         if isinstance(row, dict):
             ((native, words),) = row.items()
-            yield name, ForeignArg(native=native, values=contents("common")["values"][words] if isinstance(words, str) else words)
+            yield name, FrameworkArg(native=native, values=contents("common")["values"][words] if isinstance(words, str) else words)
         elif name.endswith("."):  # a section
-            yield from ((f"{name}{native}", ForeignArg(native=native)) for native in row.split())
+            yield from ((f"{name}{native}", FrameworkArg(native=native)) for native in row.split())
         else:
-            yield name, ForeignArg(native=row)
+            yield name, FrameworkArg(native=row)
 
 
-def _read(name: str) -> Iterator[tuple[str, ForeignArg]]:
+def _read(name: str) -> Iterator[tuple[str, FrameworkArg]]:
     table = contents(name)
     labels = table.get("labels", "").split()
     for hint, row in table.get("read", {}).items():
         for reader, names in (row if isinstance(row, dict) else {"settle": row}).items():
             function = _function(name, reader)
-            yield from ((foreign, ForeignArg(read=function, hint=hint, is_label=foreign in labels)) for foreign in names.split())
+            yield from ((foreign, FrameworkArg(read=function, hint=hint, is_label=foreign in labels)) for foreign in names.split())
 
 
 def _function(system: str, spec: str) -> Callable[..., Any]:
@@ -161,14 +161,14 @@ def read_steps(system: str, row: Any) -> Iterator[Step]:
         yield _function(system, row)
 
 
-def _refused(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:
+def _refused(table: Mapping[str, Any]) -> Iterator[tuple[str, FrameworkArg]]:
     tasks = table.get("other_tasks", "").split()
     for key, rows in table.get("refused", {}).items():
         for row in rows if isinstance(rows, list) else [rows]:
             names, instead = (row["names"], row["or_with"]) if isinstance(row, dict) else (row, ())
             for word in names.split():
                 name, off_values = _off(word)
-                yield name, ForeignArg(lacks=sentence(key), off=off_values, instead=instead, is_task=name in tasks)
+                yield name, FrameworkArg(lacks=sentence(key), off=off_values, instead=instead, is_task=name in tasks)
 
 
 def _off(word: str) -> tuple[str, tuple[str, ...]]:
@@ -180,11 +180,11 @@ def _off(word: str) -> tuple[str, tuple[str, ...]]:
     return name, (*OFF, *words)
 
 
-def _default(name: str, row: Any) -> DialectDefault:
+def _default(name: str, row: Any) -> FrameworkDefault:
     """Return a default from its foreign value and native settings. A bare value belongs to the setting of the same name."""
     if not isinstance(row, dict):
-        return DialectDefault(name=name, theirs=format_value(row), native={name: row})
-    return DialectDefault(name=name, theirs=row["theirs"], native=row.get("is", {}), ours=row.get("ours", ""))
+        return FrameworkDefault(name=name, theirs=format_value(row), native={name: row})
+    return FrameworkDefault(name=name, theirs=row["theirs"], native=row.get("is", {}), ours=row.get("ours", ""))
 
 
 def _product(row: str | Mapping[str, str]) -> tuple[str, str]:

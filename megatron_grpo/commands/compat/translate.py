@@ -10,13 +10,13 @@ from itertools import chain
 from typing import Any
 
 from megatron_grpo.commands.compat.explain import explain, length_there
-from megatron_grpo.commands.compat.foreign_args import NOTE, Dialect, ForeignArg, ForeignArgs, OtherTaskError, SettingChange
+from megatron_grpo.commands.compat.foreign_args import NOTE, FrameworkArg, FrameworkArgs, OtherTaskError, SettingChange, SourceFramework
 from megatron_grpo.commands.compat.script import plain
 from megatron_grpo.commands.compat.tables import contents
 from megatron_grpo.core.base.errors import Problem
-from megatron_grpo.run.config.parse import ForeignDefault, ForeignSystem
-from megatron_grpo.run.config.read import UNKNOWN, TypedSetting, format_value, split_words
-from megatron_grpo.run.config.settings import SizeOrigin
+from megatron_grpo.run.config.parse import Framework, FrameworkDefaultValue
+from megatron_grpo.run.config.read import UNKNOWN, RawSetting, format_value, split_words
+from megatron_grpo.run.config.settings import BatchSizeOrigin
 from megatron_grpo.run.config.table import InvalidValueError, names, read_value, table
 
 _LABELS = ("run_name", "project")  # training does not depend on them
@@ -32,18 +32,18 @@ class Translation:
         dialect: System whose names are used; None for a launch script with native names.
     """
 
-    def __init__(self, settings: Sequence[TypedSetting], dialect: Dialect | None):
+    def __init__(self, settings: Sequence[RawSetting], dialect: SourceFramework | None):
         self.dialect = dialect
         self.sizes = dialect.settings if dialect else {}  # batch sizes under foreign names
         self.counts: dict[str, int] = {}  # their values
-        self.origins: dict[str, SizeOrigin] = {}  # how native sizes follow from them
+        self.origins: dict[str, BatchSizeOrigin] = {}  # how native sizes follow from them
         self.hides = dialect.hides if dialect else ()  # native names that are unknown in this dialect
-        self.args = ForeignArgs(dialect.fallbacks if dialect else {})  # every foreign name with its words, as typed
+        self.args = FrameworkArgs(dialect.fallbacks if dialect else {})  # every foreign name with its words, as typed
         self.given: set[str] = set()  # names whose values are known, at any position
         self.notes: list[str] = []
         self.aside: dict[str, list[str]] = {}  # names without effect, by source
         self.repeated: list[str] = []
-        self.defaults: list[ForeignDefault] = []
+        self.defaults: list[FrameworkDefaultValue] = []
         self.tasks: set[str] = set()  # sentences about tasks other than GRPO
         self.world_size: tuple[int, str] | None = None  # ranks of the script's launcher, and their source
         self._launcher: dict[str, tuple[str, int]] = {}
@@ -58,10 +58,10 @@ class Translation:
             source, per_node = self._launcher["$NPROC_PER_NODE"]
             self.world_size = per_node * self._launcher.get("$NNODES", ("", 1))[1], f"{source} (NPROC_PER_NODE x NNODES)"
 
-    def _row(self, name: str) -> tuple[str, ForeignArg | None]:
+    def _row(self, name: str) -> tuple[str, FrameworkArg | None]:
         return self.dialect.row(name) if self.dialect else (name, None)
 
-    def _translated(self, entry: TypedSetting) -> Iterator[TypedSetting]:
+    def _translated(self, entry: RawSetting) -> Iterator[RawSetting]:
         row = self._row(entry.name)[1]
         size = self.dialect.size(entry.name) if self.dialect else None
         if entry.name.startswith("$") and row is None:
@@ -72,15 +72,15 @@ class Translation:
             if entry.raw != ():  # an empty list sets nothing
                 yield from self._read(entry, row)
         elif size is not None:
-            yield TypedSetting(name=size, raw=entry.raw, source=entry.source)
+            yield RawSetting(name=size, raw=entry.raw, source=entry.source)
         elif row is not None:
             is_otherwise = row.values and entry.raw != ()
             raw = [row.values.get(word.lower(), word) for word in split_words(entry.raw)] if is_otherwise else entry.raw
-            yield TypedSetting(name=row.native, raw=raw, source=entry.source, typed=entry.name)
+            yield RawSetting(name=row.native, raw=raw, source=entry.source, typed=entry.name)
         else:
             yield entry
 
-    def _read(self, entry: TypedSetting, row: ForeignArg) -> Iterator[TypedSetting]:
+    def _read(self, entry: RawSetting, row: FrameworkArg) -> Iterator[RawSetting]:
         """Translate a name with a function, or refuse it, or set it aside."""
         words, name = split_words(entry.raw) or ["true"], self._row(entry.name)[0]
         if words != self.args.get(name, words):  # given again later: the command line overrides a file
@@ -94,12 +94,12 @@ class Translation:
                     setting = table()[native]
                     is_text = isinstance(raw, str) and setting.kind == "str" and not setting.choices and not setting.is_list
                     value = raw if is_text else read_value(setting, raw)
-                    yield TypedSetting(name=native, raw=value, source=entry.source, typed=entry.name, is_read=True)
+                    yield RawSetting(name=native, raw=value, source=entry.source, typed=entry.name, is_read=True)
             except InvalidValueError as error:
-                yield TypedSetting(name=entry.name, raw=error, source=entry.source)
+                yield RawSetting(name=entry.name, raw=error, source=entry.source)
             except (TypeError, ValueError, KeyError, AttributeError):
                 format_error = InvalidValueError(f"({' '.join(words)}) does not have the format of its system")
-                yield TypedSetting(name=entry.name, raw=format_error, source=entry.source)
+                yield RawSetting(name=entry.name, raw=format_error, source=entry.source)
         elif row.refuses(words, self.args):
             self._lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
             self.tasks |= {row.lacks} if row.is_task else set()
@@ -109,7 +109,7 @@ class Translation:
             own = " and ".join(way.split()[0] for way in row.instead if way.split()[0] in self.args)
             self.notes.append(f"What differs: {entry.name} ({' '.join(words)}) is not read, because {own} is set.")
 
-    def _is_unknown(self, entry: TypedSetting, row: ForeignArg | None) -> bool:
+    def _is_unknown(self, entry: RawSetting, row: FrameworkArg | None) -> bool:
         """Return whether the value is unknown. It becomes a problem unless it is known elsewhere or has no effect."""
         unknown = [plain(word) for word in split_words(entry.raw) if UNKNOWN in word]
         idle = row is not None and not (row.native or row.read or row.lacks)
@@ -123,7 +123,7 @@ class Translation:
             self._unknowable.setdefault(entry.source, []).append((entry.name, f"{entry.name} {' '.join(unknown)}"))
         return True
 
-    def _handle_script(self, entry: TypedSetting) -> None:
+    def _handle_script(self, entry: RawSetting) -> None:
         """Handle the entries of a script: the ranks of its launcher, repeated flags, and further commands."""
         if entry.name == "$other":
             program, *flags = entry.raw
@@ -136,7 +136,7 @@ class Translation:
         elif entry.name in ("$NPROC_PER_NODE", "$NNODES") and entry.raw[0].isdigit():
             self._launcher[entry.name] = (entry.source, int(entry.raw[0]))
 
-    def _check_command(self, dialect: Dialect, entry: TypedSetting) -> None:
+    def _check_command(self, dialect: SourceFramework, entry: RawSetting) -> None:
         """Refuse a script that starts the program of another system than the dialect's, whose names mean something else."""
         systems = [name for name, pattern in contents("common")["commands"].items() if re.search(pattern, entry.raw[0])]
         if systems and dialect.name.removesuffix("-doc") not in systems:
@@ -160,11 +160,11 @@ class Translation:
             listed = ", ".join(f"{name} ({words})" for name, words in entries)
             yield Problem(flags=tuple(name for name, _ in entries), message=f"{listed}: {sentence}.")
 
-    def system(self) -> ForeignSystem | None:
+    def system(self) -> Framework | None:
         """Return what a plan reports about the system; None without a dialect."""
         if (dialect := self.dialect) is None:
             return None
-        return ForeignSystem(
+        return Framework(
             title=dialect.title,
             trains_tower=dialect.trains_tower,
             explain=partial(explain, dialect.name, self.counts),
@@ -219,32 +219,32 @@ class Translation:
             if name in placed:
                 sources[native] = placed[name]
 
-    def _origin(self, native: str, unit: str, name: str, placed: Mapping[str, str]) -> SizeOrigin:
+    def _origin(self, native: str, unit: str, name: str, placed: Mapping[str, str]) -> BatchSizeOrigin:
         """Return how a native size follows from foreign ones. `placed`: source of each size that was typed."""
         assert self.dialect is not None
         if name not in self.counts:
-            return SizeOrigin(name=name, count=None, unit=unit)
+            return BatchSizeOrigin(name=name, count=None, unit=unit)
         factors = [f"{factor} {self.counts[factor]}{'' if factor in placed else ' by default'}" for factor in self.dialect.makes(native)]
         if unit == "micro-steps":
             divisor = self.dialect.products["gradient_accumulation_steps"][1]
             factors = [f"{factors[0]} / {divisor} {self.counts[divisor]}"]
-        return SizeOrigin(name=name, count=self.counts[name], unit=unit, text=" x ".join(factors))
+        return BatchSizeOrigin(name=name, count=self.counts[name], unit=unit, text=" x ".join(factors))
 
     def _record(self, change: SettingChange) -> None:
         if change.untyped:
             (theirs_name, foreign_value), (native, value) = change.untyped, next(iter(change.values.items()))
             default, used = format_value(table()[native].default), f"{native} {format_value(value)}"
-            self.defaults.append(ForeignDefault(name=theirs_name, theirs=foreign_value, ours=default, used=used))
+            self.defaults.append(FrameworkDefaultValue(name=theirs_name, theirs=foreign_value, ours=default, used=used))
         elif change.note:
             self.notes.append(change.note)
 
-    def _apply_defaults(self, dialect: Dialect, values: dict[str, Any], sources: dict[str, str]) -> None:
+    def _apply_defaults(self, dialect: SourceFramework, values: dict[str, Any], sources: dict[str, str]) -> None:
         for row in dialect.defaults:
             native_defaults = {name: table()[name].default for name in row.native}
             if row.name in self.args or set(row.native) & set(values) or (row.native and native_defaults == dict(row.native)):
                 continue
             default_text = row.ours or format_value(next(iter(native_defaults.values())))
             used = row.theirs if row.native else default_text
-            self.defaults.append(ForeignDefault(name=row.name, theirs=row.theirs, ours=default_text, used=used))
+            self.defaults.append(FrameworkDefaultValue(name=row.name, theirs=row.theirs, ours=default_text, used=used))
             for name, value in row.native.items():
                 values[name], sources[name] = value, f"{dialect.title}'s default"

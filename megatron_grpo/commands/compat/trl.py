@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, SettingChange
+from megatron_grpo.commands.compat.foreign_args import OFF, FrameworkArgs, SettingChange
 from megatron_grpo.commands.compat.settle import BUILT_IN_REWARDS, as_in_training, holds_out, read_mapping
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.run.config.read import format_value
@@ -15,7 +15,7 @@ from megatron_grpo.run.config.table import InvalidValueError
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
 
 
-def peft_config(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def peft_config(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read a LoraConfig of a Python file, whose defaults are PEFT's. Other objects are refused.
 
     Args:
@@ -29,7 +29,7 @@ def peft_config(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     )
 
 
-def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def reward_funcs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read reward_funcs: TRL's built-in rewards are translated, and functions are named as file.py:function or module:function.
 
     Args:
@@ -50,7 +50,7 @@ def reward_funcs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return settings
 
 
-def warmup(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def warmup(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read warmup_steps: a number of steps, or a fraction of the run if below 1.
 
     Args:
@@ -67,7 +67,7 @@ def warmup(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
 _IDLE_OF_MODEL = ("attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
 
 
-def read_model_kwargs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def read_model_kwargs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read the supported keys of model_init_kwargs.
 
     Args:
@@ -84,7 +84,7 @@ def read_model_kwargs(words: Sequence[str], args: ForeignArgs) -> Mapping[str, A
     return {translated[name]: format_value(value) for name, value in kwargs.items() if name in translated}
 
 
-def held_out_split(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def held_out_split(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read dataset_test_split: the split of dataset_name that TRL's script evaluates on. It has no effect where nothing is evaluated.
 
     Args:
@@ -97,7 +97,7 @@ def held_out_split(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]
     return {"eval_dataset": args["dataset_name"], "eval_dataset_split": list(words)} if has_eval and args.get("dataset_name") else {}
 
 
-def steps(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str, Any]:
+def steps(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str, Any]:
     """Read a step interval. A fraction of the run is refused.
 
     Args:
@@ -112,7 +112,7 @@ def steps(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str, 
     return {native: list(words)}
 
 
-def lowest_lr(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def lowest_lr(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate lr_scheduler_kwargs of transformers' cosine_with_min_lr, given as one mapping or as one name each.
 
     Args:
@@ -137,7 +137,7 @@ def lowest_lr(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingC
         yield SettingChange(values={"min_lr": lowest}, note=f"lr_scheduler_kwargs of cosine_with_min_lr: min_lr {lowest:g}.")
 
 
-def iterations(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def iterations(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read max_tool_calling_iterations: max_turns is one more, because it counts completions instead of rounds of tool calls.
 
     Args:
@@ -150,7 +150,7 @@ def iterations(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
         raise InvalidValueError(f"must be a number of rounds of tool calls, not {' '.join(words)!r}") from None
 
 
-def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Evaluate with the generation config of training.
 
     Args:
@@ -161,7 +161,7 @@ def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
         yield SettingChange(values=as_in_training(values, 1.0, args.integer("num_generations")))
 
 
-def settle_intervals(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_intervals(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Read the strategies of saving and evaluation.
 
     Args:

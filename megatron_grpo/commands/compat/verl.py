@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.commands.compat.foreign_args import OFF, ForeignArgs, OtherTaskError, SettingChange
+from megatron_grpo.commands.compat.foreign_args import OFF, FrameworkArgs, OtherTaskError, SettingChange
 from megatron_grpo.commands.compat.settle import (
     adapted,
     holds_out,
@@ -20,7 +20,7 @@ from megatron_grpo.commands.compat.tables import sentence
 from megatron_grpo.run.config.table import InvalidValueError
 
 
-def resumed(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def resumed(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Refuse resume_from_path with resume_mode resume_path.
 
     Args:
@@ -32,7 +32,7 @@ def resumed(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {}
 
 
-def ranks(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def ranks(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Return world_size as nodes times GPUs per node.
 
     Args:
@@ -42,13 +42,13 @@ def ranks(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
     return {"world_size": args.integer("nnodes") * args.integer("n_gpus_per_node")}
 
 
-def _has_adapter(args: ForeignArgs) -> bool:
+def _has_adapter(args: FrameworkArgs) -> bool:
     ranks = [args.text(name) for name in ("model.lora.rank", "model.lora_rank")]
     paths = [args.text(name).lower() for name in ("model.lora_adapter_path", "model.lora.adapter_path")]
     return any(rank != "0" for rank in ranks) or any(path not in OFF for path in paths)
 
 
-def make_adapter_reader(words: Sequence[str], args: ForeignArgs, native: str) -> Mapping[str, Any]:
+def make_adapter_reader(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str, Any]:
     """Read a setting that has no effect without an adapter, as in verl.
 
     Args:
@@ -59,7 +59,7 @@ def make_adapter_reader(words: Sequence[str], args: ForeignArgs, native: str) ->
     return {native: list(words)} if _has_adapter(args) else {}
 
 
-def recompute_modules(words: Sequence[str], args: ForeignArgs) -> Mapping[str, Any]:
+def recompute_modules(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read a list of modules to recompute.
 
     Args:
@@ -90,7 +90,7 @@ _SCHEDULE_ARGS = {
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def settle_loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate loss_mode with loss_agg_mode.
 
     Args:
@@ -122,7 +122,7 @@ def settle_loss(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Settin
     )
 
 
-def settle_kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate the KL, which is in the loss or in the reward.
 
     Args:
@@ -153,7 +153,7 @@ def settle_kl(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingC
     )
 
 
-def settle_advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_advantages(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate adv_estimator.
 
     Args:
@@ -169,7 +169,7 @@ def settle_advantages(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
     yield SettingChange(values=_ESTIMATORS[args.choice("algorithm.adv_estimator", _ESTIMATORS, remark)])
 
 
-def settle_correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_correction(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate rollout_correction.rollout_is.
 
     Args:
@@ -181,7 +181,7 @@ def settle_correction(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
         yield SettingChange(values={"rollout_importance_sampling_mode": f"{args.choice(name, ('token', 'sequence'))}_truncate"})
 
 
-def settle_packing(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_packing(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate the size of a micro-batch, in completions or in tokens.
 
     Args:
@@ -212,7 +212,7 @@ def settle_packing(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Set
     )
 
 
-def settle_fsdp(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_fsdp(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Note how weights are sharded here, for a run without a name of verl's Megatron workers.
 
     Args:
@@ -231,7 +231,7 @@ def settle_fsdp(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Settin
         yield SettingChange(values=recompute, untyped=("model.enable_gradient_checkpointing", "true"))
 
 
-def settle_truncation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_truncation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate truncation and filter_overlong_prompts.
 
     Args:
@@ -246,7 +246,7 @@ def settle_truncation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
         yield SettingChange(values={"truncation_strategy": strategy})
 
 
-def settle_overlong(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_overlong(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Translate the penalty for long completions.
 
     Args:
@@ -258,7 +258,7 @@ def settle_overlong(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Se
     yield from soft_overlong(values, longest, buffer, "overlong_buffer_cfg")
 
 
-def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Sample one greedy completion per held-out prompt.
 
     Args:
@@ -268,7 +268,7 @@ def settle_evaluation(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[
     yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
 
 
-def settle_schedule(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_schedule(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Convert rollouts to optimizer steps: global_steps of verl's RayPPOTrainer, and the learning-rate schedule of its workers.
 
     Args:
@@ -297,7 +297,7 @@ def settle_schedule(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[Se
         yield SettingChange(values={"min_lr": values.get("lr", 1e-6) * args.number("actor.optim.min_lr_ratio")})
 
 
-def settle_lora(values: Mapping[str, Any], args: ForeignArgs) -> Iterator[SettingChange]:
+def settle_lora(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
     """Take verl's defaults of an adapter.
 
     Args:

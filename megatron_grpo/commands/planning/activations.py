@@ -126,7 +126,9 @@ def layer_bytes(
     # A router stores its input whether it trains or not; so does a recomputed part.
     mlp_input = 1 if shape.moe or drops_mlp else stored.find_input_share("mlp.linear_fc1")
     normed = 0 if "layernorm" in recomputed_parts else hidden * (stored.find_input_share(*READ_ATTENTION_INPUT) + mlp_input)
-    norms = hidden * (2 * shape.pre_norm + 2 * shape.post_norm) * (FP32 / BYTES[cfg.model.torch_dtype] if shape.norms_from_one else 1)
+    norms = (
+        hidden * (2 * shape.pre_norm + 2 * shape.post_norm) * (FP32 / BYTES[cfg.model.torch_dtype] if shape.has_zero_centered_norms else 1)
+    )
     channels = norms + normed + _mixer_channels(shape, sizes, cfg, stored) + (0 if drops_mlp else _mlp_channels(shape, sizes, stored))
     return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (stored.inner * tokens + stored.copies)
 

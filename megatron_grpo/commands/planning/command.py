@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_grpo.commands.planning.images import ImageStats
     from megatron_grpo.commands.planning.parameters import TrainableSpec
     from megatron_grpo.core.images import ImageProcessorSpec
-    from megatron_grpo.run.data.prompts import PromptRows
+    from megatron_grpo.run.data.prompts import PromptDataset
 
 MOST_WAYS = 3  # sets of changes with which a run would fit that are reported
 MOST_SAVED = 20_000  # maximum micro-steps in the plan.json of a run
@@ -118,7 +118,7 @@ class Plan(ScheduledRun):
         atomic_write_text(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def make_plan(run: ScheduledRun, *, rows: PromptRows | None = None, image_spec: ImageProcessorSpec | None = None) -> Plan:
+def make_plan(run: ScheduledRun, *, rows: PromptDataset | None = None, image_spec: ImageProcessorSpec | None = None) -> Plan:
     """Return the plan of a run whose schedule is settled.
 
     Args:

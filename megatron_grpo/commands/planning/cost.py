@@ -15,7 +15,7 @@ from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.grpo.zero_gradient import zero_gradient_kinds
 from megatron_grpo.core.rollout.sampling_mask import max_mask_tokens, samples_from_part
-from megatron_grpo.core.weights.names import ShardCut, WeightEntry, num_parameters, outer_entries, tower_entries
+from megatron_grpo.core.weights.names import ShardSplit, WeightEntry, num_parameters, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import CHUNK, DeltaNetShape
 from megatron_grpo.run.check import CheckedConfig
@@ -295,7 +295,7 @@ def _num_trained(shape: ModelShape, tuning: TrainableSpec, rows: int) -> int:
     total = 0
     for entry in outer_entries(shape):
         if not entry.is_copy and tuning.trains_outer(entry):
-            total += rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else elements(entry)
+            total += rows * shape.hidden_size if entry.cut is ShardSplit.VOCAB else elements(entry)
     return total + sum(elements(row.entry) * sum(row.trains) for row in tuning.rows if not row.entry.is_buffer)
 
 

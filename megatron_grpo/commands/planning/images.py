@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_grpo.core.batching.batch_sizes import BatchSizes
     from megatron_grpo.core.weights.shape import ModelShape
     from megatron_grpo.run.config.settings import Config
-    from megatron_grpo.run.data.prompts import PromptRows
+    from megatron_grpo.run.data.prompts import PromptDataset
 
 MOST_ROWS = 2000  # maximum rows examined, evenly spaced
 CHARACTERS_OF_A_TOKEN = 4  # estimate for text that is not tokenized
@@ -53,7 +53,7 @@ class ImageStats:
     patches_bytes_of_micro_batch: int
 
     @classmethod
-    def from_rows(cls, prompts: PromptRows, sizes: BatchSizes) -> ImageStats | None:
+    def from_rows(cls, prompts: PromptDataset, sizes: BatchSizes) -> ImageStats | None:
         """Measure the images of a data set.
 
         Args:

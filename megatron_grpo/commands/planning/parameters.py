@@ -15,7 +15,7 @@ from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.policy.lr_schedule import BYTES as BYTES_OF_STATE
 from megatron_grpo.core.settings import OptimizerConfig
 from megatron_grpo.core.weights.lora import LoraSettings, LoraSync, adapter_entries, is_linear, make_lora_settings
-from megatron_grpo.core.weights.names import ShardCut, WeightEntry, layer_entries, outer_entries, tower_entries
+from megatron_grpo.core.weights.names import ShardSplit, WeightEntry, layer_entries, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.trainable_parameters import trains
 from megatron_grpo.run.adapters import lora_sync
@@ -201,7 +201,7 @@ def count_elements(entry: WeightEntry, sizes: BatchSizes) -> int:
         entry: Row of the table of weights.
         sizes: Batch sizes and layout.
     """
-    ranks = 1 if entry.cut is ShardCut.REPLICATED else sizes.layout.etp if entry.is_expert else sizes.layout.tp
+    ranks = 1 if entry.cut is ShardSplit.REPLICATED else sizes.layout.etp if entry.is_expert else sizes.layout.tp
     return elements(entry) // ranks
 
 

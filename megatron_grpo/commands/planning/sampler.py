@@ -15,14 +15,14 @@ from megatron_grpo.core.weights.buckets import (
     MIB,
     Bucket,
     BucketPart,
-    OwnedParameter,
+    ParameterPlacement,
     RankCounts,
     fill,
     num_collectives,
     peak_bytes,
 )
 from megatron_grpo.core.weights.lora import LoraSync, adapter_entries, is_linear, linear_modules
-from megatron_grpo.core.weights.names import ShardCut, WeightEntry, num_parameters, num_units, outer_entries, tower_entries
+from megatron_grpo.core.weights.names import ShardSplit, WeightEntry, num_parameters, num_units, outer_entries, tower_entries
 from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.core.weights.sizes import DeltaNetShape
 from megatron_grpo.core.weights.vision_towers import MEGATRON
@@ -170,7 +170,7 @@ def count_ranks(sizes: BatchSizes) -> RankCounts:
     return RankCounts(sizes.layout.pp, sizes.layout.tp, sizes.layout.ep * sizes.layout.etp)
 
 
-def pack_buckets(owned: Iterator[OwnedParameter], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
+def pack_buckets(owned: Iterator[ParameterPlacement], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
     """Pack parameters into buckets of the configured size.
 
     Args:
@@ -181,7 +181,7 @@ def pack_buckets(owned: Iterator[OwnedParameter], sizes: BatchSizes, cfg: Config
     return fill(owned, count_ranks(sizes), bucket_bytes(cfg))
 
 
-def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[OwnedParameter]:
+def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[ParameterPlacement]:
     """Yield the parameters that a sync of all weights sends.
 
     Of experts at the same position on all expert ranks, only those of the first expert rank are yielded: the others have the same sizes.
@@ -196,8 +196,8 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
         if not entry.is_copy and not (keeps_tower(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
             is_first = entry.megatron.startswith(("embedding.", MEGATRON))
             stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
-            num_rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp if entry.cut is ShardCut.VOCAB else _num_rows(entry, sizes)
-            numel = num_rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else count_elements(entry, sizes)
+            num_rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp if entry.cut is ShardSplit.VOCAB else _num_rows(entry, sizes)
+            numel = num_rows * shape.hidden_size if entry.cut is ShardSplit.VOCAB else count_elements(entry, sizes)
             yield _owned(entry, (layer, index, 0), stage, numel * tuning.size, units=num_units(entry, num_rows, shape, sizes.layout.tp))
     for stage, rows in _layers(shape, sizes, cfg, tuning):
         for number, row in enumerate(rows):
@@ -222,7 +222,7 @@ def keeps_tower(cfg: Config, tuning: TrainableSpec, shape: ModelShape) -> bool:
     return not tuning.adapter_size and not forgets and not any(map(tuning.trains_outer, tower_entries(shape)))
 
 
-def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[OwnedParameter]:
+def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[ParameterPlacement]:
     """Yield the parameters that a sync of adapters sends, as `weights` does. Matrices are padded to the widest rank of the run.
 
     Args:
@@ -250,10 +250,10 @@ def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
 def _num_rows(entry: WeightEntry, sizes: BatchSizes) -> int:
     """Return the rows of a rank's shard of a weight."""
     ranks = sizes.layout.etp if entry.is_expert else sizes.layout.tp
-    return sum(size[0] for _, size in entry.hf) // (1 if entry.cut in (ShardCut.REPLICATED, ShardCut.ROW) else ranks)
+    return sum(size[0] for _, size in entry.hf) // (1 if entry.cut in (ShardSplit.REPLICATED, ShardSplit.ROW) else ranks)
 
 
-def _owned(entry: WeightEntry, position: tuple[int, int, int], stage: int, num_bytes: int, *, units: int = 0) -> OwnedParameter:
-    return OwnedParameter(
+def _owned(entry: WeightEntry, position: tuple[int, int, int], stage: int, num_bytes: int, *, units: int = 0) -> ParameterPlacement:
+    return ParameterPlacement(
         entry.megatron, (), None, num_bytes, BucketPart.from_cut(entry.cut, entry.is_expert), position, stage, units=units
     )

@@ -29,7 +29,7 @@ from megatron_grpo.run.config.read import split_flags
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import PromptEncoder, SpecialTokens, as_completion, decode_completion, end_of_prompt, find_opened_tag
-from megatron_grpo.run.data.checks import PromptRows, check_images, check_template, encoded
+from megatron_grpo.run.data.checks import PromptDataset, check_images, check_template, encoded
 from megatron_grpo.run.data.prompts import load_rows
 from megatron_grpo.run.inputs import InputStep, ValidatedInputs, find_columns, find_row_notes, read_inputs, settings_of_sampler
 from megatron_grpo.run.plug_ins import READERS
@@ -198,7 +198,7 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
 # -- prompts ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _check_prompts(result: DryRun, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
+def _check_prompts(result: DryRun, cfg: Config, rows: PromptDataset, encode: PromptEncoder) -> None:
     tokens: list[int] = []  # of each image
     lengths, rejections = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
@@ -251,7 +251,7 @@ def _spread(size: int, max_items: int) -> Iterator[int]:
 
 
 def _batches(
-    result: DryRun, cfg: Config, inputs: ValidatedInputs, rows: PromptRows, indices: Sequence[int], encode: PromptEncoder
+    result: DryRun, cfg: Config, inputs: ValidatedInputs, rows: PromptDataset, indices: Sequence[int], encode: PromptEncoder
 ) -> dict[str, RewardBatch]:
     """Return the batches to score, by kind of completion.
 
@@ -288,7 +288,7 @@ def _batches(
     return {kind: batch for kind, batch in batches.items() if len(batch)}
 
 
-def _check_reward(result: DryRun, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
+def _check_reward(result: DryRun, cfg: Config, rows: PromptDataset, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
     try:
         find_columns(cfg, [function], rows, "dataset")
     except ConfigError as error:
@@ -352,7 +352,7 @@ def _check_speed(result: DryRun, cfg: Config, function: RewardFunction, slowest:
         )
 
 
-def _find_answer(rows: PromptRows, index: int, cfg: Config) -> str | None:
+def _find_answer(rows: PromptDataset, index: int, cfg: Config) -> str | None:
     row = rows.rows[int(rows.keep[index])] | rows.columns(index)
     names = (cfg.rewards.answer_column,) if cfg.rewards.answer_column else ANSWERS
     value = next((row[name] for name in names if row.get(name) is not None), None)
@@ -368,7 +368,7 @@ def _continuation(prompt: Any, opening: str, answer: str | None) -> str | None:
 
 
 def _batch(
-    rows: PromptRows, indices: Sequence[int], texts: Sequence[str | None], tokenizer: Any, decode: Callable[[Sequence[int]], str] | None
+    rows: PromptDataset, indices: Sequence[int], texts: Sequence[str | None], tokenizer: Any, decode: Callable[[Sequence[int]], str] | None
 ) -> RewardBatch:
     """Build a batch from the rows that have a text: as it is, or with `decode` what is left of it where a model samples its tokens."""
     with_text = [(index, text) for index, text in zip(indices, texts, strict=True) if text is not None]

@@ -65,7 +65,7 @@ def _time(env: Mapping[str, str], name: str) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchInfo:
     """Rank and rendezvous of this process, as its launcher set them. A process without a launcher is rank 0 of 1.
 
     Args:
@@ -104,7 +104,7 @@ class Launched:
         return self.rank == 0 or (self.is_launched and self.local_rank == 0)
 
 
-def read(env: Mapping[str, str] | None = None) -> Launched:
+def read(env: Mapping[str, str] | None = None) -> LaunchInfo:
     """Read the launch environment. Never raises: problems are returned in the result, so that they can be reported.
 
     Args:
@@ -115,7 +115,7 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
     end_message = (
         report_file.parent.parent / "megatron_grpo.ended" if report_file is not None and error_file else None
     )  # beside its attempt_0, attempt_1, ...
-    single = Launched(report_file=report_file, attempts_file=end_message, error_file=Path(error_file) if error_file else None)
+    single = LaunchInfo(report_file=report_file, attempts_file=end_message, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
         invalid = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (_is_count(env[name]) and int(env[name]))]
         message = f"The environment sets the number of processes, but {'; '.join(invalid)}. Unset it, or start the job with torchrun."

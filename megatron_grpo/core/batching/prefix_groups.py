@@ -17,7 +17,7 @@ import numpy as np
 from megatron_grpo.core.batching.pack import PackedRows, pack, segment_sums
 from megatron_grpo.core.types import Completion, RowLengths, Sequence, SequenceLengths, ragged
 
-Tokens = TypeVar("Tokens", int, np.ndarray)
+TokenCount = TypeVar("TokenCount", int, np.ndarray)
 # A group is split into pieces that cost at most total / (dp_size * multiple * n), for each n until ranks are even.
 PARTS_OF_A_SHARE = (1, 2, 4, 8)
 EVEN_ENOUGH = 0.97  # mean over slowest rank
@@ -36,7 +36,7 @@ class Alignment:
         """Tokens that the length of every stream is a multiple of."""
         return math.lcm(self.sequence, self.stream)
 
-    def count_segment(self, tokens: Tokens) -> Tokens:
+    def count_segment(self, tokens: TokenCount) -> TokenCount:
         """Return the tokens that a segment takes in the stream, padding included.
 
         Args:

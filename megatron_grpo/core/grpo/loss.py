@@ -21,11 +21,11 @@ from megatron_grpo.core.grpo.objectives import (
     ClassificationTerms,
     ImportanceWeights,
     Objective,
-    PerToken,
+    ObjectiveInputs,
+    PerTokenLoss,
     RolloutCorrection,
-    Sequences,
+    SequenceIndex,
     SumOverContext,
-    Tokens,
     no_sum_over_context,
 )
 from megatron_grpo.core.grpo.zero_gradient import RowKind
@@ -176,7 +176,7 @@ class _Terms(NamedTuple):
     """Loss without its entropy bonus, and the terms it is made of."""
 
     loss: torch.Tensor
-    per_token: PerToken
+    per_token: PerTokenLoss
     old_logprobs: torch.Tensor  # float64 [C]: the current ones, as constants, where a position is on-policy
     mismatch: torch.Tensor
     importance: ImportanceWeights | None
@@ -297,7 +297,9 @@ class GrpoLoss:
         assert self.is_per_token, "a token's gradient depends on others"
         with torch.enable_grad():
             logprobs = logprobs.detach().requires_grad_()
-            terms = self._terms(tensors, Sequences(tensors.sequence, tensors.num_sequences, no_sum_over_context), logprobs, ref_logprobs)
+            terms = self._terms(
+                tensors, SequenceIndex(tensors.sequence, tensors.num_sequences, no_sum_over_context), logprobs, ref_logprobs
+            )
             return torch.autograd.grad(terms.loss, logprobs)[0]
 
     def __call__(
@@ -332,7 +334,7 @@ class GrpoLoss:
             ValueError: A required argument is missing.
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
-        sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
+        sequences = SequenceIndex(tensors.sequence, tensors.num_sequences, sum_over_context)
         loss, per_token, old_logprobs, mismatch, importance, kl, teacher_gap = self._terms(
             tensors, sequences, logprobs, ref_logprobs, entropy, entropy_threshold
         )
@@ -361,7 +363,7 @@ class GrpoLoss:
     def _terms(
         self,
         tensors: LossInputs,
-        sequences: Sequences,
+        sequences: SequenceIndex,
         logprobs: torch.Tensor,
         ref_logprobs: torch.Tensor | None,
         entropy: torch.Tensor | None = None,
@@ -379,7 +381,9 @@ class GrpoLoss:
         correction = None if importance is None else importance.factors
         ratio = self.ratio(logprobs, old_logprobs, sequences)
         per_token = self.objective(
-            Tokens(ratio, logprobs, old_logprobs, advantages, sequences, tensors.token_index, tensors.longest, correction, tensors.labels)
+            ObjectiveInputs(
+                ratio, logprobs, old_logprobs, advantages, sequences, tensors.token_index, tensors.longest, correction, tensors.labels
+            )
         )
 
         # c: factors that are constants of the gradient and of every denominator.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_grpo.core.grpo.objectives import ImportanceWeights, PerToken, SumOverContext, bounded
+from megatron_grpo.core.grpo.objectives import ImportanceWeights, PerTokenLoss, SumOverContext, bounded
 
 LARGEST_EXPONENT = 709.0  # exp of a little more is too large for float64
 
@@ -37,7 +37,7 @@ def combine(logs: Iterable[LossLogs]) -> LossLogs:
     )
 
 
-def clip_logs(per_token: PerToken, units: torch.Tensor) -> dict[str, torch.Tensor]:
+def clip_logs(per_token: PerTokenLoss, units: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the sums for the clip ratios.
 
     Args:

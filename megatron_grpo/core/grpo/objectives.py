@@ -31,7 +31,7 @@ def no_sum_over_context(per_sequence: torch.Tensor) -> torch.Tensor:
     return per_sequence
 
 
-class Sequences:
+class SequenceIndex:
     """Mapping of the C trained positions to their S sequences.
 
     Each quantity costs at most one reduction, in an order that depends on the configuration alone, so context-parallel ranks agree on it.
@@ -94,7 +94,7 @@ class Sequences:
 # ---- the importance ratio, and the KL
 
 # (logprobs [C], old_logprobs [C] (a constant), sequences) -> r [C], per token or per sequence.
-Ratio = Callable[[torch.Tensor, torch.Tensor, Sequences], torch.Tensor]
+Ratio = Callable[[torch.Tensor, torch.Tensor, SequenceIndex], torch.Tensor]
 
 # exp(20) is 5e8: far outside every clip range, and still harmless in float32. Outside it the gradient is 0.
 LOG_RATIO_BOUND = 20.0
@@ -109,7 +109,7 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: SequenceIndex) -> torch.Tensor:
     """Return PPO's ratio r[i,t] = exp(logp - old), [C] (arXiv 1707.06347, equation 6).
 
     Args:
@@ -120,7 +120,7 @@ def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: S
     return bounded(logprobs - old_logprobs).exp()
 
 
-def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: SequenceIndex) -> torch.Tensor:
     """Return r[i] = exp(mean over t of (logp - old)), shared by the sequence's tokens, [C].
 
     Source: GSPO, arXiv 2507.18071, equation 7.
@@ -135,7 +135,7 @@ def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences
     return sequences.scatter(bounded(sequences.mean(logprobs - old_logprobs)).exp())
 
 
-def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: SequenceIndex) -> torch.Tensor:
     """Return the sequence's ratio with the gradient of each token's log-prob, [C].
 
     Source: GSPO-token, arXiv 2507.18071, equation 14.
@@ -225,7 +225,7 @@ class ImportanceWeights(NamedTuple):
 
 
 # (log rho [C] with 0 where the sampler gave no log-prob, sequences) -> ImportanceWeights
-RolloutCorrection = Callable[[torch.Tensor, Sequences], ImportanceWeights]
+RolloutCorrection = Callable[[torch.Tensor, SequenceIndex], ImportanceWeights]
 
 
 def log_rho(old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:
@@ -245,7 +245,7 @@ def off_policy_mask(
     old_logprobs: torch.Tensor,
     sampler_logprobs: torch.Tensor,
     advantages: torch.Tensor,
-    sequences: Sequences,
+    sequences: SequenceIndex,
 ) -> torch.Tensor:
     """Mask sequences of negative advantage that drifted from the sampler (DeepSeek-V3.2, arXiv 2512.02556).
 
@@ -285,10 +285,10 @@ def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: b
         "mask": lambda rho: torch.where((rho >= lowest) & (rho <= highest), rho, 0.0),
     }[bound]
 
-    def weight_tokens(log_rho: torch.Tensor, sequences: Sequences) -> ImportanceWeights:
+    def weight_tokens(log_rho: torch.Tensor, sequences: SequenceIndex) -> ImportanceWeights:
         return ImportanceWeights(limit(bounded(log_rho).exp()), torch.ones_like(log_rho))
 
-    def weight_sequences(log_rho: torch.Tensor, sequences: Sequences) -> ImportanceWeights:
+    def weight_sequences(log_rho: torch.Tensor, sequences: SequenceIndex) -> ImportanceWeights:
         total = sequences.mean(log_rho) if geometric else sequences.sum(log_rho)
         return ImportanceWeights(sequences.scatter(limit(bounded(total).exp())), sequences.one_over_length)
 
@@ -307,7 +307,7 @@ class ClassificationTerms(NamedTuple):
     slope: torch.Tensor
 
 
-class Tokens(NamedTuple):
+class ObjectiveInputs(NamedTuple):
     """Inputs of an objective, for C trained positions.
 
     Attributes:
@@ -322,14 +322,14 @@ class Tokens(NamedTuple):
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
-    sequences: Sequences
+    sequences: SequenceIndex
     token_index: torch.Tensor | None = None
     longest: int = 0
     correction: torch.Tensor | None = None
     labels: ClassificationTerms | None = None
 
 
-class PerToken(NamedTuple):
+class PerTokenLoss(NamedTuple):
     """Loss of each trained position, and its clip decision.
 
     Attributes:
@@ -345,7 +345,7 @@ class PerToken(NamedTuple):
     metrics: Mapping[str, torch.Tensor] = {}
 
 
-Objective = Callable[[Tokens], PerToken]
+Objective = Callable[[ObjectiveInputs], PerTokenLoss]
 
 
 def clipped_surrogate(epsilon: float, epsilon_high: float) -> Objective:
@@ -370,10 +370,10 @@ def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
     """
     lowest, highest = 1.0 - epsilon, 1.0 + epsilon_high
 
-    def objective(tokens: Tokens) -> PerToken:
+    def objective(tokens: ObjectiveInputs) -> PerTokenLoss:
         ratio, advantages = tokens.ratio, tokens.advantages
         surrogate = torch.min(ratio.clamp(max=delta) * advantages, ratio.clamp(lowest, highest) * advantages)
-        return PerToken(-surrogate, (ratio < lowest) & (advantages < 0), (ratio > highest) & (advantages > 0))
+        return PerTokenLoss(-surrogate, (ratio < lowest) & (advantages < 0), (ratio > highest) & (advantages > 0))
 
     return objective
 
@@ -387,10 +387,10 @@ def cispo(epsilon_high: float) -> Objective:
         epsilon_high: Upper bound of r itself, not of its distance from 1.
     """
 
-    def objective(tokens: Tokens) -> PerToken:
+    def objective(tokens: ObjectiveInputs) -> PerTokenLoss:
         weight = tokens.ratio.detach().clamp(max=epsilon_high)
         is_high = (tokens.ratio > epsilon_high) & (tokens.advantages > 0)
-        return PerToken(-weight * tokens.advantages * tokens.logprobs, torch.zeros_like(is_high), is_high)
+        return PerTokenLoss(-weight * tokens.advantages * tokens.logprobs, torch.zeros_like(is_high), is_high)
 
     return objective
 
@@ -405,7 +405,7 @@ def sapo(temperature_pos: float, temperature_neg: float) -> Objective:
         temperature_neg: tau elsewhere.
     """
 
-    def objective(tokens: Tokens) -> PerToken:
+    def objective(tokens: ObjectiveInputs) -> PerTokenLoss:
         tau = torch.where(tokens.advantages > 0, tokens.ratio.new_tensor(temperature_pos), tokens.ratio.new_tensor(temperature_neg))
         return _unclipped(tokens, -(4.0 / tau) * torch.sigmoid(tau * (tokens.ratio - 1.0)) * tokens.advantages)
 
@@ -427,7 +427,7 @@ def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Objec
         negative: (k, lambda) where A is below 0.
     """
 
-    def objective(tokens: Tokens) -> PerToken:
+    def objective(tokens: ObjectiveInputs) -> PerTokenLoss:
         with torch.no_grad():
             log_ratio = bounded(tokens.logprobs - tokens.old_logprobs)
             if tokens.correction is not None:
@@ -456,7 +456,7 @@ def fipo(
         delta: Ratio above which a token adds nothing to the sum; None for no limit.
     """
 
-    def objective(tokens: Tokens) -> PerToken:
+    def objective(tokens: ObjectiveInputs) -> PerTokenLoss:
         with torch.no_grad():
             shift = tokens.logprobs - tokens.old_logprobs
             if delta is not None:
@@ -476,7 +476,7 @@ def fipo(
     return objective
 
 
-def real(tokens: Tokens) -> PerToken:
+def real(tokens: ObjectiveInputs) -> PerTokenLoss:
     """Return the loss of a classifier whose labels are a group's rollouts (arXiv 2602.05630).
 
     The logit is the sequence's mean of logp - old. The sums inside the logarithms go over a group, which micro-batches and ranks divide, so
@@ -490,12 +490,12 @@ def real(tokens: Tokens) -> PerToken:
     return _unclipped(tokens, tokens.labels.value + tokens.labels.slope * (tokens.logprobs - tokens.logprobs.detach()))
 
 
-def _unclipped(tokens: Tokens, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor] | None = None) -> PerToken:
+def _unclipped(tokens: ObjectiveInputs, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor] | None = None) -> PerTokenLoss:
     no_clip = torch.zeros_like(tokens.advantages, dtype=torch.bool)
-    return PerToken(loss, no_clip, no_clip, metrics or {})
+    return PerTokenLoss(loss, no_clip, no_clip, metrics or {})
 
 
-def _discounted_future(tokens: Tokens, values: torch.Tensor, discount: float) -> torch.Tensor:
+def _discounted_future(tokens: ObjectiveInputs, values: torch.Tensor, discount: float) -> torch.Tensor:
     """Sum each token's and its sequence's later values, each times discount^(distance in tokens), [C].
 
     It takes log2(longest) doublings: after n of them an entry holds the sum of the 2^n values from it on.

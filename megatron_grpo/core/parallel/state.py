@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, RunError
-from megatron_grpo.core.base.launcher import Launched
+from megatron_grpo.core.base.launcher import LaunchInfo
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.parallel.layout import Layout
 
@@ -170,7 +170,7 @@ def _check_equal_on_all_ranks(facts: Mapping[str, str], group: collectives.Group
     raise ConfigError(problems)
 
 
-def choose_gpu(launched: Launched, visible: int) -> int:
+def choose_gpu(launched: LaunchInfo, visible: int) -> int:
     """Return the index of this rank's GPU among those it sees. Launchers show a task all GPUs of its machine, or only its own.
 
     Args:
@@ -190,7 +190,7 @@ def choose_gpu(launched: Launched, visible: int) -> int:
     )
 
 
-def check_gpu_not_shared(store: dist.Store, launched: Launched, gpu: str) -> None:
+def check_gpu_not_shared(store: dist.Store, launched: LaunchInfo, gpu: str) -> None:
     """Raise ConfigError on the second rank of a GPU: NCCL supports one rank per GPU, and its message would be less clear.
 
     Args:
@@ -206,7 +206,7 @@ def check_gpu_not_shared(store: dist.Store, launched: Launched, gpu: str) -> Non
 
 
 def rendezvous(
-    launched: Launched, *, timeout: timedelta, interval: float = SECONDS_BETWEEN_WORDS, print_line: Callable[[str], None] | None = None
+    launched: LaunchInfo, *, timeout: timedelta, interval: float = SECONDS_BETWEEN_WORDS, print_line: Callable[[str], None] | None = None
 ) -> dist.PrefixStore:
     """Return the job's store, once every rank has reached it. Prints the missing ranks at regular intervals.
 
@@ -254,7 +254,7 @@ def report_failure(error: ConfigError) -> None:
             time.sleep(0.1)  # the store lives in this process: it stays until the others have read, or their time is up
 
 
-def _failure_key(launched: Launched) -> str:
+def _failure_key(launched: LaunchInfo) -> str:
     """Return the store key of a refusal.
 
     It contains the world size: a refused job is refused again, but a launcher that keeps its store may continue with fewer ranks.
@@ -267,7 +267,7 @@ class _RankWait:
 
     store: dist.Store  # the job's store, once it is reached
 
-    def __init__(self, launched: Launched, *, end: float, timeout: timedelta, interval: float, print_line: Callable[[str], None]):
+    def __init__(self, launched: LaunchInfo, *, end: float, timeout: timedelta, interval: float, print_line: Callable[[str], None]):
         self.launched, self.end, self.print_line = launched, end, print_line
         self._timeout, self._every = timeout, interval
         self._next_token, self._nap = time.monotonic() + interval, 0.005
@@ -313,7 +313,7 @@ class _RankWait:
         time.sleep(self._nap)  # `store.wait` with a time limit would write two lines of C++ for each
 
 
-def _store_of_the_job(launched: Launched, end: float, interval: float, print_line: Callable[[str], None]) -> dist.TCPStore:
+def _store_of_the_job(launched: LaunchInfo, end: float, interval: float, print_line: Callable[[str], None]) -> dist.TCPStore:
     """Return torchrun's store if it holds one; otherwise the store that rank 0 opens for all."""
     hosts = launched.rank == 0 and not launched.launcher_holds_store
     if not hosts:
@@ -330,7 +330,7 @@ def _store_of_the_job(launched: Launched, end: float, interval: float, print_lin
     return store
 
 
-def _wait_for_the_host(launched: Launched, end: float, interval: float, print_line: Callable[[str], None]) -> None:
+def _wait_for_the_host(launched: LaunchInfo, end: float, interval: float, print_line: Callable[[str], None]) -> None:
     """Wait until the store's address accepts connections.
 
     TCPStore waits too, but prints a page of C++ for each attempt and does not say which rank it waits for.
@@ -350,7 +350,7 @@ def _wait_for_the_host(launched: Launched, end: float, interval: float, print_li
             time.sleep(min(0.2, interval))
 
 
-def _waiting_for(missing: list[int], launched: Launched) -> str:
+def _waiting_for(missing: list[int], launched: LaunchInfo) -> str:
     ranks_text = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     address = f"{launched.address}:{launched.port}"
     return f"waiting for {len(missing)} of {launched.world_size} ranks at {address} (rank{'s' if len(missing) > 1 else ''} {ranks_text})"

@@ -30,7 +30,7 @@ _CPU_CHUNK, _CPU_ROWS = 2**23, 2**18
 _LEFT_OUT = -1e30
 
 
-class VocabMask(NamedTuple):
+class SamplingMaskTensors(NamedTuple):
     """Token IDs that the softmax of each of the C positions runs over (CSR layout). An empty row means the whole vocabulary.
 
     Args:
@@ -46,7 +46,7 @@ class VocabMask(NamedTuple):
     is_some: torch.Tensor
 
     @classmethod
-    def from_offsets(cls, offsets: np.ndarray, ids: np.ndarray, device: torch.device) -> VocabMask:
+    def from_offsets(cls, offsets: np.ndarray, ids: np.ndarray, device: torch.device) -> SamplingMaskTensors:
         """Build the mask.
 
         Args:
@@ -108,7 +108,7 @@ def linear_logprobs(
     chunk_size: int = 1024,
     with_entropy: bool = False,
     slope: Slope | None = None,
-    vocab_mask: VocabMask | None = None,
+    vocab_mask: SamplingMaskTensors | None = None,
 ) -> TokenScores:
     """Return the log-prob of each target under softmax(hidden @ weight.T / temperature), and optionally the entropy of that distribution.
 
@@ -240,7 +240,7 @@ def _sums(logits, columns, owned, highest, with_entropy: bool) -> torch.Tensor:
     return sums
 
 
-def _leave_out(logits: torch.Tensor, vocab_mask: VocabMask, chunk: slice, vocab_start: int) -> None:
+def _leave_out(logits: torch.Tensor, vocab_mask: SamplingMaskTensors, chunk: slice, vocab_start: int) -> None:
     """Mask all logits of a chunk but those of each row's kept tokens, as far as this shard has them. In place."""
     words = slice(int(vocab_mask.at[chunk.start]), int(vocab_mask.at[chunk.stop]))
     columns, owned = _own_columns(vocab_mask.ids[words], vocab_start, logits.shape[1])

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_grpo.core.policy.flash import flash_obstacle
-from megatron_grpo.core.policy.packed_batch import AttentionPart, PackedBatch, Places, packed_stream
+from megatron_grpo.core.policy.packed_batch import AttentionBlock, PackedBatch, Places, packed_stream
 from megatron_grpo.core.types import Segment
 
 
@@ -26,7 +26,7 @@ class AttentionKernel(Protocol):
     Shapes: q, out and their gradients [queries, heads, c]; k, v and their gradients [keys, groups, c]; lse [heads, queries].
     """
 
-    def forward(self, q, k, v, part: AttentionPart, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q, k, v, part: AttentionBlock, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), in new tensors.
 
         Args:
@@ -39,7 +39,7 @@ class AttentionKernel(Protocol):
         ...
 
     def backward(
-        self, grad, q, k, v, out, lse, part: AttentionPart, scale: float | None
+        self, grad, q, k, v, out, lse, part: AttentionBlock, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of q, k and v by this part, in new tensors.
 
@@ -153,12 +153,12 @@ class _RunKernel(NamedTuple):
     attend: Callable
     differentiate: Callable
 
-    def forward(self, q, k, v, part: AttentionPart, scale):
+    def forward(self, q, k, v, part: AttentionBlock, scale):
         runs = _runs(part, (q,), (k, v))
         out, lse = zip(*(self.attend(*run_tensors, 0.0, part.is_causal, scale=scale) for run_tensors in runs), strict=True)
         return _join_runs(out), torch.cat([x.transpose(0, 1).flatten(1) for x in lse], dim=1)
 
-    def backward(self, grad, q, k, v, out, lse, part: AttentionPart, scale):
+    def backward(self, grad, q, k, v, out, lse, part: AttentionBlock, scale):
         runs = _runs(part, (grad, q, out, lse.t()), (k, v))
         gradients = (
             self.differentiate(grad_part, q_part, k_part, v_part, out_part, lse_part.contiguous(), 0.0, part.is_causal, scale=scale)
@@ -181,18 +181,18 @@ class _Varlen(NamedTuple):
     attend: Callable
     differentiate: Callable
 
-    def forward(self, q, k, v, part: AttentionPart, scale):
+    def forward(self, q, k, v, part: AttentionBlock, scale):
         bounds = part.cu_queries, part.cu_keys, part.most_queries, part.most_keys
         out, lse, *_ = self.attend(q, k, v, *bounds, 0.0, part.is_causal, False, scale=scale)
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, part: AttentionPart, scale):
+    def backward(self, grad, q, k, v, out, lse, part: AttentionBlock, scale):
         bounds = part.cu_queries, part.cu_keys, part.most_queries, part.most_keys
         state = lse.new_empty(2, dtype=torch.int64)  # random state for dropout, which is not used
         return self.differentiate(grad, q, k, v, out, lse, *bounds, 0.0, part.is_causal, state, state, scale=scale)
 
 
-def _runs(part: AttentionPart, query_tensors, key_tensors):
+def _runs(part: AttentionBlock, query_tensors, key_tensors):
     """Yield views of tensors [queries or keys, heads, ...] for each call: [n, heads, length, ...]."""
     cut = [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_queries for run in part.runs], dim=2) for x in query_tensors]
     cut += [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_keys for run in part.runs], dim=2) for x in key_tensors]
@@ -332,7 +332,7 @@ class _Attention(torch.autograd.Function):
         return *(totals or map(torch.zeros_like, (q, k, v))), None, None, None, grad_sinks
 
 
-def _part_forward(kernel: AttentionKernel, q, k, v, part: AttentionPart, scale):
+def _part_forward(kernel: AttentionKernel, q, k, v, part: AttentionBlock, scale):
     return kernel.forward(q[part.queries], k[part.keys], v[part.keys], part, scale)
 
 

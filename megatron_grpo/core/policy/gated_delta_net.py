@@ -213,7 +213,7 @@ def gated_delta_rule(query, key, value, decay, strength, stream: RecurrenceOrder
 Rule = Callable[..., torch.Tensor]  # with the arguments of `gated_delta_rule`
 
 
-class ChosenRule(NamedTuple):
+class DeltaRuleChoice(NamedTuple):
     """An implementation of the rule, and why it is not flash-linear-attention's kernel; None if it is."""
 
     rule: Rule
@@ -221,7 +221,7 @@ class ChosenRule(NamedTuple):
 
 
 @functools.cache
-def gpu_rule(dtype: torch.dtype, key_channels: int, value_channels: int) -> ChosenRule:
+def gpu_rule(dtype: torch.dtype, key_channels: int, value_channels: int) -> DeltaRuleChoice:
     """Return the implementation for this process's GPU. The choice is made once, by a trial run; the main rank logs it.
 
     Args:
@@ -229,11 +229,11 @@ def gpu_rule(dtype: torch.dtype, key_channels: int, value_channels: int) -> Chos
         key_channels: Channels of a key head.
         value_channels: Channels of a value head.
     """
-    chosen = ChosenRule(gated_delta_rule, _kernel_obstacle(dtype))
+    chosen = DeltaRuleChoice(gated_delta_rule, _kernel_obstacle(dtype))
     if chosen.lacks is None:
         rule = functools.partial(rule_by_kernel, dtype=dtype)
         lacks = fault_of_rule(rule, dtype, key_channels, value_channels, torch.device("cuda"))
-        chosen = ChosenRule(rule, None) if lacks is None else ChosenRule(gated_delta_rule, lacks)
+        chosen = DeltaRuleChoice(rule, None) if lacks is None else DeltaRuleChoice(gated_delta_rule, lacks)
     if collectives.rank() == 0:
         kernel_text = "flash-linear-attention's kernel" if chosen.lacks is None else f"plain matrix products: {chosen.lacks}"
         logger.warning("The gated delta rule is computed with %s.", kernel_text)

@@ -30,7 +30,7 @@ Places = Mapping[RowKey, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gradient:
+class GradientStats:
     """A gradient summed over all ranks, before clipping. The same on every rank.
 
     Args:
@@ -49,7 +49,7 @@ class GradientCheck(Protocol):
     checkpoint holds that state.
     """
 
-    def allows(self, gradient: Gradient) -> bool:
+    def allows(self, gradient: GradientStats) -> bool:
         """Return whether the optimizer may use the gradient; if not, the step is skipped.
 
         Called once in every step that has something to train, on every rank; all ranks must return the same. It may raise instead: this
@@ -76,7 +76,7 @@ class GradNormSpikeCheck:
         self.reason: str | None = None  # why the last gradient was refused
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
-    def allows(self, gradient: Gradient) -> bool:
+    def allows(self, gradient: GradientStats) -> bool:
         self.reason = self._find_reason(gradient.norm)
         if math.isfinite(gradient.norm) and gradient.norm > 0:
             self._norms.append(gradient.norm)
@@ -235,7 +235,7 @@ def _several(noun: str, numbers: tuple[int, ...]) -> str:
 MOST = 8  # micro-batches that a rank reports, and that the result lists
 # Micro-batch -> its log-probs, float32 [C], on ranks of the last stage; None elsewhere. Leaves its gradient in the buffers.
 RunAlone = Callable[[TrainingMicroBatch], "np.ndarray | None"]
-Rows = tuple[tuple[RowKey, ...], str]  # rows, and which of their values is not finite
+BadRows = tuple[tuple[RowKey, ...], str]  # rows, and which of their values is not finite
 
 
 def ranks_not_finite(local_sum: torch.Tensor) -> tuple[int, ...]:
@@ -284,7 +284,7 @@ def find_bad_micro_batches(
         The micro-batches found, the same on every rank; and the number of further ones that ranks reported.
     """
     local: list[_MicroBatchReport] = []
-    rows: dict[int, Rows] = {}  # by micro-batch of this data-parallel rank, on ranks of the last stage
+    rows: dict[int, BadRows] = {}  # by micro-batch of this data-parallel rank, on ranks of the last stage
     for micro, logprobs in each_alone(wrapped, micro_batches, run_alone):
         if logprobs is not None:
             rows[micro.number] = non_finite_rows(micro, logprobs, references[micro.number] if references else None)
@@ -365,7 +365,7 @@ def _culprit(entries: Sequence[tuple[_MicroBatchReport, int]], rows: tuple[RowKe
     return BadMicroBatch(micro_batch=entries[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=cause)
 
 
-def non_finite_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:
+def non_finite_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> BadRows:
     """Return the rows with a value that is not finite, and the name of that value; all rows and "" if all values are finite.
 
     NaN is allowed where it means that there is no value, as in old, teacher and sampler log-probs.

@@ -25,7 +25,7 @@ from megatron_grpo.core.weights.buckets import (
     Bucket,
     BucketPart,
     BucketSlot,
-    OwnedParameter,
+    ParameterPlacement,
     RankCounts,
     fill,
     joined,
@@ -34,7 +34,7 @@ from megatron_grpo.core.weights.buckets import (
 from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.hf_files import as_stored
 from megatron_grpo.core.weights.mapping import WeightMap, is_of_adapter, with_global_numbers
-from megatron_grpo.core.weights.names import Packing, ShardCut, num_units
+from megatron_grpo.core.weights.names import ShardSplit, TensorFusion, num_units
 
 
 class MegatronToHF:
@@ -54,7 +54,7 @@ class MegatronToHF:
     ):  # fmt: skip
         self.map, self.parallel, self.converts_adapters, self.gather = weight_map, parallel, converts_adapters, gather
         self.bucket_bytes = bucket_bytes or DEFAULT_BUCKET_MB[parallel.device.type] * MIB
-        self._plans: dict[str, PushPlan] = {}
+        self._plans: dict[str, WeightSyncPlan] = {}
         self._buffers = weight_map.buffer_names()
 
     def tensors(self, chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
@@ -111,9 +111,9 @@ class MegatronToHF:
             tensor: The parameter.
         """
         kind = self.map.entry(name)
-        if kind.cut is not ShardCut.REPLICATED or kind.is_expert:
+        if kind.cut is not ShardSplit.REPLICATED or kind.is_expert:
             # Without it the gradient norm counts the shards of the first TP rank only. A replicated bias belongs to this rank's expert.
-            tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, int(kind.cut is ShardCut.ROW), 1
+            tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, int(kind.cut is ShardSplit.ROW), 1
         if kind.is_expert:
             # Megatron sets it only with EP > 1; with EP 1 and ETP below TP, experts too have a separate data-parallel group.
             tensor.allreduce = False
@@ -140,7 +140,7 @@ class MegatronToHF:
             streamed = joined(streamed)
         return streamed if self.converts_adapters else as_stored(streamed, self.map.shape)
 
-    def plan(self, local: dict[str, torch.Tensor], kind: str) -> PushPlan:
+    def plan(self, local: dict[str, torch.Tensor], kind: str) -> WeightSyncPlan:
         """Return the plan of a kind of stream, which is made at its first stream. Collective.
 
         The caller names the kind. A stage that has no tensor of two kinds could not distinguish them by its own list of tensors, and would
@@ -151,7 +151,7 @@ class MegatronToHF:
             kind: Name of the kind of stream, the same on every rank.
         """
         if kind not in self._plans:
-            make = Rank0WeightGather if self.gather else PushPlan
+            make = Rank0WeightGather if self.gather else WeightSyncPlan
             self._plans[kind] = make(self._catalogue(local), self.map, self.parallel, bucket_bytes=self.bucket_bytes)
         return self._plans[kind]
 
@@ -164,7 +164,7 @@ class MegatronToHF:
         p, total = self.parallel, 0
         for owned in self._catalogue(local):
             kind = self.map.entry(owned.name)
-            pieces = 1 if kind.cut is ShardCut.REPLICATED else p.etp_size if kind.is_expert else p.tp_size
+            pieces = 1 if kind.cut is ShardSplit.REPLICATED else p.etp_size if kind.is_expert else p.tp_size
             total += owned.num_bytes * pieces
         return total
 
@@ -173,14 +173,14 @@ class MegatronToHF:
         for plan in self._plans.values():
             plan.memory.forget()
 
-    def _catalogue(self, local: dict[str, torch.Tensor]) -> list[OwnedParameter]:
+    def _catalogue(self, local: dict[str, torch.Tensor]) -> list[ParameterPlacement]:
         """Return every exported parameter of the model once, in the same order on every rank. Collective."""
         p = self.parallel
         on_stage = [self._owned(name, tensor) for name, tensor in local.items() if not self.map.entry(name).is_copy]
         over_pp = [owned for rank in collectives.all_gather_object(on_stage, p.pp_group) for owned in rank]
         return list({owned.name: owned for rank in collectives.all_gather_object(over_pp, p.ep_group) for owned in rank}.values())
 
-    def _owned(self, name: str, tensor: torch.Tensor) -> OwnedParameter:
+    def _owned(self, name: str, tensor: torch.Tensor) -> ParameterPlacement:
         p, kind = self.parallel, self.map.entry(name)
         layer, row, expert = self.map.place(name)
         on_rank, expert_rank = expert, 0
@@ -188,7 +188,7 @@ class MegatronToHF:
             expert_rank, on_rank = divmod(expert, self.map.shape.num_experts // p.ep_size)
         position = (layer, row, on_rank)
         ranks, rows = p.etp_size if kind.is_expert else p.tp_size, len(tensor) if tensor.dim() else 1
-        return OwnedParameter(
+        return ParameterPlacement(
             name,
             tuple(tensor.shape),
             tensor.dtype,
@@ -204,7 +204,7 @@ class MegatronToHF:
 Prepare = Callable[[torch.Tensor], torch.Tensor]  # a parameter -> the tensor that is sent for it, of the same shape and dtype
 
 
-class PushPlan:
+class WeightSyncPlan:
     """Contents and buckets of one kind of stream, the same on every rank. Making one is collective.
 
     Args:
@@ -214,7 +214,7 @@ class PushPlan:
         bucket_bytes: Size of the full tensors in one bucket.
     """
 
-    def __init__(self, owned: Iterable[OwnedParameter], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
+    def __init__(self, owned: Iterable[ParameterPlacement], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
         self.map, self.parallel, self.bucket_bytes = weight_map, parallel, bucket_bytes
         self._groups = {BucketPart.DENSE: parallel.tp_group, BucketPart.EXPERTS: parallel.expert_group}
         self._place = {part: collectives.rank_in(group) for part, group in self._groups.items()}  # this rank's row of a gather
@@ -326,16 +326,16 @@ class PushPlan:
                     shards = [_sliced(tensors.tensor(name, slot), slot)]
                 else:
                     shards = self._shards(slot, rows, expert_rank, entry.cut)
-                needs_copy = len(shards) > 1 or entry.packing not in (Packing.PLAIN, Packing.STACK)
+                needs_copy = len(shards) > 1 or entry.packing not in (TensorFusion.PLAIN, TensorFusion.STACK)
                 if slot.is_slice or (slot.units and needs_copy and slot.num_bytes * len(shards) > large):
                     yield from self.map.export_rows(name, shards, slot.rows[0], slot.shape[0])
                 else:
                     yield from self.map.export(name, shards)
 
-    def _shards(self, slot: BucketSlot, rows: torch.Tensor, expert_rank: int, cut: ShardCut) -> list[torch.Tensor]:
+    def _shards(self, slot: BucketSlot, rows: torch.Tensor, expert_rank: int, cut: ShardSplit) -> list[torch.Tensor]:
         """Return the shards of one tensor from a gather, whose rows are uint8 [ranks of the gather, bytes]."""
         if slot.part is BucketPart.EXPERTS:
-            copies = 1 if cut is ShardCut.REPLICATED else self.parallel.etp_size
+            copies = 1 if cut is ShardSplit.REPLICATED else self.parallel.etp_size
             return [_view(rows[self._row[expert_rank, rank]], slot) for rank in range(copies)]
         return [_view(row, slot) for row in rows]
 
@@ -463,8 +463,8 @@ def _sliced(tensor: torch.Tensor, slot: BucketSlot) -> torch.Tensor:
     return tensor[slice(*slot.rows)] if slot.is_slice else tensor
 
 
-class Rank0WeightGather(PushPlan):
-    """`PushPlan` whose stream is empty on all ranks but 0. They must still run it to its end, because they send in it.
+class Rank0WeightGather(WeightSyncPlan):
+    """`WeightSyncPlan` whose stream is empty on all ranks but 0. They must still run it to its end, because they send in it.
 
     On rank 0 the next bucket is being received while the receiver uses the current one. A sender holds one bucket.
 
@@ -475,7 +475,7 @@ class Rank0WeightGather(PushPlan):
         bucket_bytes: Maximum bytes of a bucket.
     """
 
-    def __init__(self, owned: Iterable[OwnedParameter], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
+    def __init__(self, owned: Iterable[ParameterPlacement], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
         super().__init__(owned, weight_map, parallel, bucket_bytes=bucket_bytes)
         p = parallel
         # The first of the ranks that hold the same shard sends it. Rank 0 comes first and reads its own shards from their memory.

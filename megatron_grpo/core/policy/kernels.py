@@ -53,7 +53,7 @@ class Norm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class NormFromOne(Norm):
+class ZeroCenteredRMSNorm(Norm):
     """RMSNorm with the weight 1 + `weight`, computed in float32 (Gemma)."""
 
     def forward(self, x):

@@ -138,7 +138,7 @@ class GatedAttention(SelfAttention):
         return query, key, value, gate.chunk(parts, dim=2)[parallel_state.get_tensor_model_parallel_rank() % parts]
 
 
-class WholeNorm(MegatronModule):
+class FullWidthNorm(MegatronModule):
     """RMSNorm over the channels of all heads together (OLMo 2), of which this rank has a part.
 
     The mean of squares is taken over tensor parallelism.
@@ -180,7 +180,7 @@ def _cut_in_one_dimension(module, name: str, prefix, offsets, metadata):
     return make_sharded_tensors_for_checkpoint(tensors, prefix, {name: 0}, offsets, **groups)
 
 
-class AddNormed(MegatronModule):
+class PostNormResidual(MegatronModule):
     """Replacement for Megatron's addition of a sublayer's output to the residual, which normalises the output first.
 
     Args:

@@ -50,7 +50,7 @@ from megatron_grpo.core.weights.lora import (
     own_sizes,
     widest_rank,
 )
-from megatron_grpo.core.weights.names import ShardCut
+from megatron_grpo.core.weights.names import ShardSplit
 
 TRAINED, REFERENCE = "lora", "ref"  # prefixes of the matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` are frozen
 
@@ -306,8 +306,8 @@ class Adapters:
         kind = weights.map.entry(f"{stem}.lora_b")
         linear.lora_place = _LoraSharding(
             group=getattr(linear, "_tp_group", None) or linear.tp_group,  # Transformer Engine's layers have the first
-            is_column=kind.cut is not ShardCut.REPLICATED,
-            is_gated=kind.cut is ShardCut.GATED_COLUMN,
+            is_column=kind.cut is not ShardSplit.REPLICATED,
+            is_gated=kind.cut is ShardSplit.GATED_COLUMN,
             is_expert=kind.is_expert,
             sequence_parallel=linear.sequence_parallel,
             sums_outside=getattr(linear, "explicit_expert_comm", kind.is_expert),

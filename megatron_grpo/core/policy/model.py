@@ -114,9 +114,9 @@ class PolicyModel(GPTModel):
         self.axes = torch.tensor(shape.rope.axes, dtype=torch.int64, device=torch.cuda.current_device())
         self.vision = None
         if tower is not None and shape.vision:
-            from megatron_grpo.core.policy.vision import Vision
+            from megatron_grpo.core.policy.vision import VisionEncoder
 
-            self.vision = Vision(tower, config, self.decoder.layers, self.pg_collection.tp, deep=shape.vision.num_deepstack)
+            self.vision = VisionEncoder(tower, config, self.decoder.layers, self.pg_collection.tp, deep=shape.vision.num_deepstack)
         replace_routers(self)
         if not use_te:
             self._use_local_layers(shape)

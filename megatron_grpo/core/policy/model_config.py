@@ -18,16 +18,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_grpo.core.policy.kernels import Norm, NormFromOne
+from megatron_grpo.core.policy.kernels import Norm, ZeroCenteredRMSNorm
 from megatron_grpo.core.policy.layers import (
-    AddNormed,
+    FullWidthNorm,
     FusedAttention,
     GatedAttention,
     LatentNorm,
     PackedAttention,
     PackedMLAttention,
+    PostNormResidual,
     SinkAttention,
-    WholeNorm,
     make_biased_experts,
     with_bias,
 )
@@ -207,7 +207,7 @@ def layer_specs(
         plain_linears: Every linear layer is a separate module with its own input. Transformer Engine's usual layers contain the norm before
             them, and all experts at once.
     """
-    norm = NormFromOne if shape.norms_from_one else Norm
+    norm = ZeroCenteredRMSNorm if shape.has_zero_centered_norms else Norm
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
     if shape.delta_net:
         _put_delta_nets(block, shape, config, vp_stage)
@@ -231,7 +231,7 @@ def layer_specs(
             experts.linear_fc2 = make_biased_experts(experts.linear_fc2)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
         if shape.post_norm:
-            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(PostNormResidual, {"config": config, "norm": norm})
         attention.core_attention = SinkAttention if shape.sinks else PackedAttention
         if shape.attention_output_gate:
             layer.submodules.self_attention.module = GatedAttention
@@ -241,8 +241,8 @@ def layer_specs(
             attention.kv_layernorm = LatentNorm
             attention.q_layernorm = LatentNorm if shape.mla.q_lora_rank else IdentityOp
         elif shape.qk_norm_is_whole:
-            attention.q_layernorm = ModuleSpec(WholeNorm, {"heads": shape.num_attention_heads})
-            attention.k_layernorm = ModuleSpec(WholeNorm, {"heads": shape.num_query_groups})
+            attention.q_layernorm = ModuleSpec(FullWidthNorm, {"heads": shape.num_attention_heads})
+            attention.k_layernorm = ModuleSpec(FullWidthNorm, {"heads": shape.num_query_groups})
         elif shape.qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm
     if not use_te:

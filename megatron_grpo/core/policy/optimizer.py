@@ -49,7 +49,7 @@ def select_trainable(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: Tu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trainable:
+class TrainableModel:
     """This stage's model chunks with Megatron-Core's DDP, optimizer and scheduler.
 
     Args:
@@ -69,7 +69,7 @@ class Trainable:
     def from_chunks(
         cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int, adapters: Adapters | None = None,
         trains_tower: bool = False,
-    ) -> Trainable:  # fmt: skip
+    ) -> TrainableModel:  # fmt: skip
         """Wrap chunks for training: every parameter that requires a gradient trains.
 
         Args:

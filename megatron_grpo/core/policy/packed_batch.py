@@ -17,7 +17,7 @@ import torch
 
 from megatron_grpo.core.batching.collate import num_tokens
 from megatron_grpo.core.parallel.state import ParallelState
-from megatron_grpo.core.parallel.vocab import VocabMask
+from megatron_grpo.core.parallel.vocab import SamplingMaskTensors
 from megatron_grpo.core.policy.kernels import RotaryFactors
 from megatron_grpo.core.types import Image, MicroBatch, Segment
 
@@ -25,7 +25,7 @@ from megatron_grpo.core.types import Image, MicroBatch, Segment
 TOKENS_A_CALL = 24
 
 
-class UniformRuns(NamedTuple):
+class EqualLengthRuns(NamedTuple):
     """`num` adjacent runs of queries in a part, and their adjacent runs of keys, all of one size."""
 
     num: int
@@ -37,7 +37,7 @@ Places = slice | torch.Tensor  # indices into a stream: a slice (no copy) if the
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionPart:
+class AttentionBlock:
     """Runs of queries, each with the run of keys that it attends to.
 
     Attributes:
@@ -53,7 +53,7 @@ class AttentionPart:
     queries: Places
     keys: Places
     is_causal: bool
-    runs: tuple[UniformRuns, ...]
+    runs: tuple[EqualLengthRuns, ...]
     cu_queries: torch.Tensor
     cu_keys: torch.Tensor
 
@@ -68,7 +68,7 @@ class AttentionPart:
         return max(run.num_keys for run in self.runs)
 
 
-class RecurrenceWave(NamedTuple):
+class RecurrenceStage(NamedTuple):
     """Segments whose recurrence starts together: first those without a parent, then the children.
 
     Attributes:
@@ -103,7 +103,7 @@ class RecurrenceOrder:
     previous: torch.Tensor
     chunks: torch.Tensor
     places: torch.Tensor
-    waves: tuple[RecurrenceWave, ...]
+    waves: tuple[RecurrenceStage, ...]
     to_stream: torch.Tensor
     to_ranks: torch.Tensor
 
@@ -131,10 +131,10 @@ class PackedBatch:
             has rotated them before.
     """
 
-    causal: AttentionPart | None
-    full: tuple[AttentionPart, ...]
+    causal: AttentionBlock | None
+    full: tuple[AttentionBlock, ...]
     has_parents: bool
-    windowed: Callable[[int], tuple[AttentionPart | None, tuple[AttentionPart, ...]]]
+    windowed: Callable[[int], tuple[AttentionBlock | None, tuple[AttentionBlock, ...]]]
     recurrence: Callable[[int, int], RecurrenceOrder]
     longest: int
     cu_seqlens: torch.Tensor
@@ -203,7 +203,7 @@ class LocalBatch:
     trained: np.ndarray
     # By index among the model's MoE layers, those of this stage: int16 [t, k], -1 lets the router choose.
     experts: Mapping[int, torch.Tensor]
-    sampling_mask: VocabMask | None
+    sampling_mask: SamplingMaskTensors | None
     image_tokens: LocalImages | None
 
 
@@ -230,7 +230,7 @@ def sequences(packed: PackedBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]
         yield queries, keys if prefix_keys is None else torch.cat([prefix_keys, keys])
 
 
-def _pairs(part: AttentionPart) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(part: AttentionBlock) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     ways = ((part.queries, part.cu_queries), (part.keys, part.cu_keys))
     return zip(*(_tensor(index, bounds).split(bounds.diff().tolist()) for index, bounds in ways), strict=True)
 
@@ -271,7 +271,7 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         targets=tensor(batch.targets[trained]),
         trained=trained,
         experts={} if batch.experts is None else {layer: tensor(batch.experts[local_positions, layer]) for layer in moe_layers},
-        sampling_mask=None if batch.sampling_mask is None else VocabMask.from_offsets(*batch.sampling_mask.take(trained), device),
+        sampling_mask=None if batch.sampling_mask is None else SamplingMaskTensors.from_offsets(*batch.sampling_mask.take(trained), device),
         image_tokens=_local_images(batch, local_index, tensor),
     )
 
@@ -314,11 +314,11 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
     causal, full = _self_attention(segments, cp, rank)
     cu = np.array([0] + [segment.end for segment in segments], dtype=np.int32)
 
-    def diagonal(pairs: Sequence[Pair]) -> AttentionPart | None:
+    def diagonal(pairs: Sequence[Pair]) -> AttentionBlock | None:
         return _part(_by_length(pairs) if by_length else pairs, tensor, is_causal=True) if pairs else None
 
     @functools.cache
-    def windowed(window: int) -> tuple[AttentionPart | None, tuple[AttentionPart, ...]]:
+    def windowed(window: int) -> tuple[AttentionBlock | None, tuple[AttentionBlock, ...]]:
         causal_pairs, bands, image_tokens = _in_window(causal, full, window)
         parts = ((bands, True), (image_tokens, False))
         return diagonal(causal_pairs), tuple(_part(pairs, tensor, is_causal=is_causal) for pairs, is_causal in parts if pairs)
@@ -438,7 +438,7 @@ def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: 
         chunks=tensor(chunks),
         places=tensor(chunk_index[:total]),
         waves=tuple(
-            RecurrenceWave(count, steps, None if parents is None else tensor(parents), tensor(tokens), tensor(cu_seqlens))
+            RecurrenceStage(count, steps, None if parents is None else tensor(parents), tensor(tokens), tensor(cu_seqlens))
             for count, steps, parents, tokens, cu_seqlens in waves
         ),
         to_stream=tensor(to_stream),
@@ -462,12 +462,12 @@ def _previous(segments: Sequence[Segment], kernel: int) -> np.ndarray:
     return index
 
 
-# Of a `RecurrenceWave`, in numpy.
+# Of a `RecurrenceStage`, in numpy.
 _WaveFields = tuple[int, tuple[tuple[int, int], ...], np.ndarray | None, np.ndarray, np.ndarray]
 
 
 def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[_WaveFields], list[np.ndarray]]:
-    """Return the fields of each `RecurrenceWave`, and the tokens of each chunk. A chunk ends before alignment padding."""
+    """Return the fields of each `RecurrenceStage`, and the tokens of each chunk. A chunk ends before alignment padding."""
     waves: list[_WaveFields] = []
     chunks: list[np.ndarray] = []
     index: dict[int, int] = {}  # of a segment in its wave
@@ -488,18 +488,18 @@ def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[_WaveFields], 
     return waves, chunks
 
 
-def _runs(pairs: Sequence[Pair]) -> tuple[UniformRuns, ...]:
+def _runs(pairs: Sequence[Pair]) -> tuple[EqualLengthRuns, ...]:
     sizes = itertools.groupby((len(queries), len(keys)) for queries, keys in pairs)
-    return tuple(UniformRuns(len(list(equal)), *size) for size, equal in sizes)
+    return tuple(EqualLengthRuns(len(list(equal)), *size) for size, equal in sizes)
 
 
-def _part(pairs: Sequence[Pair], tensor: ToDevice, *, is_causal: bool) -> AttentionPart:
+def _part(pairs: Sequence[Pair], tensor: ToDevice, *, is_causal: bool) -> AttentionBlock:
     queries, keys = zip(*pairs, strict=True)
 
     def bounds(runs: Sequence[np.ndarray]) -> torch.Tensor:
         return tensor(np.cumsum([0, *map(len, runs)], dtype=np.int32))
 
-    return AttentionPart(
+    return AttentionBlock(
         queries=_places(queries, tensor),
         keys=_places(keys, tensor),
         is_causal=is_causal,

@@ -24,7 +24,7 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.parallel.vocab import Slope
 from megatron_grpo.core.policy.memory_offload import require_on_device
 from megatron_grpo.core.policy.packed_batch import LocalBatch, to_local
-from megatron_grpo.core.policy.router import RouterPass, routers, routers_replay
+from megatron_grpo.core.policy.router import RouterReplayPass, routers, routers_replay
 from megatron_grpo.core.types import GlobalBatch, MicroBatch, RowKey, Sequence, SequenceLengths, TrainingMicroBatch
 
 # (micro-batch, this rank's part of it) -> derivative of the loss that the head may use before the loss is computed; None if there is none.
@@ -32,7 +32,7 @@ SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]
 
 
 def train(
-    model: SequenceOf[torch.nn.Module], micro_batches: SequenceOf[MicroBatch], loss: Any, parallel: ParallelState, routing: RouterPass
+    model: SequenceOf[torch.nn.Module], micro_batches: SequenceOf[MicroBatch], loss: Any, parallel: ParallelState, routing: RouterReplayPass
 ) -> list[Any]:
     """Run forward and backward of every micro-batch and reduce the gradients over ranks at the end. Collective.
 
@@ -96,7 +96,7 @@ def _run(
     model_kwargs: dict[str, Any],
     *,
     make_slope: SlopeOf | None = None,
-    routing: RouterPass,
+    routing: RouterReplayPass,
     trains: bool,
 ) -> list[Any]:
     """Run one pass of Megatron-Core's schedule.
@@ -214,19 +214,19 @@ class ModelScorer:
             The log-probs as of `logprobs`, float32 [C] per micro-batch; and under `router_replay_mode` R2 the experts, int16 [T, MoE
             layers, k] per micro-batch, else None.
         """
-        routing = RouterPass(replays=self.replay == "R3", records=self.replay == "R2")
+        routing = RouterReplayPass(replays=self.replay == "R3", records=self.replay == "R2")
         values = self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches, routing=routing))
         if self.replay != "R2":
             return values, None
         config: Any = self.model[0].config
         return values, routing.recorded(micro_batches, self.parallel, (sum(config.moe_layer_freq), config.moe_router_topk))
 
-    def router_pass(self) -> RouterPass:
+    def router_pass(self) -> RouterReplayPass:
         """Return what the routers do in an ordinary pass: replay, or route by themselves."""
-        return RouterPass(replays=self.replay != "disabled")
+        return RouterReplayPass(replays=self.replay != "disabled")
 
     def last_stage_logprobs(
-        self, micro_batches: SequenceOf[MicroBatch], *, temperature: float | None = None, routing: RouterPass | None = None
+        self, micro_batches: SequenceOf[MicroBatch], *, temperature: float | None = None, routing: RouterReplayPass | None = None
     ) -> list[np.ndarray]:
         """Return the log-probs as of `logprobs`, on ranks of the last pipeline stage only; an empty list elsewhere.
 
@@ -253,7 +253,7 @@ class ModelScorer:
         return self._read(micro_batches, lambda _, entropy: entropy, temperature=None, with_entropy=True)
 
     def _read(
-        self, micro_batches: SequenceOf[MicroBatch], select: Callable, *, routing: RouterPass | None = None, **model_kwargs: Any
+        self, micro_batches: SequenceOf[MicroBatch], select: Callable, *, routing: RouterReplayPass | None = None, **model_kwargs: Any
     ) -> list:
         """Run the forward only.
 

@@ -27,10 +27,10 @@ from megatron_grpo.core.parallel.layout import sequence_alignment
 from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy import gradient_check as checks
 from megatron_grpo.core.policy import passes, sharded_state
-from megatron_grpo.core.policy.gradient_check import Gradient, GradientCheck, SkipCounter, SkippedStep
+from megatron_grpo.core.policy.gradient_check import GradientCheck, GradientStats, SkipCounter, SkippedStep
 from megatron_grpo.core.policy.hf_export import MegatronToHF
 from megatron_grpo.core.policy.memory_offload import Part, PolicyOffloader, Role, iterate_tensors
-from megatron_grpo.core.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
+from megatron_grpo.core.policy.optimizer import TrainableModel, gradient_norm, own_norm, reload_main_params
 from megatron_grpo.core.policy.passes import ModelScorer, StepLoss
 from megatron_grpo.core.policy.router import routers
 from megatron_grpo.core.types import GlobalBatch, RowKey, TrainingMicroBatch
@@ -156,7 +156,7 @@ class Policy:
 
     def __init__(
         self,
-        model: Trainable,
+        model: TrainableModel,
         scorer: ModelScorer,
         *,
         loss: GrpoLoss,
@@ -223,7 +223,7 @@ class Policy:
             gradient = ReducedGradient(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
             if hooks is not None:
                 hooks.on_gradients_reduced(gradient)
-            allowed = self.gradient_check.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
+            allowed = self.gradient_check.allows(GradientStats(step=batch.step, norm=metrics["grad_norm"]))
             self.skips = self.skips.after(is_skipped=not allowed)
             if not allowed:
                 skipped_step = self._refusal(loss, metrics["grad_norm"], local_sum)

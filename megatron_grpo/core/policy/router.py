@@ -28,7 +28,7 @@ from megatron_grpo.core.types import MicroBatch
 vars(moe_utils).setdefault("te_general_gemm", None)
 
 
-class RouterPass:
+class RouterReplayPass:
     """One pass of a model, as its routers use it.
 
     Args:
@@ -125,7 +125,7 @@ class PolicyRouter(TopKRouter):
     """
 
     num_routed_tokens: int = 0
-    running: RouterPass
+    running: RouterReplayPass
     copies: torch.Tensor
 
     @property
@@ -231,7 +231,7 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[PolicyRouter]:
 
 
 @contextmanager
-def routers_replay(model: Sequence[torch.nn.Module], batches: Sequence[LocalBatch], running: RouterPass) -> Iterator[None]:
+def routers_replay(model: Sequence[torch.nn.Module], batches: Sequence[LocalBatch], running: RouterReplayPass) -> Iterator[None]:
     """Give the routers of a model the micro-batches of a pass, inside the block.
 
     Args:

@@ -68,7 +68,7 @@ def _checkpoint_layers(tower: Any) -> None:
     tower.disable_input_require_grads()
 
 
-class Vision(torch.nn.Module):
+class VisionEncoder(torch.nn.Module):
     """Vision part of a model, which encodes images and puts their tokens at the placeholders of the packed stream.
 
     Args:

@@ -28,7 +28,16 @@ from megatron_grpo.core.rollout import vllm_patches, vllm_requests
 from megatron_grpo.core.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.core.rollout.experts import ExpertLayers, collect_group_experts, completion_routes
 from megatron_grpo.core.rollout.probes import probe_sequences
-from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, EngineShare, EngineTurns, LeadingTurns, Player, follow_engine, lead_engine
+from megatron_grpo.core.rollout.turns import (
+    DONE,
+    GIVES_UP,
+    EngineAssignment,
+    EngineTurnSampler,
+    EpisodeLoop,
+    LeaderTurnSampler,
+    follow_engine,
+    lead_engine,
+)
 from megatron_grpo.core.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.core.rollout.vllm_weights import AdapterSlot, WeightLoader, copy_buffers, missing_sentence, refuse_changed
 from megatron_grpo.core.settings import RolloutConfig
@@ -175,7 +184,7 @@ class ColocatedEngine:
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
         return [Group(prompt=prompt, completions=tuple(row)) for prompt, row in list(zip(local, answers, strict=True))[share]]
 
-    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
+    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], EpisodeLoop]) -> list[Group]:
         """Run the episodes of the prompts; see `rollout.turns.TurnEngine`. The first rank of each engine runs them.
 
         Args:
@@ -217,8 +226,9 @@ class ColocatedEngine:
         # The ranks of one engine make the same requests in the same order, and so need no leader, as episodes do.
         assert self.partial_generation is not None
         generation = self.partial_generation(
-            EngineTurns(self._llm.llm_engine, sampling, version=self.version, adapter=adapter), sampling, seed=seed, version=self.version,
-            share=EngineShare(rank=self._rank, num_engines=self._num_replicas, ranks_per_engine=self._tensor_parallel_size),
+            EngineTurnSampler(self._llm.llm_engine, sampling, version=self.version, adapter=adapter),
+            sampling, seed=seed, version=self.version,
+            share=EngineAssignment(rank=self._rank, num_engines=self._num_replicas, ranks_per_engine=self._tensor_parallel_size),
             decode_text=lambda prompt, completion: vllm_requests.decode_completion(
                 self._llm.get_tokenizer(), prompt.token_ids, completion.token_ids.tolist(), sampling, is_stopped=completion.finish_reason
                 == "stop"
@@ -227,11 +237,11 @@ class ColocatedEngine:
         )  # fmt: skip
         return generation.begin(prompts, partial)
 
-    def _turns(self, sampling: SamplingSettings, adapter: Any) -> EngineTurns:
+    def _turns(self, sampling: SamplingSettings, adapter: Any) -> EngineTurnSampler:
         engine = self._llm.llm_engine
         if self._rank_in_engine or self._tensor_parallel_size == 1:
-            return EngineTurns(engine, sampling, version=self.version, adapter=adapter)
-        return LeadingTurns(engine, sampling, self._broadcast, version=self.version, adapter=adapter)
+            return EngineTurnSampler(engine, sampling, version=self.version, adapter=adapter)
+        return LeaderTurnSampler(engine, sampling, self._broadcast, version=self.version, adapter=adapter)
 
     def _broadcast(self, value: Any) -> Any:
         """Broadcast the value of the first rank of this engine to all of its ranks."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.core.batching.prefix_groups import FREE
-from megatron_grpo.core.types import Sequence as Tokens
+from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.shape import ModelShape
 
 
@@ -69,7 +69,7 @@ class ExpertLayers:
             )
         return routed[:, self.layers].astype(np.int16)
 
-    def check(self, sequence: Tokens) -> None:
+    def check(self, sequence: TokenSequence) -> None:
         """Check that each token takes k different experts in every layer, or routes freely in all of them.
 
         Args:

@@ -46,7 +46,7 @@ class TurnSampler(Protocol):
         """Number of turns that are requested and not yet sampled."""
 
 
-class Player(Protocol):
+class EpisodeLoop(Protocol):
     """Player of the episodes of some prompts, whose groups it returns at the end."""
 
     def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
@@ -71,9 +71,9 @@ class Player(Protocol):
 
 
 class TurnEngine(Sampler, Protocol):
-    """A sampler that can sample the turns of episodes for a `Player`."""
+    """A sampler that can sample the turns of episodes for an `EpisodeLoop`."""
 
-    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
+    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], EpisodeLoop]) -> list[Group]:
         """Run the episodes of the prompts. Collective, and each group is complete and on one rank, as in `generate`.
 
         After WeightsLostError it may be called again with a `begin` that returns the same player: its open turns are then sampled with
@@ -112,7 +112,7 @@ def hash_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=4).digest(), "big")
 
 
-class EngineTurns:
+class EngineTurnSampler:
     """A vLLM engine inside this process as a `TurnSampler`.
 
     Args:
@@ -197,7 +197,7 @@ class EngineTurns:
         )
 
 
-class LeadingTurns(EngineTurns):
+class LeaderTurnSampler(EngineTurnSampler):
     """Turns on the first of several ranks that share an engine: it sends the requests that join before each step to the other ranks.
 
     Environments respond at different times on different ranks, so this rank alone runs them; otherwise the ranks would step different
@@ -237,7 +237,7 @@ class LeadingTurns(EngineTurns):
         self._broadcast(state)
 
 
-def follow_engine(turns: EngineTurns, receive: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:
+def follow_engine(turns: EngineTurnSampler, receive: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:
     """Repeat the steps of the first rank of a shared engine on another of its ranks, until the first rank rests.
 
     Args:
@@ -267,7 +267,7 @@ def _digest(turns: Sequence[tuple[Key, SampledTurn]]) -> bytes:
     return hashlib.blake2b(repr([(key, sampled.token_ids) for key, sampled in turns]).encode(), digest_size=8).digest()
 
 
-def lead_engine(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], *, version: int) -> float:
+def lead_engine(player: EpisodeLoop, turns: TurnSampler, should_cancel: Callable[[], bool], *, version: int) -> float:
     """Run episodes until all have ended, the run cancels them, or it is time to synchronize with the other ranks.
 
     The limit is SECONDS_BETWEEN_AGREEMENTS: ranks that have nothing left to run must learn that this one is alive.
@@ -332,7 +332,7 @@ def _wait_on_rank(is_done: Callable[[float], bool], seconds: float, should_cance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShare:
+class EngineAssignment:
     """Prompts that the engine of a rank samples, and those whose groups this rank returns. They depend on the prompt's number alone."""
 
     rank: int

@@ -7,5 +7,5 @@ from megatron_grpo.core.rollout.experts import wire_cpu_runner
 wire_cpu_runner()  # the engine's process validates its configuration again, after the process that created it
 
 
-class OneCallExecutor(MultiprocExecutor):
+class PatchedMultiprocExecutor(MultiprocExecutor):
     """vLLM's multiprocess executor, unchanged; importing this module applies the patch."""

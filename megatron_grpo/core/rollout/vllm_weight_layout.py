@@ -50,7 +50,7 @@ class TensorView:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorForm:
+class TensorLayout:
     """Shape, stride and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class TensorForm:
     dtype: torch.dtype
 
     @classmethod
-    def from_tensor(cls, tensor: torch.Tensor) -> TensorForm:
+    def from_tensor(cls, tensor: torch.Tensor) -> TensorLayout:
         """Return the form of a tensor.
 
         Args:
@@ -126,8 +126,8 @@ class ModuleWeights:
     """
 
     module: torch.nn.Module
-    loaded: dict[str, TensorForm]
-    live: dict[str, TensorForm]
+    loaded: dict[str, TensorLayout]
+    live: dict[str, TensorLayout]
     packed: frozenset[str]
     padding: list[tuple[str, TensorView, float]]
     num_copies: int
@@ -157,11 +157,11 @@ class ModuleWeights:
 
     def is_as_learnt(self) -> bool:
         """Return whether the engine's weights have the recorded forms."""
-        return all(TensorForm.from_tensor(getattr(self.module, name)) == form for name, form in self.live.items())
+        return all(TensorLayout.from_tensor(getattr(self.module, name)) == form for name, form in self.live.items())
 
 
 @dataclass(slots=True)
-class CopyTable:
+class CopyRecord:
     """Copies of a sync, by names of synced tensors: their shapes, and the copies to make of them; none where vLLM does not use a tensor."""
 
     units: list[ModuleWeights] = field(default_factory=list)
@@ -231,7 +231,7 @@ PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFu
 class _CopiesOfWeight:
     """Copies into one weight without duplicates, because vLLM loads some twice."""
 
-    form: TensorForm
+    form: TensorLayout
     copies: dict[tuple[str, TensorView, TensorView | None], None] = field(default_factory=dict)  # (name, to, part)
     padding: dict[tuple[TensorView, float], None] = field(default_factory=dict)
 
@@ -258,7 +258,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module, pack: Pack):
         super().__init__()
         self.packed: set[torch.nn.Module] = set()  # modules whose experts are packed already
-        self._pack, self._table, self._reason, self._is_trying = pack, CopyTable(), "", False
+        self._pack, self._table, self._reason, self._is_trying = pack, CopyRecord(), "", False
         self._paths = {module: path for path, module in model.named_modules()}
         weights_of_modules = [(module, weight, tensor) for module in model.modules() for weight, tensor in own_tensors(module).items()]
         self._kept = {
@@ -267,7 +267,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self._clones: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by address of a clone
         # Clones made by vLLM: name, part of our clone, form. An address may have been reused since; the test would detect it.
-        self._parts: dict[int, tuple[str, TensorView, TensorForm]] = {}
+        self._parts: dict[int, tuple[str, TensorView, TensorLayout]] = {}
         self._zeroed: set[str] = set()  # tensors that vLLM zeroes on this rank
         self._layer: torch.nn.Module | None = None  # layer that vLLM is loading
         self._records: dict[tuple[torch.nn.Module, str], _CopiesOfWeight] = {}
@@ -291,7 +291,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         if function in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
             self._note(args[0], args[1])
         elif function is torch.ops.aten.clone.default and (name := self._names.get(_address(args[0]))) in self._clones:
-            self._parts[_address(result)] = name, TensorView.from_view(args[0], self._clones[name]), TensorForm.from_tensor(result)
+            self._parts[_address(result)] = name, TensorView.from_view(args[0], self._clones[name]), TensorLayout.from_tensor(result)
         elif function is torch.ops.aten.zero_.default and (name := self._names.get(_address(args[0]))) in self._clones:
             self._zeroed.add(name)
         return result
@@ -301,19 +301,19 @@ class WeightLayoutRecorder(TorchDispatchMode):
         module, weight, base = loading.get(_address(target)) or self._kept.get(_address(target)) or (None, "", target)
         if module is None or not base.numel():
             return
-        record = self._records.setdefault((module, weight), _CopiesOfWeight(TensorForm.from_tensor(base)))
+        record = self._records.setdefault((module, weight), _CopiesOfWeight(TensorLayout.from_tensor(base)))
         if not isinstance(source, torch.Tensor):
             record.padding[TensorView.from_view(target, base), source] = None
         elif (name := self._names.get(_address(source))) in self._zeroed:
             record.padding[TensorView.from_view(target, base), 0.0] = None
         elif name in self._clones:
             clone = self._clones[name]
-            part = None if TensorForm.from_tensor(source) == TensorForm.from_tensor(clone) else TensorView.from_view(source, clone)
+            part = None if TensorLayout.from_tensor(source) == TensorLayout.from_tensor(clone) else TensorView.from_view(source, clone)
             record.copies[name, TensorView.from_view(target, base), part] = None
         elif (
             (cloned := self._parts.get(_address(source))) is not None
             and cloned[0] in self._clones
-            and cloned[2] == TensorForm.from_tensor(source)
+            and cloned[2] == TensorLayout.from_tensor(source)
         ):
             record.copies[cloned[0], TensorView.from_view(target, base), cloned[1]] = None
 
@@ -334,7 +334,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
             self.packed.add(module)
         self._reason = self._reason or self._add(module, weights)
 
-    def outcome(self) -> tuple[CopyTable | None, str | None]:
+    def outcome(self) -> tuple[CopyRecord | None, str | None]:
         """Return (table, None), or (None, the reason why there is none)."""
         for module, weight in [
             key for key, record in self._records.items() if record.copies
@@ -354,7 +354,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         names = {name for record in records_here.values() for name, _, _ in record.copies}
         if unknown := names - self._clones.keys():
             return f"{min(unknown)} is copied to {path} and to another layer"
-        live = {weight: TensorForm.from_tensor(getattr(module, weight)) for weight in records_here}
+        live = {weight: TensorLayout.from_tensor(getattr(module, weight)) for weight in records_here}
         unit = ModuleWeights(
             module=module, loaded={weight: record.form for weight, record in records_here.items()}, live=live,
             packed=frozenset(weight for weight, record in records_here.items() if self._is_packed(module, weight) or live[weight] !=
@@ -406,7 +406,7 @@ class SavedTensors:
         return (
             current.keys() == self.tensors.keys()
             and all(
-                TensorForm.from_tensor(current[name]) == TensorForm.from_tensor(saved) and is_bitwise_equal(current[name], saved)
+                TensorLayout.from_tensor(current[name]) == TensorLayout.from_tensor(saved) and is_bitwise_equal(current[name], saved)
                 for name, (_, saved) in self.tensors.items()
             )
             and is_bitwise_equal(self.answer, self._answer(unit))

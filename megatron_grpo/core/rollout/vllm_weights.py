@@ -16,7 +16,7 @@ import torch
 
 from megatron_grpo.core.rollout import vllm_patches
 from megatron_grpo.core.rollout.engine import WeightSyncError
-from megatron_grpo.core.rollout.vllm_weight_layout import CopyTable, Named, Pack, WeightLayoutRecorder, is_bitwise_equal
+from megatron_grpo.core.rollout.vllm_weight_layout import CopyRecord, Named, Pack, WeightLayoutRecorder, is_bitwise_equal
 from megatron_grpo.core.weights.buckets import WeightUpdate, joined
 from megatron_grpo.core.weights.lora import A, B, LoraSync, find_module
 
@@ -29,13 +29,13 @@ class WeightLoader:
     """Loader of synced weights into one engine, in the process that holds its weights. It keeps the table of copies between syncs."""
 
     def __init__(self) -> None:
-        self.tables: dict[bool, CopyTable] = {}  # by whether the weight sync contains the vision tower
+        self.tables: dict[bool, CopyRecord] = {}  # by whether the weight sync contains the vision tower
         self.reason: str | None = None  # why there can be no table
         self._loaded_buffers: set[str] = set()  # buffers that are weights, by vLLM's names
         self.pack: Pack = vllm_patches.pack
 
     @property
-    def table(self) -> CopyTable | None:
+    def table(self) -> CopyRecord | None:
         """Table of weight syncs without a vision tower."""
         return self.tables.get(False)
 

@@ -19,7 +19,7 @@ from megatron_grpo.core.rollout.engine import ROUNDING, BackgroundSampler, Gener
 from megatron_grpo.core.rollout.sampling_mask import TIES
 from megatron_grpo.core.trainer.scored_rollout import GroupScorer, gather_metadata
 from megatron_grpo.core.types import Completion, Group, GroupMetadata, Prompt, ScoredGroup
-from megatron_grpo.core.types import Sequence as Tokens
+from megatron_grpo.core.types import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from megatron_grpo.core.rollout.experts import ExpertLayers
@@ -281,7 +281,7 @@ class InvalidSamplingMaskError(RunError):
     """Error raised if a sampling mask is missing or impossible: the trainer's softmax would run over other tokens than the sampler's."""
 
 
-def check_sampling_mask(sequence: Tokens, top_k: int) -> None:
+def check_sampling_mask(sequence: TokenSequence, top_k: int) -> None:
     """Check the sampling mask of a sequence.
 
     Each masked token must be one of the distinct token IDs that survived filtering at its position, and at most `1 + top_k + TIES` may

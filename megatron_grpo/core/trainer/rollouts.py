@@ -22,7 +22,7 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.generation import RolloutGenerator
-from megatron_grpo.core.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
+from megatron_grpo.core.trainer.sample_buffer import DistributedRows, deliver, local_samples, score_rows, without_experts
 from megatron_grpo.core.trainer.scored_rollout import PartialRolloutInfo, ScoredRollout, check_failures
 from megatron_grpo.core.types import (
     SHARED_FIELDS,
@@ -120,7 +120,7 @@ class KlPenalty:
     reference: Reference
     beta: float
 
-    def __call__(self, placed: PlacedRows) -> tuple[np.ndarray, dict[RowKey, np.ndarray]]:
+    def __call__(self, placed: DistributedRows) -> tuple[np.ndarray, dict[RowKey, np.ndarray]]:
         """Compute the penalties. Collective.
 
         Args:
@@ -146,7 +146,7 @@ class KlPenalty:
 class Teacher(Protocol):
     """Teacher model that scores sampled tokens. `megatron_grpo.plugins.teacher.trainer` has two implementations."""
 
-    def __call__(self, placed: PlacedRows) -> dict[RowKey, np.ndarray]:
+    def __call__(self, placed: DistributedRows) -> dict[RowKey, np.ndarray]:
         """Score the masked tokens of rows. Collective.
 
         Args:
@@ -384,7 +384,7 @@ class Rollouts:
         _check_versions(number, result.sampled, at_least=table.oldest_version(number), at_most=version_collected)
         rows, trains = self._rows(number, metas, version_collected)
         completions = self._held(rows, scored_groups)
-        placed = PlacedRows(rows=rows, sequences={key: completion.sequence for key, completion in completions.items()})
+        placed = DistributedRows(rows=rows, sequences={key: completion.sequence for key, completion in completions.items()})
         penalty, logprobs = None, None
         if self.penalty is not None:
             with self.generator.timers("ref_logprobs"):

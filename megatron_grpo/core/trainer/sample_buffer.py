@@ -36,7 +36,7 @@ Scores = tuple[list[np.ndarray], list[np.ndarray] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedRows:
+class DistributedRows:
     """Rows that are distributed over data-parallel ranks.
 
     Args:
@@ -58,7 +58,7 @@ class ScoredRows:
         experts: int16 [T, MoE layers, k] of each row that this rank now holds; None if they are not needed.
     """
 
-    rows: PlacedRows
+    rows: DistributedRows
     logprobs: dict[RowKey, np.ndarray]
     experts: dict[RowKey, np.ndarray] | None
 
@@ -101,7 +101,7 @@ def _to_dp_ranks(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelSta
 
 
 def score_rows(
-    rows: PlacedRows, *, score: Callable[[SequenceOf[MicroBatch]], Scores], cut: BatchPartitioner, parallel: ParallelState
+    rows: DistributedRows, *, score: Callable[[SequenceOf[MicroBatch]], Scores], cut: BatchPartitioner, parallel: ParallelState
 ) -> ScoredRows:
     """Compute the log-probs of distributed rows, each on the data-parallel rank that the partition assigns. Collective.
 
@@ -132,7 +132,7 @@ def score_rows(
                 logprobs_by_key[keys[i]] = sequence_by_index[i].scatter(row_values)
                 if experts is not None:
                     routes[keys[i]] = np.where(token_index[:, None, None] < 0, FREE, experts[number][token_index])
-    scored = PlacedRows(rows=replace(rows.rows, dp_rank=dp_rank), sequences={key: sequences[key] for key in logprobs_by_key})
+    scored = DistributedRows(rows=replace(rows.rows, dp_rank=dp_rank), sequences={key: sequences[key] for key in logprobs_by_key})
     return ScoredRows(
         rows=scored,
         logprobs=logprobs_by_key,
@@ -150,7 +150,7 @@ def without_experts(logprobs: Callable[[SequenceOf[MicroBatch]], list[np.ndarray
 
 
 def _same_experts_in_shared_prefixes(
-    routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, parallel: ParallelState
+    routes: Mapping[RowKey, np.ndarray], rows: DistributedRows, parallel: ParallelState
 ) -> dict[RowKey, np.ndarray]:
     """Give the common prefix of a group the experts of its first row, so that it can be computed once. Collective.
 
@@ -272,14 +272,14 @@ class SampleBuffer:
         num_masked[moved.rows.find_indices(*np.array(sorted(invalid), dtype=np.int64).reshape(-1, 2).T)] = 0
         return replace(moved, rows=replace(moved.rows, num_masked=num_masked))
 
-    def placed(self, index: np.ndarray | None = None) -> PlacedRows:
-        """Return rows as `PlacedRows`.
+    def placed(self, index: np.ndarray | None = None) -> DistributedRows:
+        """Return rows as `DistributedRows`.
 
         Args:
             index: Indices of the rows, int64 [k]; None for all.
         """
         rows = self.rows if index is None else self.rows.take(index)
-        return PlacedRows(rows=rows, sequences=self.samples)
+        return DistributedRows(rows=rows, sequences=self.samples)
 
     def _rows_with_invalid_logprobs(self, logprobs: Mapping[RowKey, np.ndarray]) -> set[RowKey]:
         """Return the rows, of all ranks, that have log-probs that are not finite. Collective."""

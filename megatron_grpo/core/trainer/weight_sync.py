@@ -75,7 +75,7 @@ class WeightSyncManager:
     """
 
     def __init__(
-        self, policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, verify: bool, is_coarse: bool = False,
+        self, policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, verify: bool, is_low_precision: bool = False,
         starts_as_checkpoint: bool = True, print_line: Callable[[str], None] | None = None, hint: str = "",
     ):  # fmt: skip
         """Set up the manager.
@@ -91,7 +91,7 @@ class WeightSyncManager:
             hint: Sentence appended to the error of a failed check.
         """
         self._print_line, self._num_printed, self._hint = print_line, 0, hint
-        self.policy, self.receiver, self.verify, self.is_coarse = policy, receiver, verify, is_coarse
+        self.policy, self.receiver, self.verify, self.is_low_precision = policy, receiver, verify, is_low_precision
         self._is_proven, self._has_policy = not verify, starts_as_checkpoint
 
     def sync_weights(self, version: int) -> SyncStats | None:
@@ -128,9 +128,9 @@ class WeightSyncManager:
             self._check_adapter()
         stats = SyncStats()
         if not self._has_policy or self.receiver.version != version:
-            stats = sync(self.policy, self.receiver, version=version, verify=self.verify, is_coarse=self.is_coarse)
+            stats = sync(self.policy, self.receiver, version=version, verify=self.verify, is_low_precision=self.is_low_precision)
         else:
-            stats = check_weights(self.policy, self.receiver, version=version, is_coarse=self.is_coarse)
+            stats = check_weights(self.policy, self.receiver, version=version, is_low_precision=self.is_low_precision)
         self._is_proven = self._has_policy = True
         self._print_image_difference(version, stats)
         return stats
@@ -159,7 +159,7 @@ class WeightSyncManager:
             with_trial = np.concatenate(_logprobs(self.policy, self.receiver.probes()))
             self.policy.free_memory(keep="weights")
             _send_weights(self.receiver, replace(update, version=NO_VERSION))
-            check_weights(self.policy, self.receiver, version=NO_VERSION, is_coarse=self.is_coarse)
+            check_weights(self.policy, self.receiver, version=NO_VERSION, is_low_precision=self.is_low_precision)
             engine_logprobs = {name: np.concatenate(scores) for name, scores in self.receiver.scores(self.receiver.probes()).items()}
         without_trial = np.concatenate(_logprobs(self.policy, self.receiver.probes()))
         local = {name: _followed_share(scores, with_trial, without_trial) for name, scores in engine_logprobs.items()}
@@ -168,7 +168,9 @@ class WeightSyncManager:
             raise WeightSyncError(problem)
 
 
-def sync(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
+def sync(
+    policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, version: int, verify: bool, is_low_precision: bool = False
+) -> SyncStats:
     """Push the policy's weights to the engine. Collective over all ranks.
 
     Args:
@@ -186,7 +188,7 @@ def sync(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, version: in
         for update in policy.updates(version, has_base=receiver.has_base):
             counted = _send_weights(receiver, update)
             num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
-    stats = check_weights(policy, receiver, version=version, is_coarse=is_coarse) if verify else SyncStats()
+    stats = check_weights(policy, receiver, version=version, is_low_precision=is_low_precision) if verify else SyncStats()
     return replace(stats, num_tensors=num_tensors, num_bytes=num_bytes)
 
 
@@ -197,7 +199,7 @@ def _send_weights(receiver: WeightReceiver, update: WeightUpdate) -> _CountingIt
     return counted
 
 
-def check_weights(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, version: int, is_coarse: bool = False) -> SyncStats:
+def check_weights(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, version: int, is_low_precision: bool = False) -> SyncStats:
     """Compare the log-probs of trainer and engines on the probes, over all engines. Collective over all ranks.
 
     Called once before the first rollout, it verifies that both sides loaded the same checkpoint.
@@ -229,7 +231,7 @@ def check_weights(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, ve
             version=receiver.version, uncached=uncached, cached=cached, with_images=max(with_images, default=float("nan"))
         )
     reports = _gather_by_engine(reports_here)
-    problem = _problem(reports, version, is_coarse or receiver.dtype != "float32")
+    problem = _problem(reports, version, is_low_precision or receiver.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)
     differences_of_all = np.concatenate([np.concatenate([report.uncached, report.cached]) for report in reports.values()])
@@ -308,7 +310,7 @@ class _EngineDifferences:
     with_images: float = float("nan")  # the largest of a probe with an image
 
 
-def _problem(reports: Mapping[str, _EngineDifferences], version: int, is_coarse: bool) -> str | None:
+def _problem(reports: Mapping[str, _EngineDifferences], version: int, is_low_precision: bool) -> str | None:
     """Return the problem with the reports, by the engine's name, or None."""
     other_versions = {name: report.version for name, report in reports.items() if report.version != version}
     if other_versions:
@@ -316,13 +318,15 @@ def _problem(reports: Mapping[str, _EngineDifferences], version: int, is_coarse:
 
     def is_good(differences: np.ndarray, mean_bound: float) -> bool:
         # Written so that NaN is not good.
-        return bool(differences.mean() <= mean_bound if is_coarse else differences.max() <= FLOAT32_MAX)
+        return bool(differences.mean() <= mean_bound if is_low_precision else differences.max() <= FLOAT32_MAX)
 
     bad_uncached = [name for name, report in reports.items() if not is_good(report.uncached, BFLOAT16_MEAN)]
     bad_cached = [name for name, report in reports.items() if not is_good(report.cached, BFLOAT16_MEAN_CACHED)]
     if not bad_uncached and not bad_cached:
         return None
-    bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at a token"
+    bound = (
+        f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_low_precision else f"{FLOAT32_MAX} at a token"
+    )
     different = {name: reports[name] for name in reports if name in {*bad_uncached, *bad_cached}}
     lines = [
         f"The rollout engine does not sample from {_name(version)}.",

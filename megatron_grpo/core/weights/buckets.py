@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_grpo.core.weights.names import ShardCut
+from megatron_grpo.core.weights.names import ShardSplit
 
 if TYPE_CHECKING:
     import torch
@@ -35,14 +35,14 @@ class BucketPart(IntEnum):
     EXPERTS = 2  # the ranks that share a stage's experts: expert tensor parallel x expert parallel
 
     @classmethod
-    def from_cut(cls, cut: ShardCut, is_expert: bool) -> BucketPart:
+    def from_cut(cls, cut: ShardSplit, is_expert: bool) -> BucketPart:
         """Return the part for a parameter with this cut.
 
         Args:
             cut: How the parameter is cut into shards.
             is_expert: Whether it belongs to an expert.
         """
-        return cls.EXPERTS if is_expert else cls.WHOLE if cut is ShardCut.REPLICATED else cls.DENSE
+        return cls.EXPERTS if is_expert else cls.WHOLE if cut is ShardSplit.REPLICATED else cls.DENSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class RankCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedParameter:
+class ParameterPlacement:
     """One parameter of the whole model, as each rank that holds it has it.
 
     Args:
@@ -175,7 +175,7 @@ class Bucket:
         return sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.travels(part))
 
 
-def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) -> list[Bucket]:
+def fill(owned: Iterable[ParameterPlacement], ranks: RankCounts, bucket_bytes: int) -> list[Bucket]:
     """Distribute parameters over buckets of at most `bucket_bytes` of full tensors.
 
     What does not fit into the rest of a bucket is sliced. A parameter that cannot be sliced, and is larger, has its own bucket.
@@ -188,7 +188,7 @@ def fill(owned: Iterable[OwnedParameter], ranks: RankCounts, bucket_bytes: int) 
     Raises:
         ValueError: Parameters of several expert ranks at one position differ in shape, dtype or part; one gather takes them all.
     """
-    by_position: dict[tuple[int, tuple[int, int, int]], list[OwnedParameter]] = {}
+    by_position: dict[tuple[int, tuple[int, int, int]], list[ParameterPlacement]] = {}
     for tensor in owned:
         by_position.setdefault((tensor.stage, tensor.place), []).append(tensor)
     buckets: list[Bucket] = []

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_grpo.core.base.errors import Problem, problem_with
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.core.weights.families import FAMILIES
-from megatron_grpo.core.weights.names import Packing, ShardCut, WeightEntry, entries_in_layers, layer_entries
+from megatron_grpo.core.weights.names import ShardSplit, TensorFusion, WeightEntry, entries_in_layers, layer_entries
 from megatron_grpo.core.weights.safetensors_files import file_error
 from megatron_grpo.core.weights.shape import ModelShape
 
@@ -360,7 +360,7 @@ def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
             inner=inner,
             megatron=entry.megatron.removesuffix(".weight"),
             is_expert=entry.is_expert,
-            is_row=entry.cut is ShardCut.ROW,
+            is_row=entry.cut is ShardSplit.ROW,
         )
         for entry in filter(is_linear, entries_in_layers(shape))
         for name, (out, inner) in entry.hf
@@ -412,16 +412,16 @@ def adapter_entries(entry: WeightEntry, rank: int) -> tuple[WeightEntry, WeightE
         entry: Row of a linear weight.
         rank: Rank of the adapter.
     """
-    is_row = entry.cut is ShardCut.ROW
+    is_row = entry.cut is ShardSplit.ROW
     inner = tuple((name.removesuffix(".weight") + A, (rank, size[1])) for name, size in entry.hf)
     outer = tuple((name.removesuffix(".weight") + B, (size[0], rank)) for name, size in entry.hf)
-    shared = ShardCut.REPLICATED
+    shared = ShardSplit.REPLICATED
     return (
         replace(
             entry,
             megatron=entry.megatron.replace(".weight", ".lora_a"),
             hf=inner,
-            packing=Packing.STACK,
+            packing=TensorFusion.STACK,
             cut=entry.cut if is_row else shared,
         ),
         replace(entry, megatron=entry.megatron.replace(".weight", ".lora_b"), hf=outer, cut=shared if is_row else entry.cut),

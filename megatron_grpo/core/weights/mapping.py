@@ -18,8 +18,8 @@ from megatron_grpo.core.weights.families import FAMILIES
 from megatron_grpo.core.weights.hf_files import stored_name
 from megatron_grpo.core.weights.names import (
     NAMINGS,
-    Packing,
-    ShardCut,
+    ShardSplit,
+    TensorFusion,
     WeightEntry,
     grouped_experts,
     hf_shapes,
@@ -228,7 +228,7 @@ class WeightMap:
             tensors.append(tensor)
         rank, ranks = (expert_tp_rank, expert_tp_size) if entry.is_expert else (tp_rank, tp_size)
         full = _PACK[entry.packing](tensors, self.shape)
-        if entry.cut is ShardCut.VOCAB:
+        if entry.cut is ShardSplit.VOCAB:
             full = torch.cat([full, full.new_zeros(self.padded_vocab_size - len(full), *full.shape[1:])])
         _check_divides(name, entry.cut, full, ranks)
         return _CUT[entry.cut](full, rank, ranks).contiguous()
@@ -249,7 +249,7 @@ class WeightMap:
         if entry.is_copy:
             return
         full = shards[0] if len(shards) == 1 else _JOIN[entry.cut](shards)
-        if entry.cut is ShardCut.VOCAB:
+        if entry.cut is ShardSplit.VOCAB:
             full = full[: self.shape.vocab_size]
         for (template, size), tensor in zip(entry.hf, _UNPACK[entry.packing](full, self.shape, len(entry.hf)), strict=True):
             if tuple(tensor.shape) != size:
@@ -268,7 +268,7 @@ class WeightMap:
             rows: Rows of a shard.
         """
         entry, prefix, expert = self._locate(name)
-        is_grouped = entry.packing in (Packing.QKV, Packing.GATED_QKV)  # one by one, query groups need no copy
+        is_grouped = entry.packing in (TensorFusion.QKV, TensorFusion.GATED_QKV)  # one by one, query groups need no copy
         step = sum(size[0] for _, size in entry.hf) // self.shape.num_query_groups if is_grouped else rows
         for row, column, full in _slices(entry.cut, shards, first, rows, step):
             for (template, size), (begin, part) in zip(entry.hf, _unpack_rows(entry, row, full, self.shape), strict=True):
@@ -357,8 +357,10 @@ def _run(full: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> torch.Tenso
     return full.chunk(ranks, dim)[rank]
 
 
-def _check_divides(name: str, cut: ShardCut, full: torch.Tensor, ranks: int) -> None:
-    rows = {ShardCut.REPLICATED: ranks, ShardCut.ROW: full.shape[-1], ShardCut.GATED_COLUMN: full.shape[0] // 2}.get(cut, full.shape[0])
+def _check_divides(name: str, cut: ShardSplit, full: torch.Tensor, ranks: int) -> None:
+    rows = {ShardSplit.REPLICATED: ranks, ShardSplit.ROW: full.shape[-1], ShardSplit.GATED_COLUMN: full.shape[0] // 2}.get(
+        cut, full.shape[0]
+    )
     if rows % ranks:
         raise ConfigError(
             f"{name}: {rows} channels are not a multiple of {ranks} tensor-parallel ranks: {rows} = {rows // ranks} x {ranks} + "
@@ -370,15 +372,15 @@ def _join_gated(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([shard.chunk(2)[half] for half in (0, 1) for shard in shards])
 
 
-def _slices(cut: ShardCut, shards: Sequence[torch.Tensor], first: int, rows: int, step: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _slices(cut: ShardSplit, shards: Sequence[torch.Tensor], first: int, rows: int, step: int) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield (row, column, part) of the full Megatron parameter from the rows from `first` of all shards, which have `rows` rows.
 
     A part has at most `step` rows.
     """
-    halves = 2 if cut is ShardCut.GATED_COLUMN else 1
+    halves = 2 if cut is ShardSplit.GATED_COLUMN else 1
     length = rows // halves
     for rank, shard in enumerate(shards):
-        if cut is ShardCut.ROW:
+        if cut is ShardSplit.ROW:
             yield first, rank * shard.shape[1], shard
             continue
         for half in range(halves):
@@ -390,7 +392,7 @@ def _slices(cut: ShardCut, shards: Sequence[torch.Tensor], first: int, rows: int
 def _unpack_rows(entry: WeightEntry, start: int, full: torch.Tensor, shape: ModelShape) -> list[tuple[int, torch.Tensor]]:
     """Return (first row, rows) of each Hugging Face tensor from the rows from `start` of the Megatron parameter, without padding."""
     sizes, parts = [size[0] for _, size in entry.hf], []
-    if entry.packing not in (Packing.PLAIN, Packing.STACK):
+    if entry.packing not in (TensorFusion.PLAIN, TensorFusion.STACK):
         unpacked = _UNPACK[entry.packing](full, shape, len(sizes))
         return [(start * size // sum(sizes), part) for size, part in zip(sizes, unpacked, strict=True)]
     for size in sizes:
@@ -401,31 +403,31 @@ def _unpack_rows(entry: WeightEntry, start: int, full: torch.Tensor, shape: Mode
 
 
 _PACK = {
-    Packing.PLAIN: lambda tensors, shape: tensors[0],
-    Packing.QKV: _pack_qkv,
-    Packing.GATED_QKV: _pack_gated_qkv,
-    Packing.DELTA_NET: _pack_delta_net,
-    Packing.STACK: lambda tensors, shape: torch.cat(list(tensors)),
+    TensorFusion.PLAIN: lambda tensors, shape: tensors[0],
+    TensorFusion.QKV: _pack_qkv,
+    TensorFusion.GATED_QKV: _pack_gated_qkv,
+    TensorFusion.DELTA_NET: _pack_delta_net,
+    TensorFusion.STACK: lambda tensors, shape: torch.cat(list(tensors)),
 }
 _UNPACK = {
-    Packing.PLAIN: lambda full, shape, count: [full],
-    Packing.QKV: _unpack_qkv,
-    Packing.GATED_QKV: _unpack_gated_qkv,
-    Packing.DELTA_NET: _unpack_delta_net,
-    Packing.STACK: lambda full, shape, count: full.chunk(count),
+    TensorFusion.PLAIN: lambda full, shape, count: [full],
+    TensorFusion.QKV: _unpack_qkv,
+    TensorFusion.GATED_QKV: _unpack_gated_qkv,
+    TensorFusion.DELTA_NET: _unpack_delta_net,
+    TensorFusion.STACK: lambda full, shape, count: full.chunk(count),
 }
 _CUT = {
-    ShardCut.REPLICATED: lambda full, rank, ranks: full,
+    ShardSplit.REPLICATED: lambda full, rank, ranks: full,
     # With fewer key/value heads than ranks, Megatron still cuts linear_qkv into equal parts within a group, and gathers later.
-    ShardCut.COLUMN: _run,
-    ShardCut.VOCAB: _run,
-    ShardCut.ROW: lambda full, rank, ranks: _run(full, rank, ranks, 1),
-    ShardCut.GATED_COLUMN: lambda full, rank, ranks: torch.cat([_run(half, rank, ranks) for half in full.chunk(2)]),
+    ShardSplit.COLUMN: _run,
+    ShardSplit.VOCAB: _run,
+    ShardSplit.ROW: lambda full, rank, ranks: _run(full, rank, ranks, 1),
+    ShardSplit.GATED_COLUMN: lambda full, rank, ranks: torch.cat([_run(half, rank, ranks) for half in full.chunk(2)]),
 }
 _JOIN = {
-    ShardCut.REPLICATED: lambda shards: shards[0],
-    ShardCut.COLUMN: lambda shards: torch.cat(list(shards)),
-    ShardCut.VOCAB: lambda shards: torch.cat(list(shards)),
-    ShardCut.ROW: lambda shards: torch.cat(list(shards), dim=1),
-    ShardCut.GATED_COLUMN: _join_gated,
+    ShardSplit.REPLICATED: lambda shards: shards[0],
+    ShardSplit.COLUMN: lambda shards: torch.cat(list(shards)),
+    ShardSplit.VOCAB: lambda shards: torch.cat(list(shards)),
+    ShardSplit.ROW: lambda shards: torch.cat(list(shards), dim=1),
+    ShardSplit.GATED_COLUMN: _join_gated,
 }

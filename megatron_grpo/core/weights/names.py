@@ -18,7 +18,7 @@ from megatron_grpo.core.weights.sizes import DeltaNetShape, LayerKind, MlaShape,
 from megatron_grpo.core.weights.vision_towers import MEGATRON
 
 
-class Packing(Enum):
+class TensorFusion(Enum):
     """Way in which the Hugging Face tensors of an entry become one full (TP = 1) Megatron tensor."""
 
     PLAIN = "the tensor itself"
@@ -28,7 +28,7 @@ class Packing(Enum):
     STACK = "one above the other: gate and up"
 
 
-class ShardCut(Enum):
+class ShardSplit(Enum):
     """Way in which the full tensor is divided over tensor-parallel ranks."""
 
     REPLICATED = "every rank has all of it"
@@ -52,8 +52,8 @@ class WeightEntry:
 
     megatron: str
     hf: tuple[tuple[str, tuple[int, ...]], ...]
-    packing: Packing
-    cut: ShardCut
+    packing: TensorFusion
+    cut: ShardSplit
     is_expert: bool = False
     is_buffer: bool = False
     is_copy: bool = False
@@ -69,9 +69,9 @@ def num_units(entry: WeightEntry, rows: int, shape: ModelShape, ranks: int) -> i
         shape: Sizes of the model.
         ranks: RankCounts that hold the shards.
     """
-    if entry.packing in (Packing.PLAIN, Packing.STACK):
+    if entry.packing in (TensorFusion.PLAIN, TensorFusion.STACK):
         return rows
-    whole_groups = entry.packing is not Packing.DELTA_NET and shape.num_query_groups % ranks == 0
+    whole_groups = entry.packing is not TensorFusion.DELTA_NET and shape.num_query_groups % ranks == 0
     return shape.num_query_groups // ranks if whole_groups else 0
 
 
@@ -83,12 +83,12 @@ def outer_entries(shape: ModelShape) -> Iterator[WeightEntry]:
     """
     rows = (shape.vocab_size, shape.hidden_size)
     embedding = ((f"{shape.text_prefix}embed_tokens.weight", rows),)
-    yield WeightEntry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, ShardCut.VOCAB)
+    yield WeightEntry("embedding.word_embeddings.weight", embedding, TensorFusion.PLAIN, ShardSplit.VOCAB)
     yield _norm("decoder.final_layernorm", f"{shape.text_prefix}norm", shape.hidden_size)
     if shape.tied_embeddings:  # exists where the last pipeline stage is not the first
-        yield WeightEntry("output_layer.weight", embedding, Packing.PLAIN, ShardCut.VOCAB, is_copy=True)
+        yield WeightEntry("output_layer.weight", embedding, TensorFusion.PLAIN, ShardSplit.VOCAB, is_copy=True)
     else:
-        yield WeightEntry("output_layer.weight", (("lm_head.weight", rows),), Packing.PLAIN, ShardCut.VOCAB)
+        yield WeightEntry("output_layer.weight", (("lm_head.weight", rows),), TensorFusion.PLAIN, ShardSplit.VOCAB)
     yield from tower_entries(shape)
 
 
@@ -101,7 +101,7 @@ def tower_entries(shape: ModelShape) -> Iterator[WeightEntry]:
     tower = FAMILIES[shape.architecture].tower
     if tower and shape.vision:
         for name, size in tower.tensors(shape.vision, shape.hidden_size):
-            yield _plain_entry(f"{MEGATRON}{name}", f"{tower.prefix}{name}", size, ShardCut.REPLICATED)
+            yield _plain_entry(f"{MEGATRON}{name}", f"{tower.prefix}{name}", size, ShardSplit.REPLICATED)
 
 
 def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[WeightEntry]:
@@ -146,23 +146,23 @@ def entries_in_layers(shape: ModelShape) -> Iterator[WeightEntry]:
 def _attention(shape: ModelShape) -> Iterator[WeightEntry]:
     hidden, gate = shape.hidden_size, shape.attention_output_gate
     sizes = {"q": shape.query_size * (1 + gate), "k": shape.key_size, "v": shape.key_size}
-    packing = Packing.GATED_QKV if gate else Packing.QKV
+    packing = TensorFusion.GATED_QKV if gate else TensorFusion.QKV
     weights = tuple((f"self_attn.{p}_proj.weight", (size, hidden)) for p, size in sizes.items())
-    yield WeightEntry("self_attention.linear_qkv.weight", weights, packing, ShardCut.COLUMN)
+    yield WeightEntry("self_attention.linear_qkv.weight", weights, packing, ShardSplit.COLUMN)
     if shape.qkv_bias:
         biases = tuple((f"self_attn.{p}_proj.bias", (size,)) for p, size in sizes.items())
-        yield WeightEntry("self_attention.linear_qkv.bias", biases, packing, ShardCut.COLUMN)
+        yield WeightEntry("self_attention.linear_qkv.bias", biases, packing, ShardSplit.COLUMN)
     if shape.qk_norm_is_whole:
         for name, size in (("q", shape.query_size), ("k", shape.key_size)):
-            yield _plain_entry(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", (size,), ShardCut.COLUMN)
+            yield _plain_entry(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", (size,), ShardSplit.COLUMN)
     elif shape.qk_norm:
         yield _norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim)
         yield _norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim)
     if shape.sinks:
-        yield _plain_entry("self_attention.core_attention.sinks", "self_attn.sinks", (shape.num_attention_heads,), ShardCut.COLUMN)
-    yield _plain_entry("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), ShardCut.ROW)
+        yield _plain_entry("self_attention.core_attention.sinks", "self_attn.sinks", (shape.num_attention_heads,), ShardSplit.COLUMN)
+    yield _plain_entry("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), ShardSplit.ROW)
     if shape.attention_out_bias:
-        yield _plain_entry("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), ShardCut.REPLICATED)
+        yield _plain_entry("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), ShardSplit.REPLICATED)
 
 
 def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[WeightEntry]:
@@ -173,31 +173,33 @@ def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[WeightEntry]:
     if delta.is_grouped:
         sizes = {"qkvz": 2 * keys + values + gate, "ba": 2 * heads}
     weights = tuple((f"{hf}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
-    yield WeightEntry(f"{megatron}.in_proj.weight", weights, Packing.DELTA_NET, ShardCut.COLUMN)
+    yield WeightEntry(f"{megatron}.in_proj.weight", weights, TensorFusion.DELTA_NET, ShardSplit.COLUMN)
     kernel = ((f"{hf}.conv1d.weight", (2 * keys + values, 1, delta.conv_kernel_dim)),)
-    yield WeightEntry(f"{megatron}.conv1d.weight", kernel, Packing.DELTA_NET, ShardCut.COLUMN)
+    yield WeightEntry(f"{megatron}.conv1d.weight", kernel, TensorFusion.DELTA_NET, ShardSplit.COLUMN)
     for name in ("dt_bias", "A_log"):
-        yield replace(_plain_entry(f"{megatron}.{name}", f"{hf}.{name}", (heads,), ShardCut.COLUMN), is_float32=True)
+        yield replace(_plain_entry(f"{megatron}.{name}", f"{hf}.{name}", (heads,), ShardSplit.COLUMN), is_float32=True)
     yield replace(_norm(f"{megatron}.out_norm", f"{hf}.norm", delta.value_head_dim), is_float32=True)
-    yield _plain_entry(f"{megatron}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, values), ShardCut.ROW)
+    yield _plain_entry(f"{megatron}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, values), ShardSplit.ROW)
 
 
 def _latent_attention(shape: ModelShape, mla: MlaShape) -> Iterator[WeightEntry]:
     hidden, heads, megatron = shape.hidden_size, shape.num_attention_heads, "self_attention"
     query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     if mla.q_lora_rank:
-        yield _plain_entry(f"{megatron}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), ShardCut.COLUMN)
+        yield _plain_entry(
+            f"{megatron}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), ShardSplit.COLUMN
+        )
         yield _norm(f"{megatron}.q_layernorm", "self_attn.q_a_layernorm", mla.q_lora_rank)
-        yield _plain_entry(f"{megatron}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), ShardCut.COLUMN)
+        yield _plain_entry(f"{megatron}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), ShardSplit.COLUMN)
     else:
-        yield _plain_entry(f"{megatron}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), ShardCut.COLUMN)
+        yield _plain_entry(f"{megatron}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), ShardSplit.COLUMN)
     down_rows, up_rows = mla.kv_lora_rank + mla.qk_pos_emb_head_dim, heads * (mla.qk_head_dim + mla.v_head_dim)
     yield _plain_entry(
-        f"{megatron}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down_rows, hidden), ShardCut.COLUMN
+        f"{megatron}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down_rows, hidden), ShardSplit.COLUMN
     )
     yield _norm(f"{megatron}.kv_layernorm", "self_attn.kv_a_layernorm", mla.kv_lora_rank)
-    yield _plain_entry(f"{megatron}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up_rows, mla.kv_lora_rank), ShardCut.COLUMN)
-    yield _plain_entry(f"{megatron}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), ShardCut.ROW)
+    yield _plain_entry(f"{megatron}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up_rows, mla.kv_lora_rank), ShardSplit.COLUMN)
+    yield _plain_entry(f"{megatron}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), ShardSplit.ROW)
 
 
 def _gated_mlp(
@@ -214,25 +216,25 @@ def _gated_mlp(
     yield WeightEntry(
         f"{megatron}.linear_fc1.weight",
         ((f"{gate}.weight", (ffn, hidden)), (f"{up}.weight", (ffn, hidden))),
-        Packing.STACK,
-        ShardCut.GATED_COLUMN,
+        TensorFusion.STACK,
+        ShardSplit.GATED_COLUMN,
         expert,
     )
-    yield WeightEntry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), Packing.PLAIN, ShardCut.ROW, expert)
+    yield WeightEntry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), TensorFusion.PLAIN, ShardSplit.ROW, expert)
     if bias:
         biases = ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,)))
-        yield WeightEntry(f"{megatron}.linear_fc1.bias", biases, Packing.STACK, ShardCut.GATED_COLUMN, expert)
-        yield WeightEntry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, ShardCut.REPLICATED, expert)
+        yield WeightEntry(f"{megatron}.linear_fc1.bias", biases, TensorFusion.STACK, ShardSplit.GATED_COLUMN, expert)
+        yield WeightEntry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), TensorFusion.PLAIN, ShardSplit.REPLICATED, expert)
 
 
 def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[WeightEntry]:
     hidden, block = shape.hidden_size, family.moe_block
-    yield _plain_entry("mlp.router.weight", f"{block}.{family.router}.weight", (moe.num_experts, hidden), ShardCut.REPLICATED)
+    yield _plain_entry("mlp.router.weight", f"{block}.{family.router}.weight", (moe.num_experts, hidden), ShardSplit.REPLICATED)
     if moe.has_biases:
-        yield _plain_entry("mlp.router.bias", f"{block}.{family.router}.bias", (moe.num_experts,), ShardCut.REPLICATED)
+        yield _plain_entry("mlp.router.bias", f"{block}.{family.router}.bias", (moe.num_experts,), ShardSplit.REPLICATED)
     if moe.has_expert_bias:
         yield replace(
-            _plain_entry("mlp.router.expert_bias", f"{block}.{family.expert_bias}", (moe.num_experts,), ShardCut.REPLICATED),
+            _plain_entry("mlp.router.expert_bias", f"{block}.{family.expert_bias}", (moe.num_experts,), ShardSplit.REPLICATED),
             is_buffer=True,
             is_float32=True,
         )
@@ -243,15 +245,15 @@ def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[
     if moe.shared_ffn_hidden_size:
         yield from _gated_mlp("mlp.shared_experts", f"{block}.{family.shared_expert}", hidden, moe.shared_ffn_hidden_size)
     if moe.has_shared_gate:
-        yield _plain_entry("mlp.shared_experts.gate_weight", f"{block}.shared_expert_gate.weight", (1, hidden), ShardCut.REPLICATED)
+        yield _plain_entry("mlp.shared_experts.gate_weight", f"{block}.shared_expert_gate.weight", (1, hidden), ShardSplit.REPLICATED)
 
 
-def _plain_entry(megatron: str, hf: str, size: tuple[int, ...], cut: ShardCut) -> WeightEntry:
-    return WeightEntry(megatron, ((hf, size),), Packing.PLAIN, cut)
+def _plain_entry(megatron: str, hf: str, size: tuple[int, ...], cut: ShardSplit) -> WeightEntry:
+    return WeightEntry(megatron, ((hf, size),), TensorFusion.PLAIN, cut)
 
 
 def _norm(megatron: str, hf: str, size: int) -> WeightEntry:
-    return _plain_entry(f"{megatron}.weight", f"{hf}.weight", (size,), ShardCut.REPLICATED)
+    return _plain_entry(f"{megatron}.weight", f"{hf}.weight", (size,), ShardSplit.REPLICATED)
 
 
 def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
@@ -309,7 +311,7 @@ def transformer_engine_naming(entry: WeightEntry, *, shape: ModelShape, moe: boo
             if entry.megatron == f"self_attention.{stream}_layernorm.weight":
                 return replace(entry, megatron=f"self_attention.linear_{stream}_up_proj.layer_norm_weight")
             if entry.megatron == f"self_attention.linear_{stream}_down_proj.weight":
-                return replace(entry, cut=ShardCut.REPLICATED)  # TELinear with parallel_mode="duplicated"
+                return replace(entry, cut=ShardSplit.REPLICATED)  # TELinear with parallel_mode="duplicated"
     return entry
 
 

@@ -66,7 +66,7 @@ class ModelShape:
     qk_norm_is_whole: bool = False
     pre_norm: bool = True
     post_norm: bool = False
-    norms_from_one: bool = False
+    has_zero_centered_norms: bool = False
     activation: Activation = "silu"
     clamp: tuple[float, float] | None = None
     sinks: bool = False

@@ -177,7 +177,7 @@ def _hybrid(config: Config, common: Config, *, is_grouped: bool) -> dict[str, An
     return {
         **_biases(config),
         "qk_norm": True,
-        "norms_from_one": True,
+        "has_zero_centered_norms": True,
         "attention_output_gate": True,
         "delta_net": DeltaNetShape(
             layers=tuple(kind == HYBRID_KINDS[0] for kind in kinds),
@@ -408,7 +408,7 @@ def gemma3(config: Config, common: Config) -> dict[str, Any]:
     return {
         **_biases(config),
         "post_norm": True,
-        "norms_from_one": True,
+        "has_zero_centered_norms": True,
         "qk_norm": True,
         "activation": "gelu_tanh",
         "embedding_scale": common["hidden_size"] ** 0.5,

@@ -1,6 +1,6 @@
 """Rollouts by agents that own their loop: each episode is a program or function that sends requests to an endpoint of the engine.
 
-The endpoint (`agent_app`) runs in a thread; `AgentPlayer` passes its turns to the engine and back. `agent_session` decides which tokens a
+The endpoint (`agent_app`) runs in a thread; `AgentLoop` passes its turns to the engine and back. `agent_session` decides which tokens a
 request continues, and `agent_programs` starts agents. docs/agents.md is the page for users.
 """
 
@@ -32,7 +32,7 @@ from megatron_grpo.plugins.environments.agent_programs import (
 )
 from megatron_grpo.plugins.environments.agent_session import AgentSession, SessionLimits
 from megatron_grpo.plugins.environments.loading import make_template
-from megatron_grpo.plugins.environments.players import Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
+from megatron_grpo.plugins.environments.players import Episode, EpisodeLoopFactory, EpisodeLoopSampler, RequestLoop, TurnRequest
 from megatron_grpo.plugins.environments.protocol import InvalidReplyError
 from megatron_grpo.plugins.environments.tools import ReadCalls, reader
 from megatron_grpo.plugins.environments.trajectory import History, without_turns
@@ -50,7 +50,7 @@ MOST_UNREAD = 0.05  # share of turns without a reader above which a warning is l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRunnerFactory(PlayerFactory):
+class AgentRunnerFactory(EpisodeLoopFactory):
     """Settings that all agents of a run share.
 
     Args:
@@ -109,8 +109,8 @@ class _Episode(Episode):
     result: AgentResult = AgentResult()
 
 
-class AgentPlayer(RequestingPlayer):
-    """`rollout.turns.Player` that runs the agents of some prompts and answers their requests.
+class AgentLoop(RequestLoop):
+    """`rollout.turns.EpisodeLoop` that runs the agents of some prompts and answers their requests.
 
     Args:
         stage: Settings of the episodes.
@@ -269,14 +269,14 @@ class AgentPlayer(RequestingPlayer):
         )  # fmt: skip
 
 
-class AgentSampler(PlayedSampler[AgentRunnerFactory, AgentPlayer]):
+class AgentSampler(EpisodeLoopSampler[AgentRunnerFactory, AgentLoop]):
     """`Sampler` whose completions are episodes of agents."""
 
-    def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> AgentPlayer:
-        return AgentPlayer(self.stage, prompts, sampling, seed=seed, notify=self._notify)
+    def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> AgentLoop:
+        return AgentLoop(self.stage, prompts, sampling, seed=seed, notify=self._notify)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Play one episode for each completion, and return the groups, as `PlayedSampler.generate` does. Collective.
+        """Play one episode for each completion, and return the groups, as `EpisodeLoopSampler.generate` does. Collective.
 
         Args:
             prompts: The prompts of the round, the same on every rank.

@@ -12,9 +12,9 @@ from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key
 from megatron_grpo.core.types import FAULTS, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.agent_programs import AgentEnvironment
-from megatron_grpo.plugins.environments.agents import AgentPlayer, AgentRunnerFactory
+from megatron_grpo.plugins.environments.agents import AgentLoop, AgentRunnerFactory
 from megatron_grpo.plugins.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
-from megatron_grpo.plugins.environments.players import RequestingPlayer
+from megatron_grpo.plugins.environments.players import RequestLoop
 from megatron_grpo.plugins.environments.protocol import Environment
 from megatron_grpo.plugins.environments.tools import ToolEnvironment
 from megatron_grpo.plugins.environments.trajectory import ChatTemplate
@@ -27,7 +27,7 @@ MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedEpisodes:
+class DryRunEpisodes:
     """Episodes played with one kind of scripted turn.
 
     Args:
@@ -40,7 +40,7 @@ class PlayedEpisodes:
     faults: list[str]
 
     @classmethod
-    def from_groups(cls, groups: Sequence[Group], notes: Sequence[str] = ()) -> PlayedEpisodes:
+    def from_groups(cls, groups: Sequence[Group], notes: Sequence[str] = ()) -> DryRunEpisodes:
         """Summarize episodes.
 
         `summary` reads `8 episodes, 3.0 turns; done 6, error 2; mean environment reward 0.5`. `faults` lists the three most frequent errors
@@ -91,7 +91,7 @@ class _Scripted:
 
 def play_rows(
     cfg: Config, inputs: ValidatedInputs, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]
-) -> dict[str, PlayedEpisodes]:
+) -> dict[str, DryRunEpisodes]:
     """Play one episode per prompt and kind of scripted turn.
 
     Args:
@@ -113,28 +113,28 @@ def play_rows(
     episodes_by_kind = {}
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
         player = EpisodeRunner(stage, prompts, n=1, derive_seed=lambda *key: 0)
-        episodes_by_kind[kind] = PlayedEpisodes.from_groups(_play(player, stage.template, dict(enumerate(texts))))
+        episodes_by_kind[kind] = DryRunEpisodes.from_groups(_play(player, stage.template, dict(enumerate(texts))))
     return episodes_by_kind
 
 
-def _play(player: RequestingPlayer, template: ChatTemplate, texts: Mapping[int, str]) -> Sequence[Group]:
+def _play(player: RequestLoop, template: ChatTemplate, texts: Mapping[int, str]) -> Sequence[Group]:
     turns = _Scripted(template, texts)
     while not player.advance(turns, 1.0, version=0):
         pass
     return player.groups()
 
 
-def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]) -> dict[str, PlayedEpisodes]:
+def _play_agents(stage: AgentRunnerFactory, prompts: Sequence[Prompt], kinds: Mapping[str, Sequence[str]]) -> dict[str, DryRunEpisodes]:
     """Run the agent of the first row alone, once for each kind: an agent may take minutes."""
     episodes_by_kind = {}
     for kind, texts in kinds.items():
         sampling = SamplingSettings(n=1, max_completion_length=stage.limits.max_completion_length)
         notes: list[str] = []
-        player = AgentPlayer(stage, prompts[:1], sampling, seed=0, notify=notes.append)
+        player = AgentLoop(stage, prompts[:1], sampling, seed=0, notify=notes.append)
         groups = _play(player, stage.template, {prompts[0].number: texts[0]})
         contexts = sum(len(completion.sequence.contexts) for completion in groups[0].completions)
         counted = [f"{words} ({count} times)" if count > 1 else words for words, count in Counter(notes).items()]
-        episodes_by_kind[kind] = PlayedEpisodes.from_groups(groups, [f"{contexts} contexts", *counted])
+        episodes_by_kind[kind] = DryRunEpisodes.from_groups(groups, [f"{contexts} contexts", *counted])
     return episodes_by_kind
 
 

@@ -13,7 +13,7 @@ from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import Key, TurnEngine, request_seed
 from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
 from megatron_grpo.plugins.environments.loading import make_template
-from megatron_grpo.plugins.environments.players import Episode, PlayedSampler, PlayerFactory, RequestingPlayer, TurnRequest
+from megatron_grpo.plugins.environments.players import Episode, EpisodeLoopFactory, EpisodeLoopSampler, RequestLoop, TurnRequest
 from megatron_grpo.plugins.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
 from megatron_grpo.plugins.environments.trajectory import History, Trajectory, without_turns
 from megatron_grpo.plugins.environments.workers import CallResult, CallTimeoutError, WorkerPool
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRunnerFactory(PlayerFactory):
+class EpisodeRunnerFactory(EpisodeLoopFactory):
     """Settings that all episodes of a run share. Lengths are in tokens.
 
     Args:
@@ -80,8 +80,8 @@ class _Episode(Episode):
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class EpisodeRunner(RequestingPlayer):
-    """`rollout.turns.Player` that plays the episodes of some prompts with an environment.
+class EpisodeRunner(RequestLoop):
+    """`rollout.turns.EpisodeLoop` that plays the episodes of some prompts with an environment.
 
     A failure of an environment ends its own episode alone. Environments are constructed in worker threads, and their methods are called
     there too.
@@ -255,7 +255,7 @@ class EpisodeRunner(RequestingPlayer):
             self._workers.submit(("close", episode.key), episode.environment.close)
 
 
-class EpisodeSampler(PlayedSampler[EpisodeRunnerFactory, EpisodeRunner]):
+class EpisodeSampler(EpisodeLoopSampler[EpisodeRunnerFactory, EpisodeRunner]):
     """`Sampler` whose completions are episodes of an environment."""
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> EpisodeRunner:

@@ -42,8 +42,8 @@ class TurnRequest:
     cancel: Callable[[], None] = lambda: None
 
 
-class RequestingPlayer:
-    """`rollout.turns.Player` that passes requests to the sampler and turns to those who asked. A subclass decides who asks.
+class RequestLoop:
+    """`rollout.turns.EpisodeLoop` that passes requests to the sampler and turns to those who asked. A subclass decides who asks.
 
     Args:
         prompts: The prompts.
@@ -150,7 +150,7 @@ class RequestingPlayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayerFactory:
+class EpisodeLoopFactory:
     """Settings that all episodes of a run share.
 
     Args:
@@ -240,11 +240,11 @@ def turns_as_text(messages: Sequence[Message], max_characters: int = 20_000) -> 
     return "\n".join(lines)
 
 
-OnePlayer = TypeVar("OnePlayer", bound=RequestingPlayer)
+OnePlayer = TypeVar("OnePlayer", bound=RequestLoop)
 Stage = TypeVar("Stage")
 
 
-class PlayedSampler(Generic[Stage, OnePlayer]):
+class EpisodeLoopSampler(Generic[Stage, OnePlayer]):
     """`Sampler` whose completions a player makes from sampled turns. A subclass defines the player.
 
     Args:

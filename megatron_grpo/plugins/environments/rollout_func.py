@@ -21,7 +21,7 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.core.rollout.turns import TurnEngine, request_seed
 from megatron_grpo.core.types import Completion, Group, Prompt, SampledTurn
-from megatron_grpo.plugins.environments.players import PlayedSampler, RequestingPlayer, TurnRequest
+from megatron_grpo.plugins.environments.players import EpisodeLoopSampler, RequestLoop, TurnRequest
 from megatron_grpo.plugins.environments.rollout_func_output import (
     CompletionRequest,
     InvalidRolloutOutputError,
@@ -178,8 +178,8 @@ class RolloutFuncEngine:
         return SampledTokens(token_ids=sampled.token_ids, logprobs=sampled.logprobs, is_cut=sampled.is_cut, text=text)
 
 
-class RolloutFuncRunner(RequestingPlayer):
-    """`rollout.turns.Player` that passes requests and samples between the function's thread and the engine.
+class RolloutFuncRunner(RequestLoop):
+    """`rollout.turns.EpisodeLoop` that passes requests and samples between the function's thread and the engine.
 
     Args:
         rollout_func: The rollout function.
@@ -265,14 +265,14 @@ def _place(error: BaseException, function: Any) -> str:
     return f" (line {lines[-1]} of {file})" if lines else ""
 
 
-class RolloutFuncSampler(PlayedSampler[RolloutFunc, RolloutFuncRunner]):
+class RolloutFuncSampler(EpisodeLoopSampler[RolloutFunc, RolloutFuncRunner]):
     """`Sampler` whose completions a user function makes."""
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> RolloutFuncRunner:
         return RolloutFuncRunner(self.stage, prompts, sampling, seed=seed)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Sample as `PlayedSampler.generate` does. Collective.
+        """Sample as `EpisodeLoopSampler.generate` does. Collective.
 
         Args:
             prompts: The prompts of the round, the same on every rank.

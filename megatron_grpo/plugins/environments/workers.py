@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_grpo.run.rewards.process_isolation import isolated
+from megatron_grpo.run.rewards.process_isolation import IsolatedCall
 
 LINGER, MOST_LINGERED = 0.001, 0.02  # seconds to wait for the next result, and for all results of one `take`
 
@@ -165,7 +165,7 @@ class WorkerPool:
         value: Any = None
         raised, is_awaited = None, False
         try:
-            with isolated(self.side_effects):
+            with IsolatedCall(self.side_effects):
                 value = call.work()
                 is_awaited = inspect.isawaitable(value)
         except BaseException as error:  # noqa: BLE001 - an exception of a user's environment ends its own episode alone
@@ -197,7 +197,7 @@ class WorkerPool:
 
     async def _awaited(self, call: _Call, value: Awaitable[Any]) -> None:
         try:
-            with isolated(self.side_effects):
+            with IsolatedCall(self.side_effects):
                 result = await asyncio.wait_for(value, max(0.0, call.began + self.timeout - time.monotonic()))
         except BaseException as error:  # noqa: BLE001 - as above
             is_late = isinstance(error, (TimeoutError, asyncio.CancelledError)) and time.monotonic() >= call.began + self.timeout

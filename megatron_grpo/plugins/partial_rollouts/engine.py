@@ -18,15 +18,15 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import SamplingSettings, prompt_seed
-from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, WAITS, EngineShare, Key, hash_seed
+from megatron_grpo.core.rollout.turns import DONE, GIVES_UP, WAITS, EngineAssignment, Key, hash_seed
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, SampledTurn, SamplingMask, make_completion
 
 # Engine steps between two agreements whether all engines have the groups that the trainer waits for: interruptions are multiples of it.
 STEPS_BETWEEN_AGREEMENTS = 16
 
 
-class SteppingEngine(Protocol):
-    """An engine that samples parts of completions step by step; `rollout.turns.EngineTurns` is one."""
+class StepwiseEngine(Protocol):
+    """An engine that samples parts of completions step by step; `rollout.turns.EngineTurnSampler` is one."""
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int, num_sampled: int | None = None) -> None:
         """Request a part.
@@ -119,7 +119,7 @@ class PartialGeneration:
     """
 
     def __init__(
-        self, parts: SteppingEngine, sampling: SamplingSettings, *, seed: int, version: int, share: EngineShare,
+        self, parts: StepwiseEngine, sampling: SamplingSettings, *, seed: int, version: int, share: EngineAssignment,
         decode_text: Callable[[Prompt, PartialCompletion], str], should_cancel: Callable[[], bool],
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):  # fmt: skip

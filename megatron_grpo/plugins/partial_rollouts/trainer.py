@@ -38,7 +38,7 @@ def build_partial_rollouts(cfg: Config, policy: Policy, sampler: Engine) -> Part
         sampler.partial_generation = PartialGeneration
     check = VersionCheck(
         policy=policy, count=cfg.rollout.verify_versions, temperature=cfg.rollout.temperature,
-        is_coarse=cfg.model.torch_dtype != "float32" or sampler.dtype != "float32",
+        is_low_precision=cfg.model.torch_dtype != "float32" or sampler.dtype != "float32",
     )  # fmt: skip
     in_background = cfg.rollout.vllm_mode == "server"
     return PartialRollouts(cast(InterruptibleSampler, sampler), check=check if check.count else None, in_background=in_background)
@@ -190,7 +190,7 @@ class VersionCheck:
 
     policy: Policy
     count: int
-    is_coarse: bool
+    is_low_precision: bool
     temperature: float
 
     def __call__(self, partial: Sequence[PartialCompletion], prompts: dict[int, Prompt], version: int) -> dict[str, float]:
@@ -222,14 +222,14 @@ class VersionCheck:
         policy = np.concatenate([values[sequence.mask] for values, sequence in zip(scored, sequences, strict=True)])
         differences = np.abs(logprobs - policy)
         worst, mean = float(differences.max()), float(differences.mean())
-        bound = (BFLOAT16_MEAN if self.is_coarse else FLOAT32_MAX) * max(1.0, 1 / self.temperature)
-        if not (mean if self.is_coarse else worst) <= bound:  # NaN is not within the bound
+        bound = (BFLOAT16_MEAN if self.is_low_precision else FLOAT32_MAX) * max(1.0, 1 / self.temperature)
+        if not (mean if self.is_low_precision else worst) <= bound:  # NaN is not within the bound
             worst_index = np.repeat(range(len(sequences)), [completion.num_masked for completion in sequences])[np.argmax(differences)]
             raise WeightSyncError(
                 f"Interrupted completions do not come from the weights of version {version}: their log-probs differ from the policy's by "
                 f"{worst:.3g} at most and {mean:.3g} on average over {len(differences)} tokens of {len(completions)} completions, more "
                 "than "
-                f"{bound:g} {'on average' if self.is_coarse else 'at a token'} (the largest: prompt "
+                f"{bound:g} {'on average' if self.is_low_precision else 'at a token'} (the largest: prompt "
                 f"{completions[worst_index].prompt_number}). The KV "
                 "cache was kept over a weight sync, or the parts of a completion were joined wrongly. To go on without the check, use "
                 "verify_versions 0."

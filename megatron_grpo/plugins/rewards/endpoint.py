@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-class UnansweredError(Exception):
+class NoResponseError(Exception):
     """Error raised if no usable response arrived. The message ends the sentence "reward `name` ...".
 
     Args:
@@ -63,7 +63,7 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
     def ask_one(item: Item) -> Answer | RowFailure:
         try:
             return ask(item, deadline)
-        except UnansweredError as error:
+        except NoResponseError as error:
             return RowFailure(kind="endpoint", reason=str(error))
 
     with ThreadPoolExecutor(max(1, min(concurrency, len(items))), thread_name_prefix="reward-endpoint") as pool:
@@ -129,7 +129,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: ApiKey | None = N
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
-    raise UnansweredError(f"got no score: {url} {reason}")
+    raise NoResponseError(f"got no score: {url} {reason}")
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

@@ -122,7 +122,7 @@ def _compared(tree: ast.AST) -> list[list[ast.expr]]:
 # ---- communication between the processes
 
 
-class ObjectLink:
+class RpcConnection:
     """One end of the connection between the two processes. While it waits for a response, it serves requests of the other end."""
 
     def __init__(self, descriptor: int, *, own: object = None, is_tests: bool = False):
@@ -205,7 +205,7 @@ class ObjectLink:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, link: ObjectLink):
+    def __init__(self, stream: io.BytesIO, link: RpcConnection):
         super().__init__(stream, 4)
         self.link = link
 
@@ -235,7 +235,7 @@ def _is_numpys(value: Any) -> bool:
 class _Unpickler(pickle._Unpickler):  # the one in Python, since the one in C has no dispatch table
     dispatch = {code: read for code, read in pickle._Unpickler.dispatch.items() if code != pickle.BUILD[0]}
 
-    def __init__(self, stream: io.BytesIO, link: ObjectLink):
+    def __init__(self, stream: io.BytesIO, link: RpcConnection):
         super().__init__(stream)
         self.link = link
 
@@ -266,10 +266,10 @@ def _change(target: Any, value: Any) -> None:
 class _Proxy:
     """Proxy of an object in the other process."""
 
-    _link: ObjectLink
+    _link: RpcConnection
     _number: int
 
-    def __init__(self, link: ObjectLink, number: int):
+    def __init__(self, link: RpcConnection, number: int):
         vars(self).update(_link=link, _number=number)
 
     def __exit__(self, *_: object) -> Any:
@@ -299,7 +299,7 @@ class _Names(dict):
     In `same(f(1)) == same(2)` and `judge(f(1), 2)` the names `same` and `judge` are not taken from the program, which would judge itself.
     """
 
-    def __init__(self, link: ObjectLink):
+    def __init__(self, link: RpcConnection):
         super().__init__(__name__="tests", __held__=self.count)
         self.program = _Proxy(link, 0)
         self.held, self.tested, self.modules, self.fault = 0, "", set[str](), ""
@@ -353,13 +353,13 @@ def run_tests(tests: list[str], descriptor: int, report: int) -> None:
         descriptor: File descriptor of the socket to the program.
         report: File descriptor for the results.
     """
-    link = ObjectLink(descriptor, is_tests=True)
+    link = RpcConnection(descriptor, is_tests=True)
     names = _Names(link)
     for test in tests:
         os.write(report, json.dumps(_verdict(test, names, link)).encode() + b"\n")
 
 
-def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
+def _verdict(test: str, names: _Names, link: RpcConnection) -> bool | str:
     names_before, names.held, link.calls, link.unheld = dict(names), 0, 0, ""
     try:
         tree = ast.parse(test)

@@ -124,7 +124,7 @@ def _run(job: dict, link: int, hidden_tests: dict) -> None:
     sys.modules.setdefault(module.__name__, module)  # dataclasses look modules up there
     exec(compile(job["program"], "<program>", "exec"), vars(module))
     if hidden_tests:
-        hidden_tests["ObjectLink"](link, own=vars(module)).serve()
+        hidden_tests["RpcConnection"](link, own=vars(module)).serve()
 
 
 def _limit(seconds: float, memory_bytes: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, one_line, problem_with
-from megatron_grpo.plugins.rewards.endpoint import ApiKey, UnansweredError, ask_all, post_json, url_fault, warn_of_plain
+from megatron_grpo.plugins.rewards.endpoint import ApiKey, NoResponseError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.run.config.settings import Config, RewardConfig
 from megatron_grpo.run.rewards.protocol import RowFailure, Score, read_text, text_of_prompt
 
@@ -82,13 +82,13 @@ class LlmJudge:
         except (KeyError, IndexError, TypeError):
             verdict = answer
         if not isinstance(verdict, str | None):
-            raise UnansweredError(
+            raise NoResponseError(
                 f"got a response without choices[0].message.content from {self.url}: {one_line(answer, max_characters=200)}"
             )
         score = read_score(verdict or "")
         if score is None:
             end = one_line(verdict or "", max_characters=1 << 20)[-200:]
-            raise UnansweredError(f"found no `Score: <number>` in the response {end!r}")
+            raise NoResponseError(f"found no `Score: <number>` in the response {end!r}")
         return min(1.0, max(0.0, score / self.settings.llm_judge_max_score))
 
 

@@ -46,7 +46,7 @@ class MathReward:
 
     def __init__(self, *, needs: tuple[tuple[str, ...], ...], row_seconds: float, batch_seconds: float):
         self.needs, self.row_seconds, self.batch_seconds = needs, row_seconds, batch_seconds
-        self.child = Interpreter()
+        self.child = MathVerifyProcess()
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         deadline = time.monotonic() + self.batch_seconds
@@ -135,7 +135,7 @@ class ChildBrokenError(Exception):
     """Error raised if the child process cannot start; the message is that of the child."""
 
 
-class Interpreter:
+class MathVerifyProcess:
     """A new interpreter, started at the first request and after each death.
 
     It is not a fork, because a rank has threads, a GPU context and gigabytes of memory that a child must not inherit. It ends with its

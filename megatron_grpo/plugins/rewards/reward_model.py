@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, Problem, first_line, one_line, problem_with
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.plugins.rewards.endpoint import UnansweredError, ask_all, post_json, url_fault, warn_of_plain
+from megatron_grpo.plugins.rewards.endpoint import NoResponseError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.run.config.settings import Config, RewardConfig
 from megatron_grpo.run.data.chat import encode_text
 from megatron_grpo.run.rewards.protocol import RowFailure, Score, read_text, text_of_prompt
@@ -91,7 +91,7 @@ def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
     return list(encoded["input_ids"])
 
 
-class PlainFormat:
+class GenericFormat:
     """Request and response format of a generic endpoint: prompts and completions in, `rewards` out."""
 
     def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
@@ -141,7 +141,7 @@ class RemoteClassifier:
         settings: Settings of the rewards.
     """
 
-    def __init__(self, url: str, shape: PlainFormat | VllmFormat, settings: RewardConfig):
+    def __init__(self, url: str, shape: GenericFormat | VllmFormat, settings: RewardConfig):
         self.url, self.shape, self.settings = url, shape, settings
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
@@ -159,9 +159,9 @@ class RemoteClassifier:
         try:
             scores = self.shape.scores(answer)
         except (KeyError, TypeError, ValueError, IndexError):
-            raise UnansweredError(f"got a response without scores from {self.url}: {one_line(answer, max_characters=200)}") from None
+            raise NoResponseError(f"got a response without scores from {self.url}: {one_line(answer, max_characters=200)}") from None
         if len(scores) != len(rows):
-            raise UnansweredError(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
+            raise NoResponseError(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
         return scores
 
 
@@ -227,7 +227,7 @@ def _num_outputs(path: str) -> int:
     return AutoConfig.from_pretrained(path, trust_remote_code=False).num_labels
 
 
-def _shape(settings: RewardConfig, url: str) -> PlainFormat | VllmFormat:
+def _shape(settings: RewardConfig, url: str) -> GenericFormat | VllmFormat:
     """Return the format of an endpoint.
 
     vLLM's routes are recognized by name. They take text, so chats are rendered with the template of `reward_model`, if given.
@@ -235,7 +235,7 @@ def _shape(settings: RewardConfig, url: str) -> PlainFormat | VllmFormat:
     route = url.rstrip("/").rpartition("/")[2]
     field = {"classify": "probs", "pooling": "data"}.get(route)
     if field is None:
-        return PlainFormat()
+        return GenericFormat()
     if settings.reward_model is None:
         return VllmFormat(None, field, _plain_text)
     from transformers import AutoTokenizer

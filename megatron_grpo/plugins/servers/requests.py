@@ -121,7 +121,7 @@ class RequestRouter(Generic[Key, Answered]):
         return len(self.deaths.get(key, ())) == MOST_DEATHS - 1
 
 
-class Calls(ABC, Generic[Answered]):
+class ServerCallQueue(ABC, Generic[Answered]):
     """Calls that distribute numbered items over servers with free capacity. A subclass implements one call in `_receive`.
 
     Args:
@@ -326,7 +326,7 @@ async def generate(
         raise ServerGoneError(f"its response ended with {len(remaining)} of {len(body.requests)} {noun} missing")
 
 
-class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
+class GenerationRequest(ServerCallQueue[tuple[wire.SampledCompletion, ...]]):
     """Prompts to complete on rollout servers, and the answers so far.
 
     Args:

@@ -25,7 +25,7 @@ DEFAULT_IMAGES = 8  # images per prompt if limit_images is not set
 WORKER = "megatron_grpo.plugins.servers.vllm_worker.WeightTransferWorker"
 # Runs the worker in the engine's process. Given by its path, since vLLM replaces the short name by another executor on a CPU.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-ONE_CALL_EXECUTOR = "megatron_grpo.core.rollout.vllm_executor.OneCallExecutor"
+ONE_CALL_EXECUTOR = "megatron_grpo.core.rollout.vllm_executor.PatchedMultiprocExecutor"
 
 
 class WeightUpdateError(Exception):

@@ -17,14 +17,14 @@ from megatron_grpo.core.base import activity
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.rollout.engine import SamplingSettings
-from megatron_grpo.core.rollout.turns import EngineShare, Key
+from megatron_grpo.core.rollout.turns import EngineAssignment, Key
 from megatron_grpo.core.types import Group, PartialCompletion, Prompt, SampledTurn
 from megatron_grpo.plugins.partial_rollouts.engine import PartialGeneration
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import ServerRefusedError, start_coroutine
 from megatron_grpo.plugins.servers.requests import CALLS, ENDS, generate
 from megatron_grpo.plugins.servers.server_group import ServerHandle
-from megatron_grpo.plugins.servers.server_turns import BETWEEN_CALLS, NoServerError, ServerTurns
+from megatron_grpo.plugins.servers.server_turns import BETWEEN_CALLS, ServerTurns, TurnServerLostError
 
 if TYPE_CHECKING:
     from megatron_grpo.plugins.servers.servers import ServerEngine
@@ -35,8 +35,8 @@ ABORT_SECONDS = 60.0  # longest wait for POST /abort, which lasts as long as an 
 SECONDS_BETWEEN_LOOKS = 0.5  # at whether the server that should answer is silent
 
 
-class ServerParts(ServerTurns):
-    """`rollout.partial_rollouts.SteppingEngine` on rollout servers; see `ServerTurns` for its arguments.
+class ServerPartialRollouts(ServerTurns):
+    """`rollout.partial_rollouts.StepwiseEngine` on rollout servers; see `ServerTurns` for its arguments.
 
     A server gets whole groups, at most twice the completions that it samples at a time, so that others share what is left.
     """
@@ -71,7 +71,7 @@ class ServerParts(ServerTurns):
         while True:
             if self._has_more:
                 self._has_more = False
-                with suppress(NoServerError):  # raised where the main thread waits
+                with suppress(TurnServerLostError):  # raised where the main thread waits
                     self._send()
             await asyncio.sleep(BETWEEN_CALLS)
 
@@ -154,11 +154,12 @@ class ServerGeneration(PartialGeneration):
         seed: Seed of the run.
     """
 
-    def __init__(self, engine: ServerEngine, make_parts: Callable[[], ServerParts], sampling: SamplingSettings, *, seed: int):
+    def __init__(self, engine: ServerEngine, make_parts: Callable[[], ServerPartialRollouts], sampling: SamplingSettings, *, seed: int):
         self._engine, self._make_parts, self._prompts = engine, make_parts, dict[int, Prompt]()
         super().__init__(
-            cast(ServerParts, None), sampling, seed=seed, version=engine.version, decode_text=lambda _, completion: completion.text,
-            share=EngineShare(rank=0, num_engines=1, ranks_per_engine=1), should_cancel=lambda: engine.should_cancel(),
+            cast(ServerPartialRollouts, None), sampling, seed=seed, version=engine.version,
+            decode_text=lambda _, completion: completion.text,
+            share=EngineAssignment(rank=0, num_engines=1, ranks_per_engine=1), should_cancel=lambda: engine.should_cancel(),
         )  # fmt: skip
 
     def begin(self, prompts: Sequence[Prompt], partial: Iterable[PartialCompletion]) -> ServerGeneration:
@@ -196,7 +197,7 @@ class ServerGeneration(PartialGeneration):
                         raise CancelledError
                     try:
                         self._take(self._parts.poll())
-                    except NoServerError:
+                    except TurnServerLostError:
                         self.abort()
                         return len(open_)
             return 0
@@ -222,7 +223,7 @@ class ServerGeneration(PartialGeneration):
     def abort(self) -> None:
         if self._parts is not None:
             self._parts.abort()
-            self._parts = cast(ServerParts, None)
+            self._parts = cast(ServerPartialRollouts, None)
 
 
 def round_robin(values: Sequence[Value]) -> dict[int, Sequence[Value]]:

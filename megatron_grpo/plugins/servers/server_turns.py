@@ -21,7 +21,7 @@ from megatron_grpo.plugins.servers.server_group import ServerHandle, TrainingSer
 BETWEEN_CALLS = 0.02  # seconds between two batches of turns
 
 
-class NoServerError(Exception):
+class TurnServerLostError(Exception):
     """Error raised if turns are open, none of them is in flight, and no server with the weights is left."""
 
 
@@ -108,7 +108,7 @@ class ServerTurns:
         if not members:
             # A server may still answer other calls after one has failed, and a weight sync would end them.
             if waiting and not self._flying and not self._found:
-                raise NoServerError
+                raise TurnServerLostError
             return
         by_member: dict[str, dict[Key, wire.Request]] = {}
         for key, server in self._assign_servers(waiting, members).items():

@@ -25,7 +25,7 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.rollout.engine import ReceiverChangedError, SamplingSettings, WeightsLostError, WeightSyncError, prompt_seed
 from megatron_grpo.core.rollout.experts import InvalidRoutingError, collect_group_experts
 from megatron_grpo.core.rollout.probes import probe_sequences
-from megatron_grpo.core.rollout.turns import SECONDS_BETWEEN_LOOKS, Key, Player, wait_together
+from megatron_grpo.core.rollout.turns import SECONDS_BETWEEN_LOOKS, EpisodeLoop, Key, wait_together
 from megatron_grpo.core.types import Completion, Group, PartialCompletion, Prompt, make_completion
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
@@ -35,8 +35,8 @@ from megatron_grpo.plugins.servers.addresses import list_addresses, read_token
 from megatron_grpo.plugins.servers.http import Server, make_tls_context, new_incarnation, read_run_name, run_name
 from megatron_grpo.plugins.servers.requests import GenerationRequest, ImagesToSend, placed_images
 from megatron_grpo.plugins.servers.server_group import TrainingServerGroup, derive_requirements
-from megatron_grpo.plugins.servers.server_parts import ServerGeneration, ServerParts, round_robin
-from megatron_grpo.plugins.servers.server_turns import NoServerError, ServerTurns
+from megatron_grpo.plugins.servers.server_parts import ServerGeneration, ServerPartialRollouts, round_robin
+from megatron_grpo.plugins.servers.server_turns import ServerTurns, TurnServerLostError
 from megatron_grpo.plugins.servers.weight_broadcast import WeightBroadcaster
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.data.chat import load_tokenizer
@@ -129,7 +129,7 @@ class ServerEngine:
         self._broadcaster: WeightBroadcaster | None = None  # on rank 0
         # The weights that a server was started with are never version 0: it is unknown which files it has read.
         self.version, self.has_base = NO_VERSION, False
-        self._questions = WeakSet[GenerationRequest | ServerParts]()  # requests that may still be awaited; on rank 0 alone
+        self._questions = WeakSet[GenerationRequest | ServerPartialRollouts]()  # requests that may still be awaited; on rank 0 alone
         self._answering: tuple[object, ServerGenerationFuture] | None = None  # arguments of `generate`, and the answers so far
         self._deaths: dict[Key, list[str]] = {}  # turn -> servers that died while it was in flight, during one `play`
         self.should_cancel: Callable[[], bool] = lambda: False
@@ -200,7 +200,7 @@ class ServerEngine:
         self._answering = None
         return groups
 
-    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
+    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], EpisodeLoop]) -> list[Group]:
         """Play episodes as `rollout.turns.TurnEngine` documents. Rank 0 plays all of them. Collective.
 
         Args:
@@ -230,7 +230,7 @@ class ServerEngine:
                     while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=self.version):
                         if self.should_cancel():
                             raise CancelledError
-            except NoServerError:
+            except TurnServerLostError:
                 return turns.num_running
             except BaseException:
                 turns.abandon()
@@ -261,9 +261,9 @@ class ServerEngine:
     ) -> ServerGeneration:
         self.require_weights()
 
-        def make_parts() -> ServerParts:
+        def make_parts() -> ServerPartialRollouts:
             server_group = cast(WeightBroadcaster, self._broadcaster).server_group
-            parts = ServerParts(
+            parts = ServerPartialRollouts(
                 server_group, _on_the_wire(sampling), version=self.version, deaths=self._deaths,
                 format_name=lambda key: f"completion {key[1]} of prompt {key[0]}",
             )  # fmt: skip

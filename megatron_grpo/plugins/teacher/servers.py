@@ -21,7 +21,7 @@ from megatron_grpo.core.weights.shape import ModelShape
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.addresses import read_token, teacher_addresses
 from megatron_grpo.plugins.servers.http import CONNECT, Server, ServerGoneError, gather_results, make_tls_context, with_timeout
-from megatron_grpo.plugins.servers.requests import Calls, Chunk
+from megatron_grpo.plugins.servers.requests import Chunk, ServerCallQueue
 from megatron_grpo.plugins.servers.server_group import ServerGroup, ServerHandle, names_with_reasons, request_state
 from megatron_grpo.run.config.evaluation import longest_context
 from megatron_grpo.run.config.settings import Config
@@ -228,7 +228,7 @@ def check_teacher(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     ).problems()
 
 
-class _ScoringRequest(Calls[np.ndarray]):
+class _ScoringRequest(ServerCallQueue[np.ndarray]):
     def __init__(self, to_score: Sequence[TokensToScore], *, timeout: float):
         """Distribute sequences over the teacher's servers.
 

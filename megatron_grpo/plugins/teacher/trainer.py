@@ -21,7 +21,7 @@ from megatron_grpo.core.parallel.state import ParallelState
 from megatron_grpo.core.policy.memory_offload import PolicyOffloader, Role
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import batch_partitioner
-from megatron_grpo.core.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
+from megatron_grpo.core.trainer.sample_buffer import DistributedRows, deliver, local_samples, score_rows, without_experts
 from megatron_grpo.core.types import RowKey, TokensToScore
 from megatron_grpo.core.types import Sequence as TokenSequence
 from megatron_grpo.core.weights.shape import ModelShape
@@ -91,7 +91,7 @@ class ServedTeacher:
         self._parallel, self._ask = parallel, ask
         self.fingerprint = collectives.run_on_rank_zero(gather or str, REPORTED)  # fingerprint of the teacher, on every rank
 
-    def __call__(self, placed: PlacedRows) -> dict[RowKey, np.ndarray]:
+    def __call__(self, placed: DistributedRows) -> dict[RowKey, np.ndarray]:
         """Score rows, see `rollouts.Teacher`. The log-probs are of the full softmax at temperature 1. Collective.
 
         Args:
@@ -150,7 +150,7 @@ class LocalTeacher:
         self._offloader = PolicyOffloader(self._tensors, movable, scorer.parallel.device, timers)
         self._free_memory()
 
-    def __call__(self, placed: PlacedRows) -> dict[RowKey, np.ndarray]:
+    def __call__(self, placed: DistributedRows) -> dict[RowKey, np.ndarray]:
         """Score rows, see `rollouts.Teacher`. Collective.
 
         Args:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_grpo.core.policy.gradient_check import GradientCheck
     from megatron_grpo.run.assemble.engines import MakeEngine
     from megatron_grpo.run.assemble.policy import MakeReference
-    from megatron_grpo.run.data.prompts import PromptRows
+    from megatron_grpo.run.data.prompts import PromptDataset
     from megatron_grpo.run.schedule import ScheduledRun
 
 
@@ -62,7 +62,7 @@ class RunPlan(Protocol):
 class Planner(Protocol):
     """Functions of the command `plan` that rank 0 calls. `cli` provides them, because no rank imports `commands` itself."""
 
-    def make_plan(self, run: ScheduledRun, *, rows: PromptRows | None, image_spec: ImageProcessorSpec | None) -> RunPlan:
+    def make_plan(self, run: ScheduledRun, *, rows: PromptDataset | None, image_spec: ImageProcessorSpec | None) -> RunPlan:
         """As `commands.planning.command.make_plan`."""
 
     def print_report(self, plan: Any, *, is_short: bool) -> None:

@@ -22,7 +22,7 @@ from megatron_grpo.core.policy.lr_schedule import rank_multiple
 from megatron_grpo.core.policy.memory_offload import Role
 from megatron_grpo.core.policy.model import PolicyModel, build_chunks, keep_outputs
 from megatron_grpo.core.policy.model_config import padded_vocab_size
-from megatron_grpo.core.policy.optimizer import Trainable, select_trainable
+from megatron_grpo.core.policy.optimizer import TrainableModel, select_trainable
 from megatron_grpo.core.policy.passes import ModelScorer
 from megatron_grpo.core.policy.policy import Policy, batch_partitioner
 from megatron_grpo.core.settings import GrpoConfig
@@ -286,7 +286,7 @@ def build_policy(
 
         begin_with(chunks, cfg.run.mcore_model)
     moves = trains_tower(cfg.tuner, shape)
-    model = Trainable.from_chunks(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
+    model = TrainableModel.from_chunks(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
     keep_outputs([] if moves else chunks)
     cut = batch_partitioner(
         parallel,

@@ -336,7 +336,7 @@ def build_weight_sync(
         policy,
         receiver,
         verify=cfg.rollout.verify_weight_sync,
-        is_coarse=cfg.model.torch_dtype != "float32",
+        is_low_precision=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not (cfg.tuner.adapters or cfg.run.mcore_model),
         print_line=print_line,
         hint=mismatch_hint(cfg, shape),

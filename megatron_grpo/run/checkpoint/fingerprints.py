@@ -75,7 +75,7 @@ def compute_fingerprints(
     Args:
         cfg: Settings of the run.
         model_path: Directory of the Hugging Face model, if known.
-        rows: `PromptRows` of the training set, if read.
+        rows: `PromptDataset` of the training set, if read.
         teacher_path: Directory of `teacher_model`, if known.
     """
     fingerprints: dict[str, str] = {}

@@ -38,7 +38,7 @@ WRITING, TRASH = ".writing_", ".trash_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOrigin:
+class RunFingerprint:
     """Settings and contents of a run, stored in its checkpoints and compared when a run continues one.
 
     Args:
@@ -74,7 +74,7 @@ class Manifest:
     progress: Progress
     num_pending: int
     save_number: int
-    origin: RunOrigin
+    origin: RunFingerprint
     files: Mapping[str, Mapping[str, Any]]
     is_good: bool = False
 
@@ -92,7 +92,7 @@ _FIELDS = {"format": int, "step": int, "progress": dict, "batch": dict, "world_s
 _OWN = "sha256"
 
 
-def manifest_content(origin: RunOrigin, progress: Progress, **extra: Any) -> dict[str, Any]:
+def manifest_content(origin: RunFingerprint, progress: Progress, **extra: Any) -> dict[str, Any]:
     """Return the contents of a new manifest besides step, number and files.
 
     Args:
@@ -156,7 +156,7 @@ def read_manifest(directory: Path) -> Manifest | str:
         progress=Progress(**content["progress"]),
         num_pending=content["num_pending"],
         save_number=content["save_number"],
-        origin=RunOrigin(settings=content["settings"], content=content["content"], sizes=content["batch"], job=content["job"]),
+        origin=RunFingerprint(settings=content["settings"], content=content["content"], sizes=content["batch"], job=content["job"]),
         files=content["files"],
         is_good=(directory / GOOD).is_file(),
     )
@@ -189,7 +189,7 @@ def _fault(content: Any) -> str | None:
     return None
 
 
-class Folder:
+class CheckpointDirectory:
     """The `checkpoints/` directory of a run. Methods that write are for a single rank.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.base.files import MARK, atomic_write_text, export_obstacle, parse_json, read_mark, write_mark
-from megatron_grpo.run.checkpoint.manifest import POINTER, Folder
+from megatron_grpo.run.checkpoint.manifest import POINTER, CheckpointDirectory
 
 RUN, LOCK = "train", "run.lock"
 # Names in output_dir -> patterns of the entries written into a directory; () for a file.
@@ -119,7 +119,7 @@ def claim(out: Path) -> None:
     if not read_mark(out):
         for export in (out / name for name in _EXPORTS if (out / name).is_dir()):  # of a version that wrote no mark
             write_mark(export, "export", files=os.listdir(export))
-    write_mark(out, RUN, saved=max(Folder(out / "checkpoints").steps(), default=None))
+    write_mark(out, RUN, saved=max(CheckpointDirectory(out / "checkpoints").steps(), default=None))
 
 
 def restart_obstacle(out: Path) -> str | None:
@@ -131,7 +131,7 @@ def restart_obstacle(out: Path) -> str | None:
         out: `output_dir` of the run.
     """
     saved = read_mark(out).get("saved")
-    if not saved or Folder(out / "checkpoints").steps():
+    if not saved or CheckpointDirectory(out / "checkpoints").steps():
         return None
     return (
         f"{out} contains the records of a run that saved step {saved}, but {out / 'checkpoints'} has no checkpoint. Restore (mount) "
@@ -168,7 +168,7 @@ class BestCheckpoint:
     """
 
     def __init__(self, folder: Path, metric: str, *, greater: bool, print_line: Callable[[str], None] | None = None):
-        self.folder, self.metric, self.greater = Folder(folder), metric, greater
+        self.folder, self.metric, self.greater = CheckpointDirectory(folder), metric, greater
         self.print_line = print_line or partial(print, flush=True)
         self.values: dict[int, float] = {}  # metric values of checkpoints, by step
         self._heard: tuple[int, float] | None = None  # last (step, value), whether or not a checkpoint of that step exists

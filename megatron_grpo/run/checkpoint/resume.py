@@ -17,7 +17,15 @@ from megatron_grpo.core.base import launcher
 from megatron_grpo.core.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.core.base.files import parse_json
 from megatron_grpo.run.checkpoint.fingerprints import list_settings, vocabulary_fingerprint
-from megatron_grpo.run.checkpoint.manifest import MANIFEST, POINTER, Folder, Manifest, RunOrigin, find_damage, read_manifest
+from megatron_grpo.run.checkpoint.manifest import (
+    MANIFEST,
+    POINTER,
+    CheckpointDirectory,
+    Manifest,
+    RunFingerprint,
+    find_damage,
+    read_manifest,
+)
 from megatron_grpo.run.checkpoint.output_files import holds_run, overwrite_obstacle, restart_obstacle
 
 if TYPE_CHECKING:
@@ -46,7 +54,7 @@ class ResumeCandidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class ResumePlan:
     """Decision on how a run begins: from the first undamaged one of `candidates` (best first), or from scratch without any.
 
     Args:
@@ -63,7 +71,7 @@ class Resume:
 
     output_dir: Path
     candidates: tuple[ResumeCandidate, ...] = ()
-    origin: RunOrigin = RunOrigin()
+    origin: RunFingerprint = RunFingerprint()
     wipes: bool = False
     requested: str = ""
     num_steps: int | None = None
@@ -107,7 +115,7 @@ def plan_resume(
     content: Mapping[str, str],
     prompts: PromptStream | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Resume:
+) -> ResumePlan:
     """Decide how a run with these settings begins. Writes nothing.
 
     Args:
@@ -120,7 +128,9 @@ def plan_resume(
     Raises:
         ConfigError: With all reasons why the run cannot begin.
     """
-    origin = RunOrigin(settings=list_settings(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=launcher.job_ids(environ))
+    origin = RunFingerprint(
+        settings=list_settings(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=launcher.job_ids(environ)
+    )
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
     candidates = tuple(_compare(candidate.manifest, origin, cfg, schedule, prompts) for candidate in resume.candidates)
     if candidates and candidates[0].problems:
@@ -131,7 +141,7 @@ def plan_resume(
 
 
 def _compare(
-    manifest: Manifest, origin: RunOrigin, cfg: Config, schedule: TrainingSchedule, prompts: PromptStream | None
+    manifest: Manifest, origin: RunFingerprint, cfg: Config, schedule: TrainingSchedule, prompts: PromptStream | None
 ) -> ResumeCandidate:
     """Compare the run that wrote a checkpoint with this one."""
     from megatron_grpo.run.checkpoint.resume_compatibility import changes_since, list_problems
@@ -148,9 +158,9 @@ def find_checkpoints(
     resume: str = "auto",
     *,
     overwrites: bool = False,
-    origin: RunOrigin | None = None,
+    origin: RunFingerprint | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Resume:
+) -> ResumePlan:
     """Find the checkpoints that `--resume` refers to, without those that have missing or truncated files.
 
     With `overwrites` or "never" none are returned, except at a restart, when a job continues from its own checkpoints.
@@ -165,7 +175,7 @@ def find_checkpoints(
     Raises:
         ConfigError: If a requested checkpoint does not exist, or the settings conflict with the contents of `output_dir`.
     """
-    out, origin = Path(output_dir), origin or RunOrigin(job=launcher.job_ids(environ))
+    out, origin = Path(output_dir), origin or RunFingerprint(job=launcher.job_ids(environ))
     in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if in_the_way:
         fault = "is a file" if in_the_way == out else f"cannot be created: {in_the_way} is a file"
@@ -173,7 +183,7 @@ def find_checkpoints(
     restart = launcher.restart(environ)
     if obstacle := overwrite_obstacle(out) or (restart_obstacle(out) if restart or not overwrites else None):
         raise config_error("output_dir", f"output_dir: {obstacle}")
-    new_run = Resume(output_dir=out, origin=origin)
+    new_run = ResumePlan(output_dir=out, origin=origin)
     requested = "" if resume in ("auto", "never") else resume
     if overwrites and requested:
         raise config_error(
@@ -196,7 +206,7 @@ def find_checkpoints(
     return new_run
 
 
-def _start_new_run(resume: Resume, restart: str, *, overwrites: bool) -> Resume:
+def _start_new_run(resume: ResumePlan, restart: str, *, overwrites: bool) -> ResumePlan:
     """Begin a new run, as overwrite_output_dir and --resume never request; but continue if the same job has written checkpoints before."""
     out, flag = resume.output_dir, "overwrite_output_dir" if overwrites else "resume never"
     newest, job = _newest(out), resume.origin.job
@@ -235,14 +245,14 @@ def find_recorded(name: str, cfg: Config) -> str | None:
     return None
 
 
-def _candidates(resume: Resume) -> Resume:
+def _candidates(resume: ResumePlan) -> ResumePlan:
     """Add the checkpoints at the path `requested`, or else those in output_dir."""
     source = Path(resume.requested) if resume.requested else resume.output_dir
     if source.exists() and not source.is_dir():
         raise config_error("resume" if resume.requested else "output_dir", f"{source} is a file, expected a directory.")
     is_checkpoint = bool(resume.requested) and ((source / MANIFEST).exists() or source.name.startswith("iter_"))
     inner = source / "checkpoints"
-    folder = Folder(inner if inner.is_dir() or not resume.requested else source)
+    folder = CheckpointDirectory(inner if inner.is_dir() or not resume.requested else source)
     pointer = None if is_checkpoint else folder.pointer()
     manifests = [read_manifest(source)] if is_checkpoint else folder.candidates()
     complete, faults = _separate_damaged(manifests)
@@ -328,7 +338,7 @@ def join_faults(faults: list[str]) -> str:
 
 
 def _newest(out: Path) -> Manifest | None:
-    return next(iter(Folder(out / "checkpoints").complete_checkpoints()), None)
+    return next(iter(CheckpointDirectory(out / "checkpoints").complete_checkpoints()), None)
 
 
 # -- start from the weights of a checkpoint, without its state (`--mcore_model`) -----------------------------------------------------------
@@ -351,7 +361,7 @@ def read_initial_weights(path: str | Path) -> Manifest:
         )
     inner = source / "checkpoints"
     is_one = (source / MANIFEST).exists()
-    manifests = [read_manifest(source)] if is_one else Folder(inner if inner.is_dir() else source).candidates()
+    manifests = [read_manifest(source)] if is_one else CheckpointDirectory(inner if inner.is_dir() else source).candidates()
     complete, refusals = _separate_damaged(manifests)
     if complete:
         return complete[0]

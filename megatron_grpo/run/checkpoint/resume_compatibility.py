@@ -22,7 +22,7 @@ from megatron_grpo.core.base.errors import Problem
 from megatron_grpo.core.field import OnResume
 from megatron_grpo.core.grpo.zero_gradient import DECIDING, zero_gradient_kinds
 from megatron_grpo.run.checkpoint.fingerprints import FLAGS
-from megatron_grpo.run.checkpoint.manifest import Manifest, RunOrigin
+from megatron_grpo.run.checkpoint.manifest import Manifest, RunFingerprint
 from megatron_grpo.run.config.table import keys, table
 from megatron_grpo.run.config.write import absolute_paths
 
@@ -66,7 +66,7 @@ class ResumeDifference:
         return f"{self.name}  {_value_text(self.was)} -> {_value_text(self.now)}"
 
 
-def changes_since(old: RunOrigin, new: RunOrigin) -> list[ResumeDifference]:
+def changes_since(old: RunFingerprint, new: RunFingerprint) -> list[ResumeDifference]:
     """Return all differences between two runs whose verdict is not "free". Values unknown to either side are not compared.
 
     Args:
@@ -76,7 +76,7 @@ def changes_since(old: RunOrigin, new: RunOrigin) -> list[ResumeDifference]:
     return [*_settings(old, new), *_contents(old, new)]
 
 
-def _settings(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
+def _settings(old: RunFingerprint, new: RunFingerprint) -> Iterator[ResumeDifference]:
     # Sizes are compared after they have been computed: a run may give the same sizes by other settings.
     old_values, new_values = {**old.settings, **absolute_paths(old.settings), **old.sizes}, {**new.settings, **new.sizes}
     # Rows that were left out have no old log-probs, so they cannot be computed after their first pass.
@@ -111,7 +111,7 @@ def _keeps_reference(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("sync_ref_model") and settings.get("beta"))
 
 
-def _contents(old: RunOrigin, new: RunOrigin) -> Iterator[ResumeDifference]:
+def _contents(old: RunFingerprint, new: RunFingerprint) -> Iterator[ResumeDifference]:
     for name, value in new.content.items():
         if old.content.get(name, value) != value:
             yield ResumeDifference(name=name, was=old.content[name], now=value, verdict="refused" if name in FLAGS else "said")

@@ -29,7 +29,7 @@ LEFT_OUT = ("spans", "text")  # where all values are empty, which is the default
 _SCALARS = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}
 
 
-class UnknownSamplesError(ValueError):
+class UnknownFormatError(ValueError):
     """Error raised if a file is intact but contains something that this version does not know."""
 
 
@@ -84,7 +84,7 @@ def unreadable_reason(path: Path, kind: type = Sample) -> str | None:
     try:
         with np.load(path, allow_pickle=False) as file:
             _known_kinds(path, file[HEADER], kind)
-    except UnknownSamplesError as error:
+    except UnknownFormatError as error:
         return str(error)
     return None
 
@@ -181,24 +181,24 @@ def _known_kinds(path: Path, header: np.ndarray, kind: type) -> dict[str, tuple[
     content = parse_json(str(header))
     begin, own_version = f"{path} was written by {content['written_by']} and has", f"megatron_grpo {__version__}"
     if content["format"] != FORMAT:
-        raise UnknownSamplesError(f"{begin} format {content['format']}; {own_version} reads format {FORMAT}")
+        raise UnknownFormatError(f"{begin} format {content['format']}; {own_version} reads format {FORMAT}")
     kinds_by_name = {sample_kind.__name__: sample_kind for sample_kind in _kinds(kind)}
     for name, columns in content["kinds"].items():
         if name not in kinds_by_name:
-            raise UnknownSamplesError(f"{begin} samples of the kind {name}, which {own_version} does not know")
+            raise UnknownFormatError(f"{begin} samples of the kind {name}, which {own_version} does not know")
         types = column_types(kinds_by_name[name])
         for column, its_type in columns.items():
             if column not in types:
-                raise UnknownSamplesError(f"{begin} the field {name}.{column}, which {own_version} does not know")
+                raise UnknownFormatError(f"{begin} the field {name}.{column}, which {own_version} does not know")
             if types[column] not in (its_type, f"{its_type}?"):
-                raise UnknownSamplesError(f"{begin} {name}.{column} as {its_type}; in {own_version} it is {types[column]}")
+                raise UnknownFormatError(f"{begin} {name}.{column} as {its_type}; in {own_version} it is {types[column]}")
     return {name: (kinds_by_name[name], columns) for name, columns in content["kinds"].items()}
 
 
 def _rows(path: Path, kind: type, columns: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> list[Any]:
     for field in fields(kind):
         if field.name not in columns and field.default is MISSING and field.default_factory is MISSING:
-            raise UnknownSamplesError(f"{path} lacks {kind.__name__}.{field.name}, which has no default in megatron_grpo {__version__}")
+            raise UnknownFormatError(f"{path} lacks {kind.__name__}.{field.name}, which has no default in megatron_grpo {__version__}")
     values = {}
     for name, column in columns.items():
         key = f"{kind.__name__}.{name}"

@@ -28,9 +28,9 @@ from megatron_grpo.core.parallel import collectives
 from megatron_grpo.core.types import PartialCompletion, Progress, Sample
 from megatron_grpo.run.checkpoint import rng_state
 from megatron_grpo.run.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
-from megatron_grpo.run.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, find_damage, manifest_content
+from megatron_grpo.run.checkpoint.manifest import CONFIG, MIB, CheckpointDirectory, Manifest, find_damage, manifest_content
 from megatron_grpo.run.checkpoint.output_files import RUN, BestCheckpoint
-from megatron_grpo.run.checkpoint.resume import OURS, Resume, ResumeCandidate, join_faults, unusable
+from megatron_grpo.run.checkpoint.resume import OURS, ResumeCandidate, ResumePlan, join_faults, unusable
 
 if TYPE_CHECKING:
     from megatron_grpo.core.batching.schedule import ScheduledStep
@@ -76,9 +76,9 @@ class Checkpoints:
         print_line: Called on rank 0 with each message. Default: print.
     """
 
-    def __init__(self, resume: Resume, cfg: RunConfig, *, replicas: Any = None, print_line: Callable[[str], None] | None = None):
+    def __init__(self, resume: ResumePlan, cfg: RunConfig, *, replicas: Any = None, print_line: Callable[[str], None] | None = None):
         self.resume, self.cfg, self.print_line = resume, cfg, print_line or partial(print, flush=True)
-        self.folder = Folder(resume.output_dir / "checkpoints")
+        self.folder = CheckpointDirectory(resume.output_dir / "checkpoints")
         self._saved_at = time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=cfg.async_save)
         # Tracks the best checkpoint, which is never deleted; set by the caller that knows the metric.

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_grpo.core.base.errors import ConfigError, Problem
-from megatron_grpo.run.config.read import COMMAND_LINE, Read, TypedSetting, format_value, is_from_script, read_file, read_words, split_entry
+from megatron_grpo.run.config.read import COMMAND_LINE, RawSetting, Read, format_value, is_from_script, read_file, read_words, split_entry
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.table import InvalidValueError, Setting, names, read_value, table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignDefault:
+class FrameworkDefaultValue:
     """Default of another system that differs from ours, for a setting that was not typed.
 
     Args:
@@ -30,7 +30,7 @@ class ForeignDefault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignSystem:
+class Framework:
     """The other system whose names were typed, as far as a plan needs it.
 
     Args:
@@ -69,15 +69,15 @@ class ParsedConfig:
     unreadable: set[str] = field(default_factory=set)
     print_config: bool = False
     is_other_task: bool = False
-    system: ForeignSystem | None = None
+    system: Framework | None = None
     # About `system`: names that change nothing and are ignored, by source; what was read as something else; defaults that differ.
     aside: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
-    defaults: list[ForeignDefault] = field(default_factory=list)
+    defaults: list[FrameworkDefaultValue] = field(default_factory=list)
 
 
-class ForeignNames(Protocol):
+class FrameworkNames(Protocol):
     """Knowledge of other systems' names and launch scripts, which `compat` provides to the parser."""
 
     def read_program(self, text: str, path: str) -> Read:
@@ -88,7 +88,7 @@ class ForeignNames(Protocol):
             path: Its path.
         """
 
-    def translation(self, entries: Sequence[TypedSetting]) -> Any | None:
+    def translation(self, entries: Sequence[RawSetting]) -> Any | None:
         """Return a `Translation` of these settings; None if they contain only our names and come from no launch script.
 
         Args:
@@ -112,7 +112,7 @@ class ForeignNames(Protocol):
         """
 
 
-Dialects = Callable[[], ForeignNames]  # imports `compat`; called only if something may be another system's name
+Dialects = Callable[[], FrameworkNames]  # imports `compat`; called only if something may be another system's name
 
 
 def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: Dialects | None = None) -> Config:
@@ -145,7 +145,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     files = [path for entry in typed_entries if entry.name == "config" for path in entry.raw]
     if any(entry.name == "config" and not entry.raw for entry in typed_entries):
         problems.append(Problem(flags=("config",), message="config requires the name of a file."))
-    entries: list[TypedSetting] = []
+    entries: list[RawSetting] = []
     read_program = (lambda text, path: dialects().read_program(text, path)) if dialects else None
     for path in files:
         file_entries, file_problems = read_file(path, read_program)
@@ -164,7 +164,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     return builder.finish(launcher_world_size)
 
 
-def _may_be_foreign(entries: Sequence[TypedSetting]) -> bool:
+def _may_be_foreign(entries: Sequence[RawSetting]) -> bool:
     return is_from_script(entries) or any(entry.name.rpartition(".")[2] == "dialect" for entry in entries)
 
 
@@ -185,7 +185,7 @@ class _Builder:
         self.seen: dict[tuple[str, str], tuple[str, Any]] = {}  # (source, setting) -> (name typed, value)
         self.unknown: dict[str, list[str]] = {}  # by source
 
-    def take(self, entry: TypedSetting) -> None:
+    def take(self, entry: RawSetting) -> None:
         name = entry.typed or entry.name
         if isinstance(entry.raw, InvalidValueError):
             self._bad(name, name, entry.source, entry.raw)
@@ -208,7 +208,7 @@ class _Builder:
                 return
         self._set(setting, value, source=entry.source, typed_name=name)
 
-    def _find(self, entry: TypedSetting) -> tuple[Setting | None, Any]:
+    def _find(self, entry: RawSetting) -> tuple[Setting | None, Any]:
         """Return (setting, its value if the name itself implies it)."""
         name = entry.name
         if entry.typed:

@@ -23,7 +23,7 @@ _REMOVED = re.compile(r"~[A-Za-z_][\w]*(\.\w+)+(=.*)?")  # Hydra's removal of a 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TypedSetting:
+class RawSetting:
     """One setting as it was typed.
 
     Args:
@@ -41,7 +41,7 @@ class TypedSetting:
     is_read: bool = False
 
 
-def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: bool = False) -> tuple[list[TypedSetting], list[Problem]]:
+def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: bool = False) -> tuple[list[RawSetting], list[Problem]]:
     """Return the flags of a command line with the words that follow them, and problems.
 
     Words `a.b=c` without dashes are read too if the name has a dot (Hydra's overrides).
@@ -51,14 +51,14 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
         source: Where they come from.
         lenient: Whether words that belong to no flag are skipped (such as the program's name in a shell script) instead of reported.
     """
-    entries: list[TypedSetting] = []
+    entries: list[RawSetting] = []
     problems: list[Problem] = []
     current: list[str] | None = None
     for word in words:
         if _FLAG.match(word):
             name, equals, value = word.partition("=")
             current = [value] if equals else []
-            entries.append(TypedSetting(name=canonical(name), raw=current, source=source))
+            entries.append(RawSetting(name=canonical(name), raw=current, source=source))
             if equals:
                 current = None
         elif _REMOVED.fullmatch(word):
@@ -66,7 +66,7 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
             problems.append(Problem(flags=(word,), message=f"{message}, and set the resulting values."))
         elif "." in word.partition("=")[0] and _ASSIGNMENT.match(word) and not (current is not None and not current):
             name, _, value = word.lstrip("+").partition("=")
-            entries.append(TypedSetting(name=canonical(name), raw=[value], source=source))
+            entries.append(RawSetting(name=canonical(name), raw=[value], source=source))
             current = None
         elif current is not None:
             current.append(word)
@@ -76,7 +76,7 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
     return entries, problems
 
 
-Read = tuple[list[TypedSetting], list[Problem]]
+Read = tuple[list[RawSetting], list[Problem]]
 
 
 def read_file(path: str, read_program: Callable[[str, str], Read] | None = None) -> Read:
@@ -103,7 +103,7 @@ def read_file(path: str, read_program: Callable[[str, str], Read] | None = None)
     return read_yaml(text, source=file.name)
 
 
-def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Problem]]:
+def read_yaml(text: str, *, source: str) -> tuple[list[RawSetting], list[Problem]]:
     """Read YAML keys, flat or in sections.
 
     Sections named after a group of settings are dropped from the names; others remain as `section.key`.
@@ -125,7 +125,7 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
         return [], [Problem(flags=("config",), message=f"{source} must contain `name: value` lines, not a {type(data).__name__}.")]
     problems = [Problem(flags=(key,), message=f"{key} is set twice in {source}. Use one of them.") for key in _repeated(root)]
     groups = {setting.group for setting in table().values()}
-    entries: list[TypedSetting] = []
+    entries: list[RawSetting] = []
 
     def walk(mapping: dict, prefix: str, section: str) -> None:
         """Collect the entries of a mapping.
@@ -142,13 +142,13 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
                 is_group = name in MAPS or not section and name in groups
                 walk(value, "" if is_group else f"{section}{canonical(str(key))}.", f"{section}{canonical(str(key))}.")
             else:
-                entries.append(TypedSetting(name=name, raw=() if value == [] else value, source=source))
+                entries.append(RawSetting(name=name, raw=() if value == [] else value, source=source))
 
     walk(data, "", "")
     return entries, problems
 
 
-def split_entry(entry: TypedSetting) -> list[TypedSetting]:
+def split_entry(entry: RawSetting) -> list[RawSetting]:
     """Split an entry that names settings through a map (`loss_kwargs real_tau=1`, `loss_kwargs.real_tau 1`) into these settings.
 
     Args:
@@ -191,7 +191,7 @@ def _repeated(root: Any) -> list[str]:
     return repeated
 
 
-def is_from_script(entries: Sequence[TypedSetting]) -> bool:
+def is_from_script(entries: Sequence[RawSetting]) -> bool:
     """Return whether settings come from a launch script: its launcher's words (`$...`), or values that only running it would tell.
 
     Args:

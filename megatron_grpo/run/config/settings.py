@@ -276,7 +276,7 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeOrigin:
+class BatchSizeOrigin:
     """A batch size as it was typed under another system's names.
 
     Args:
@@ -308,7 +308,7 @@ class Config(StepConfig):
     plan: PlanConfig = field(default_factory=PlanConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     # Batch sizes as typed under another system's names.
-    origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
+    origins: Mapping[str, BatchSizeOrigin] = field(default_factory=dict)
 
     def groups(self) -> dict[str, Any]:
         """Return the groups by section name, in the order of --help."""

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import prod
 
 from megatron_grpo.core.settings import ParallelConfig
-from megatron_grpo.run.config.settings import Config, SizeOrigin
+from megatron_grpo.run.config.settings import BatchSizeOrigin, Config
 
 WORLD, TP, PP, CP = "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -27,7 +27,7 @@ DEFAULT_GLOBAL_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeModel:
+class ModelDivisors:
     """Properties of a model that the size rules use; None where unknown. num_experts 0 is a dense model.
 
     Args:
@@ -40,7 +40,7 @@ class SizeModel:
     num_layers: int | None = None
     num_experts: int | None = None
     misfits: Callable[[int, int, int], Sequence[tuple[str, str]]] | None = None
-    teacher: SizeModel | None = None
+    teacher: ModelDivisors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def format_size(value: Fraction) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeInputs:
+class BatchSizeInputs:
     """Numbers that sizes are made of, by flag, each in the unit in which it was typed.
 
     Args:
@@ -108,16 +108,16 @@ class SizeInputs:
 
     values: Mapping[str, int]
     typed: frozenset[str]
-    origins: Mapping[str, SizeOrigin]
+    origins: Mapping[str, BatchSizeOrigin]
     aligned: bool
     needs_group: bool
     sequence_parallel: bool
     parallel: ParallelConfig
-    model: SizeModel
+    model: ModelDivisors
     names: Mapping[str, str]
 
     @classmethod
-    def from_config(cls, cfg: Config, model: SizeModel | None = None) -> SizeInputs:
+    def from_config(cls, cfg: Config, model: ModelDivisors | None = None) -> BatchSizeInputs:
         """Return the sizes that a configuration sets, with defaults.
 
         Args:
@@ -145,11 +145,11 @@ class SizeInputs:
             needs_group=cfg.grpo.advantage_estimator not in NO_GROUP_NEEDED and bool(cfg.rewards.reward_funcs or not cfg.grpo.teacher_flag),
             sequence_parallel=cfg.parallel.sequence_parallel,
             parallel=cfg.parallel,
-            model=model or SizeModel(),
+            model=model or ModelDivisors(),
             names=cfg.typed,
         )
 
-    def with_value(self, flag: str, value: int) -> SizeInputs:
+    def with_value(self, flag: str, value: int) -> BatchSizeInputs:
         """Return a copy in which the user has set a flag.
 
         Args:
@@ -242,7 +242,7 @@ class DerivedSizes:
     accumulation: Fraction
 
     @classmethod
-    def from_inputs(cls, inputs: SizeInputs) -> DerivedSizes:
+    def from_inputs(cls, inputs: BatchSizeInputs) -> DerivedSizes:
         """Compute the sizes by the definitions of docs/batching.md. Where two settings determine one size, the rules compare them.
 
         Args:

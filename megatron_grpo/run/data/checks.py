@@ -22,8 +22,8 @@ from megatron_grpo.core.images import ImageProcessorSpec, require_pillow
 from megatron_grpo.core.types import Image
 from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.chat import TAG, PromptEncoder, Raw, unread_names
-from megatron_grpo.run.data.files import IMAGE_COLUMNS, NAMED_ROWS, TEMPLATE_COLUMNS, Row, Rows, images_of_row, split_count
-from megatron_grpo.run.data.tokens import TokenTable
+from megatron_grpo.run.data.files import IMAGE_COLUMNS, NAMED_ROWS, TEMPLATE_COLUMNS, ConcatRows, Row, images_of_row, split_count
+from megatron_grpo.run.data.tokens import TokenLists
 
 if TYPE_CHECKING:
     from megatron_grpo.run.data.image_dataset import ImageStore
@@ -48,7 +48,7 @@ _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "co
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRows:
+class PromptDataset:
     """A data set whose rows have been checked to hold prompts. `keep` maps a prompt's index to its row in the file.
 
     Args:
@@ -65,10 +65,10 @@ class PromptRows:
         num_unused_messages: Rows of the file with `messages` beside `prompt`.
     """
 
-    rows: Rows
+    rows: ConcatRows
     keep: np.ndarray
     longest_prompt: int | None
-    tokens: TokenTable | None = None
+    tokens: TokenLists | None = None
     digest: str | None = None
     image_store: ImageStore | None = None
     is_beginning: bool = False
@@ -212,14 +212,14 @@ def _described(value: Any) -> str:
 
 
 def check_rows(
-    rows: Rows,
+    rows: ConcatRows,
     cfg: DataConfig,
     names: Sequence[str],
     *,
     flag: str = "dataset",
     image_spec: ImageProcessorSpec | None = None,
     is_blind: bool = True,
-) -> PromptRows:
+) -> PromptDataset:
     """Check that every row holds a prompt. Needs no tokenizer and opens no image.
 
     Args:
@@ -274,10 +274,10 @@ def check_rows(
     if problems:
         raise ConfigError(problems)
     counts: dict[str, Any] = {"named": names_found, "filled": filled, "nan": nan, "num_strings": strings, "num_unused_messages": unused}
-    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, **counts)
+    return PromptDataset(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, **counts)
 
 
-def check_images(prompts: PromptRows, *, at_most: int | None = None) -> None:
+def check_images(prompts: PromptDataset, *, at_most: int | None = None) -> None:
     """Open and decode the images of the rows.
 
     Args:
@@ -314,14 +314,14 @@ def raw_prompt(row: Mapping[str, Any]) -> Raw:
 
 
 def check_lengths(
-    prompts: PromptRows,
+    prompts: PromptDataset,
     encode: Encode,
     cfg: DataConfig,
     *,
     flag: str = "dataset",
-    tokens: TokenTable | None = None,
+    tokens: TokenLists | None = None,
     may_be_none: bool = False,
-) -> PromptRows:
+) -> PromptDataset:
     """Apply max_prompt_length and truncation_strategy.
 
     Args:
@@ -369,7 +369,7 @@ the shortest has {int(lengths.min())} tokens."
     return replace(prompts, longest_prompt=int(lengths.max()), tokens=tokens)
 
 
-def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float = SLOWEST) -> TokenTable:
+def tokenised(prompts: PromptDataset, encode: Encode, flag: str, *, seconds: float = SLOWEST) -> TokenLists:
     """Tokenize every prompt.
 
     A chat template is a program from the author of the model. It runs in a thread, so that an endless loop can be left behind there.
@@ -409,10 +409,10 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
     worker.result()
     if refusals:
         raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refusals.items()])
-    return TokenTable.from_rows(token_ids)
+    return TokenLists.from_rows(token_ids)
 
 
-def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
+def encoded(prompts: PromptDataset, encode: Encode, index: int) -> Sequence[int]:
     """Return the token IDs of the prompt at `index`.
 
     Args:
@@ -532,15 +532,15 @@ def _content_fault(message: Mapping[str, Any], *, is_blind: bool) -> str | None:
     return None
 
 
-def _problem(flag: str, rows: Rows, indices: Sequence[int] | np.ndarray, fault: str) -> Problem:
+def _problem(flag: str, rows: ConcatRows, indices: Sequence[int] | np.ndarray, fault: str) -> Problem:
     return Problem(flags=(flag,), message=f"{len(indices)} of {len(rows)} rows {fault}: {_places(rows, indices)}.")
 
 
-def _places(rows: Rows, indices: Sequence[int] | np.ndarray) -> str:
+def _places(rows: ConcatRows, indices: Sequence[int] | np.ndarray) -> str:
     return ", ".join(rows.place(int(index)) for index in indices[:NAMED_ROWS]) + (", ..." if len(indices) > NAMED_ROWS else "")
 
 
-def check_for_episodes(rows: PromptRows, flag: str) -> None:
+def check_for_episodes(rows: PromptDataset, flag: str) -> None:
     """Check that all prompts are chats without images, as environments and tools require.
 
     Args:
@@ -557,13 +557,13 @@ def check_for_episodes(rows: PromptRows, flag: str) -> None:
     _refuse(rows, flag, fault, rows.template_columns)
 
 
-def _refuse(rows: PromptRows, flag: str, fault: str, has_fault: Callable[[int], object]) -> None:
+def _refuse(rows: PromptDataset, flag: str, fault: str, has_fault: Callable[[int], object]) -> None:
     """Raise ConfigError with the prompts that have a fault, if there are any."""
     if indices := [index for index in range(len(rows)) if has_fault(index)]:
         raise ConfigError([_problem(flag, rows.rows, rows.keep[indices], fault)])
 
 
-def check_without_images(rows: PromptRows, flag: str, reason: str) -> None:
+def check_without_images(rows: PromptDataset, flag: str, reason: str) -> None:
     """Check that no row has images.
 
     Args:
@@ -578,7 +578,7 @@ def check_without_images(rows: PromptRows, flag: str, reason: str) -> None:
         raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.image_store.counts), f"have images, but {reason}")])
 
 
-def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
+def check_template(rows: PromptDataset, tokenizer: Any, flag: str) -> None:
     """Check that the tokenizer has a chat template if any prompt is a chat, and that it reads what rows have for it.
 
     Args:
@@ -602,7 +602,7 @@ def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
         raise ConfigError([_problem(flag, rows.rows, indices, fault) for fault, indices in unread.items()])
 
 
-def find_notes(rows: PromptRows, cfg: DataConfig, flag: str) -> Iterator[str]:
+def find_notes(rows: PromptDataset, cfg: DataConfig, flag: str) -> Iterator[str]:
     """Yield sentences about columns and settings that do not change prompts as someone may expect, and about rows that are left out.
 
     Args:
@@ -629,7 +629,7 @@ def find_notes(rows: PromptRows, cfg: DataConfig, flag: str) -> Iterator[str]:
         yield f"{flag}: {num_rows - len(rows)} of {num_rows} prompts are longer than max_prompt_length and are left out."
 
 
-def find_shared(rows: PromptRows, held_out: PromptRows, flag: str) -> Iterator[str]:
+def find_shared(rows: PromptDataset, held_out: PromptDataset, flag: str) -> Iterator[str]:
     """Yield a sentence if prompts of a held-out set are in the training set too.
 
     Args:

@@ -50,7 +50,7 @@ _CHATS = ("prompt", "messages")
 _ROLE, _ROLES = frozenset({"role", "from"}), {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
-class SourceRow(NamedTuple):
+class RawRow(NamedTuple):
     """A row read from a source.
 
     Args:
@@ -65,10 +65,10 @@ class SourceRow(NamedTuple):
 
 
 # Maps a position to an iterator over the rows after it. A position is JSON, so that a checkpoint can hold it; None is the beginning.
-Source = Callable[[Any], Iterator[SourceRow]]
+Source = Callable[[Any], Iterator[RawRow]]
 
 
-class Rows(Sequence[Row]):
+class ConcatRows(Sequence[Row]):
     """Rows of one or several data sets in sequence, with the location of each: `data.jsonl line 7`, `part-1.parquet row 7`.
 
     They are a `Source` too; a position is the number of rows before it.
@@ -115,25 +115,25 @@ class Rows(Sequence[Row]):
         part, number = self._locate(index)
         return self._parts[part][1](number)
 
-    def select(self, numbers: np.ndarray) -> Rows:
+    def select(self, numbers: np.ndarray) -> ConcatRows:
         """Return the rows with these numbers, in this order.
 
         Args:
             numbers: Numbers of rows, from 0.
         """
-        return Rows([(self, self.place)], numbers)
+        return ConcatRows([(self, self.place)], numbers)
 
-    def convert(self, convert: Callable[[Row], Row]) -> Rows:
+    def convert(self, convert: Callable[[Row], Row]) -> ConcatRows:
         """Return the rows, each converted when it is asked for.
 
         Args:
             convert: Maps a row to a new one.
         """
-        return Rows([(self, self.place)], convert=convert)
+        return ConcatRows([(self, self.place)], convert=convert)
 
-    def __call__(self, position: Any) -> Iterator[SourceRow]:
+    def __call__(self, position: Any) -> Iterator[RawRow]:
         for index in range(position or 0, len(self)):
-            yield SourceRow(index + 1, self.place(index), self[index])
+            yield RawRow(index + 1, self.place(index), self[index])
 
 
 def nested_value(row: Mapping[str, Any], name: str) -> Any:
@@ -240,7 +240,7 @@ class _ParquetRows(Sequence[Row]):
         return self.table.slice(index, 1).to_pylist()[0]
 
 
-def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> Rows:
+def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> ConcatRows:
     """Read all rows of a data set.
 
     Args:
@@ -254,14 +254,14 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
     """
     kind, path = _determine_kind(dataset, flag), Path(dataset)
     if kind == "files":
-        rows = Rows([_read_file(file, name, flag) for file, name in _list_files(path, split, flag)])
+        rows = ConcatRows([_read_file(file, name, flag) for file, name in _list_files(path, split, flag)])
     elif kind == "object":
-        rows = Rows([(python_objects.get(dataset, flag), by_row(dataset.removeprefix(python_objects.PREFIX)))])
+        rows = ConcatRows([(python_objects.get(dataset, flag), by_row(dataset.removeprefix(python_objects.PREFIX)))])
     else:
         from megatron_grpo.run.data.hub import from_hub, saved_by_datasets
 
         read, name = (saved_by_datasets, path.name) if kind == "saved" else (from_hub, dataset)
-        rows = Rows([(read(dataset, split, flag), by_row(name))])
+        rows = ConcatRows([(read(dataset, split, flag), by_row(name))])
     if not len(rows):
         raise config_error(flag, f"{flag} {dataset!r} has no rows.")
     return rows
@@ -295,7 +295,7 @@ def concatenated(sources: Sequence[Source]) -> Source:
         sources: Sources in their order.
     """
 
-    def begin(position: Any) -> Iterator[SourceRow]:
+    def begin(position: Any) -> Iterator[RawRow]:
         first, inner = position or (0, None)
         for number in range(first, len(sources)):
             for read in sources[number](inner if number == first else None):
@@ -456,7 +456,7 @@ def _open_file(file: Path, name: str, flag: str) -> Source:
     if _is_json_array(file, name, flag):
         raise config_error(flag, f"{name} is a JSON array, which cannot be streamed. Write one object per line, or leave streaming out.")
     return lambda position: (
-        SourceRow([number, end], f"{name} line {number}", row) for number, end, row in _lines(file, name, flag, *(position or (0, 0)))
+        RawRow([number, end], f"{name} line {number}", row) for number, end, row in _lines(file, name, flag, *(position or (0, 0)))
     )
 
 
@@ -589,7 +589,7 @@ def _table(parquet: Any, file: Path, name: str, flag: str, limit: int) -> Any:
         return pyarrow.Table.from_batches(batches, schema=source.schema_arrow)
 
 
-def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[SourceRow]:
+def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[RawRow]:
     """Yield rows from number `begin` on. Row groups before it are not read."""
     import psutil
 
@@ -606,5 +606,5 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[S
                 raise config_error(flag, message)
             num_skipped = max(0, begin - row)
             for offset, values in enumerate(batch.slice(num_skipped).to_pylist(), start=row + num_skipped):
-                yield SourceRow(offset + 1, f"{name} row {offset}", values)
+                yield RawRow(offset + 1, f"{name} row {offset}", values)
             row += len(batch)

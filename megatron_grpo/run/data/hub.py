@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo.core.base.errors import ConfigError, config_error, first_line, one_line
 from megatron_grpo.core.base.files import parse_json
-from megatron_grpo.run.data.files import Source, SourceRow, choose_split
+from megatron_grpo.run.data.files import RawRow, Source, choose_split
 
 
 def _datasets(flag: str) -> Any:
@@ -76,14 +76,14 @@ def stream_hub(dataset: str, split: str, flag: str) -> Source:
         flag: Setting that names the data set, for error messages.
     """
 
-    def begin(position: Any) -> Iterator[SourceRow]:
+    def begin(position: Any) -> Iterator[RawRow]:
         row, state = position or (0, None)
         rows = from_hub(dataset, split, flag, streaming=True)
         if state is not None:
             rows.load_state_dict(state)
         try:
             for number, values in enumerate(rows, start=row):
-                yield SourceRow([number + 1, rows.state_dict()], f"{dataset} row {number}", values)
+                yield RawRow([number + 1, rows.state_dict()], f"{dataset} row {number}", values)
         except Exception as error:
             reason = one_line(error, first_line)
             raise config_error(flag, f"Reading {dataset} from the Hub failed ({type(error).__name__}: {reason}).") from error

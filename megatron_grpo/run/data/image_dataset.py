@@ -29,7 +29,7 @@ from megatron_grpo.core.images import (
     make_image_source,
     num_tokens,
 )
-from megatron_grpo.run.data.files import NAMED_ROWS, Rows, images_of_row
+from megatron_grpo.run.data.files import NAMED_ROWS, ConcatRows, images_of_row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,7 +119,7 @@ def _found_again(image_store: str, row: int, index: int) -> Image:
 class ImageStore:
     """The images of a data set's rows."""
 
-    def __init__(self, rows: Rows, image_spec: ImageProcessorSpec, *, root: str | Path, flag: str = "dataset"):
+    def __init__(self, rows: ConcatRows, image_spec: ImageProcessorSpec, *, root: str | Path, flag: str = "dataset"):
         """Register the images of a data set in this process. No file is opened.
 
         Args:

@@ -25,9 +25,9 @@ from megatron_grpo.run.config.evaluation import SPLIT
 from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import checks, files
 from megatron_grpo.run.data.chat import PromptEncoder
-from megatron_grpo.run.data.checks import Encode, PromptRows
-from megatron_grpo.run.data.files import Row, Rows, read_rows, split_count
-from megatron_grpo.run.data.tokens import FEW, TokenTable, cached_table, compute_cache_key
+from megatron_grpo.run.data.checks import Encode, PromptDataset
+from megatron_grpo.run.data.files import ConcatRows, Row, read_rows, split_count
+from megatron_grpo.run.data.tokens import FEW, TokenLists, cached_table, compute_cache_key
 
 _SPLIT_EPOCH = 1 << 62  # epoch number of the held-out permutation, distinct from all epochs of a run
 _DRAW_EPOCH = _SPLIT_EPOCH + 1
@@ -36,7 +36,7 @@ Ask = Callable[[tuple[str, int]], Sequence[tuple[str, int]]]
 BLIND = "streaming supports text only: the sampler needs the largest number of images per prompt, which requires reading all rows"
 
 
-def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int) -> Rows:
+def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int) -> ConcatRows:
     """Read the rows of several data sets: all, or with `split_dataset_ratio` those that are trained or held out.
 
     Args:
@@ -50,7 +50,7 @@ def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int) ->
     """
     _check_split(cfg, names, flag)
     sets = [_read_set(name, cfg, flag=flag, seed=seed) for name in names]
-    rows = sets[0] if len(sets) == 1 else Rows([(part, part.place) for part in sets], _merged([len(part) for part in sets], cfg))
+    rows = sets[0] if len(sets) == 1 else ConcatRows([(part, part.place) for part in sets], _merged([len(part) for part in sets], cfg))
     if flag not in ("dataset", SPLIT) or not cfg.split_dataset_ratio:
         return rows
     return rows.select(_part(len(rows), cfg.split_dataset_ratio, seed, flag))
@@ -59,7 +59,7 @@ def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int) ->
 # ---- one data set
 
 
-def _read_set(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
+def _read_set(name: str, cfg: DataConfig, *, flag: str, seed: int) -> ConcatRows:
     """Read a data set and select the number of rows in its name.
 
     `name#n` gives n rows: the whole set as often as it fits into n, and the remainder sampled (the first rows, if dataset_shuffle is
@@ -184,7 +184,7 @@ def load_rows(
     image_spec: ImageProcessorSpec | None = None,
     is_blind: bool = True,
     seed: int = 0,
-) -> PromptRows:
+) -> PromptDataset:
     """Read the data set and check that every row holds a prompt (`check_rows`). Needs no tokenizer.
 
     With `streaming` only the first block of the training set is read.
@@ -210,8 +210,8 @@ def load_rows(
 
 
 def _check_rows(
-    rows: Rows, cfg: DataConfig, names: Sequence[str], flag: str, image_spec: ImageProcessorSpec | None, *, is_blind: bool = True
-) -> PromptRows:
+    rows: ConcatRows, cfg: DataConfig, names: Sequence[str], flag: str, image_spec: ImageProcessorSpec | None, *, is_blind: bool = True
+) -> PromptDataset:
     prompts = checks.check_rows(rows, cfg, names, flag=flag, image_spec=image_spec, is_blind=is_blind)
     if is_streamed(cfg, flag):
         checks.check_without_images(prompts, flag, BLIND)
@@ -286,7 +286,7 @@ def open_stream(
     names, encode = list_dataset_names(cfg, dataset, flag), PromptEncoder.from_config(cfg, tokenizer, image_spec, tools)
     shuffle = cfg.dataset_shuffle if shuffle is None else shuffle
 
-    def check(rows: Rows) -> PromptRows:
+    def check(rows: ConcatRows) -> PromptDataset:
         prompts = _check_rows(rows, cfg, names, flag, image_spec)
         if tools is not None:
             checks.check_for_episodes(prompts, flag)
@@ -300,12 +300,12 @@ def open_stream(
     return PromptStream(rows, encode, seed=seed, shuffle=shuffle)
 
 
-def _tokenize(rows: PromptRows, cfg: DataConfig, encode: PromptEncoder, flag: str) -> PromptRows:
+def _tokenize(rows: PromptDataset, cfg: DataConfig, encode: PromptEncoder, flag: str) -> PromptDataset:
     """Return the rows with their tokens, without those that are too long. Raises ConfigError if a prompt cannot be used."""
     is_block = is_streamed(cfg, flag)
     checks.check_template(rows, encode.tokenizer, flag)
 
-    def tokenized() -> TokenTable:
+    def tokenized() -> TokenLists:
         checks.check_images(rows)
         return checks.tokenised(rows, encode, flag)
 
@@ -338,7 +338,7 @@ class PromptStream:
     epoch_multiple = 1  # prompts per epoch are a multiple of this (dataset_drop_last)
     taken = 0  # prompts since the start of the run
 
-    def __init__(self, rows: PromptRows, encode: Encode, *, seed: int, shuffle: bool = True):
+    def __init__(self, rows: PromptDataset, encode: Encode, *, seed: int, shuffle: bool = True):
         self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
         # Taken before user code runs, which may hold the rows.
         self._fingerprint = _compute_checksum([rows.raw(index) for index in _spread(len(rows))])
@@ -453,7 +453,7 @@ or start a new run in another output_dir."
         """
         return self._found(number)[2]
 
-    def _found(self, number: int) -> tuple[PromptRows, int, int]:
+    def _found(self, number: int) -> tuple[PromptDataset, int, int]:
         """Locate prompt `number` of the run: (rows that contain it, its index in them, its data set row)."""
         epoch, position = divmod(number, self.per_epoch)
         index = self._index_at(position, len(self), epoch)
@@ -491,7 +491,7 @@ def _compute_checksum(values: Sequence[Any]) -> int:
     return zlib.crc32(json.dumps(values, default=str).encode())
 
 
-def _place_images(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:
+def _place_images(rows: PromptDataset, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:
     if rows.image_store is None:
         return ()
     from megatron_grpo.run.data.image_dataset import places

@@ -24,8 +24,8 @@ from megatron_grpo.core.base.errors import ConfigError, Problem, RowsError, RunE
 from megatron_grpo.core.types import Prompt
 from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import checks
-from megatron_grpo.run.data.checks import Encode, PromptRows
-from megatron_grpo.run.data.files import NAMED_ROWS, Rows, Source, SourceRow, concatenated, open_source, split_count
+from megatron_grpo.run.data.checks import Encode, PromptDataset
+from megatron_grpo.run.data.files import NAMED_ROWS, ConcatRows, RawRow, Source, concatenated, open_source, split_count
 from megatron_grpo.run.data.prompts import Ask, PromptStream, conversion, find_shares, rows_per_epoch
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
         raise config_error(flag, f"{first.stands} is not a JSON object: {first.row}.")
     convert = conversion(first.row, cfg, flag)
 
-    def converted(position: Any) -> Iterator[SourceRow]:
+    def converted(position: Any) -> Iterator[RawRow]:
         for entry in source(position):
             yield entry if isinstance(entry.row, str) else entry._replace(row=convert(entry.row))
 
@@ -113,7 +113,7 @@ def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
 def _limited(source: Source, count: int) -> Source:
     """Limit a source to `count` rows. A position is [rows before it, position in the source]."""
 
-    def begin(position: Any) -> Iterator[SourceRow]:
+    def begin(position: Any) -> Iterator[RawRow]:
         num_before, inner = position or (0, None)
         for number, entry in enumerate(islice(_repeated(source, inner), count - num_before), start=num_before + 1):
             yield entry._replace(after=[number, entry.after])
@@ -121,7 +121,7 @@ def _limited(source: Source, count: int) -> Source:
     return begin
 
 
-def _repeated(source: Source, position: Any) -> Iterator[SourceRow]:
+def _repeated(source: Source, position: Any) -> Iterator[RawRow]:
     """Yield the rows after a position, and then all rows again and again."""
     yield from source(position)
     while True:
@@ -130,7 +130,7 @@ def _repeated(source: Source, position: Any) -> Iterator[SourceRow]:
         yield from reader
 
 
-def _existing(entry: SourceRow | None) -> SourceRow:
+def _existing(entry: RawRow | None) -> RawRow:
     """Return a row that existed when its data set was last read.
 
     Raises:
@@ -153,7 +153,7 @@ def _mixed(sources: Sequence[Source], shares: Sequence[float], cfg: DataConfig) 
         most = rows_per_epoch(sizes, shares, cfg)
         return [number for number, count in enumerate(counts) if most is None or count < most[number]]
 
-    def begin(position: Any) -> Iterator[SourceRow]:
+    def begin(position: Any) -> Iterator[RawRow]:
         empty = [None] * len(sources)
         counts, positions, sizes = [list(values) for values in position or ([0] * len(sources), empty, empty)]
         readers = [source(begin_at) for source, begin_at in zip(sources, positions, strict=True)]
@@ -173,7 +173,7 @@ def _mixed(sources: Sequence[Source], shares: Sequence[float], cfg: DataConfig) 
     return begin
 
 
-def read_beginning(source: Source, check: Callable[[Rows], PromptRows], cfg: DataConfig) -> PromptRows:
+def read_beginning(source: Source, check: Callable[[ConcatRows], PromptDataset], cfg: DataConfig) -> PromptDataset:
     """Return the first block of a data set.
 
     Args:
@@ -197,7 +197,14 @@ class StreamedPrompts(PromptStream):
     COMPARED = (("seed", "seed", "{}"), ("shuffle", "dataset_shuffle", "{}"), ("block_size", "shuffle_buffer_size", "{}"))
 
     def __init__(
-        self, source: Source, check: Callable[[Rows], PromptRows], encode: Encode, *, cfg: DataConfig, seed: int, shuffle: bool = True
+        self,
+        source: Source,
+        check: Callable[[ConcatRows], PromptDataset],
+        encode: Encode,
+        *,
+        cfg: DataConfig,
+        seed: int,
+        shuffle: bool = True,
     ):
         """Read blocks until one has a prompt.
 
@@ -211,8 +218,8 @@ class StreamedPrompts(PromptStream):
         """
         self._source, self._check, self._size = source, check, max(1, cfg.shuffle_buffer_size)
         self._ask: Ask = lambda gathered: [gathered]
-        self._reader_ahead: tuple[Any, Iterator[SourceRow]] | None = None  # (position, reader at that position)
-        self._held: dict[tuple[int, int], tuple[BlockPosition, PromptRows]] = {}
+        self._reader_ahead: tuple[Any, Iterator[RawRow]] | None = None  # (position, reader at that position)
+        self._held: dict[tuple[int, int], tuple[BlockPosition, PromptDataset]] = {}
         self._marks: list[BlockPosition] = []
         while not self._marks or not self._marks[-1].num_prompts:
             self._remember(self._next(self._marks[-1] if self._marks else BlockPosition()))
@@ -282,7 +289,7 @@ class StreamedPrompts(PromptStream):
 
     # ---- blocks
 
-    def _found(self, number: int) -> tuple[PromptRows, int, int]:
+    def _found(self, number: int) -> tuple[PromptDataset, int, int]:
         mark = self._marks[_place_among(self._marks, number)]
         try:
             while mark.end <= number:  # the position of the block is not remembered
@@ -312,7 +319,7 @@ class StreamedPrompts(PromptStream):
             self._hold(new_mark, rows)
         return new_mark
 
-    def _collect_rows(self, mark: BlockPosition) -> PromptRows:
+    def _collect_rows(self, mark: BlockPosition) -> PromptDataset:
         """Return the rows of a block. Raises ConfigError if they have changed since they were first read."""
         key = (mark.epoch, mark.block)
         if key not in self._held or self._held[key][0] != mark:
@@ -326,7 +333,7 @@ in another output_dir."
             self._hold(mark, rows)
         return self._held[key][1]
 
-    def _read(self, begin: Any) -> tuple[list[SourceRow], Any]:
+    def _read(self, begin: Any) -> tuple[list[RawRow], Any]:
         """Read one block from a position. Return its rows and the position after them, None at the end of the epoch."""
         reader_ahead, self._reader_ahead = self._reader_ahead, None
         reader = reader_ahead[1] if reader_ahead is not None and reader_ahead[0] == begin else self._source(begin)
@@ -336,7 +343,7 @@ in another output_dir."
             self._reader_ahead = (next_position, reader)
         return entries, next_position
 
-    def _hold(self, mark: BlockPosition, rows: PromptRows) -> None:
+    def _hold(self, mark: BlockPosition, rows: PromptDataset) -> None:
         """Keep the blocks that prompts are still taken from, and one block before them, because prompts may be given back."""
         trained_keys = [key for key, (mark, _) in self._held.items() if mark.end <= self.taken]
         for key in trained_keys[:-1]:
@@ -366,7 +373,7 @@ def _place_among(marks: Sequence[BlockPosition], number: int) -> int:
     return max(0, bisect_right(marks, number, key=lambda mark: mark.first) - 1)
 
 
-def _digest(entries: Sequence[SourceRow]) -> int:
+def _digest(entries: Sequence[RawRow]) -> int:
     """Return a checksum of rows, to detect other rows at the same position."""
     digest = 0
     for entry in entries:
@@ -374,16 +381,16 @@ def _digest(entries: Sequence[SourceRow]) -> int:
     return digest
 
 
-def _collect_rows(entries: Sequence[SourceRow], flag: str) -> Rows:
+def _collect_rows(entries: Sequence[RawRow], flag: str) -> ConcatRows:
     """Collect the rows that were read. Raises ConfigError with the lines that hold no row."""
     faults = [f"{entry.stands}: {entry.row}" for entry in entries if isinstance(entry.row, str)]
     if faults:
         listed = f"{'; '.join(faults[:NAMED_ROWS])}{'; ...' if len(faults) > NAMED_ROWS else ''}"
         raise config_error(flag, f"{len(faults)} line(s) are not JSON objects: {listed}.")
-    return Rows([([entry.row for entry in entries if isinstance(entry.row, dict)], lambda index: entries[index].stands)])
+    return ConcatRows([([entry.row for entry in entries if isinstance(entry.row, dict)], lambda index: entries[index].stands)])
 
 
-def _check_block(entries: Sequence[SourceRow], first: int, check: Callable[[Rows], PromptRows]) -> PromptRows:
+def _check_block(entries: Sequence[RawRow], first: int, check: Callable[[ConcatRows], PromptDataset]) -> PromptDataset:
     """Check the rows of a block, which begins at row `first`. Raises ConfigErrors that name the range of its rows."""
     try:
         return check(_collect_rows(entries, "dataset"))

@@ -33,7 +33,7 @@ _MAGIC = b"megatron_grpo tokens 2\n\0"  # 1: string prompts with a second BOS or
 _FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # suffixes of files that a tokenizer may be loaded from
 
 
-class TokenTable(Sequence[tuple[int, ...]]):
+class TokenLists(Sequence[tuple[int, ...]]):
     """Token IDs of every row, in one flat array.
 
     Args:
@@ -45,7 +45,7 @@ class TokenTable(Sequence[tuple[int, ...]]):
         self.ends, self.tokens = ends, tokens
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> TokenTable:
+    def from_rows(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> TokenLists:
         """Create a table from the token IDs of each row.
 
         Args:
@@ -67,7 +67,7 @@ class TokenTable(Sequence[tuple[int, ...]]):
         return np.diff(self.ends, prepend=0)
 
 
-def cached_table(key: str, make: Callable[[], TokenTable]) -> TokenTable:
+def cached_table(key: str, make: Callable[[], TokenLists]) -> TokenLists:
     """Return a table from the cache, or create it and store it there.
 
     One process of a machine creates the table while the others wait. If the cache cannot be used, a warning is logged; that only costs
@@ -153,7 +153,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
-def write(path: Path, table: TokenTable) -> None:
+def write(path: Path, table: TokenLists) -> None:
     """Write a table to a file atomically, with a checksum that detects later changes.
 
     Args:
@@ -171,7 +171,7 @@ def write(path: Path, table: TokenTable) -> None:
         stream.writelines([_MAGIC, digest.digest(), *body])
 
 
-def read(path: Path) -> TokenTable | None:
+def read(path: Path) -> TokenLists | None:
     """Map the table of a file into memory. Return None if the file is missing or damaged, or belongs to another user (other than root).
 
     Args:
@@ -193,7 +193,7 @@ def read(path: Path) -> TokenTable | None:
         os.utime(path)  # marks the file as in use
     num_rows = int(content[start : start + 8].view(np.int64)[0])
     ends = content[start + 8 : start + 8 + 8 * num_rows].view(np.int64)
-    return TokenTable(ends, content[start + 8 + 8 * num_rows :].view(np.int32))
+    return TokenLists(ends, content[start + 8 + 8 * num_rows :].view(np.int32))
 
 
 def _forget_unused(folder: Path) -> None:

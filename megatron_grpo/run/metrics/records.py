@@ -25,7 +25,7 @@ LONG = 1 << 16  # bytes; longer lines (a step's rows on thousands of ranks) are 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
-class Records:
+class JsonlWriter:
     """Appender of objects with a `step` to a file.
 
     When `append` returns, the complete line is in the file, so a reader may follow along.
@@ -199,7 +199,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-class Events(logging.Handler):
+class EventsWriter(logging.Handler):
     """Writer of events.jsonl, with one object of step, time, kind and text per event of the run.
 
     As a handler it records warnings of this program's loggers. Earlier events are kept when a run is resumed.
@@ -210,7 +210,7 @@ class Events(logging.Handler):
 
     def __init__(self, path: Path):
         super().__init__(logging.WARNING)
-        self._file = Records(path)
+        self._file = JsonlWriter(path)
         self._best_effort = BestEffort()
 
     def open(self) -> None:

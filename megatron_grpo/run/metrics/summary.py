@@ -44,7 +44,7 @@ class LogpDifferenceMonitor:
         return text
 
 
-class LearningSignal:
+class GradientSummary:
     """Counts, over the recorded optimizer steps, the nonzero gradients and the steps in which all groups had zero reward std."""
 
     def __init__(self, *, compares_groups: bool = True):

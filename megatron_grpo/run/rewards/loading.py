@@ -26,7 +26,7 @@ from typing import Any
 from megatron_grpo.core.base.errors import ConfigError, Problem, describe_value, one_line
 from megatron_grpo.run import python_objects
 from megatron_grpo.run.config.settings import Config
-from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, isolated
+from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, IsolatedCall
 from megatron_grpo.run.rewards.protocol import ReadsOpening, RewardFunction, accepted_names, positional_names, read_text
 
 _LOG = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ def _run_user_code(call: Callable[[], Any], action: str) -> Any:
     """
     side_effects: list[str] = []
     try:
-        with isolated(side_effects):
+        with IsolatedCall(side_effects):
             return call()
     except ExitRequestedError as error:
         raise _fail(f"{action}: it tried to end the process with {one_line(error)}.") from error

@@ -36,8 +36,8 @@ class ExitRequestedError(Exception):
     """
 
 
-class isolated:  # lower case because it is used as `with contained(...)`
-    """Context manager that runs user code: `with isolated(side_effects): f()`.
+class IsolatedCall:
+    """Context manager that runs user code: `with IsolatedCall(side_effects): f()`.
 
     * A child process that the code forked does not leave the block; otherwise there would be two copies of the run.
     * If the code closed stdout or stderr, it is reopened. Otherwise the next output would end the run, or go to a file opened under the
@@ -54,7 +54,7 @@ class isolated:  # lower case because it is used as `with contained(...)`
     def __init__(self, side_effects: list[str]):
         self.side_effects = side_effects
 
-    def __enter__(self) -> isolated:
+    def __enter__(self) -> IsolatedCall:
         self._process = os.getpid()
         self._pressed = False
         # A run has its own handlers (`run.signals`). With Python's default handler, Ctrl-C must be told from an exception of the code.

@@ -21,9 +21,9 @@ from megatron_grpo.core.base.errors import RewardError, RunInterruptedError, des
 from megatron_grpo.run.rewards.process_isolation import (
     EventLoop,
     ExitRequestedError,
+    IsolatedCall,
     RewardTimeoutError,
     call_before,
-    isolated,
     never_cancel,
 )
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, read_text
@@ -117,11 +117,11 @@ def _start(
     """
 
     def call() -> Any:
-        with isolated(side_effects):
+        with IsolatedCall(side_effects):
             return function.function(**function.arguments(batch))
 
     async def call_async() -> Any:
-        with isolated(side_effects):
+        with IsolatedCall(side_effects):
             return await function.function(**function.arguments(batch))
 
     if function.is_async:

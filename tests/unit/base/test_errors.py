@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_grpo.core.base.errors import RewardError, first_line, keep_secret, one_line
-from megatron_grpo.plugins.rewards.endpoint import ApiKey, UnansweredError, post_json
+from megatron_grpo.plugins.rewards.endpoint import ApiKey, NoResponseError, post_json
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.addresses import Address
 from megatron_grpo.plugins.servers.http import Server, ServerGoneError, ServerRefusedError, start_coroutine
@@ -87,7 +87,7 @@ def test_what_a_server_answers_shows_no_token_no_escape_and_no_megabyte(raw, kin
 def test_what_a_judge_answers_shows_no_key_not_even_half_of_one():
     for length in (150, 160, 170, 180, 190, 200):
         raw = b"HTTP/1.1 401 " + ESCAPES.replace(b"\n", b"").replace(b"\r", b"") + b"\r\n\r\n" + b"z" * length + b"{token}" + b"z" * 9999
-        with answers(raw) as port, pytest.raises(UnansweredError) as caught:
+        with answers(raw) as port, pytest.raises(NoResponseError) as caught:
             post_json(f"http://127.0.0.1:{port}", {}, deadline=time.monotonic() + 20, key=ApiKey(TOKEN))
         assert is_fit(str(caught.value), 1000) and "401" in str(caught.value) and TOKEN[:7] not in str(caught.value)
 

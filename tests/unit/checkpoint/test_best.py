@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.checkpoint.manifest import Folder, RunOrigin, manifest_content
+from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory, RunFingerprint, manifest_content
 from megatron_grpo.run.checkpoint.output_files import BestCheckpoint
 
 
@@ -15,12 +15,14 @@ class Run:
     """Saves a checkpoint and tells a number a step, as the loop does: training's before the save, evaluation's after."""
 
     def __init__(self, path, *, greater=True, limit=2, metric="reward"):
-        self.folder, self.limit, self.said = Folder(path / "checkpoints"), limit, []
+        self.folder, self.limit, self.said = CheckpointDirectory(path / "checkpoints"), limit, []
         self.best = BestCheckpoint(self.folder.path, metric, greater=greater, print_line=self.said.append)
 
     def save(self, step):
         self.folder.begin(step)
-        self.folder.commit(step, manifest_content(RunOrigin(), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), {})
+        self.folder.commit(
+            step, manifest_content(RunFingerprint(), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), {}
+        )
         self.best.record_saved(step)
         self.folder.retain(self.limit, newest=step, best=self.best.step)
 

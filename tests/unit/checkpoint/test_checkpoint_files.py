@@ -10,15 +10,15 @@ import pytest
 
 from megatron_grpo.core.base import activity
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.checkpoint.manifest import Folder, RunOrigin, find_damage, manifest_content, read_manifest
+from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory, RunFingerprint, find_damage, manifest_content, read_manifest
 from tests.checkpoint_files import fingerprints
 
 
-def write(folder: Folder, step: int, content: bytes = b"weights") -> Path:
+def write(folder: CheckpointDirectory, step: int, content: bytes = b"weights") -> Path:
     writing = folder.begin(step)
     (writing / "inner").mkdir()
     (writing / "inner" / "file").write_bytes(content)
-    said = manifest_content(RunOrigin(), Progress(step=step), world_size=1, torch="2", num_pending=0, versions={})
+    said = manifest_content(RunFingerprint(), Progress(step=step), world_size=1, torch="2", num_pending=0, versions={})
     folder.commit(step, said, fingerprints(writing, ["inner/file"]))
     return folder.directory(step)
 
@@ -28,17 +28,17 @@ def verify_files(directory: Path) -> list[str]:
 
 
 def test_the_mebibytes_that_are_compared_are_counted(tmp_path):
-    directory = write(Folder(tmp_path / "checkpoints"), 2, bytes(2**20 + 1))
+    directory = write(CheckpointDirectory(tmp_path / "checkpoints"), 2, bytes(2**20 + 1))
     with activity.phase("restoring", total=2, unit="MiB") as phase:
         assert verify_files(directory) == [] and phase.done == 2
 
 
-def steps_to_try(folder: Folder) -> list[int]:
+def steps_to_try(folder: CheckpointDirectory) -> list[int]:
     return [one.step for one in folder.candidates()]
 
 
 def test_a_checkpoint_just_written_is_undamaged_and_the_one_to_resume_from(tmp_path):
-    folder = Folder(tmp_path / "checkpoints")
+    folder = CheckpointDirectory(tmp_path / "checkpoints")
     for step in (5, 10):
         assert verify_files(write(folder, step)) == []
     assert steps_to_try(folder) == [10, 5]
@@ -46,7 +46,7 @@ def test_a_checkpoint_just_written_is_undamaged_and_the_one_to_resume_from(tmp_p
 
 @pytest.mark.parametrize("place", [0, 3, 6])
 def test_every_flipped_bit_is_found(tmp_path, place):
-    directory = write(Folder(tmp_path), 1)
+    directory = write(CheckpointDirectory(tmp_path), 1)
     content = bytearray((directory / "inner/file").read_bytes())
     content[place] ^= 128
     (directory / "inner/file").write_bytes(content)
@@ -55,7 +55,7 @@ def test_every_flipped_bit_is_found(tmp_path, place):
 
 def test_the_checkpoint_written_last_comes_first_also_where_the_run_went_back(tmp_path):
     """Step 15 is of a future that was given up by resuming from 5; its directory is there until the run reaches it again."""
-    folder = Folder(tmp_path)
+    folder = CheckpointDirectory(tmp_path)
     for step in (5, 10, 15, 10):
         write(folder, step)
     assert steps_to_try(folder) == [10, 15, 5]
@@ -65,12 +65,12 @@ def test_the_checkpoint_written_last_comes_first_also_where_the_run_went_back(tm
 def test_a_pointer_is_a_step_or_a_sentence(tmp_path, content, found):
     if content is not None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
-    pointer = Folder(tmp_path).pointer()
+    pointer = CheckpointDirectory(tmp_path).pointer()
     assert found in pointer if isinstance(found, str) else pointer == found
 
 
 def test_an_existing_checkpoint_of_the_same_step_is_replaced(tmp_path):
-    folder = Folder(tmp_path)
+    folder = CheckpointDirectory(tmp_path)
     write(folder, 5, b"old")
     directory = write(folder, 5, b"new")
     assert (directory / "inner/file").read_bytes() == b"new" and verify_files(directory) == []
@@ -80,7 +80,7 @@ def test_an_existing_checkpoint_of_the_same_step_is_replaced(tmp_path):
 
 
 def test_retention_keeps_the_newest_and_leaves_a_given_up_future_alone(tmp_path):
-    folder = Folder(tmp_path)
+    folder = CheckpointDirectory(tmp_path)
     for step in (2, 4, 6, 8, 10):
         write(folder, step)
     folder.retain(2, newest=6)  # resumed from before 6, and just saved 6 again
@@ -100,7 +100,7 @@ def test_retention_keeps_the_newest_and_leaves_a_given_up_future_alone(tmp_path)
     ],
 )
 def test_retention_never_removes_the_last_good_checkpoint(tmp_path, good, limit, newest, left):
-    folder = Folder(tmp_path)
+    folder = CheckpointDirectory(tmp_path)
     for step in (2, 4, 6, 8, 10):
         write(folder, step)
     assert all(folder.mark_good(step, trained=step + 1) for step in good)
@@ -110,7 +110,7 @@ def test_retention_never_removes_the_last_good_checkpoint(tmp_path, good, limit,
 
 
 def test_a_mark_is_no_part_of_what_was_saved_and_goes_with_the_checkpoint(tmp_path):
-    folder = Folder(tmp_path)
+    folder = CheckpointDirectory(tmp_path)
     assert not folder.mark_good(5, trained=6) and not folder.directory(5).exists(), "it is still being written, say"
     directory = write(folder, 5)
     assert not read_manifest(directory).is_good
@@ -120,7 +120,7 @@ def test_a_mark_is_no_part_of_what_was_saved_and_goes_with_the_checkpoint(tmp_pa
 
 
 def test_a_mark_that_is_half_written_is_no_mark(tmp_path):
-    folder, child = Folder(tmp_path), None
+    folder, child = CheckpointDirectory(tmp_path), None
     directory = write(folder, 5)
     child = os.fork()
     if child == 0:
@@ -134,7 +134,7 @@ def test_a_mark_that_is_half_written_is_no_mark(tmp_path):
 @pytest.mark.parametrize("moment, left", [("manifest.json", [5]), ("iter_0000010", [5]), ("latest_checkpointed_iteration.txt", [10, 5])])
 def test_a_writer_killed_at_any_rename_leaves_a_directory_to_resume_from(tmp_path, moment, left):
     """Between the last two the new checkpoint is whole, and the pointer names the one before it."""
-    write(Folder(tmp_path), 5)
+    write(CheckpointDirectory(tmp_path), 5)
     child = os.fork()
     if child == 0:
 
@@ -142,10 +142,10 @@ def test_a_writer_killed_at_any_rename_leaves_a_directory_to_resume_from(tmp_pat
             return lambda source, target: os._exit(9) if Path(target).name == moment else rename(source, target)
 
         os.replace, Path.rename = stop(os.replace), stop(Path.rename)
-        write(Folder(tmp_path), 10)
+        write(CheckpointDirectory(tmp_path), 10)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    folder = Folder(tmp_path)
+    folder = CheckpointDirectory(tmp_path)
     assert steps_to_try(folder) == left and all(verify_files(folder.directory(step)) == [] for step in left)
     assert folder.pointer() == 5
     assert verify_files(write(folder, 10)) == []  # and what it left is no obstacle
@@ -171,7 +171,7 @@ def test_a_manifest_that_cannot_be_read_is_a_sentence(tmp_path):
     ({"step": 6, "progress": {"step": 6}}, "is of step 6, which does not match its directory name"),
 ], ids=["format", "field", "no files", "file", "count", "progress", "two steps", "other folder"])  # fmt: skip
 def test_a_manifest_with_something_unknown_or_impossible_is_a_sentence(tmp_path, change, says):
-    directory = write(Folder(tmp_path), 5)
+    directory = write(CheckpointDirectory(tmp_path), 5)
     manifest = json.loads((directory / "manifest.json").read_text())
     (directory / "manifest.json").write_text(json.dumps(manifest | change))
     assert says in read_manifest(directory)
@@ -179,10 +179,10 @@ def test_a_manifest_with_something_unknown_or_impossible_is_a_sentence(tmp_path,
 
 def test_every_flipped_bit_of_a_manifest_is_found_and_one_without_a_checksum_is_read(tmp_path):
     """The progress and the settings that stand in it stand nowhere else: a flip in `num_tokens` went on unseen."""
-    folder = Folder(tmp_path)
+    folder = CheckpointDirectory(tmp_path)
     writing = folder.begin(5)
     (writing / "file").write_bytes(b"weights")
-    said = manifest_content(RunOrigin(settings={"lr": 1e-3, "beta": None}), Progress(step=5, num_tokens=972), world_size=1, torch="2",
+    said = manifest_content(RunFingerprint(settings={"lr": 1e-3, "beta": None}), Progress(step=5, num_tokens=972), world_size=1, torch="2",
     num_pending=0,
                  versions={9: 3, 10: 4})  # fmt: skip
     folder.commit(5, said, fingerprints(writing, ["file"]))
@@ -205,7 +205,7 @@ def test_holds_run_and_start_afresh_know_only_what_a_run_writes(tmp_path):
 
     (tmp_path / "notes.txt").write_text("mine")
     assert not holds_run(tmp_path)
-    write(Folder(tmp_path / "checkpoints"), 1)
+    write(CheckpointDirectory(tmp_path / "checkpoints"), 1)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}))
     assert holds_run(tmp_path)
     remove_run(tmp_path)

@@ -6,19 +6,21 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.checkpoint.manifest import Folder, RunOrigin, manifest_content
+from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory, RunFingerprint, manifest_content
 from megatron_grpo.run.checkpoint.resume import checkpoint_path, initial_weights_problems, read_initial_weights
 from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.rules.settings import validate
 
 
 def checkpoint(path, step=3, **settings):
-    folder = Folder(path / "checkpoints")
+    folder = CheckpointDirectory(path / "checkpoints")
     writing = folder.begin(step)
     (writing / "weights").write_bytes(b"1234")
     files = {"weights": {"bytes": 4, "sha256": "x"}}
     folder.commit(
-        step, manifest_content(RunOrigin(settings=settings), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), files
+        step,
+        manifest_content(RunFingerprint(settings=settings), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}),
+        files,
     )
     return folder.directory(step)
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.core.base.errors import ConfigError, RunError
 from megatron_grpo.core.base.files import MARK, read_mark, write_mark
-from megatron_grpo.run.checkpoint.manifest import Folder
+from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory
 from megatron_grpo.run.checkpoint.output_files import (
     WRITTEN_BY_A_RUN,
     check_output_dir,
@@ -126,7 +126,7 @@ def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, lost):
     """Scratch is not mounted, and the job is started again."""
     as_a_run_leaves_it(tmp_path)
     write_mark(tmp_path, "train", saved=40)
-    assert restart_obstacle(tmp_path) is None and Folder(tmp_path / "checkpoints").steps() == [100]
+    assert restart_obstacle(tmp_path) is None and CheckpointDirectory(tmp_path / "checkpoints").steps() == [100]
     os.rename(tmp_path / "checkpoints", tmp_path / "elsewhere")
     if lost == "empty":
         (tmp_path / "checkpoints").mkdir()

@@ -14,7 +14,7 @@ from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.batching.schedule import TrainingSchedule
 from megatron_grpo.core.types import Progress
 from megatron_grpo.run.checkpoint.fingerprints import DAY, FLAGS, list_settings
-from megatron_grpo.run.checkpoint.manifest import POINTER, Folder, RunOrigin, manifest_content
+from megatron_grpo.run.checkpoint.manifest import POINTER, CheckpointDirectory, RunFingerprint, manifest_content
 from megatron_grpo.run.checkpoint.resume import find_checkpoints, plan_resume
 from megatron_grpo.run.checkpoint.resume_compatibility import _REFERENCE_SETTINGS, _WHY, changes_since
 from megatron_grpo.run.config.parse import resolve
@@ -37,12 +37,12 @@ def configured(out: Path, *flags: str):
 def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int | None = None, **origin) -> Path:
     """A checkpoint with one small file, as a run with these flags would describe it."""
     cfg, schedule = configured(out, *flags)
-    folder = Folder(out / "checkpoints")
+    folder = CheckpointDirectory(out / "checkpoints")
     writing = folder.begin(step)
     (writing / "common.pt").write_bytes(b"weights")
     progress = Progress(step=step, num_rollouts=-(-step // 2) if num_rollouts is None else num_rollouts)
     known = {"settings": list_settings(cfg), "content": CONTENTS, "sizes": schedule.sizes.stream_sizes} | origin
-    said = manifest_content(RunOrigin(**known), progress, world_size=1, torch="2", num_pending=buffer, versions={})
+    said = manifest_content(RunFingerprint(**known), progress, world_size=1, torch="2", num_pending=buffer, versions={})
     folder.commit(step, said, fingerprints(writing, ["common.pt"]))
     return folder.directory(step)
 
@@ -82,11 +82,11 @@ def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
 def test_the_newest_is_continued_and_it_is_said_whether_it_is_good_and_which_one_is(tmp_path):
     for step in (2, 4, 6):
         saved(tmp_path, step)
-    Folder(tmp_path / "checkpoints").mark_good(2, trained=3)
+    CheckpointDirectory(tmp_path / "checkpoints").mark_good(2, trained=3)
     resume = judged(tmp_path)
     assert find_step(resume) == 6
     assert f"The last confirmed one is {tmp_path}/checkpoints/iter_0000002 (use it with --resume)." in resume.lines(resume.candidates[0])[1]
-    Folder(tmp_path / "checkpoints").mark_good(6, trained=7)
+    CheckpointDirectory(tmp_path / "checkpoints").mark_good(6, trained=7)
     resume = judged(tmp_path)
     assert resume.lines(resume.candidates[0])[1] == "It is confirmed good: its weights have been used for sampling and training."
 
@@ -186,7 +186,7 @@ def test_a_run_that_has_reached_its_end_says_that_nothing_is_left(tmp_path):
 
 
 def test_contents_are_either_refused_or_said():
-    before, now = RunOrigin(content=dict(a="1", model="1", gone="1")), RunOrigin(content=dict(a="2", model="2", new="1"))
+    before, now = RunFingerprint(content=dict(a="1", model="1", gone="1")), RunFingerprint(content=dict(a="2", model="2", new="1"))
     assert {change.name: change.verdict for change in changes_since(before, now)} == {"a": "said", "model": "refused"}
     assert {setting.on_resume for setting in table().values()} == {"refused", "between", "said", "free"}
 

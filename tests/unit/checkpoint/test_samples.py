@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.core.types import Sample, SampleWithOldLogprobs
 from megatron_grpo.run.checkpoint import samples as file_of_samples
-from megatron_grpo.run.checkpoint.samples import UnknownSamplesError, column_types, read_samples, serialize_samples, unreadable_reason
+from megatron_grpo.run.checkpoint.samples import UnknownFormatError, column_types, read_samples, serialize_samples, unreadable_reason
 
 
 def sample(kind=Sample, **changes):
@@ -133,7 +133,7 @@ def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
     [back] = read_samples(tmp_path / "file", Row)
     assert (back.where, back.starts) == ("here", (0,))
     change_header(tmp_path / "file", lambda header: header["kinds"]["Row"].pop("number"))
-    with pytest.raises(UnknownSamplesError, match="lacks Row.number, which has no default"):
+    with pytest.raises(UnknownFormatError, match="lacks Row.number, which has no default"):
         read_samples(tmp_path / "file", Row)
 
 
@@ -147,13 +147,13 @@ def test_what_is_not_known_is_refused_with_its_name_and_the_version_that_wrote_i
     (tmp_path / "file").write_bytes(serialize_samples([row(3)]))
     change_header(tmp_path / "file", lambda header: (header.update(written_by="megatron_grpo 7.0"), change(header)))
     for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable_reason(tmp_path / "file", Row))):
-        with pytest.raises(UnknownSamplesError, match="was written by megatron_grpo 7.0 and has") as told:
+        with pytest.raises(UnknownFormatError, match="was written by megatron_grpo 7.0 and has") as told:
             read()
         assert says in str(told.value)
 
 
 def _raise(sentence):
-    raise UnknownSamplesError(sentence)
+    raise UnknownFormatError(sentence)
 
 
 def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():

@@ -28,7 +28,7 @@ from megatron_grpo.run.config.parse import resolve
 from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data.chat import with_parts
 from megatron_grpo.run.data.checks import check_for_episodes, check_images, num_places
-from megatron_grpo.run.data.files import Rows, images_of_row
+from megatron_grpo.run.data.files import ConcatRows, images_of_row
 from megatron_grpo.run.data.image_dataset import ImageStore, expand_image_tokens, places
 from megatron_grpo.run.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
@@ -242,7 +242,7 @@ def test_every_form_of_a_column_is_the_same_picture(tmp_path):
     (tmp_path / "a.png").write_bytes(data)
     forms = ["a.png", str(tmp_path / "a.png"), data, {"bytes": data, "path": None}, {"bytes": None, "path": "a.png"}, image]
     rows = [{"prompt": "<image>", "images": [form]} for form in forms] + [{"prompt": "<image>", "image": "a.png"}]
-    image_store = ImageStore(Rows([(rows, "d row {}".format)]), EYES, root=tmp_path)
+    image_store = ImageStore(ConcatRows([(rows, "d row {}".format)]), EYES, root=tmp_path)
     shown = [image_store.images(number)[0] for number in range(len(rows))]
     assert image_store.faults(range(len(rows))) == []
     assert all(np.array_equal(one.patches(), EYES.patches(image)) for one in shown)
@@ -257,7 +257,7 @@ def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
     for folder, seed in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.png").write_bytes(as_bytes(picture(60, 60, seed=seed)))
-    rows = Rows([([{"images": ["x.png"]}], "d row {}".format)])
+    rows = ConcatRows([([{"images": ["x.png"]}], "d row {}".format)])
     one, other = (ImageStore(rows, EYES, root=tmp_path / folder).images(0)[0] for folder in ("a", "b"))
     smaller = ImageStore(rows, replace(EYES, max_pixels=3136), root=tmp_path / "a").images(0)[0]
     assert len({one.key, other.key, smaller.key}) == 3
@@ -269,7 +269,7 @@ def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
 
 def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
     (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60)))
-    found = ImageStore(Rows([([{"images": ["x.png"]}], "d row {}".format)]), EYES, root=tmp_path).images(0)[0]
+    found = ImageStore(ConcatRows([([{"images": ["x.png"]}], "d row {}".format)]), EYES, root=tmp_path).images(0)[0]
     assert found.key
     (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60, seed=5)))
     with pytest.raises(ConfigError, match="d row 0: image x.png has changed since this run first read it"):
@@ -281,7 +281,7 @@ def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
 
 def test_a_picture_is_sent_as_a_name_and_found_again():
     data = as_bytes(picture(60, 60))
-    image_store = ImageStore(Rows([([{"images": [data]}], "d row {}".format)]), EYES, root=".")
+    image_store = ImageStore(ConcatRows([([{"images": [data]}], "d row {}".format)]), EYES, root=".")
     found = image_store.images(0)[0]
     sent = pickle.dumps(found)
     assert len(sent) < 200 < len(data)

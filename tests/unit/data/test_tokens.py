@@ -16,7 +16,7 @@ from megatron_grpo.run.config.settings import DataConfig
 from megatron_grpo.run.data import prompts, tokens
 from megatron_grpo.run.data.chat import PromptEncoder, find_clock, load_tokenizer
 from megatron_grpo.run.data.prompts import open_stream
-from megatron_grpo.run.data.tokens import TokenTable, cache_directory, cached_table, compute_cache_key, read, write
+from megatron_grpo.run.data.tokens import TokenLists, cache_directory, cached_table, compute_cache_key, read, write
 from tests.tiny_models import write_tiny
 
 
@@ -60,7 +60,7 @@ def opened(data, model, **settings):
     return stream.take(20), tokenizer.calls
 
 
-TABLE = TokenTable.from_rows([(1, 2, 3), (4,), (), (5, 6)])
+TABLE = TokenLists.from_rows([(1, 2, 3), (4,), (), (5, 6)])
 
 
 def test_a_table_gives_back_its_rows_also_through_a_file(tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.plugins.environments.agent_programs import AgentProgram
-from megatron_grpo.plugins.environments.agents import AgentPlayer
+from megatron_grpo.plugins.environments.agents import AgentLoop
 from tests.agents import Ledger, compare, played, prompt, stage
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -48,7 +48,7 @@ def test_mini_swe_agent_repairs_a_module_through_the_endpoint_and_every_token_is
     task = [{"role": "user", "content": data["ASK"].format(module="roman.py", hint=hint)}]
     asked = replace(prompt(module="roman.py", files={"roman.py": next(data["bugs"](right))}, tests=tests), raw=task)
     ledger = Scripted()
-    player = AgentPlayer(
+    player = AgentLoop(
         stage(program, timeout=120.0, needs_reward=True), [asked], SamplingSettings(n=1, max_completion_length=30_000), seed=3
     )
     try:

@@ -18,7 +18,7 @@ from anthropic import Anthropic, AuthenticationError, BadRequestError
 from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.core.rollout.engine import SamplingSettings
 from megatron_grpo.plugins.environments import agent_app
-from megatron_grpo.plugins.environments.agents import AgentPlayer, AgentSampler
+from megatron_grpo.plugins.environments.agents import AgentLoop, AgentSampler
 from tests.agents import KINDS, TOOLS, Agent, Ledger, compare, parallel, plain, played, prompt, stage
 from tests.mistakes import mistake
 
@@ -480,7 +480,7 @@ class Fleeting(Ledger):
 
 def test_open_turns_are_asked_again_of_the_next_engine_with_the_same_seeds():
     first, second, whole = Fleeting(), Ledger(), Ledger()
-    player = AgentPlayer(stage(playing(plain)), [prompt(0), prompt(1)], SamplingSettings(n=2, max_completion_length=30_000), seed=3)
+    player = AgentLoop(stage(playing(plain)), [prompt(0), prompt(1)], SamplingSettings(n=2, max_completion_length=30_000), seed=3)
     try:
         until = time.monotonic() + 20
         while not (len(first.sampled) >= 3 and first.num_running == 4 - sum(one is not None for one in ())):
@@ -507,7 +507,7 @@ def test_closing_a_player_ends_its_agents_and_its_endpoint():
         started.set()
         Agent(endpoint, "x").ask([{"role": "user", "content": "SLOW"}])
 
-    player = AgentPlayer(stage(solve), [prompt()], SamplingSettings(n=2, max_completion_length=1000), seed=3)
+    player = AgentLoop(stage(solve), [prompt()], SamplingSettings(n=2, max_completion_length=1000), seed=3)
     player.advance(Ledger(), 0.1, version=7)
     assert started.wait(5)
     began = time.monotonic()

@@ -15,7 +15,7 @@ from megatron_grpo.core.grpo.metrics import finish
 from megatron_grpo.core.grpo.objectives import (
     RATIOS,
     ClassificationTerms,
-    Sequences,
+    SequenceIndex,
     classification,
     no_sum_over_context,
     off_policy_mask,
@@ -251,7 +251,7 @@ def test_the_entropy_bonus_of_a_single_token_by_hand():
 def test_a_ratio_on_its_bound_is_inside(bounds):
     """An engine that agrees exactly is not masked by a bound of 1."""
     correction = rollout_correction("token_mask", lowest=bounds[0], highest=bounds[1], geometric=False)
-    one_sequence = Sequences(torch.zeros(2, dtype=torch.int64), 1, no_sum_over_context)
+    one_sequence = SequenceIndex(torch.zeros(2, dtype=torch.int64), 1, no_sum_over_context)
     assert correction(torch.zeros(2, dtype=torch.float64), one_sequence).factors.tolist() == [1.0, 1.0]
 
 
@@ -259,7 +259,7 @@ def test_a_sequence_that_has_not_drifted_is_kept_by_a_delta_of_zero():
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     kept = off_policy_mask(0.0, logprobs=logprobs, old_logprobs=logprobs, sampler_logprobs=logprobs,
                                        advantages=torch.tensor([-1.0, -1.0]),
-                                       sequences=Sequences(torch.zeros(2, dtype=torch.int64), 1, no_sum_over_context))  # fmt: skip
+                                       sequences=SequenceIndex(torch.zeros(2, dtype=torch.int64), 1, no_sum_over_context))  # fmt: skip
     assert kept.tolist() == [1.0, 1.0]
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.core.types import Progress
-from megatron_grpo.run.metrics.summary import LearningSignal
+from megatron_grpo.run.metrics.summary import GradientSummary
 from tests.loggers import logger_in
 
 ALIKE = {"grad_norm": 0.0, "frac_reward_zero_std": 1.0, "reward": 1.0, "rewards/one/mean": 1.0}
@@ -18,8 +18,8 @@ BY_THE_KL = ALIKE | {"grad_norm": 0.1}
 REFUSED = {"grad_norm": None, "frac_reward_zero_std": 0.0, "reward": 0.5, "skipped_iterations": 1}
 
 
-def learnt(*records, **how) -> LearningSignal:
-    found = LearningSignal(**how)
+def learnt(*records, **how) -> GradientSummary:
+    found = GradientSummary(**how)
     for record in records:
         found.take(record)
     return found

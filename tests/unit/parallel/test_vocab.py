@@ -290,7 +290,9 @@ class TestKeptWords:
         ]
         words[3] = words[5] = words[8] = words[3][:0]  # 5 begins a chunk, whose other positions have some
         counts = [len(ids) for ids in words]
-        return vocab.VocabMask.from_offsets(np.cumsum([0, *counts]), torch.cat(words).numpy().astype(np.int32), torch.device("cpu"))
+        return vocab.SamplingMaskTensors.from_offsets(
+            np.cumsum([0, *counts]), torch.cat(words).numpy().astype(np.int32), torch.device("cpu")
+        )
 
     def expected(self, tensors, kept):
         """As `expected`, with what was left out at -inf, in torch's own softmax."""
@@ -333,7 +335,9 @@ class TestKeptWords:
 
     def test_gradcheck(self):
         hidden, weight, targets, _ = make()
-        kept = vocab.VocabMask.from_offsets(np.array([0, 3, 3, 4]), np.array([targets[0], 2, 30, targets[2]]), torch.device("cpu"))
+        kept = vocab.SamplingMaskTensors.from_offsets(
+            np.array([0, 3, 3, 4]), np.array([targets[0], 2, 30, targets[2]]), torch.device("cpu")
+        )
         hidden, weight = hidden[:3].requires_grad_(), weight[:VOCAB].requires_grad_()
 
         def both(*x):

@@ -13,7 +13,7 @@ from megatron_grpo.commands.compat import DIALECTS
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.run.config import parse
 from megatron_grpo.run.config.rules.batch_sizes import checked_sizes, size_problems
-from megatron_grpo.run.config.sizes import SizeModel
+from megatron_grpo.run.config.sizes import ModelDivisors
 
 NAMES = {
     "ws": "world_size",
@@ -74,7 +74,7 @@ def argv_of(values: dict) -> list[str]:
 def list_problems(values: dict):
     parsed = parse(argv_of(values), dialects=lambda: DIALECTS)
     assert not parsed.problems
-    return size_problems(parsed.config, SizeModel(num_layers=values.get("layers"), num_experts=values.get("experts"))), parsed.config
+    return size_problems(parsed.config, ModelDivisors(num_layers=values.get("layers"), num_experts=values.get("experts"))), parsed.config
 
 
 def optional(*values):

@@ -10,23 +10,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.core.policy.gradient_check import FEWEST, WINDOW, BadMicroBatch, Gradient, GradNormSpikeCheck, SkipCounter, SkippedStep
+from megatron_grpo.core.policy.gradient_check import (
+    FEWEST,
+    WINDOW,
+    BadMicroBatch,
+    GradientStats,
+    GradNormSpikeCheck,
+    SkipCounter,
+    SkippedStep,
+)
 
 
 def allows(gradient_check: GradNormSpikeCheck, *norms: float) -> list[bool]:
-    return [gradient_check.allows(Gradient(step=step, norm=norm)) for step, norm in enumerate(norms)]
+    return [gradient_check.allows(GradientStats(step=step, norm=norm)) for step, norm in enumerate(norms)]
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_no_number_is_refused_and_its_reason_given(norm):
     gradient_check = GradNormSpikeCheck()
-    assert not gradient_check.allows(Gradient(step=7, norm=norm)) and gradient_check.reason == "its gradient is not finite"
+    assert not gradient_check.allows(GradientStats(step=7, norm=norm)) and gradient_check.reason == "its gradient is not finite"
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 1e30])
 def test_without_a_bound_any_other_norm_may_be_used(norm):
     gradient_check = GradNormSpikeCheck()
-    assert gradient_check.allows(Gradient(step=0, norm=norm)) is True and gradient_check.reason is None
+    assert gradient_check.allows(GradientStats(step=0, norm=norm)) is True and gradient_check.reason is None
 
 
 def test_a_norm_above_the_bound_is_refused_and_the_bound_itself_is_not():

@@ -14,7 +14,7 @@ import pytest
 from megatron_grpo.core.base.errors import ConfigError, RewardError
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.rewards.loading import load_rewards
-from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, isolated
+from megatron_grpo.run.rewards.process_isolation import ExitRequestedError, IsolatedCall
 from megatron_grpo.run.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.run.rewards.scoring import score
 
@@ -68,7 +68,7 @@ def test_an_interrupt_of_its_own_is_a_failure_where_the_run_hears_signals_itself
 def test_ctrl_c_passes_where_nobody_else_hears_it():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), isolated([]):
+        with pytest.raises(KeyboardInterrupt), IsolatedCall([]):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -159,7 +159,7 @@ def test_a_file_that_changes_the_directory_does_not_hide_the_next_one(tmp_path, 
 
 
 def test_what_ends_nothing_passes_through():
-    with pytest.raises(ZeroDivisionError), isolated([]):
+    with pytest.raises(ZeroDivisionError), IsolatedCall([]):
         raise ZeroDivisionError
-    with pytest.raises(ExitRequestedError), isolated([]):
+    with pytest.raises(ExitRequestedError), IsolatedCall([]):
         raise SystemExit

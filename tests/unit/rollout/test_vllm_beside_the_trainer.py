@@ -19,7 +19,7 @@ from megatron_grpo.core.rollout.colocated import ColocatedEngine
 from megatron_grpo.core.rollout.engine import WeightSyncError
 from megatron_grpo.core.rollout.vllm_requests import CPU_BLOCK_SIZE, explain_vllm_error
 from megatron_grpo.core.rollout.vllm_scheduling import patch_scheduling
-from megatron_grpo.core.rollout.vllm_weight_layout import CopyTable, ModuleWeights, WeightLayoutRecorder
+from megatron_grpo.core.rollout.vllm_weight_layout import CopyRecord, ModuleWeights, WeightLayoutRecorder
 from megatron_grpo.core.rollout.vllm_weights import copy_buffers, refuse_changed
 from megatron_grpo.core.settings import RolloutConfig
 from megatron_grpo.run.config.rules.policy import CPU_HEADS
@@ -102,7 +102,7 @@ def test_an_engine_with_a_running_request_is_not_stepped_and_refuses_weights():
 def test_a_closed_engine_holds_no_layer_of_the_model():
     engine, layer = colocated(Asynchronous(0)), torch.nn.Linear(2, 2)
     unit = ModuleWeights(module=layer, loaded={}, live={}, packed=frozenset(), padding=[], num_copies=0)
-    engine._weights.tables[False] = CopyTable(units=[unit])
+    engine._weights.tables[False] = CopyRecord(units=[unit])
     alive = weakref.ref(layer)
     del layer, unit
     engine.close()

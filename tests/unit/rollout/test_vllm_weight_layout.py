@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_grpo.core.rollout.engine import WeightSyncError
-from megatron_grpo.core.rollout.vllm_weight_layout import CopyTable, ModuleWeights, TensorCopy, TensorForm, TensorView, _CopiesOfWeight
+from megatron_grpo.core.rollout.vllm_weight_layout import CopyRecord, ModuleWeights, TensorCopy, TensorLayout, TensorView, _CopiesOfWeight
 from megatron_grpo.core.weights.buckets import TensorSlice
 
 ROWS = (2, 3)
@@ -39,16 +39,16 @@ def layer():
 @pytest.fixture
 def table(layer):
     """up and gate are rows 0 to 3 of `both`, row 4 is padding; `packed` is made of two halves of one tensor, in the other order."""
-    form = TensorForm((4, 3), (3, 1), torch.float32)
-    whole = ModuleWeights(module=layer, loaded={"both": TensorForm.from_tensor(layer.both)},
-                          live={"both": TensorForm.from_tensor(layer.both)},
+    form = TensorLayout((4, 3), (3, 1), torch.float32)
+    whole = ModuleWeights(module=layer, loaded={"both": TensorLayout.from_tensor(layer.both)},
+                          live={"both": TensorLayout.from_tensor(layer.both)},
     packed=frozenset(),
                  padding=[("both", TensorView((1, 3), (3, 1), 12), 7.0)], num_copies=2)  # fmt: skip
-    packed = ModuleWeights(module=layer, loaded={"kept_packed": form}, live={"kept_packed": TensorForm.from_tensor(layer.kept_packed)},
+    packed = ModuleWeights(module=layer, loaded={"kept_packed": form}, live={"kept_packed": TensorLayout.from_tensor(layer.kept_packed)},
                   packed=frozenset({"kept_packed"}), padding=[], num_copies=2)  # fmt: skip
     halves = [TensorCopy(1, "kept_packed", rows(0), rows(2)), TensorCopy(1, "kept_packed", rows(2), rows(0))]
     copies = {"gate": [TensorCopy(0, "both", rows(0), None)], "up": [TensorCopy(0, "both", rows(2), None)], "halves": halves, "unused": []}
-    return CopyTable([whole, packed], {name: tuple(tensor.shape) for name, tensor in tensors().items()}, copies)
+    return CopyRecord([whole, packed], {name: tuple(tensor.shape) for name, tensor in tensors().items()}, copies)
 
 
 def tensors():
@@ -101,7 +101,7 @@ def test_a_tensor_that_was_never_seen_is_refused_by_a_sentence(table, named, sen
 def test_a_weight_must_be_covered_once_and_wholly():
     def covered(*places):
         return _CopiesOfWeight(
-            TensorForm((4, 3), (3, 1), torch.float32), {(str(n), place, None): None for n, place in enumerate(places)}
+            TensorLayout((4, 3), (3, 1), torch.float32), {(str(n), place, None): None for n, place in enumerate(places)}
         ).covers_all_once()
 
     assert covered(rows(0), rows(2))

@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_grpo.core.base.errors import ConfigError, RunError
-from megatron_grpo.core.base.launcher import Launched
+from megatron_grpo.core.base.launcher import LaunchInfo
 from megatron_grpo.core.parallel.state import check_gpu_not_shared, choose_gpu, rendezvous, report_failure
 from megatron_grpo.plugins.servers.weight_transfer import _share_a_gpu
 
 
-def launched(rank: int, port: int, world_size: int = 2) -> Launched:
-    return Launched(rank=rank, world_size=world_size, local_rank=rank, is_launched=True, port=port)
+def launched(rank: int, port: int, world_size: int = 2) -> LaunchInfo:
+    return LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, is_launched=True, port=port)
 
 
 @pytest.fixture
@@ -115,17 +115,17 @@ def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_
 
 @pytest.mark.parametrize(("local_rank", "visible", "number"), [(0, 8, 0), (5, 8, 5), (5, 1, 0), (0, 1, 0)])
 def test_a_rank_takes_its_gpu_whether_it_sees_all_or_its_own_alone(local_rank, visible, number):
-    assert choose_gpu(Launched(rank=local_rank, local_rank=local_rank, world_size=8), visible) == number
+    assert choose_gpu(LaunchInfo(rank=local_rank, local_rank=local_rank, world_size=8), visible) == number
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused_before_nccl_is():
     with pytest.raises(ConfigError, match="rank 3 has LOCAL_RANK 3 and sees 2 GPUs"):
-        choose_gpu(Launched(rank=3, local_rank=3, world_size=4), 2)
+        choose_gpu(LaunchInfo(rank=3, local_rank=3, world_size=4), 2)
     store = dist.HashStore()
-    check_gpu_not_shared(store, Launched(rank=0, world_size=3), "GPU-a")
-    check_gpu_not_shared(store, Launched(rank=1, world_size=3), "GPU-b")
+    check_gpu_not_shared(store, LaunchInfo(rank=0, world_size=3), "GPU-a")
+    check_gpu_not_shared(store, LaunchInfo(rank=1, world_size=3), "GPU-b")
     with pytest.raises(ConfigError, match="rank 2 would share GPU GPU-a with another rank"):
-        check_gpu_not_shared(store, Launched(rank=2, world_size=3), "GPU-a")
+        check_gpu_not_shared(store, LaunchInfo(rank=2, world_size=3), "GPU-a")
 
 
 def test_members_of_a_link_that_share_a_gpu_hear_it_alike():

@@ -14,8 +14,8 @@ from megatron_grpo.core.base.errors import RunError
 from megatron_grpo.plugins.servers import http, wire
 from megatron_grpo.plugins.servers.http import Server
 from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
-from megatron_grpo.plugins.servers.server_parts import ServerParts
-from megatron_grpo.plugins.servers.server_turns import NoServerError
+from megatron_grpo.plugins.servers.server_parts import ServerPartialRollouts
+from megatron_grpo.plugins.servers.server_turns import TurnServerLostError
 from tests.small_server import TOKEN, Broken, SmallServer
 
 
@@ -54,7 +54,7 @@ def parts_of():
         group.gather()
         for server in servers:
             server.took(1)
-        parts = ServerParts(group, wire.Sampling(), version=1, deaths={})
+        parts = ServerPartialRollouts(group, wire.Sampling(), version=1, deaths={})
         opened.extend([parts, *servers])
         closed.append(group)
         return parts, group, servers
@@ -103,7 +103,7 @@ def test_a_part_that_a_server_had_not_read_at_the_first_abort_ends_at_the_next(p
 def test_a_part_that_ends_as_aborted_without_an_abort_is_malformed(parts_of):
     parts, group, [_] = parts_of(lambda server, body: iter([line(body.requests[0], 2, "abort")]))
     submit(parts, (0, 0), 3)
-    with pytest.raises(NoServerError):
+    with pytest.raises(TurnServerLostError):
         until(lambda: parts.poll())
     assert not group.used and "abort" in next(iter(group.members.values())).trouble
 

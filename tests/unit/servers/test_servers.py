@@ -19,7 +19,7 @@ from megatron_grpo.plugins.servers import weight_broadcast, wire
 from megatron_grpo.plugins.servers.http import Server, ServerGoneError
 from megatron_grpo.plugins.servers.requests import GenerationRequest
 from megatron_grpo.plugins.servers.server_group import ServerRequirements, TrainingServerGroup
-from megatron_grpo.plugins.servers.server_turns import NoServerError, ServerTurns
+from megatron_grpo.plugins.servers.server_turns import ServerTurns, TurnServerLostError
 from megatron_grpo.plugins.servers.servers import ServerEngine
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer
 from tests.unit.trainer.test_rollouts import build_generator
@@ -196,7 +196,7 @@ def test_turns_in_flight_on_a_server_that_was_lost_are_drawn_before_anything_is_
     found = []
     until(lambda: found.extend(turns.poll()) or found)
     assert [key for key, _ in found] == [(0, 0)]
-    with pytest.raises(NoServerError):
+    with pytest.raises(TurnServerLostError):
         turns.poll()
     assert turns.num_running == 1
 

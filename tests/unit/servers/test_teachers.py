@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from megatron_grpo.core.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.core.settings import RolloutConfig
-from megatron_grpo.core.trainer.sample_buffer import PlacedRows
+from megatron_grpo.core.trainer.sample_buffer import DistributedRows
 from megatron_grpo.core.types import Sequence, TokensToScore, TrainingRows
 from megatron_grpo.plugins.servers import wire
 from megatron_grpo.plugins.servers.http import Server
@@ -102,7 +102,7 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
     rows = {(0, 3): row, (0, 4): empty}
     servers = teacher_of(opened())
     found = ServedTeacher(OneRank(), servers.fingerprint, servers.logprobs)(
-        PlacedRows(rows=TrainingRows(rollout=np.zeros(2, int), row=np.array([3, 4]), dp_rank=np.zeros(2, int)), sequences=rows)
+        DistributedRows(rows=TrainingRows(rollout=np.zeros(2, int), row=np.array([3, 4]), dp_rank=np.zeros(2, int)), sequences=rows)
     )
     wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)
     assert np.allclose(found[0, 3], wanted, atol=1e-6) and not found[0, 4].any() and found[0, 3].dtype == np.float32

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_grpo.core.base.errors import CancelledError
 from megatron_grpo.core.batching.split import BatchPartitioner
 from megatron_grpo.core.rollout.engine import SamplingSettings, WeightSyncError
-from megatron_grpo.core.rollout.turns import EngineShare
+from megatron_grpo.core.rollout.turns import EngineAssignment
 from megatron_grpo.core.settings import GrpoConfig
 from megatron_grpo.core.trainer.rollouts import Rollouts
 from megatron_grpo.core.types import PartialCompletion, Progress, SampledTurn
@@ -95,7 +95,7 @@ class Engine:
 
     def resume(self, prompts, sampling, *, seed, partial):
         parts = Slots(self.lengths, self.num_slots, self.version, self.budget, self.drawn)
-        share = EngineShare(rank=0, num_engines=1, ranks_per_engine=1)
+        share = EngineAssignment(rank=0, num_engines=1, ranks_per_engine=1)
         generation = PartialGeneration(parts, sampling, seed=seed, version=self.version, share=share, decode_text=lambda prompt, one: "",
                                        should_cancel=self.should_cancel)  # fmt: skip
         return generation.begin(prompts, partial)
@@ -300,7 +300,7 @@ def test_parts_of_one_version_are_one_stretch():
 @pytest.mark.parametrize(("num_engines", "ranks_per_engine"), [(1, 1), (3, 1), (1, 2), (2, 4)])
 def test_the_prompts_are_dealt_evenly_and_each_group_is_on_one_rank_of_the_engine_that_samples_it(num_engines, ranks_per_engine):
     world_size = num_engines * ranks_per_engine
-    shares = [EngineShare(rank=rank, num_engines=num_engines, ranks_per_engine=ranks_per_engine) for rank in range(world_size)]
+    shares = [EngineAssignment(rank=rank, num_engines=num_engines, ranks_per_engine=ranks_per_engine) for rank in range(world_size)]
     for number in range(40):
         rank = shares[0].find_leader(number)
         assert [one.find_leader(number) for one in shares] == [rank] * world_size
@@ -348,7 +348,7 @@ def test_the_check_scores_the_tokens_of_the_version_that_the_policy_holds_alone(
     prompts = {prompt.number: prompt for prompt in Stream().take(5)}
     partial = [beginning(4, (2, 3), (0, 5), 9), beginning(1, (3,), (0,), 4), beginning(2, (2,), (0,), 4), beginning(3, (3,), (0,), 6)]
     policy = Scorer(3)
-    check = VersionCheck(policy=policy, count=2, is_coarse=False, temperature=1.0)
+    check = VersionCheck(policy=policy, count=2, is_low_precision=False, temperature=1.0)
     assert check(partial, prompts, 3) == {"sampling/version_error/mean": 0.0, "sampling/version_error/max": 0.0}
     assert [(one.token_ids.tolist()[:2], one.num_masked) for one in policy.asked] == [([4, 6], 4), ([4, 8], 6)]
     assert check([partial[2]], prompts, 3) == {} and check([], prompts, 3) == {}
@@ -359,14 +359,14 @@ def test_the_check_scores_the_tokens_of_the_version_that_the_policy_holds_alone(
 
 
 @pytest.mark.parametrize(
-    ("error", "is_coarse", "temperature", "fails"),
+    ("error", "is_low_precision", "temperature", "fails"),
     [(0.0009, False, 1.0, False), (0.0011, False, 1.0, True), (0.0015, False, 0.5, False), (0.7, True, 1.0, False), (0.9, True, 1.0, True),
      (float("nan"), False, 1.0, True), (float("nan"), True, 1.0, True)],
 )  # fmt: skip
-def test_the_check_has_the_bounds_of_a_weight_sync(error, is_coarse, temperature, fails):
+def test_the_check_has_the_bounds_of_a_weight_sync(error, is_low_precision, temperature, fails):
     """Of four tokens one is off: a mean of a quarter."""
     prompts = {prompt.number: prompt for prompt in Stream().take(5)}
-    check = VersionCheck(policy=Scorer(3, error), count=2, is_coarse=is_coarse, temperature=temperature)
+    check = VersionCheck(policy=Scorer(3, error), count=2, is_low_precision=is_low_precision, temperature=temperature)
     if not fails:
         assert check([beginning(1, (3,), (0,), 4)], prompts, 3)["sampling/version_error/max"] == pytest.approx(error, abs=1e-6)
         return

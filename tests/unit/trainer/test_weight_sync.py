@@ -29,37 +29,37 @@ def of_ranks(*found):
 
 
 def test_small_differences_pass():
-    assert _problem(of_ranks(*[report(uncached=1e-4, cached=1e-4)] * 2), 3, is_coarse=False) is None
-    assert _problem(of_ranks(*[report(uncached=0.1, cached=0.3)] * 2), 3, is_coarse=True) is None
+    assert _problem(of_ranks(*[report(uncached=1e-4, cached=1e-4)] * 2), 3, is_low_precision=False) is None
+    assert _problem(of_ranks(*[report(uncached=0.1, cached=0.3)] * 2), 3, is_low_precision=True) is None
 
 
 def test_float32_is_bounded_by_its_worst_token_and_bfloat16_by_means():
     one_bad = report()
     one_bad.uncached[3] = 0.6
-    assert "max 0.6" in _problem(of_ranks(one_bad), 3, is_coarse=False)
-    assert _problem(of_ranks(one_bad), 3, is_coarse=True) is None  # a router may flip one token
-    assert _problem(of_ranks(report(uncached=0.3)), 3, is_coarse=True)
-    assert _problem(of_ranks(report(cached=0.5)), 3, is_coarse=True)  # 4 of 14 tokens: an overall mean would hide them
+    assert "max 0.6" in _problem(of_ranks(one_bad), 3, is_low_precision=False)
+    assert _problem(of_ranks(one_bad), 3, is_low_precision=True) is None  # a router may flip one token
+    assert _problem(of_ranks(report(uncached=0.3)), 3, is_low_precision=True)
+    assert _problem(of_ranks(report(cached=0.5)), 3, is_low_precision=True)  # 4 of 14 tokens: an overall mean would hide them
 
 
-@pytest.mark.parametrize("is_coarse", [False, True])
-def test_nan_is_not_a_small_difference(is_coarse):
-    assert _problem(of_ranks(report(uncached=float("nan"))), 3, is_coarse=is_coarse)
-    assert _problem(of_ranks(report(cached=float("nan"))), 3, is_coarse=is_coarse)
+@pytest.mark.parametrize("is_low_precision", [False, True])
+def test_nan_is_not_a_small_difference(is_low_precision):
+    assert _problem(of_ranks(report(uncached=float("nan"))), 3, is_low_precision=is_low_precision)
+    assert _problem(of_ranks(report(cached=float("nan"))), 3, is_low_precision=is_low_precision)
 
 
 def test_hint_follows_from_where_it_is_wrong():
-    assert "prefix cache differ: it was not reset" in _problem(of_ranks(*[report(cached=2.0)] * 2), 3, is_coarse=False)
-    assert "Only some engines differ" in _problem(of_ranks(report(), report(uncached=2.0)), 3, is_coarse=False)
-    assert "All engines differ" in _problem(of_ranks(*[report(uncached=2.0)] * 2), 3, is_coarse=False)
-    assert "{'rank 1': 2}" in _problem(of_ranks(report(), report(version=2)), 3, is_coarse=False)
+    assert "prefix cache differ: it was not reset" in _problem(of_ranks(*[report(cached=2.0)] * 2), 3, is_low_precision=False)
+    assert "Only some engines differ" in _problem(of_ranks(report(), report(uncached=2.0)), 3, is_low_precision=False)
+    assert "All engines differ" in _problem(of_ranks(*[report(uncached=2.0)] * 2), 3, is_low_precision=False)
+    assert "{'rank 1': 2}" in _problem(of_ranks(report(), report(version=2)), 3, is_low_precision=False)
 
 
 def test_trial_is_called_by_its_name_and_its_hint_says_what_an_engine_may_have_done():
-    assert _problem(of_ranks(report(version=NO_VERSION)), NO_VERSION, is_coarse=False) is None
-    problem = _problem(of_ranks(*[report(uncached=2.0, version=NO_VERSION)] * 2), NO_VERSION, is_coarse=False)
+    assert _problem(of_ranks(report(version=NO_VERSION)), NO_VERSION, is_low_precision=False) is None
+    problem = _problem(of_ranks(*[report(uncached=2.0, version=NO_VERSION)] * 2), NO_VERSION, is_low_precision=False)
     assert "does not sample from the trial adapter" in problem and problem.endswith("or the adapter is ignored.")
-    assert "ignored" not in _problem(of_ranks(*[report(uncached=2.0)] * 2), 3, is_coarse=False)
+    assert "ignored" not in _problem(of_ranks(*[report(uncached=2.0)] * 2), 3, is_low_precision=False)
 
 
 def test_an_engine_that_follows_the_trial_is_told_from_one_that_ignores_it_below_the_bound_of_a_push():
@@ -91,7 +91,7 @@ def test_a_server_that_joins_is_proven_again_and_only_where_weights_are_verified
     done, joins = [], iter([True, False, True, False, True])
     receiver = SimpleNamespace(version=0, prepare=lambda: next(joins))
 
-    def push(policy, receiver, *, version, verify, is_coarse):
+    def push(policy, receiver, *, version, verify, is_low_precision):
         receiver.version = version
         done.append(("push", verify))
         return SyncStats()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_grpo.core.base.errors import ConfigError
 from megatron_grpo.core.weights.hf_files import HfReader
 from megatron_grpo.core.weights.mapping import WeightMap, with_global_numbers
-from megatron_grpo.core.weights.names import ShardCut, hf_shapes
+from megatron_grpo.core.weights.names import ShardSplit, hf_shapes
 from megatron_grpo.core.weights.shape import ModelShape
 from tests.unit.weights.tiny import CHECKPOINTS, config_of, write_checkpoint
 
@@ -94,9 +94,9 @@ def test_kind_says_how_to_gather():
     shape = ModelShape.from_hf(config_of("deepseek_v3"))
     weights = WeightMap.for_shape(shape, padded_vocab_size=64)
     expert = weights.entry("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
-    assert (expert.is_expert, expert.cut) == (True, ShardCut.GATED_COLUMN)
+    assert (expert.is_expert, expert.cut) == (True, ShardSplit.GATED_COLUMN)
     shared = weights.entry("decoder.layers.1.mlp.shared_experts.linear_fc2.weight")
-    assert (shared.is_expert, shared.cut) == (False, ShardCut.ROW)
+    assert (shared.is_expert, shared.cut) == (False, ShardSplit.ROW)
     assert weights.entry("decoder.layers.1.mlp.router.expert_bias").is_buffer
 
 

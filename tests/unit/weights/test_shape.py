@@ -159,7 +159,7 @@ def test_hybrids_have_the_defaults_of_their_class_and_its_parameters(name):
     layers, sizes, parameters = HYBRIDS[name]
     shape = ModelShape.from_hf({"architectures": [name], "num_hidden_layers": layers, "num_attention_heads": 16, **sizes})
     assert num_parameters(shape) == parameters
-    assert (shape.num_attention_layers, shape.rope.dim, shape.head_dim, shape.norms_from_one) == (layers // 4, 64, 256, True)
+    assert (shape.num_attention_layers, shape.rope.dim, shape.head_dim, shape.has_zero_centered_norms) == (layers // 4, 64, 256, True)
     assert [i for i in range(layers) if not shape.is_delta_net_layer(i)] == list(range(3, layers, 4))
     assert shape.moe is None or (shape.moe.norm_topk_prob and shape.moe.has_shared_gate)
 

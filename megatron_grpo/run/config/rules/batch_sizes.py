@@ -10,7 +10,7 @@ from megatron_grpo.core.base.errors import ConfigError, Problem
 from megatron_grpo.core.batching.batch_sizes import BatchSizes
 from megatron_grpo.core.parallel.layout import Layout
 from megatron_grpo.run.config.rules.settings import validate
-from megatron_grpo.run.config.rules.sizes import SizeRule, lower_bounds, minimum, rules
+from megatron_grpo.run.config.rules.sizes import BatchSizeRule, lower_bounds, minimum, rules
 from megatron_grpo.run.config.settings import Config
 from megatron_grpo.run.config.sizes import (
     CP,
@@ -24,14 +24,14 @@ from megatron_grpo.run.config.sizes import (
     TP,
     VPP,
     WORLD,
+    BatchSizeInputs,
     DerivedSizes,
-    SizeInputs,
-    SizeModel,
+    ModelDivisors,
 )
 
 
 def checked_sizes(
-    cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: SizeModel | None = None
+    cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: ModelDivisors | None = None
 ) -> BatchSizes:
     """Derive the sizes of a configuration.
 
@@ -44,10 +44,10 @@ def checked_sizes(
     Raises:
         ConfigError: Sizes do not fit. Names each of them, with the nearest values that fit.
     """
-    model = model or SizeModel(num_layers=num_layers, num_experts=num_experts)
+    model = model or ModelDivisors(num_layers=num_layers, num_experts=num_experts)
     if problems := size_problems(cfg, model, others_pass=not validate(cfg)):
         raise ConfigError(problems)
-    inputs = SizeInputs.from_config(cfg, model)
+    inputs = BatchSizeInputs.from_config(cfg, model)
     v, sizes = inputs.values, DerivedSizes.from_inputs(inputs)
     return BatchSizes(
         layout=Layout(world_size=v[WORLD], tp=v[TP], pp=v[PP], vpp=v.get(VPP), cp=v[CP], ep=v[EP], etp=v[ETP]),
@@ -91,7 +91,7 @@ MOST_CANDIDATES = 5_000
 
 
 def size_problems(
-    cfg: Config, model: SizeModel | None = None, *, others_pass: bool = True, unreadable: Collection[str] = ()
+    cfg: Config, model: ModelDivisors | None = None, *, others_pass: bool = True, unreadable: Collection[str] = ()
 ) -> list[Problem]:
     """Return all problems with the sizes, with the user's names of the settings to change.
 
@@ -102,7 +102,7 @@ def size_problems(
             nearest values are offered.
         unreadable: Settings whose values could not be parsed; rules about them are skipped.
     """
-    inputs = SizeInputs.from_config(cfg, model)
+    inputs = BatchSizeInputs.from_config(cfg, model)
     names = {flag: cfg.origins[flag].name if flag in cfg.origins else cfg.typed.get(flag, flag) for flag in inputs.values}
     unread = {flag for flag, name in names.items() if name in unreadable} | set(unreadable)
     broken = [rule for rule in broken_rules(inputs) if not unread & set(rule.flags)]
@@ -139,7 +139,7 @@ def _sentence(core: str, proposals: Mapping[str, Sequence[int]]) -> str:
     return f"{core}. Use {', or '.join(ways)}."
 
 
-def broken_rules(inputs: SizeInputs) -> list[SizeRule]:
+def broken_rules(inputs: BatchSizeInputs) -> list[BatchSizeRule]:
     """Return the rules that the sizes violate, without those that only follow from another violated rule.
 
     A size that is too small hides only the rules that it takes part in: the others are checked with its minimum in its place.
@@ -151,14 +151,14 @@ def broken_rules(inputs: SizeInputs) -> list[SizeRule]:
     too_small = {flag for rule in violated for flag in rule.flags}
     for flag in too_small:
         inputs = inputs.with_value(flag, minimum(inputs, flag))
-    broken: dict[str, SizeRule] = {}
+    broken: dict[str, BatchSizeRule] = {}
     for rule in rules(inputs):
         if rule.broken and not any(key in broken for key in rule.after):
             broken[rule.key] = rule
     return violated + [rule for rule in broken.values() if not too_small & set(rule.flags)]
 
 
-def nearest(inputs: SizeInputs, flag: str) -> list[int]:
+def nearest(inputs: BatchSizeInputs, flag: str) -> list[int]:
     """Return at most two values of `flag` that violate no rule: the nearest one below and above the present one.
 
     Args:
@@ -184,12 +184,12 @@ def nearest(inputs: SizeInputs, flag: str) -> list[int]:
     return result
 
 
-def _all_hold(inputs: SizeInputs) -> bool:
+def _all_hold(inputs: BatchSizeInputs) -> bool:
     """Return whether no rule is violated; assumes that `lower_bounds` hold."""
     return not any(rule.broken for rule in rules(inputs))
 
 
-def _sieve(inputs: SizeInputs, flag: str) -> tuple[int, int | None]:
+def _sieve(inputs: BatchSizeInputs, flag: str) -> tuple[int, int | None]:
     """Return (s, n): every value that violates no rule is a multiple of s and, unless n is None, divides n.
 
     Both sides of a rule are products of flags, so a flag multiplies or divides their ratio or leaves it; two evaluations tell which.
