@@ -55,11 +55,7 @@ __all__ = [*_API]
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """Version of another distribution; None where it is not installed.
-
-    Args:
-        distribution: Name of the distribution on PyPI.
-    """
+    """Version of another distribution; None where it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

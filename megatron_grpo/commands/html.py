@@ -8,12 +8,7 @@ from typing import Any
 
 
 def table(title: str, rows: Mapping[str, Any]) -> str:
-    """Return a table of names and values with a caption. All text is escaped.
-
-    Args:
-        title: Caption.
-        rows: Value by name.
-    """
+    """Return a table of names and values with a caption. All text is escaped."""
     return grid(title, (), [(name, value) for name, value in rows.items()])
 
 
@@ -21,9 +16,7 @@ def grid(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
     """Return a table with a caption. All text is escaped.
 
     Args:
-        title: The caption.
         heads: Column names; empty for none.
-        rows: Values by row. Numbers are rounded to four digits.
     """
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(_text(value))}</td>" for value in row) + "</tr>" for row in rows)

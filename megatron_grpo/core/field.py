@@ -33,11 +33,7 @@ class Range:
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
 
     def admits(self, value: float) -> bool:
-        """Return whether the value is in the range.
-
-        Args:
-            value: Value of a setting.
-        """
+        """Return whether the value is in the range."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -46,11 +42,7 @@ class Range:
         )
 
     def nearest(self, value: float) -> list[float]:
-        """Return the closest value in the range as a list; [] if the value is inside, or beyond an exclusive bound only.
-
-        Args:
-            value: Value of a setting.
-        """
+        """Return the closest value in the range as a list; [] if the value is inside, or beyond an exclusive bound only."""
         for bound, is_beyond in ((self.at_least, lambda edge: value < edge), (self.at_most, lambda edge: value > edge)):
             if bound is not None and is_beyond(bound):
                 return [bound]
@@ -113,11 +105,8 @@ def setting(
 
     Args:
         default: Default value.
-        help: One line of help.
         unit: Unit of its value.
-        aliases: Other names that users of TRL or Megatron type.
         refused: Values known elsewhere that are not supported here, with the reason, so that they are rejected instead of misread.
-        on_resume: Handling of a change of the setting when a run resumes.
         is_hidden: Whether `--help` leaves it out.
         **bounds: Range of a number, as in `Range`. It is declared nowhere else.
     """
@@ -129,12 +118,7 @@ def setting(
 
 
 def read_range(group: type, name: str) -> Range:
-    """Return the range of a setting.
-
-    Args:
-        group: The dataclass that has it.
-        name: Name of the setting.
-    """
+    """Return the range of a setting."""
     [row] = [entry.metadata["setting"] for entry in fields(group) if entry.name == name]
     return row.range
 

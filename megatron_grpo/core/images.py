@@ -123,9 +123,6 @@ def decode_image(data: bytes) -> Image:
     """Decode an image as the model receives it: upright RGB pixels, on white where it is transparent. Raises ImageError.
 
     The image has no metadata. vLLM would rotate it again by its orientation tag, and caches images with an EXIF ImageID by that alone.
-
-    Args:
-        data: Contents of the image file.
     """
     with _as_fault(), _opened(io.BytesIO(data)) as image:
         return _upright_pixels(image)
@@ -383,11 +380,7 @@ class ImageProcessorSpec:
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json belongs to a vision-language model.
-
-    Args:
-        config: Parsed config.json.
-    """
+    """Return whether a config.json belongs to a vision-language model."""
     return "vision_config" in config and "image_token_id" in config
 
 
@@ -398,10 +391,7 @@ def resized_size(height: int, width: int, *, factor: int, min_pixels: int, max_p
     transformers' `smart_resize` (Apache-2.0), whose import needs torch.
 
     Args:
-        height: Height in pixels.
-        width: Width in pixels.
         factor: Side of a token in pixels.
-        min_pixels: Lower bound on height x width.
         max_pixels: Upper bound on height x width.
 
     Returns:
@@ -485,12 +475,7 @@ _KEY_BYTES = 16
 
 
 def compute_image_key(data: bytes, image_spec: ImageProcessorSpec) -> str:
-    """Return the key of an image: a digest of its bytes, keyed by the processor settings.
-
-    Args:
-        data: Contents of the image file.
-        image_spec: Settings of the image processor.
-    """
+    """Return the key of an image: a digest of its bytes, keyed by the processor settings."""
     return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=image_spec.digest.encode()).hexdigest()
 
 
@@ -509,10 +494,6 @@ def collapse_image_tokens(token_ids: Sequence[int], spans: Sequence[tuple[int, i
 
 
 def num_tokens(image: ImageOfRow) -> int:
-    """Return the number of tokens of an image.
-
-    Args:
-        image: The image.
-    """
+    """Return the number of tokens of an image."""
     frames, rows, columns = image.grid
     return frames * rows * columns // image.merge**2

@@ -398,10 +398,6 @@ class StepConfig:
     def with_values(self, values: Mapping[str, Any], *, sources: Mapping[str, str] | None = None) -> Self:
         """Return a configuration with other values of some settings, whichever group they belong to.
 
-        Args:
-            values: New values, by name of the setting.
-            sources: Where those values come from, by name.
-
         Raises:
             KeyError: If a name is not a setting.
         """

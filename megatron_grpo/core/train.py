@@ -130,9 +130,6 @@ class Run:
 def train(run: Run) -> Progress:
     """Run the GRPO training loop and return the final progress. Every rank executes this function; no rank is special.
 
-    Args:
-        run: The components of the run.
-
     Raises:
         RunInterruptedError: The run was asked to stop. Its state is saved on disk.
         RunError: `max_skipped_steps` optimizer steps in a row were skipped.
@@ -197,9 +194,6 @@ def sync_stop_flags(run: Run) -> tuple[bool, bool]:
 
     A stop request on any rank stops all of them. One all-reduced number carries both answers: 2 for stop, 1 for the clock. A run that stops
     saves anyway, so the second value is only True if the first is False.
-
-    Args:
-        run: The run.
     """
     is_time, largest = run.parallel.is_rank_zero and run.checkpoints.is_time(), 0.0
 
@@ -215,10 +209,7 @@ def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedS
     """Log the metrics of a step and, if the gradient check refused it, the rows that caused its gradient.
 
     Args:
-        run: The components of the run.
         progress: The progress after the step.
-        batch: The global batch of the step.
-        trained: The result of the step.
         rows: The rows that were waiting before the step.
     """
     run.logger.step(progress, batch, trained.metrics, skipped=trained.skipped)
@@ -234,7 +225,6 @@ def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: Skipped
     """End the run after too many skipped optimizer steps in a row, or if no further step can succeed.
 
     Args:
-        run: The components of the run.
         progress: The progress after the step.
         skipped_step: Refusal of the step by the gradient check; None if the step was taken.
 
@@ -255,12 +245,7 @@ def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: Skipped
 
 
 def last_good_hint(run: Run, step: int) -> str:
-    """Return the sentence about the checkpoint from which a run may go on.
-
-    Args:
-        run: The components of the run.
-        step: Optimizer steps done.
-    """
+    """Return the sentence about the checkpoint from which a run may go on."""
     last_good = run.checkpoints.last_good(step)
     if not last_good:
         return "No checkpoint is known to be good yet."
@@ -273,7 +258,6 @@ def sync_weights(run: Run, version: int) -> None:
     Nothing is synced if the engine already has this version.
 
     Args:
-        run: The components of the run.
         version: The version of the weights, which is the number of optimizer steps done.
     """
     with run.logger.timers("weight_sync"):
@@ -288,8 +272,6 @@ def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
     """Evaluate if an evaluation is due after one of the given steps.
 
     Args:
-        run: The components of the run.
-        progress: The current progress.
         steps: Numbers of completed optimizer steps whose evaluation, if due, happens now.
     """
     if run.evaluator.is_due(steps):
@@ -303,9 +285,6 @@ def save(run: Run, progress: Progress, buffer: SampleBuffer, *, completely: bool
     """Save a checkpoint.
 
     Args:
-        run: The components of the run.
-        progress: The progress to save.
-        buffer: The sample buffer to save.
         completely: Wait until the checkpoint is on disk, even if checkpoints are written in the background.
     """
     with run.logger.timers("checkpoint"):
@@ -318,12 +297,6 @@ def stop_if_requested(run: Run, progress: Progress, buffer: SampleBuffer, new_ro
     """Stop between sampling and the optimizer step, if rollouts arrived and a stop was requested.
 
     The new rollouts are saved in the checkpoint, if at least one optimizer step was done.
-
-    Args:
-        run: The components of the run.
-        progress: The current progress, the new rollouts included.
-        buffer: The sample buffer, the new rollouts included.
-        new_rollouts: The rollouts that have just arrived.
 
     Raises:
         RunInterruptedError: The run was asked to stop.
@@ -349,7 +322,6 @@ def saved_if_sampling_ends(
     data set cannot be read. The run can be resumed. Nothing is saved before the first optimizer step.
 
     Args:
-        run: The components of the run.
         progress: The progress before the block.
         buffer: The sample buffer before the block.
         unlogged: The step that was just taken, if it is not logged yet.
@@ -378,20 +350,13 @@ def make_interrupted(run: Run, progress: Progress, detail: str = "") -> RunInter
     """Return the error that ends a stopped run, once its state is on disk. Collective.
 
     Args:
-        run: The components of the run.
-        progress: The progress that was saved.
         detail: Text added after the reason for the stop.
     """
     return RunInterruptedError(f"stopped by {run.stop.why(collectives.all_gather_object)}{detail}; {saved_hint(run, progress)}")
 
 
 def saved_hint(run: Run, progress: Progress) -> str:
-    """Return where the state of a run is saved, as the end of a message.
-
-    Args:
-        run: The run.
-        progress: Position of the run.
-    """
+    """Return where the state of a run is saved, as the end of a message."""
     if not progress.step:
         return "no optimizer step was completed"
     return f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"

@@ -404,9 +404,6 @@ def make_completion(
         prompt_ids: Token IDs of the prompt.
         token_ids: Sampled token IDs of the answer.
         logprobs: The sampler's log-prob of each answer token, in nats.
-        text: The decoded answer.
-        finish_reason: Finish reason.
-        version: Version of the weights that sampled it.
         spans: (weights version, begin, end) of its stretches, as indices into `token_ids`, if several versions sampled it.
         experts: int16 [T, MoE layers, k], experts that the sampler chose for prompt and answer; None if not recorded.
         images: (index in the sequence, image) of each image in the prompt.
@@ -481,11 +478,7 @@ class PartialCompletion:
         return tuple(zip(self.versions, self.starts, (*self.starts[1:], len(self.token_ids)), strict=True))
 
     def num_sampled_by(self, version: int) -> int:
-        """Return the number of its tokens that a version sampled.
-
-        Args:
-            version: Weights version.
-        """
+        """Return the number of its tokens that a version sampled."""
         return sum(end - begin for by, begin, end in self.parts if by == version)
 
 
@@ -558,11 +551,7 @@ class GroupMetadata:
 
     @classmethod
     def from_group(cls, scored: ScoredGroup) -> GroupMetadata:
-        """Return the metadata of a scored group.
-
-        Args:
-            scored: The scored group.
-        """
+        """Return the metadata of a scored group."""
         group = scored.group
         sampling_mask = [completion.sequence.sampling_mask for completion in group.completions]
         versions = tuple(completion.versions for completion in group.completions)
@@ -649,7 +638,6 @@ class Sample(Sequence):
 
         Args:
             logprobs: float32 [T], 0 where the mask is false.
-            by: How the log-probs were obtained.
 
         Raises:
             ValueError: A trained token has no old log-prob, and `by` is not "rollout".
@@ -753,7 +741,6 @@ class TrainingRows:
         """Return the rows of samples.
 
         Args:
-            samples: The samples, in ascending (rollout, row).
             dp_rank: Data-parallel rank that holds each sample, int64 [n].
         """
         flags = {"is_zero_std", "is_truncated", "is_zero_advantage"}
@@ -1034,18 +1021,10 @@ class Progress:
     num_tokens: int = 0
 
     def add(self, rollouts: SequenceOf[Rollout]) -> Progress:
-        """Return the progress after new rollouts have arrived.
-
-        Args:
-            rollouts: New rollouts.
-        """
+        """Return the progress after new rollouts have arrived."""
         num_prompts = self.num_prompts + sum(rollout.num_prompts for rollout in rollouts)
         return replace(self, num_rollouts=self.num_rollouts + len(rollouts), num_prompts=num_prompts)
 
     def after(self, batch: GlobalBatch) -> Progress:
-        """Return the progress one optimizer step later, with the tokens of its batch.
-
-        Args:
-            batch: Batch of the step.
-        """
+        """Return the progress one optimizer step later, with the tokens of its batch."""
         return replace(self, step=self.step + 1, num_tokens=self.num_tokens + batch.num_tokens)

@@ -23,10 +23,6 @@ class Listener(socket.socket):
     A connection that has not sent the token is closed after `SECONDS`. If there are more than `MAX_UNAUTHENTICATED` of them, the oldest
     one of the host with the most such connections is closed.
 
-    Args:
-        args: Arguments of the base class.
-        options: Keyword arguments of the base class.
-
     Attributes:
         unauthenticated: (host, port) -> unauthenticated connection.
     """
@@ -49,11 +45,7 @@ class Listener(socket.socket):
         return connection, address
 
     def has_shown_the_token(self, peer: Place) -> None:
-        """Remove a connection from the unauthenticated ones.
-
-        Args:
-            peer: (host, port) of the client.
-        """
+        """Remove a connection from the unauthenticated ones."""
         self.unauthenticated.pop(peer, None)
 
     def _send_away(self, peer: Place, connection: socket.socket) -> None:

@@ -45,8 +45,6 @@ def lora_sync(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
     """Return how this run sends its adapters to the sampler; None if it trains weights.
 
     Args:
-        cfg: The configuration.
-        shape: Shape of the model.
         on_gpu: Whether the sampler runs on a GPU; None if the machine is unknown.
         sampler_obstacle: Why this sampler supports no adapters; None if it does, or if that is unknown.
 
@@ -74,11 +72,7 @@ def lora_sync(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
 
 
 def slot_rank(rank: int) -> int | None:
-    """Return the smallest max_lora_rank of vLLM that fits adapters of this rank; None if none does.
-
-    Args:
-        rank: Largest rank of the adapters.
-    """
+    """Return the smallest max_lora_rank of vLLM that fits adapters of this rank; None if none does."""
     return next((slot for slot in SLOT_RANKS if slot >= rank), None)
 
 
@@ -91,8 +85,6 @@ def adapter_obstacle(settings: LoraSettings, shape: ModelShape, *, on_gpu: bool 
     """Return why vLLM cannot sample with these adapters, as the end of a sentence; None if it can.
 
     Args:
-        settings: LoRA settings of the run.
-        shape: Shape of the model.
         on_gpu: Whether the sampler runs on a GPU; None if the machine is unknown.
     """
     if slot_rank(_named_rank(settings)) is None:
@@ -136,10 +128,7 @@ def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, 
     """Return a reader of an adapter that PEFT or `write_adapter` has written.
 
     Args:
-        directory: Directory of the adapter.
         settings: Settings that its matrices must fit.
-        shape: Sizes of the model.
-        flag: Setting that named the directory, for error messages.
 
     Raises:
         ConfigError: The file does not have exactly the matrices of these settings.
@@ -154,14 +143,7 @@ def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, 
 
 
 def adapter_problems(directory: str | Path, settings: LoraSettings, shape: ModelShape, *, flag: str) -> list[Problem]:
-    """Return the problems of an adapter's files with a model.
-
-    Args:
-        directory: Directory of the adapter.
-        settings: Its configuration, already read.
-        shape: Sizes of the model.
-        flag: Setting that named the directory, for error messages.
-    """
+    """Return the problems of an adapter's files with a model."""
     if faults := [*_numbers(settings), *_expressions(settings)]:
         return [_flag_problem(flag, f"{directory}: its {CONFIG} has {message}") for message in faults]
     if unsupported := [name for name in settings.target_modules if name in NO_ADAPTER]:
@@ -233,10 +215,6 @@ def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
 
     transformers 5 holds the experts of a layer in one tensor, so PEFT converts their matrices. In these models it does so for every module
     with the same last name: adapters of dense layers and of shared experts are dropped without an error.
-
-    Args:
-        settings: Adapter settings.
-        shape: Shape of the model.
     """
     expert_words = {module.name.rsplit(".", 1)[1] for module in linear_modules(shape) if module.is_expert}
     targeted = [module for module in linear_modules(shape) if settings.find_lora_rank(module.name)]

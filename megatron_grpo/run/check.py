@@ -36,7 +36,6 @@ def with_tower(parsed: ParsedConfig, shape: ModelShape | None) -> ParsedConfig:
     A text model has neither, whatever its script says about images.
 
     Args:
-        parsed: Parsed command line.
         shape: Shape of the model; None if its config.json is not on this machine. The unknown default is then reported.
 
     Returns:
@@ -65,7 +64,6 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
     """Return problems of module names that match nothing, and of adapters on disk.
 
     Args:
-        cfg: Configuration.
         shape: Shape of the model; None if its config.json is not on this machine. Only adapter files are checked then.
     """
     tuner, problems = cfg.tuner, list[Problem]()
@@ -182,9 +180,6 @@ class CheckedConfig:
 
 def check_parsed(parsed: ParsedConfig) -> CheckedConfig:
     """Validate everything that was parsed, and derive the sizes.
-
-    Args:
-        parsed: Parsed command line.
 
     Returns:
         The valid configuration, including the derived sizes.

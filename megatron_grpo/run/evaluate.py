@@ -50,19 +50,11 @@ class EvaluationSpec:
     episodes: str = ""
 
     def derive_seed(self, name: str) -> int:
-        """Return the run seed of a set for `prompt_seed`: different from that of any training run and of any other set.
-
-        Args:
-            name: Name of the set.
-        """
+        """Return the run seed of a set for `prompt_seed`: different from that of any training run and of any other set."""
         return int.from_bytes(hashlib.blake2b(f"evaluation {self.seed} of {name}".encode(), digest_size=8).digest(), "big")
 
     def digest(self, name: str) -> str:
-        """Return a digest that is equal if two evaluations sample the same prompts in the same way and so can be paired.
-
-        Args:
-            name: Name of the set.
-        """
+        """Return a digest that is equal if two evaluations sample the same prompts in the same way and so can be paired."""
         parts = (self.sampling, self.score, self.derive_seed(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
         return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
@@ -73,7 +65,6 @@ def make_eval_sampling(training: SamplingSettings, config: EvalSampling) -> Samp
     Greedy sampling (temperature 0) uses the whole vocabulary, without top-p, top-k and min-p unless `config` sets them.
 
     Args:
-        training: Sampling settings of training.
         config: Evaluation settings; None in a field keeps the value of training.
     """
     training = replace(training, returns_sampling_mask=False)  # nothing is trained on these completions
@@ -91,9 +82,6 @@ class Evaluator:
         """Set up the evaluator.
 
         Args:
-            spec: Prompts, sampling settings and score.
-            sampler: The sampler of training, so that an environment that plays training episodes plays these too.
-            reward_manager: The run's reward functions.
             eval_steps: Optimizer steps between evaluations, 0 for only the first and the last.
             last_step: Number of optimizer steps of the whole run.
         """
@@ -101,11 +89,7 @@ class Evaluator:
         self.every, self.last_step = eval_steps, last_step
 
     def is_due(self, steps: Iterable[int]) -> bool:
-        """Return whether an evaluation is due: before the first step, after the last, and every `every` steps between.
-
-        Args:
-            steps: Numbers of completed optimizer steps to check.
-        """
+        """Return whether an evaluation is due: before the first step, after the last, and every `every` steps between."""
         has_prompts = any(self.question.sets.values())
         return has_prompts and any(step in (0, self.last_step) or (self.every > 0 and step % self.every == 0) for step in steps)
 

@@ -44,10 +44,6 @@ _RUN_FILES, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
     """Evaluate, write the files that docs/evaluation.md lists to `output_dir`, and print a table.
 
-    Args:
-        parsed: Parsed settings.
-        bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
-
     Returns:
         The exit code.
 
@@ -82,9 +78,6 @@ def run_eval(parsed: ParsedConfig, bitwise_parity: Callable[[], None]) -> int:
 def evaluation_settings(parsed: ParsedConfig) -> Config:
     """Return the settings of the evaluation; for a checkpoint those of its run, with typed values on top.
 
-    Args:
-        parsed: Parsed settings.
-
     Raises:
         ConfigError: With all problems of the settings.
     """
@@ -114,13 +107,6 @@ def evaluate(
 ) -> tuple[int, list[EvaluationResult]]:
     """Evaluate all held-out sets. Collective.
 
-    Args:
-        cfg: Settings of the evaluation.
-        inputs: Validated inputs.
-        parallel: Process groups of this rank.
-        clean_up: Receives the closers of everything opened here.
-        bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
-
     Returns:
         (optimizer steps of the weights, result of each set).
     """
@@ -145,9 +131,7 @@ def load_model(cfg: Config, inputs: ValidatedInputs, parallel: ParallelState) ->
     """Load the model that the sampler must receive. Collective.
 
     Args:
-        cfg: Settings of the evaluation.
         inputs: Validated inputs: shape and path of the model.
-        parallel: Process groups of this rank.
 
     Returns:
         (optimizer steps of the weights, the model); the model is None if the sampler reads its files directly.

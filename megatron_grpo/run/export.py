@@ -54,9 +54,6 @@ def export_hf(
     """Write safetensors, config and tokenizer to `out`, completely or not at all. Collective; the main rank writes.
 
     Args:
-        tensors: (name, full tensor) pairs of a whole model.
-        out: Output directory.
-        source: Checkpoint from which config.json and the tokenizer are copied.
         dtype: Dtype of the written tensors.
         expected: Names of all tensors that must be written.
         max_shard_size: Maximum size of one file, such as "5GB".
@@ -75,10 +72,7 @@ def export_adapter(tensors: Stream, out: str | Path, *, source: str | Path, conf
     """Write an adapter to `out`, completely or not at all, as PEFT, transformers and vLLM read it. Collective; the main rank writes.
 
     Args:
-        tensors: (name, full tensor) pairs of the adapter.
-        out: Output directory.
         source: The base model; its fingerprint is written beside the adapter.
-        config: Content of adapter_config.json.
     """
     with drain_rest(tensors) as remaining:
         if collectives.rank() == 0:
@@ -94,10 +88,6 @@ def export_model(
     """Write the trained model or adapter to `out`. Collective.
 
     Args:
-        model: The trained or loaded model.
-        out: Output directory.
-        cfg: Settings of the run.
-        source: Checkpoint of the base model.
         card: Content of the model cards; its kind is set here.
         merged: Directory of the merged model that `merge_lora` writes; default `out`_merged. If it equals `out`, only the merged model is
             written.
@@ -122,21 +112,12 @@ def export_model(
 
 
 def merged_directory(out: Path) -> Path:
-    """Return the default directory of the merged model, for an adapter in `out`.
-
-    Args:
-        out: Directory of the adapter.
-    """
+    """Return the default directory of the merged model, for an adapter in `out`."""
     return out.with_name(f"{out.name}_merged")
 
 
 def describe(out: Path, card: ModelCard) -> None:
-    """Write the model card of an export. Only the main rank writes; an error is logged, because an export is complete without a card.
-
-    Args:
-        out: Directory of the export.
-        card: Content of the card.
-    """
+    """Write the model card of an export. Only the main rank writes; an error is logged, because an export is complete without a card."""
     if collectives.rank() == 0:
         with BestEffort()(f"the model card in {out}"):
             write_mark(out, "export", files=[*read_mark(out)["files"], CARD, CURVES])
@@ -147,11 +128,6 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
     """Write the model with the adapter merged in, tensor by tensor: W + scale * B A, computed in float32, in the dtype of W.
 
     One process, without Megatron.
-
-    Args:
-        model: Checkpoint of the base model.
-        adapter: Directory of the adapter.
-        out: Output directory.
 
     Raises:
         ConfigError: If the adapter does not belong to this model, or if the model stores the experts of a layer in one tensor.
@@ -181,11 +157,7 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
 
 @contextmanager
 def drain_rest(tensors: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Consume what the block leaves of a stream, because the other ranks send it too and would wait for this one.
-
-    Args:
-        tensors: (name, tensor) pairs.
-    """
+    """Consume what the block leaves of a stream, because the other ranks send it too and would wait for this one."""
     remaining = iter(tensors)
     with CleanUp(lambda: deque(remaining, maxlen=0)):
         yield remaining
@@ -196,10 +168,6 @@ def drain_rest(tensors: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
 
 def open_repositories(cfg: Config, folders: Sequence[Path]) -> dict[Path, str]:
     """Create or find the Hub repositories. Collective; the first rank talks to the Hub.
-
-    Args:
-        cfg: Settings of the run.
-        folders: The export, and optionally the merged model.
 
     Returns:
         {folder to upload: its repository}; {} unless `push_to_hub` is true.
@@ -265,9 +233,6 @@ def _repository(cfg: Config, suffix: str) -> str:
 def run_export(parsed: ParsedConfig) -> int:
     """Run the command: export a checkpoint (`resume`), or merge `adapters` into `model` (`merge_lora`).
 
-    Args:
-        parsed: Parsed settings.
-
     Returns:
         The exit code.
 
@@ -299,10 +264,6 @@ def run_export(parsed: ParsedConfig) -> int:
 def export_checkpoint(cfg: Config, model: Path) -> None:
     """Export a training checkpoint under the layout of `cfg`, which may differ from the layout that wrote it. Collective.
 
-    Args:
-        cfg: Settings of the checkpoint's run, with typed values on top.
-        model: Checkpoint of the base model.
-
     Raises:
         ConfigError: If the layout does not fit the model.
     """
@@ -329,12 +290,7 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
 
 
 def make_card(directory: Path, model: Path) -> ModelCard:
-    """Return the content of a checkpoint's model card: the settings it was trained with, and its run's curves if they are found.
-
-    Args:
-        directory: The checkpoint.
-        model: Checkpoint of the base model.
-    """
+    """Return the content of a checkpoint's model card: the settings it was trained with, and its run's curves if they are found."""
     manifest = read_manifest(directory)
     assert not isinstance(manifest, str)  # it has been read before
     known_settings, run_directory = table(), directory.absolute().parent.parent

@@ -49,9 +49,6 @@ def report(error: BaseException) -> int:
     """Print why this process ends and return its exit code.
 
     A message that all ranks share is printed once; an unexpected error is printed by each rank that has one, with its traceback.
-
-    Args:
-        error: The error that ended the process.
     """
     text, code = describe_error(error)
     if code == EXIT_CONFIG or (isinstance(error, RunInterruptedError) and error.is_final):
@@ -82,11 +79,7 @@ def print_error(text: str) -> None:
 
 
 def describe_error(error: BaseException) -> tuple[str | None, int]:
-    """Return (message, exit code) for an error; the message is None if only a traceback helps.
-
-    Args:
-        error: The error that ended the process.
-    """
+    """Return (message, exit code) for an error; the message is None if only a traceback helps."""
     if isinstance(error, ConfigError):
         count = len(error.problems)
         lines = [f"{PREFIX}{count} problem{'s' if count > 1 else ''} in the configuration; nothing was started."]
@@ -148,7 +141,6 @@ def write_error_file(text: str, *, seconds_later: int = 0) -> None:
     """Write torchrun's error file, in the form that `torch.distributed.elastic` reads. Its report shows the earliest one as Root Cause.
 
     Args:
-        text: The message.
         seconds_later: Added to the timestamp, whose resolution is one second, so that a rank that only follows another is not taken for the
             first.
     """
@@ -201,11 +193,7 @@ def _gpu_sentence(error: BaseException) -> str | None:
 
 
 def machine_sentence(error: BaseException) -> str | None:
-    """Return what the machine refused and what helps, for errors that a user can fix; None for all others.
-
-    Args:
-        error: The error that ended the process.
-    """
+    """Return what the machine refused and what helps, for errors that a user can fix; None for all others."""
     if on_gpu := _gpu_sentence(error):
         return on_gpu
     number = error.errno if isinstance(error, OSError) else errno.ENOMEM if isinstance(error, MemoryError) else None

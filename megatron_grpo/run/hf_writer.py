@@ -49,9 +49,6 @@ _AS_IN_SOURCE = (".linear_attn.A_log", ".linear_attn.dt_bias", ".linear_attn.nor
 def checkpoint_directory(out: Path) -> Iterator[Path]:
     """Write a directory with `files.atomic_directory`, as a context manager.
 
-    Args:
-        out: Final directory.
-
     Raises:
         ConfigError: `out` exists and is something else.
     """
@@ -64,10 +61,6 @@ def checkpoint_directory(out: Path) -> Iterator[Path]:
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write one .safetensors file.
-
-    Args:
-        tensors: Tensors by name.
-        path: File to write.
 
     Raises:
         OSError: The operating system refused the write; safetensors' own exception is converted so that callers can handle it.
@@ -89,7 +82,6 @@ class HfWriter:
 
     Args:
         out: Output directory: new, empty, or an earlier checkpoint, which is replaced.
-        source: Directory of the original checkpoint.
         dtype: Dtype of floating-point tensors, except those that some models keep in float32. Default: as they come.
         max_shard_bytes: Largest size of a shard in bytes.
         expected: Names that must all be written, and no others.
@@ -123,12 +115,7 @@ class HfWriter:
         return self
 
     def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor. It is copied, so it may be a live parameter that changes afterwards.
-
-        Args:
-            name: Hugging Face name.
-            tensor: Full tensor, on any device.
-        """
+        """Write a tensor. It is copied, so it may be a live parameter that changes afterwards."""
         if name in self._sizes:
             raise ValueError(f"{name} is written twice")
         keeps_dtype = self.dtype is None or not tensor.is_floating_point() or name.endswith(_FLOAT32)
@@ -198,10 +185,8 @@ def write_adapter(
     """Write an adapter that PEFT, transformers and vLLM can read. The directory appears complete or not at all.
 
     Args:
-        directory: Output directory.
         named_tensors: (name by `peft_name`, matrix). Consumed once and kept in memory, because an adapter is small.
         config: Content of adapter_config.json (`LoraSettings.to_peft`).
-        base: Fingerprints of the base model's tensors, by name.
     """
     tensors = {lora.PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_tensors}
     with checkpoint_directory(Path(directory)) as partial:

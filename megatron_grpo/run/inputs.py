@@ -117,11 +117,7 @@ class Problems(list[Problem]):
     """Problems found so far, without duplicates."""
 
     def attempt(self, read: Callable[[], Read]) -> Read | None:
-        """Return the result of a function, or None after adding the problems of the ConfigError that it raised.
-
-        Args:
-            read: The function to call.
-        """
+        """Return the result of a function, or None after adding the problems of the ConfigError that it raised."""
         try:
             return read()
         except ConfigError as error:
@@ -144,65 +140,35 @@ class Problems(list[Problem]):
 
 
 def model(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Find the model's directory, downloading it from the Hub if needed.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Find the model's directory, downloading it from the Hub if needed."""
     inputs.model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
 
 
 def architecture(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
-    """Check the model's own code and read its shape.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Check the model's own code and read its shape."""
     yield from filter(None, [remote_code.find_code_problem(inputs.model_path, is_trusted=cfg.model.trust_remote_code)])
     inputs.shape = ModelShape.from_pretrained(inputs.model_path)
 
 
 def initial_weights(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
-    """Return problems with the checkpoint that `mcore_model` names.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Return problems with the checkpoint that `mcore_model` names."""
     from megatron_grpo.run.checkpoint.resume import initial_weights_problems
 
     return initial_weights_problems(cfg, inputs.model_path)
 
 
 def weights(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Check that the model's weight files are complete, undamaged and in a supported format.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Check that the model's weight files are complete, undamaged and in a supported format."""
     stored_names(inputs.model_path)
 
 
 def grammar(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with regular expressions, JSON schemas and grammars that bound completions.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Return problems with regular expressions, JSON schemas and grammars that bound completions."""
     return structured_outputs_problems(cfg)
 
 
 def adapter_bases(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
-    """Yield a problem for each adapter that was trained on another base model.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Yield a problem for each adapter that was trained on another base model."""
     from megatron_grpo.run.checkpoint.fingerprints import base_problems
 
     for flag in ADAPTERS if cfg.tuner.tuner_type == "lora" else ():
@@ -211,12 +177,7 @@ def adapter_bases(cfg: Config, inputs: ValidatedInputs) -> Iterator[Problem]:
 
 
 def tokenizer(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the model's tokenizer. A chat template that prints the date prints that of the checkpoint that the run continues.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Load the model's tokenizer. A chat template that prints the date prints that of the checkpoint that the run continues."""
     inputs.tokenizer = load_tokenizer(str(inputs.model_path), trust_remote_code=cfg.model.trust_remote_code)
     if clock := find_clock(inputs.tokenizer):
         from megatron_grpo.run.checkpoint.fingerprints import DAY
@@ -226,12 +187,7 @@ def tokenizer(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def stop_strings(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with stop strings that would never stop.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far.
-    """
+    """Return problems with stop strings that would never stop."""
     skips = cfg.rollout.generation_kwargs.get("skip_special_tokens", True)
     return SpecialTokens(inputs.tokenizer).stop_problems(cfg.rollout.stop) if skips else ()
 
@@ -240,10 +196,6 @@ def settings_of_sampler(cfg: Config, tokenizer: Any) -> Config:
     """Return the settings as the sampler takes them; files of the run keep what was typed.
 
     Stop strings that are special tokens become token IDs. If tags that rewards read are special tokens, completions keep special tokens.
-
-    Args:
-        cfg: Settings of the run.
-        tokenizer: Tokenizer of the model.
     """
     tokens, sampling = SpecialTokens(tokenizer), cfg.rollout
     strings, token_ids = tokens.split_stop(sampling.stop)
@@ -257,12 +209,7 @@ def settings_of_sampler(cfg: Config, tokenizer: Any) -> Config:
 
 
 def template_options(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with `chat_template_kwargs` that the chat template does not read, and note an `enable_thinking` that it does not.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Return problems with `chat_template_kwargs` that the chat template does not read, and note an `enable_thinking` that it does not."""
     if cfg.data.enable_thinking is not None and unread_names(inputs.tokenizer, ["enable_thinking"]):
         inputs.notes = [*inputs.notes, "enable_thinking has no effect: the model's chat template has no variable of that name."]
     return unread_options(inputs.tokenizer, cfg.data.chat_template_kwargs)
@@ -272,7 +219,6 @@ def end_of_answers(cfg: Config, inputs: ValidatedInputs) -> None:
     """Note if the chat template ends an answer with a token at which sampling does not stop. Episodes have their own check, `template`.
 
     Args:
-        cfg: Settings of the run.
         inputs: Inputs read so far; the note is stored in it.
     """
     sampling = settings_of_sampler(cfg, inputs.tokenizer).rollout
@@ -285,12 +231,7 @@ def end_of_answers(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def image_spec(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the image processor of a vision-language model.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Load the image processor of a vision-language model."""
     from megatron_grpo.core.images import is_multimodal
 
     inputs.is_blind = not is_multimodal(read_config(inputs.model_path))
@@ -307,10 +248,6 @@ def _refuse_word(name: str, flags: Sequence[str]) -> None:
 
 def reference(cfg: Config, inputs: ValidatedInputs) -> None:
     """Find the reference model and check that it has the shape and the vocabulary of the model.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
 
     Raises:
         ConfigError: If it cannot be found, or if shape or vocabulary differ.
@@ -334,10 +271,6 @@ def reference(cfg: Config, inputs: ValidatedInputs) -> None:
 
 def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
     """Find the teacher, a model of any size, and check that its tokenizer has the policy's vocabulary.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
 
     Raises:
         ConfigError: If it cannot be found or read, or if the vocabularies differ.
@@ -366,12 +299,7 @@ def teacher_model(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def training_set(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Read the training set: tokenized prompts, or rows alone if there is no tokenizer.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Read the training set: tokenized prompts, or rows alone if there is no tokenizer."""
     prompts = _read_set(cfg, inputs, "dataset")
     inputs.rows = inputs.sets[-1][1]
     if prompts is not None:
@@ -382,10 +310,6 @@ def held_out_sets(cfg: Config, inputs: ValidatedInputs) -> Problems:
     """Read all held-out sets and return their problems.
 
     Evaluations use every row, so every row is read; rows of the training set may be read during the run.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
     """
     problems = Problems()
     for name, path in list_sets(cfg).items():
@@ -422,21 +346,12 @@ def _read_set(cfg: Config, inputs: ValidatedInputs, flag: str, path: str | None 
 
 
 def name_part(name: str) -> str:
-    """Return the name that stands for a held-out set in `left_out`.
-
-    Args:
-        name: Name of the set.
-    """
+    """Return the name that stands for a held-out set in `left_out`."""
     return f"held-out set {name}"
 
 
 def rewards(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the reward functions.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Load the reward functions."""
     opening = SpecialTokens(inputs.tokenizer).render_opening(cfg.data.template_options) if inputs.tokenizer is not None else ""
     inputs.rewards = load_rewards(cfg, left_out=inputs.left_out, opening=opening)
 
@@ -445,12 +360,7 @@ def rewards(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems:
-    """Return problems with the columns that rewards need, and with prompts that do not fit the model, for every set.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Return problems with the columns that rewards need, and with prompts that do not fit the model, for every set."""
     problems = Problems()
     inputs.notes = [*inputs.notes, *find_row_notes(cfg, inputs)]
     for flag, rows in inputs.sets:
@@ -466,12 +376,7 @@ def rows_for_model_and_rewards(cfg: Config, inputs: ValidatedInputs) -> Problems
 
 
 def find_row_notes(cfg: Config, inputs: ValidatedInputs) -> Iterator[str]:
-    """Yield notes about the rows of every set: what does not change prompts, and held-out prompts that are trained.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far.
-    """
+    """Yield notes about the rows of every set: what does not change prompts, and held-out prompts that are trained."""
     if not inputs.sets or not launcher.read().is_logging_rank:
         return
     from megatron_grpo.core.images import ImageError
@@ -498,12 +403,6 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptDataset
     """Check that the reward functions find their columns in the data set or in episodes.
 
     Rollout functions and agents may add columns, so their rewards are not checked.
-
-    Args:
-        cfg: Settings of the run.
-        rewards: Reward functions to check.
-        rows: Rows of the set.
-        flag: Setting that names the set.
 
     Raises:
         ConfigError: If a column is missing, or if a name is both a column of the data and one of episodes.
@@ -542,10 +441,6 @@ def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem] | None:
     """Return problems with the rollout servers that already answer.
 
     Only rank 0, which will talk to them, checks: other ranks may have no route to them.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
     """
     if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
         return ()
@@ -553,12 +448,7 @@ def servers(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem] | None:
 
 
 def services(cfg: Config, inputs: ValidatedInputs) -> Iterable[Problem]:
-    """Return problems with tracking services that are unknown or not installed.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Return problems with tracking services that are unknown or not installed."""
     if set(cfg.run.report_to) <= {"none"}:
         return ()
     from megatron_grpo.run.metrics.reporters import report_to_problems
@@ -616,11 +506,6 @@ PARTS = (
 
 def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[InputStep] = PARTS) -> ValidatedInputs:
     """Read all parts in order and collect their problems.
-
-    Args:
-        cfg: Settings of the run.
-        left_out: Names of parts to skip.
-        parts: Parts to read.
 
     Raises:
         ConfigError: With the problems of all parts.

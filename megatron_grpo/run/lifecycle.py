@@ -45,11 +45,6 @@ _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megat
 def run_training(run: ScheduledRun, inputs: ValidatedInputs, parts: RunParts) -> int:
     """Run `megatron-grpo train` on this rank.
 
-    Args:
-        run: Validated settings and schedule of the run.
-        inputs: Validated inputs.
-        parts: Custom parts, and the hooks into `analysis`.
-
     Returns:
         The exit code.
 
@@ -94,7 +89,6 @@ def report_end(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
     The others may be waiting in a collective that this rank never joins.
 
     Args:
-        peers: The other ranks.
         watchdog: The watchdog of this rank; None if it is switched off.
 
     Raises:
@@ -119,12 +113,7 @@ def report_end(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
 
 @contextmanager
 def record_end(cfg: Config, parallel: ParallelState) -> Iterator[None]:
-    """Record in events.jsonl that the run was stopped or failed.
-
-    Args:
-        cfg: Settings of the run.
-        parallel: Process groups of this rank.
-    """
+    """Record in events.jsonl that the run was stopped or failed."""
     try:
         yield
     except BaseException as error:
@@ -140,12 +129,6 @@ def wait_for_ranks(cfg: Config, parallel: ParallelState, peers: Peers, signal: S
     """Wait until all ranks have saved and closed their files. Requeue the Slurm job if `requeue` is set and its time is up.
 
     A launcher kills the remaining ranks as soon as one exits, and the main rank may have more to do than the others.
-
-    Args:
-        cfg: Settings of the run.
-        parallel: Process groups of this rank.
-        peers: The other ranks.
-        signal: The request to stop.
     """
     if cfg.run.requeue and parallel.is_rank_zero and signal.asked is not None and signal.asked.is_time:
         print_error(f"{PREFIX}{requeue()}")
@@ -174,12 +157,7 @@ def train_and_export(
     """Train, then export the model. Collective.
 
     Args:
-        scheduled: Validated settings and schedule of the run.
-        inputs: Validated inputs.
-        parallel: Process groups of this rank.
         signal: Tells whether the run is to stop.
-        clean_up: Receives the closers of everything opened here.
-        parts: Custom parts, and the hooks into `analysis`.
         watchdog: Dumps the current step when ranks hang; None if it is switched off.
 
     Raises:
@@ -222,12 +200,7 @@ def train_and_export(
 
 
 def find_best_checkpoint(checkpoints: Checkpoints, logger: MetricsLogger) -> Path | None:
-    """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective.
-
-    Args:
-        checkpoints: Checkpoints of the run.
-        logger: Its metrics.
-    """
+    """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective."""
     best, path = checkpoints.best, None
     if best is not None and collectives.rank() == 0:
         logger.print_line(best.describe() or "No checkpoint has a value of metric_for_best_model.")
@@ -237,12 +210,6 @@ def find_best_checkpoint(checkpoints: Checkpoints, logger: MetricsLogger) -> Pat
 
 def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanUp) -> Watchdog | None:
     """Start the watchdog of this rank, which runs until the end of the clean-up. Collective.
-
-    Args:
-        cfg: Settings of the run.
-        parallel: Process groups of this rank.
-        peers: The other ranks.
-        clean_up: Receives the end of the watch.
 
     Returns:
         The watchdog; None if `rank_heartbeat_timeout` is 0.
@@ -258,21 +225,13 @@ def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanU
 
 
 def exports(cfg: Config) -> list[Path]:
-    """Return the folders that a run exports to: the model or the adapter, and with `merge_lora` the merged model.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return the folders that a run exports to: the model or the adapter, and with `merge_lora` the merged model."""
     out = Path(cfg.run.output_dir) / "hf"
     return [out, merged_directory(out)] if cfg.tuner.tuner_type == "lora" and cfg.tuner.merge_lora else [out]
 
 
 def take_output_dir(cfg: Config, clean_up: CleanUp) -> None:
     """Lock `output_dir` on the main rank, before anything is written there. Collective.
-
-    Args:
-        cfg: Settings of the run.
-        clean_up: Receives the release of the lock.
 
     Raises:
         ConfigError: On all ranks, if another run holds the lock or the folder cannot be written.
@@ -296,9 +255,6 @@ def leave_if_doomed(peers: Peers) -> None:
     """Exit at once if the launcher ends this process because another rank has failed.
 
     The step in progress can never finish then.
-
-    Args:
-        peers: The other ranks.
     """
     reason = peers.why_doomed()
     if reason is None:

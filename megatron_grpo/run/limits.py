@@ -51,9 +51,7 @@ def list_time_limits(cfg: Config, launched_at: float, env: Mapping[str, str] = o
     """Return the time limits of a run.
 
     Args:
-        cfg: Settings of the run.
         launched_at: When the job was launched, in seconds of time.monotonic.
-        env: Environment variables.
     """
     limits = []
     if cfg.run.stop_after_minutes is not None:
@@ -68,12 +66,7 @@ def list_time_limits(cfg: Config, launched_at: float, env: Mapping[str, str] = o
 
 
 def compute_lead_seconds(cfg: Config, job: launcher.SlurmJob) -> float:
-    """Return how many seconds before the end of the Slurm job the run stops.
-
-    Args:
-        cfg: Settings of the run.
-        job: The Slurm job.
-    """
+    """Return how many seconds before the end of the Slurm job the run stops."""
     seconds = cfg.run.stop_before_end_seconds
     if seconds is not None or job.seconds is None:
         return LONGEST_LEAD if seconds is None else seconds
@@ -81,12 +74,7 @@ def compute_lead_seconds(cfg: Config, job: launcher.SlurmJob) -> float:
 
 
 def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Return problems with the time limits in this job, before anything is started.
-
-    Args:
-        cfg: Settings of the run.
-        env: Environment variables.
-    """
+    """Return problems with the time limits in this job, before anything is started."""
     job, problems = launcher.slurm_job(env), []
     lead, seconds = cfg.run.stop_before_end_seconds, job.seconds if job is not None else None
     if job is not None and lead is not None and seconds is not None and lead >= seconds:
@@ -110,9 +98,6 @@ def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> li
 def requeue(env: Mapping[str, str] = os.environ) -> str:
     """Requeue this Slurm job; Slurm then ends the job's processes.
 
-    Args:
-        env: Environment variables.
-
     Returns:
         The outcome, in words.
     """
@@ -129,11 +114,7 @@ def requeue(env: Mapping[str, str] = os.environ) -> str:
 
 
 def read_process_age(pid: int) -> float:
-    """Return the seconds since a process started; 0 if unknown.
-
-    Args:
-        pid: Process id on this machine.
-    """
+    """Return the seconds since a process started; 0 if unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     except (OSError, ValueError, IndexError):

@@ -37,9 +37,6 @@ def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
 
     Downloads nothing.
 
-    Args:
-        model: Path or Hub name.
-
     Returns:
         (shape, problems). (None, []) if no model is given, or if a Hub name is not on this machine.
     """
@@ -68,11 +65,7 @@ def _shape(config: dict[str, Any]) -> tuple[ModelShape | None, list[Problem]]:
 
 
 def find_config(model: str) -> Path | None:
-    """Return the path of the config.json of `model`, or None.
-
-    Args:
-        model: Path or Hub name.
-    """
+    """Return the path of the config.json of `model`, or None."""
     if not model:
         return None
     path = Path(model)
@@ -90,8 +83,6 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
     """Return the directory of a Hugging Face checkpoint. A Hub name is downloaded first.
 
     Args:
-        name: Directory or Hub name.
-        flag: Setting that names the checkpoint, for error messages.
         with_code: Whether to download Python files as well. Nothing is executed.
 
     Raises:
@@ -131,11 +122,7 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_size_model(shape: ModelShape) -> ModelDivisors:
-    """Return what the layout rules need to know about a model.
-
-    Args:
-        shape: Shape of the model.
-    """
+    """Return what the layout rules need to know about a model."""
 
     def misfits(tp: int, ep: int, etp: int) -> Sequence[tuple[str, str]]:
         if shape.moe is None:  # expert parallelism applies to the other model, or to none
@@ -153,11 +140,7 @@ def make_size_model(shape: ModelShape) -> ModelDivisors:
 
 
 def read_teacher(cfg: Config) -> tuple[ModelShape | None, list[Problem]]:
-    """Read the teacher's shape, as `read_shape` does.
-
-    Args:
-        cfg: Configuration of the run.
-    """
+    """Read the teacher's shape, as `read_shape` does."""
     shape, problems = read_shape(cfg.grpo.teacher_model or "")
     return shape, [as_teacher_problem(problem) for problem in problems]
 
@@ -169,7 +152,6 @@ def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | No
     pipeline stages holds for the policy's depth; a teacher of another depth is split evenly.
 
     Args:
-        cfg: Configuration of the run.
         teacher: Shape of the teacher.
         student: Shape of the policy's model; None if unknown.
     """
@@ -192,7 +174,6 @@ def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShap
     """Yield the problems of this teacher in this run, except divisibility (`batching.rules`).
 
     Args:
-        cfg: Configuration of the run.
         student: Shape of the policy's model; None if unknown.
         teacher: Shape of the teacher.
         longest: Maximum sequence length in tokens.
@@ -215,21 +196,13 @@ def _against(cfg: Config, shape: ModelShape) -> list[Problem]:
 
 
 def as_teacher_problem(problem: Problem) -> Problem:
-    """Rewrite a problem of a model as a problem of the teacher.
-
-    Args:
-        problem: Problem that was found for a model.
-    """
+    """Rewrite a problem of a model as a problem of the teacher."""
     flags = dict.fromkeys((FLAG, *(flag for flag in problem.flags if flag != "model")))
     return replace(problem, flags=tuple(flags), message=f"teacher_model: {problem.message.removeprefix('model: ')}")
 
 
 def read_image_spec(cfg: DataConfig, model_path: str | Path) -> images.ImageProcessorSpec | None:
     """Return the image settings of a run's model. Bounds come from the run's settings, else from the environment, else from the model.
-
-    Args:
-        cfg: Data settings.
-        model_path: Directory of a Hugging Face checkpoint.
 
     Returns:
         The settings; None for a text model.
@@ -242,11 +215,7 @@ def read_image_spec(cfg: DataConfig, model_path: str | Path) -> images.ImageProc
 
 
 def bound_notes(cfg: DataConfig) -> list[str]:
-    """Return a sentence for each image size bound in the environment that differs from the setting, saying which one applies.
-
-    Args:
-        cfg: Data settings.
-    """
+    """Return a sentence for each image size bound in the environment that differs from the setting, saying which one applies."""
     notes = []
     for name, variable in images.VARIABLES.items():
         configured, from_environment = getattr(cfg, name), os.environ.get(variable)
@@ -271,7 +240,6 @@ def find_parity_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]
     """Return the settings that conflict with `bitwise_parity`, whose rules are imported only with it; an empty list if it is off.
 
     Args:
-        cfg: The settings of the run.
         shape: The model's dimensions; None if unknown.
     """
     if not cfg.rollout.bitwise_parity:

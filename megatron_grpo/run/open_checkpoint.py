@@ -34,10 +34,6 @@ _OTHERS = (
 def settings_of_checkpoint(cfg: Config, directory: Path) -> Config:
     """Return the settings of the checkpoint's run, with typed values on top.
 
-    Args:
-        cfg: Settings of this command.
-        directory: The checkpoint.
-
     Raises:
         ConfigError: If the checkpoint is damaged, or if there is none.
     """
@@ -46,9 +42,6 @@ def settings_of_checkpoint(cfg: Config, directory: Path) -> Config:
 
 def undamaged_checkpoint(directory: Path) -> Manifest:
     """Return the manifest of an undamaged checkpoint.
-
-    Args:
-        directory: The checkpoint.
 
     Raises:
         ConfigError: If the checkpoint is damaged, or if there is none.
@@ -62,12 +55,7 @@ def undamaged_checkpoint(directory: Path) -> Manifest:
 
 
 def settings_over(cfg: Config, run_settings: Mapping[str, Any]) -> Config:
-    """Return a run's settings, except those that only concern a training run, with typed values on top.
-
-    Args:
-        cfg: Settings of this command.
-        run_settings: Settings of the run, by name.
-    """
+    """Return a run's settings, except those that only concern a training run, with typed values on top."""
     known_settings = table()
     values = {name: value for name, value in run_settings.items() if name in known_settings and name not in _OTHERS}
     start = values.get("adapters")
@@ -80,12 +68,7 @@ def settings_over(cfg: Config, run_settings: Mapping[str, Any]) -> Config:
 
 
 def read_layout(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
-    """Return the parallel layout of this job and its problems, without regard to batch sizes.
-
-    Args:
-        cfg: Settings of this command.
-        shape: The model's shape.
-    """
+    """Return the parallel layout of this job and its problems, without regard to batch sizes."""
     p = cfg.parallel
     layout = Layout(
         world_size=launcher.read().world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
@@ -103,22 +86,13 @@ def read_layout(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
 
 
 def load_weights(chunks: Sequence[Any], directory: Path) -> None:
-    """Load the model's weights from a checkpoint into `chunks`, adapters included. Collective.
-
-    Args:
-        chunks: Model chunks of this rank.
-        directory: The checkpoint.
-    """
+    """Load the model's weights from a checkpoint into `chunks`, adapters included. Collective."""
     described = sharded_state.sharded_state(chunks, None, None, is_loading=True)
     sharded_state.load_state(chunks, None, None, read_sharded(described, directory, partly=True))
 
 
 def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
     """Load the initial weights of a run (`mcore_model`) into `chunks`. Collective.
-
-    Args:
-        chunks: Model chunks of this rank.
-        path: The checkpoint.
 
     Raises:
         ConfigError: If the checkpoint is damaged, or of another shape.

@@ -64,11 +64,7 @@ class Process:
 
 
 def process_stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the third one (the state) on; None if there is no such process.
-
-    Args:
-        pid: Process id on this machine.
-    """
+    """Return the fields of /proc/PID/stat from the third one (the state) on; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -80,7 +76,6 @@ class Peers:
 
     Args:
         store: Key-value store of the job (`collectives.store`).
-        rank: This rank.
         processes: Processes of all ranks, in rank order.
     """
 
@@ -89,11 +84,7 @@ class Peers:
         self.seconds_between_looks = max(1.0, len(processes) / LOOKS_PER_SECOND)
 
     def pass_on(self, reason: StopReason) -> None:
-        """Notify the other ranks that this one was asked to stop.
-
-        Args:
-            reason: The reason.
-        """
+        """Notify the other ranks that this one was asked to stop."""
         with suppress(RuntimeError):  # the store is closed, and the others have exited
             self._store.set("stop", f"{int(reason.is_time)}{reason.why}")
 
@@ -134,7 +125,6 @@ class Peers:
         """Return the cause of an error that only reflects the end or silence of another rank.
 
         Args:
-            error: The error that this rank met.
             who_is_silent: `Watchdog.who_is_silent`, called if no rank has failed or died.
 
         Returns:

@@ -40,9 +40,6 @@ def copy_for_user(value: Any) -> Any:
 
     Lists and dicts are copied with their contents, arrays and images too. Two places that hold one object get a copy each. What Python's
     `copy` module cannot copy, such as a lock or a connection, is passed as it is.
-
-    Args:
-        value: A row of a data set, a column, messages, or a part of these.
     """
     kind = type(value)
     if kind in _UNCHANGEABLE:
@@ -71,11 +68,7 @@ def _copy_picture(image: Any) -> Any:
 
 
 def is_given(spec: object) -> bool:
-    """Return whether a value of a setting refers to an object of a Python program.
-
-    Args:
-        spec: Value of a setting.
-    """
+    """Return whether a value of a setting refers to an object of a Python program."""
     return isinstance(spec, str) and spec.startswith(PREFIX)
 
 
@@ -84,7 +77,6 @@ def get(spec: str, flag: str) -> Any:
 
     Args:
         spec: `python:NAME`.
-        flag: Name of the setting, for the error message.
 
     Raises:
         ConfigError: If no program of this process provided it, for example because config.yaml is used on a command line.

@@ -34,7 +34,6 @@ def schedule_run(checked: CheckedConfig, num_prompts: int | None = None) -> Sche
     """Return the schedule of a configuration that passed validation.
 
     Args:
-        checked: Validated configuration.
         num_prompts: Prompts in the data set; None to use the setting `num_prompts`.
 
     Raises:
@@ -60,7 +59,6 @@ def with_dialect_length(checked: CheckedConfig, rows: int | None) -> tuple[Check
     """Set `max_steps` to the length that the system of the run's dialect derives from the number of rows.
 
     Args:
-        checked: Validated configuration.
         rows: Rows of the data set; None if unknown.
 
     Returns:
@@ -83,10 +81,6 @@ def epoch_problems(checked: CheckedConfig, schedule: TrainingSchedule) -> list[P
 
     There are two: the data set does not fill one rollout, or the number of micro-steps in the last optimizer step of an epoch does not suit
     interleaved pipeline stages.
-
-    Args:
-        checked: Validated configuration.
-        schedule: Training schedule of the run.
     """
     cfg, sizes, rows = checked.config, schedule.sizes, schedule.num_prompts
     last, pp = last_micro_steps(schedule), sizes.layout.pp
@@ -109,11 +103,7 @@ def epoch_problems(checked: CheckedConfig, schedule: TrainingSchedule) -> list[P
 
 
 def last_micro_steps(schedule: TrainingSchedule) -> int:
-    """Return the number of micro-steps in the last optimizer step of an epoch.
-
-    Args:
-        schedule: Training schedule of the run.
-    """
+    """Return the number of micro-steps in the last optimizer step of an epoch."""
     a = schedule.sizes.gradient_accumulation_steps
     return (schedule.whole_epoch[0] - 1) % a + 1 if schedule.whole_epoch else a
 
@@ -122,7 +112,6 @@ def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem
     """Return problems with a schedule that does not fit into the run.
 
     Args:
-        cfg: Settings of the optimizer.
         num_steps: Optimizer steps of the run; None if unknown.
     """
     if num_steps is None or cfg.lr_decay_style != "WSD" or cfg.lr_wsd_decay_iters is None:

@@ -118,9 +118,6 @@ def read_lengths(path: str) -> Lengths:
 
     Files that have not changed are read once.
 
-    Args:
-        path: File of lengths, or the output directory of a run, of which the lengths of all logged completions are read.
-
     Returns:
         (prompt, completion) lengths in tokens; completions of a prompt follow each other.
 

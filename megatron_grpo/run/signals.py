@@ -72,7 +72,6 @@ class StopSignal:
         leave_if_doomed: Called when SIGTERM arrives. A launcher sends it both to stop a run and after a rank has failed: the function exits
             the process if a rank has failed, and returns if the run is to be saved.
         patience: Seconds that a sampling request in progress may still take.
-        limits: Time limits.
         peers: The other ranks. They are notified of a request here, and polled for their own in a thread, so that a rank learns of a
             signal to another one in the middle of a rollout, without a collective.
         leaves_unasked: Whether this process also exits after the others have reported for `SECONDS_TO_REPORT` that the run cannot go on.
@@ -137,11 +136,7 @@ class StopSignal:
         return self.asked.why
 
     def request(self, reason: str) -> None:
-        """Request a stop from inside the program. One rank alone may call it.
-
-        Args:
-            reason: End of the sentence "stopped by ...".
-        """
+        """Request a stop from inside the program. One rank alone may call it."""
         self._take(StopReason(reason), is_final=True)
 
     def restore(self) -> None:

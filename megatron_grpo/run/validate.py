@@ -30,11 +30,7 @@ Absent = Iterator[tuple[str, str]]  # (name of one of `inputs.PARTS`, or a rewar
 
 
 def left_out_of_plan(cfg: Config) -> dict[str, str]:
-    """Return {part of `inputs.PARTS`, or a reward: what is not checked and why}.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return {part of `inputs.PARTS`, or a reward: what is not checked and why}."""
     return dict(_unchecked_parts(cfg))
 
 
@@ -112,11 +108,7 @@ def _parts_on_other_machines(cfg: Config) -> Absent:
 
 
 def user_code(cfg: Config) -> list[tuple[str, str, str]]:
-    """Return (part, setting, file:name) for all user code that validation imports.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return (part, setting, file:name) for all user code that validation imports."""
     turns = [("environment", "environment", cfg.turns.environment), *(("environment", "tools", spec) for spec in cfg.turns.tools)]
     turns += [("environment", flag, getattr(cfg.turns, flag)) for flag in ("agent", "agent_verdict")]
     code = [*(("reward", "reward_funcs", spec) for spec in cfg.rewards.reward_funcs), *turns]
@@ -154,7 +146,6 @@ def load_inputs(parsed: ParsedConfig, *, has_sampler: bool = False) -> tuple[Sch
     """Return the schedule and the inputs of a training run.
 
     Args:
-        parsed: Parsed settings.
         has_sampler: Whether a custom sampler replaces vLLM and the servers that the settings name.
 
     Raises:
@@ -165,9 +156,6 @@ def load_inputs(parsed: ParsedConfig, *, has_sampler: bool = False) -> tuple[Sch
 
 def validate_run(parsed: ParsedConfig) -> tuple[ScheduledRun, ValidatedInputs, tuple[str, ...]]:
     """Return the schedule of a run, its inputs without rewards, and what was not checked, for the `plan` command.
-
-    Args:
-        parsed: Parsed settings.
 
     Raises:
         ConfigError: With all problems that `train` would report about what was checked.

@@ -90,11 +90,7 @@ class TimeSinceChange:
         self.seconds = 0.0
 
     def update(self, value: Any) -> float:
-        """Compare `value` with the previous one and return the seconds since it changed.
-
-        Args:
-            value: Any value that can be compared.
-        """
+        """Compare `value` with the previous one and return the seconds since it changed."""
         time_now = self._now()
         gap, self._updated_at = min(time_now - self._updated_at, self._longest_gap), time_now
         self.seconds = 0.0 if value != self.value else self.seconds + gap
@@ -109,7 +105,6 @@ class HangDetector:
     is True if that is too long for a phase in which it waits for no other rank.
 
     Args:
-        timeout: `rank_heartbeat_timeout`, seconds.
         period: Seconds between two pulses.
         clock: Clock, in seconds.
     """
@@ -123,7 +118,6 @@ class HangDetector:
 
         Args:
             moves: Counter of this rank's progress.
-            phases: Open phases of this rank.
         """
         pause = sum(phase.pause for phase in phases)
         self.age = self._mine.update(moves)
@@ -153,9 +147,7 @@ class Watchdog:
 
     Args:
         store: Key-value store of the job (`collectives.store`).
-        rank: This rank.
         processes: Processes of all ranks, in rank order.
-        timeout: `rank_heartbeat_timeout`, seconds.
         output_dir: Output directory of the run; receives the report.
         wait_for_all: Barrier over all ranks.
         leaves: Called with this rank, and with ranks that it kills, before they exit, so that they do not count as died without a report.
@@ -274,8 +266,6 @@ class Watchdog:
         """Wait until the store has all keys, and return those that it lacks at the end of the time limit.
 
         Args:
-            keys: The keys.
-            seconds: The time limit.
             expected: Keys that are not waited for.
         """
         end, missing = time.monotonic() + seconds, set(keys)
@@ -450,9 +440,6 @@ def suspect_ranks(accounts: Mapping[int, RankReport]) -> list[int]:
     """Return the ranks that the others wait for; [] if all wait for each other.
 
     These are, in order of precedence: silent ranks; ranks that are stuck alone; ranks that wait in no collective; ranks that are behind.
-
-    Args:
-        accounts: Report of each rank.
     """
     for is_one in (lambda report: report.is_silent, lambda report: report.is_stuck, lambda report: not report.waits):
         if ranks := [rank for rank, account in accounts.items() if is_one(account)]:
@@ -466,9 +453,7 @@ def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeou
     """Return the message that names the culprits and what the other ranks do.
 
     Args:
-        accounts: Report of each rank.
         hosts: Host name of each rank.
-        timeout: `rank_heartbeat_timeout`, seconds.
     """
     suspects = suspect_ranks(accounts)
     lines = [_describe_suspect(rank, hosts[rank], accounts[rank]) for rank in suspects[:NAMED]]
@@ -499,10 +484,7 @@ def write_report(output_dir: Path, accounts: Mapping[int, RankReport], hosts: Ma
     """Write the report of a hang, and return it: the verdict, where the stacks are, and the newest checkpoint.
 
     Args:
-        output_dir: Output directory of the run.
-        accounts: Report of each rank.
         hosts: Host name of each rank.
-        timeout: `rank_heartbeat_timeout`, seconds.
     """
     # Every rank has imported it; the supervisor, which imports this module, must stay small.
     from megatron_grpo.run.checkpoint.manifest import CheckpointDirectory
@@ -515,13 +497,7 @@ def write_report(output_dir: Path, accounts: Mapping[int, RankReport], hosts: Ma
 
 
 def keep(output_dir: Path, name: str, text: str) -> str:
-    """Write a file of the report and return its text. Disk errors are ignored, so that the run still ends with its message.
-
-    Args:
-        output_dir: Output directory of the run.
-        name: Name of the file.
-        text: Its content.
-    """
+    """Write a file of the report and return its text. Disk errors are ignored, so that the run still ends with its message."""
     with suppress(OSError):
         (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)
         (output_dir / FOLDER / name).write_text(text)
@@ -532,9 +508,6 @@ def inspect_process(pid: int, rank: int, output_dir: Path, *, age: float, death:
     """Report on a silent process of this machine and write its stacks to the rank's file.
 
     Args:
-        pid: The process.
-        rank: Its rank.
-        output_dir: Output directory of the run.
         age: Seconds since it last made progress.
         death: How the process died, if it did.
     """
@@ -589,11 +562,7 @@ def write_down(**facts: Any) -> None:
 
 
 def read_note(pid: int) -> dict[str, Any]:
-    """Return the note of a process; {} if it has none.
-
-    Args:
-        pid: Process id on this machine.
-    """
+    """Return the note of a process; {} if it has none."""
     try:
         path = _place(pid, _NOTE)
         return json.loads(path.read_bytes().split(b"\n")[0]) if path is not None else {}
@@ -619,11 +588,7 @@ def own_stacks() -> str:
 
 
 def read_process_state(pid: int) -> str:
-    """Return the kernel's state of a process, as the end of a sentence.
-
-    Args:
-        pid: Process id on this machine.
-    """
+    """Return the kernel's state of a process, as the end of a sentence."""
     letter = (process_stat(pid) or ["X"])[0]
     return STATES.get(letter, f"its state is {letter}")
 
@@ -632,9 +597,6 @@ def stacks_of_process(pid: int) -> str:
     """Return the stacks of another process that has called `register`; "" if it cannot write them.
 
     A stopped process is continued for this and stopped again; otherwise it would keep running.
-
-    Args:
-        pid: Process id on this machine.
     """
     try:
         if (path := _place(pid, _NAME)) is None:
@@ -661,11 +623,7 @@ def _grows(path: Path) -> bool:
 
 
 def innermost(text: str) -> str:
-    """Return the frame of the main thread from a `faulthandler` dump, as `reward.py line 3, f`; "" if it cannot be parsed.
-
-    Args:
-        text: Dump of all threads.
-    """
+    """Return the frame of the main thread from a `faulthandler` dump, as `reward.py line 3, f`; "" if it cannot be parsed."""
     _, *threads = re.split(r"^(?:Current thread|Thread) 0x", text, flags=re.M)
     for part in reversed(threads):  # the main thread is the oldest, and comes last
         if match := re.search(r'File "([^"]+)", line (\d+) in (.+)', part):

@@ -23,25 +23,12 @@ Weights = Callable[..., list[Any]]  # arguments and result as `rule`
 
 
 def changed(s: Any, **values: Any) -> SimpleNamespace:
-    """Return settings with other values.
-
-    Args:
-        s: Settings.
-        values: Settings that differ.
-    """
+    """Return settings with other values."""
     return SimpleNamespace(**vars(s) | values)
 
 
 def rule(batch: Counted, s: Any, longest: int, micro: DumpedMicroBatch, rows: Sequence[DumpedRow]) -> list[Any]:
-    """Return the token weights as the system defines them: a mean over tokens divides by what it counted, `bnpo` by its own tokens.
-
-    Args:
-        batch: The completions that count, with their masks.
-        s: Settings of the run.
-        longest: max_completion_length.
-        micro: Their micro-batch.
-        rows: Rows of these completions.
-    """
+    """Return the token weights as the system defines them: a mean over tokens divides by what it counted, `bnpo` by its own tokens."""
     if s.loss_type in TOKEN_MEANS and s.loss_type != "bnpo" and micro.tokens:
         return [m / micro.tokens for _, m in batch]
     return reference.token_weights(batch, s, longest)
@@ -123,12 +110,7 @@ def _masked(mask: Callable[[np.ndarray], Any]) -> Callable[[ReferenceCompletion]
 
 
 def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the token weights and in the rows that count.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
+    """Yield causes in the token weights and in the rows that count."""
     yield Change("truncated rows kept: overlong_filter is not applied", {"overlong_filter": False})
     yield Change("truncated rows left out, although overlong_filter is off", {"overlong_filter": True})
     yield Change("mean of micro-batch means: each micro-batch is divided by its own tokens", weights=_own_tokens)
@@ -148,12 +130,7 @@ def weight_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes that scale everything.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
+    """Yield causes that scale everything."""
     micro_batches = len(dump.micro_batches) / dump.ranks
     for count, words in ((micro_batches, "the number of micro-batches"), (dump.ranks, "the number of ranks")):
         if count > 1:
@@ -165,12 +142,7 @@ def scale_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the importance ratio and the sign of the advantage.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
+    """Yield causes in the importance ratio and the sign of the advantage."""
     yield Change("staleness ignored: the ratio is 1", row=lambda c: replace(c, old_logp=None))
     cause = "old log-probs of the wrong version: they are the sampler's"
     yield Change(cause, row=lambda c: replace(c, old_logp=c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old)))
@@ -182,12 +154,7 @@ def ratio_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def clip_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the bounds of the ratio.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
+    """Yield causes in the bounds of the ratio."""
     low, high = s.epsilon, reference.epsilon_high(s)
     if s.loss_type == "cispo":
         yield Change("not clipped: cispo's bound is not applied", {"epsilon_high": math.inf})
@@ -209,11 +176,7 @@ def clip_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def factor_changes(s: Any) -> Iterator[Change]:
-    """Yield causes in the use of the correction for the sampler.
-
-    Args:
-        s: Settings of the run.
-    """
+    """Yield causes in the use of the correction for the sampler."""
     rho = partial(reference.rollout_importance, s=s)
     yield Change("the correction for the sampler is applied twice", row=lambda c: replace(c, correction=rho(c) * rho(c)))
     yield Change("the correction for the sampler is not applied", row=lambda c: replace(c, correction=reference.ones_like(c.mask)))
@@ -222,12 +185,7 @@ def factor_changes(s: Any) -> Iterator[Change]:
 
 
 def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the factors for off-policy data, and in the entropy.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
+    """Yield causes in the factors for off-policy data, and in the entropy."""
     if s.rollout_importance_sampling_mode != "none" or any(row.correction is not None for row in dump.rows):
         yield from factor_changes(s)
     else:
@@ -243,12 +201,7 @@ def correction_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield causes in the KL term.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
+    """Yield causes in the KL term."""
     if not s.beta:
         return
     yield Change("KL of the wrong sign: it is subtracted", {"beta": -s.beta})
@@ -268,12 +221,7 @@ def kl_changes(dump: Dump, s: Any) -> Iterator[Change]:
 
 
 def changes(dump: Dump, s: Any) -> Iterator[Change]:
-    """Yield the known causes of another loss or gradient, the more frequent first, without settings that are so already.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
+    """Yield the known causes of another loss or gradient, the more frequent first, without settings that are so already."""
     for kind in (weight_changes, scale_changes, ratio_changes, clip_changes, correction_changes, kl_changes):
         yield from (change for change in kind(dump, s) if not change.settings or changed(s, **change.settings) != s)
 
@@ -296,14 +244,9 @@ def advantages(rows: Sequence[DumpedRow], s: Any, *, epsilon: float, groups: Seq
     """Return the advantages of rows, [rows].
 
     Args:
-        rows: Rows with rewards.
-        s: Settings.
-        epsilon: Number added to a standard deviation.
         groups: Group of each row; the rows' own without.
         weights: Weights of the reward functions; those of the settings without.
-        deviation: Standard deviation of some rewards.
         is_centred: Whether the group's mean is subtracted.
-        missing: Number for a missing reward.
     """
     places = group_indices(groups or [row.group for row in rows])
     rewards = [[[missing if r is None else r for r in rows[i].rewards or ()] for i in group] for group in places]
@@ -325,8 +268,6 @@ def advantage_causes(rows: Sequence[DumpedRow], s: Any, epsilon: float) -> Itera
 
     Args:
         rows: Rows in the order of the rollout.
-        s: Settings.
-        epsilon: Number that the system adds to a standard deviation.
     """
     size, number = s.num_generations, len(rows)
     prompts = max(number // size, 1)

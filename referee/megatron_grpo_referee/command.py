@@ -30,7 +30,6 @@ def run_referee(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConf
     """Run the `referee` command and print its findings.
 
     Args:
-        argv: Command line of the command.
         parse: Parses settings, in the names of the system that `--dialect` names.
 
     Returns:
@@ -106,11 +105,7 @@ def _read_setting(name: str, value: Any) -> Any:
 
 
 def read_step_settings(cfg: Config) -> SimpleNamespace:
-    """Return the settings that decide the numbers of a step.
-
-    Args:
-        cfg: Settings.
-    """
+    """Return the settings that decide the numbers of a step."""
     return SimpleNamespace(
         **vars(cfg.grpo), num_generations=cfg.batch.num_generations, reward_weights=cfg.rewards.reward_weights,
         max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature,
@@ -119,13 +114,7 @@ def read_step_settings(cfg: Config) -> SimpleNamespace:
 
 
 def report_lines(dump: Dump, found: Sequence[Finding], lacks: Sequence[str]) -> list[str]:
-    """Format the findings as a table.
-
-    Args:
-        dump: The dump.
-        found: Findings in order.
-        lacks: Data that the dump lacks, and how to add it.
-    """
+    """Format the findings as a table."""
     where = "" if dump.step is None else f", step {dump.step}"
     lines = [f"{dump.source}{where}: {len(dump.rollout)} rows, {len(dump.micro_batches)} micro-batches, {dump.ranks} ranks.", ""]
     table = [("quantity", "theirs", "ours", "factor", "rows", "cause")]

@@ -156,11 +156,7 @@ def group_indices(keys: Iterable[Any]) -> list[list[int]]:
 
 
 def refusal(message: str) -> ConfigError:
-    """Return the error that ends the command with a sentence.
-
-    Args:
-        message: The sentence.
-    """
+    """Return the error that ends the command with a sentence."""
     return config_error("referee", f"referee: {message}")
 
 
@@ -169,12 +165,7 @@ UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, Ru
 
 @contextmanager
 def reading(path: Path, problem: str = "cannot be read") -> Iterator[None]:
-    """Refuse a file that has not what is read inside.
-
-    Args:
-        path: The file.
-        problem: Words of the refusal, between file and error.
-    """
+    """Refuse a file that has not what is read inside."""
     try:
         yield
     except UNREADABLE as error:
@@ -186,9 +177,6 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
 
     Raises:
         ConfigError: It cannot be read.
-
-    Args:
-        path: The file.
     """
     with reading(path), np.load(path, allow_pickle=False) as file:
         return {name: file[name].astype(np.float64) if file[name].dtype.kind == "f" else file[name] for name in file.files}
@@ -208,8 +196,6 @@ def rows_of_table(table: Mapping[str, Sequence[Any]], system: str, s: Any) -> li
 
     Args:
         table: Values of each column.
-        system: System that wrote it.
-        s: Settings. Columns of other numbers follow the rewards.
     """
     columns = SYSTEMS[system]["columns"]
     functions = [name for name in table if name not in columns and all(isinstance(v, (int, float, type(None))) for v in table[name])]
@@ -226,9 +212,7 @@ def files_of_step(path: Path, step: int | None, system: str) -> list[dict[str, n
     Ranks that share their rows (tensor parallelism) write the same arrays; the first of them counts.
 
     Args:
-        path: An .npz file, or the directory of several.
         step: Number of the step as the hook wrote it.
-        system: System of the hook.
 
     Raises:
         ConfigError: There is no such file, a file is of another version, or a file of a rank is missing.
@@ -260,9 +244,7 @@ def make_dump(files: Sequence[dict[str, Any]], system: str, micro_batch: Callabl
 
     Args:
         files: Arrays of each file.
-        system: System of the hook.
         micro_batch: Returns the micro-batch of a file, given its arrays, and may add some.
-        facts: Other fields of the dump.
 
     Raises:
         ConfigError: Advantages differ within a row.
@@ -285,11 +267,6 @@ ROW_READERS: dict[str, Callable[[Any], Any]] = {
 
 def make_rows(arrays: Mapping[str, Any], system: str, **common: Any) -> list[DumpedRow]:
     """Return the rows of arrays [B, T], or of [tokens of all rows] with `lengths` [B].
-
-    Args:
-        arrays: Arrays of a file, or of a row.
-        system: System that wrote it.
-        common: Other fields of these rows.
 
     Raises:
         ConfigError: Advantages differ within a row.

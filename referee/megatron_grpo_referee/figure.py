@@ -14,11 +14,6 @@ from megatron_grpo_referee.findings import Finding, first_different
 def draw(dump: Dump, found: Sequence[Finding], path: Path) -> str:
     """Write a bar for each quantity: its largest difference, in units of what rounding explains.
 
-    Args:
-        dump: The dump.
-        found: Findings in order.
-        path: File to write.
-
     Returns:
         A line with the path of the image, or the reason why there is none.
     """

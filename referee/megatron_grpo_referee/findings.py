@@ -59,10 +59,7 @@ def compare(quantity: str, theirs: Values, ours: Values, limits: Values, causes:
     """Compare a quantity, and name the cause if it differs.
 
     Args:
-        quantity: Name.
         theirs: Numbers of the dump, one or an array per row.
-        ours: Numbers of the reference.
-        limits: Differences that rounding explains.
         causes: (cause, numbers with it), tried in order.
         rows: Indices of the rows; -1 for a number of the step.
     """
@@ -99,7 +96,6 @@ def findings(dump: Dump, s: Any) -> list[Finding]:
     """Return the comparisons that the dump allows, in the order of a step.
 
     Args:
-        dump: The dump.
         s: Settings: the names of GrpoConfig, and num_generations, reward_weights, max_completion_length, temperature and weights.
     """
     parts = (_advantages, _logprobs, _old_logprobs, _correction, _tokens, _kl, _loss)
@@ -107,11 +103,7 @@ def findings(dump: Dump, s: Any) -> list[Finding]:
 
 
 def first_different(found: Sequence[Finding]) -> Finding | None:
-    """Return the first finding that differs by more than rounding.
-
-    Args:
-        found: Findings in order.
-    """
+    """Return the first finding that differs by more than rounding."""
     return next((one for one in found if one.is_different), None)
 
 
@@ -138,12 +130,7 @@ def _advantages(dump: Dump, s: Any) -> Iterator[Finding]:
 
 
 def incomplete_groups(dump: Dump, s: Any) -> bool:
-    """Return whether the dump contains a part of a group only, so that its advantages cannot be recomputed.
-
-    Args:
-        dump: The dumped step.
-        s: Settings of the run.
-    """
+    """Return whether the dump contains a part of a group only, so that its advantages cannot be recomputed."""
     return any(len(places) < s.num_generations for places in group_indices(row.group for row in dump.rollout if row.rewards is not None))
 
 
@@ -266,13 +253,7 @@ def _kl(dump: Dump, s: Any) -> Iterator[Finding]:
 
 
 def evaluate(dump: Dump, s: Any, change: Change = Change()) -> list[Any]:  # noqa: B008 - frozen
-    """Return the loss of the step, the mean over rows of the losses of its micro-batches; and the gradient of each row.
-
-    Args:
-        dump: The dump.
-        s: Settings.
-        change: Difference from the reference.
-    """
+    """Return the loss of the step, the mean over rows of the losses of its micro-batches; and the gradient of each row."""
     s, loss, gradients = changed(s, **change.settings), 0.0, [np.zeros_like(row.mask) for row in dump.rows]
     for number, (micro, share) in enumerate(zip(dump.micro_batches, dump.shares, strict=True)):
         kept = [i for i, row in enumerate(dump.rows) if row.micro_batch == number and not change.drops(row)]

@@ -26,9 +26,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """Read a dump.
 
     Args:
-        path: A step dump, a checkpoint with recorded rows, or a table of completions (.parquet).
         step: Not used: the path names the step.
-        s: Settings.
     """
     if path.suffix == ".parquet":
         rows = [DumpedRow(group=str(row["prompt_number"]), rewards=_rewards(row), advantage=row["advantage"]) for row in _table(path)]

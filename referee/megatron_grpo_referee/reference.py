@@ -27,7 +27,6 @@ def token_logprobs(logits: Any, targets: Any, temperature: float) -> tuple[Any, 
     Args:
         logits: Logits [T, V].
         targets: Token IDs [T].
-        temperature: Sampling temperature.
     """
     log_softmax = (logits.double() / temperature).log_softmax(dim=-1)
     logp = log_softmax.gather(-1, targets.long()[:, None])[:, 0]
@@ -86,12 +85,7 @@ def ones_like(x: Array) -> Array:
 
 
 def counted(completions: Sequence[ReferenceCompletion], s: Settings) -> Counted:
-    """Return the completions that make up N, and the mask that is left of each.
-
-    Args:
-        completions: Completions of the global batch.
-        s: Settings of the run.
-    """
+    """Return the completions that make up N, and the mask that is left of each."""
     kept = [c for c in completions if not (s.exclude_zero_std_groups and c.is_zero_std)]
     return [(c, c.mask * 0.0 if s.overlong_filter and c.is_truncated else c.mask) for c in kept]
 
@@ -100,8 +94,6 @@ def token_weights(batch: Counted, s: Settings, max_completion_length: int) -> li
     """Return u[i,t] of each counted completion.
 
     Args:
-        batch: The completions that count, with their masks.
-        s: Settings of the run.
         max_completion_length: Limit of the completion length in tokens.
     """
     num_completions = len(batch)
@@ -136,21 +128,12 @@ def masked_mean(x: Array, m: Array) -> Array:
 
 
 def exp20(log_ratio: Array) -> Array:
-    """Return exp of a log-ratio that is clamped to +-20.
-
-    Args:
-        log_ratio: Logarithms of ratios.
-    """
+    """Return exp of a log-ratio that is clamped to +-20."""
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
 def ratio(c: ReferenceCompletion, s: Settings) -> Array:
-    """Return r[i,t], or r[i] for every t.
-
-    Args:
-        c: A completion.
-        s: Settings of the run.
-    """
+    """Return r[i,t], or r[i] for every t."""
     token = exp20(c.logp - c.old)
     if s.importance_sampling_level == "token":
         return token
@@ -161,12 +144,7 @@ def ratio(c: ReferenceCompletion, s: Settings) -> Array:
 
 
 def token_advantage(c: ReferenceCompletion, s: Settings) -> Any:
-    """Return A[i], or with a teacher A[i,t] = A[i] + coef * (log p_teacher - log p_old), a constant of the gradient.
-
-    Args:
-        c: A completion.
-        s: Settings of the run.
-    """
+    """Return A[i], or with a teacher A[i,t] = A[i] + coef * (log p_teacher - log p_old), a constant of the gradient."""
     if not s.teacher_model_server or c.teacher_logp is None:
         return c.advantage
     return s.teacher_kl_coef * (c.teacher_logp - c.old) + c.advantage
@@ -176,9 +154,7 @@ def objective(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
     """Return l[i,t], the loss of each token.
 
     Args:
-        c: A completion.
         r: Ratio of each token, [T].
-        s: Settings of the run.
     """
     a = token_advantage(c, s)
     if s.loss_type == "cispo":
@@ -204,11 +180,7 @@ def objective(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
 
 
 def epsilon_high(s: Settings) -> float:
-    """Return `epsilon_high`, or what it is without a value: 5 for cispo, else `epsilon`.
-
-    Args:
-        s: Settings of the run.
-    """
+    """Return `epsilon_high`, or what it is without a value: 5 for cispo, else `epsilon`."""
     default = 5.0 if s.loss_type == "cispo" else s.epsilon
     return default if s.epsilon_high is None else s.epsilon_high
 
@@ -219,7 +191,6 @@ def clipped(r: Array, a: Any, s: Settings) -> Array:
     Args:
         r: Ratio of each token, [T].
         a: Advantage of each token, or of all.
-        s: Settings of the run.
     """
     unclipped = r if s.delta is None else r.clamp(max=s.delta)
     return (unclipped * a).minimum(r.clamp(1.0 - s.epsilon, 1.0 + epsilon_high(s)) * a)
@@ -229,9 +200,7 @@ def fipo_influence(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
     """Return f[i,t], a constant: exp of the sum over k >= t of 0.5 ** ((k - t) / rate) * (logp - old) at k, clipped.
 
     Args:
-        c: A completion.
         r: Ratio of each token, [T].
-        s: Settings of the run.
     """
     influence, future = [], 0.0
     drifts, ratios, masks = (c.logp.detach() - c.old).tolist(), r.tolist(), c.mask.tolist()
@@ -252,10 +221,6 @@ def real_loss(batch: Counted, s: Settings) -> Any:
     """Return the mean over groups of log(1 + sum over good e^(-S/tau)) + log(1 + sum over bad e^(S/tau)).
 
     A group that lacks good or bad completions counts 0.
-
-    Args:
-        batch: The completions that count, with their masks.
-        s: Settings of the run.
     """
     groups = sorted({c.group for c, _ in batch})
     loss: Any = 0.0
@@ -274,9 +239,7 @@ def kl(c: ReferenceCompletion, r: Array, s: Settings) -> Array:
     `low_var_kl` is k3 bounded by 10, as in verl, slime and Megatron-SWIFT; no setting of the package.
 
     Args:
-        c: A completion.
         r: Ratio of each token, [T].
-        s: Settings of the run.
     """
     d = (c.ref_logp - c.logp).clamp(-20.0, 20.0)
     k3 = d.exp() - d - 1.0
@@ -288,10 +251,6 @@ def entropy_kept(batch: Counted, s: Settings) -> list[Array]:
     """Return the top-entropy mask of each counted completion: one quantile over all trained tokens of the global batch.
 
     What lies below the lowest token kept by no more than 1e-4 of it (or 1e-5 nats) ties with it, and is kept as well.
-
-    Args:
-        batch: The completions that count, with their masks.
-        s: Settings of the run.
     """
     if s.top_entropy_quantile >= 1.0:
         return [ones_like(m) for _, m in batch]
@@ -311,12 +270,7 @@ def entropy_kept(batch: Counted, s: Settings) -> list[Array]:
 
 
 def rollout_importance(c: ReferenceCompletion, s: Settings) -> Array:
-    """Return the weight of each token that corrects for the difference of trainer and sampler: rho, bounded.
-
-    Args:
-        c: A completion.
-        s: Settings of the run.
-    """
+    """Return the weight of each token that corrects for the difference of trainer and sampler: rho, bounded."""
     if c.correction is not None:
         return c.correction
     mode = s.rollout_importance_sampling_mode
@@ -334,12 +288,7 @@ def rollout_importance(c: ReferenceCompletion, s: Settings) -> Array:
 
 
 def off_policy_kept(c: ReferenceCompletion, s: Settings) -> float:
-    """Return 0 for a completion of negative advantage that drifted further than the threshold, else 1.
-
-    Args:
-        c: A completion.
-        s: Settings of the run.
-    """
+    """Return 0 for a completion of negative advantage that drifted further than the threshold, else 1."""
     if s.off_policy_sequence_mask_delta is None or c.advantage >= 0:
         return 1.0
     before = c.sampler_logp.where(c.sampler_logp == c.sampler_logp, c.old)  # NaN: the sampler gave none
@@ -368,10 +317,7 @@ def grpo_loss(completions: Sequence[ReferenceCompletion], s: Settings, max_compl
     """Return sum of u * (c * l + beta * kl), minus entropy_coef * mean entropy. Differentiable in logp and entropy of every completion.
 
     Args:
-        completions: Completions of the global batch.
-        s: Settings of the run.
         max_completion_length: Limit of the completion length in tokens.
-        formulas: Parts of the loss.
     """
     batch = counted(completions, s)
     num_tokens = sum(m.sum().item() for _, m in batch)
@@ -420,7 +366,6 @@ def total(row: Sequence[float | None], weights: Sequence[float]) -> float | None
 
     Args:
         row: Rewards of one completion; None where a function does not apply.
-        weights: Weights of the reward functions.
     """
     applies = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
     return sum(applies) if applies else None
@@ -448,11 +393,7 @@ def advantages(
 
     Args:
         rewards: [groups][G][functions], None where a function does not apply.
-        weights: Weights of the functions.
-        s: Settings.
         kl_penalty: [groups][G], subtracted from the rewards.
-        epsilon: Added to a standard deviation.
-        deviation: Standard deviation of some rewards.
     """
     if s.advantage_estimator == "gdpo" or s.scale_rewards == "gdpo" or s.multi_objective_aggregation == "normalize_then_sum":
         return gdpo(rewards, weights, epsilon, deviation)
@@ -486,9 +427,6 @@ def gdpo(
     """Return advantages of each function normalised inside its group; the weighted sum is normalised over the batch.
 
     Args:
-        rewards: Rewards by group, completion and function.
-        weights: Weights of the reward functions.
-        epsilon: Constant added to standard deviations.
         deviation: Function that returns a standard deviation.
     """
     sums: list[float | None] = []
@@ -503,10 +441,5 @@ def gdpo(
 
 
 def kl_penalty(completions: Sequence[ReferenceCompletion], beta: float) -> list[float]:
-    """Return what `kl_in_reward` subtracts from each completion's reward: beta * sum over tokens of (old - ref).
-
-    Args:
-        completions: Completions of the global batch.
-        beta: Coefficient of the KL term.
-    """
+    """Return what `kl_in_reward` subtracts from each completion's reward: beta * sum over tokens of (old - ref)."""
     return [beta * float(((c.old - c.ref_logp) * c.mask).sum()) for c in completions]

@@ -22,9 +22,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """Read a dump.
 
     Args:
-        path: A file of --save-debug-train-data (.pt), a file of the hook, or its directory.
         step: Step to read; None for the last.
-        s: Settings.
     """
     if path.suffix == ".pt":
         return _read_train_data(path, s)

@@ -89,7 +89,6 @@ def value_and_gradients(loss: Callable[[list[Tracked]], Any], arrays: Sequence[n
     """Return a loss and its derivative by each array.
 
     Args:
-        loss: Computes a scalar from the tracked arrays.
         arrays: Arrays of float64.
     """
     value, gradients = autograd.value_and_grad(lambda given: (loss([Tracked(one) for one in given]) * Tracked(1.0)).array)(list(arrays))

@@ -26,7 +26,6 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     Args:
         path: A table completions_*.parquet or the directory of several; a file of the hook, or its directory.
         step: Step to read; None for the last.
-        s: Settings.
     """
     tables = [path] if path.suffix == ".parquet" else sorted(path.glob("completions_*.parquet"))
     return _read_table(tables, step, s) if tables else _read_hook(path, step, s)

@@ -24,9 +24,7 @@ def read(path: Path, step: int | None, s: Any) -> Dump:
     """Read a dump.
 
     Args:
-        path: A file of rollout_data_dir (.jsonl), a file of the hook, or its directory.
         step: Step to read; None for the last.
-        s: Settings.
     """
     if path.suffix == ".jsonl":
         return _read_samples(path)

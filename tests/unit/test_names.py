@@ -52,8 +52,8 @@ def test_an_exception_of_an_exception_is_one():
     assert {"RowsError", "RunError", "ConfigError"} <= exceptions()
 
 
-def documented_functions() -> Iterator[tuple[str, set[str], set[str]]]:
-    """(place, arguments, names in the section Args) of every public function and method with a docstring.
+def documented_functions() -> Iterator[tuple[str, set[str], set[str], bool]]:
+    """(place, arguments, names in the section Args, whether users call or implement it) of every public function with a docstring.
 
     A constructor's arguments are in its docstring, or in that of its class. A method without a docstring implements a protocol, which has
     it.
@@ -81,15 +81,42 @@ def documented_functions() -> Iterator[tuple[str, set[str], set[str]]]:
             names = {argument.arg for argument in [*plain[is_bound:], *found.kwonlyargs, *extra]}
             section = re.search(r"^Args:\n((?: .*\n?|\n)*)", docstring, re.MULTILINE)
             documented = set(re.findall(r"^    \*{0,2}(\w+)(?: \(.*\))?:", section[1], re.MULTILINE)) if section else set()
-            yield f"{place}:{function.lineno} {function.name}", names, documented
+            owner_name = owner.name if owner is not None else function.name
+            is_protocol = owner is not None and any(ast.unparse(base).startswith("Protocol") for base in owner.bases)
+            is_public = megatron_grpo._API.get(owner_name) == place.removesuffix(".py").replace("/", ".")
+            is_users = place.startswith("api/") or is_public or is_protocol
+            yield f"{place}:{function.lineno} {function.name}", names, documented, is_users
 
 
-def test_nineteen_of_twenty_arguments_are_documented():
-    functions = list(documented_functions())
+def test_nineteen_of_twenty_arguments_of_what_users_call_or_implement_are_documented():
+    """Elsewhere a docstring has the arguments that the signature does not explain: shapes, units, None, collectives."""
+    functions = [(place, names, documented) for place, names, documented, is_users in documented_functions() if is_users]
     wanted = sum(len(names) for _, names, _ in functions)
     named = sum(len(names & documented) for _, names, documented in functions)
     missing = [f"{place}: {', '.join(sorted(names - documented))}" for place, names, documented in functions if names - documented]
-    assert wanted > 3000 and named >= 0.95 * wanted, f"{named} of {wanted}; not documented:\n" + "\n".join(missing)
+    assert wanted > 120 and named >= 0.95 * wanted, f"{named} of {wanted}; not documented:\n" + "\n".join(missing)
+
+
+# Names that users know: a setting, and a field of evaluations.jsonl. `of` holds the options that a reference of the mathematics passes on.
+KEPT = {"pad_to_multiple_of", "pass_of", "of"}
+
+
+def test_no_name_begins_or_ends_with_of():
+    """A function begins with a verb, a constructor is from_x."""
+    pattern, found = re.compile(r"_*(of_\w*|\w+_of|of)$", re.IGNORECASE), set()
+    for place, path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = node.name
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+            else:
+                continue
+            if pattern.match(name) and name not in KEPT:
+                found.add((place, name))
+    assert found == set()
 
 
 def test_the_shape_of_a_field_is_in_the_docstring_of_its_class():
@@ -106,7 +133,7 @@ def test_the_shape_of_a_field_is_in_the_docstring_of_its_class():
 
 
 def test_a_documented_argument_exists():
-    stale = {place: documented - names for place, names, documented in documented_functions() if documented - names}
+    stale = {place: documented - names for place, names, documented, _ in documented_functions() if documented - names}
     assert stale == {}
 
 

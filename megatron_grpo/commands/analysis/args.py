@@ -56,10 +56,6 @@ class MismatchArgs:
 def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
     """Parse and validate the command line of `mismatch`.
 
-    Args:
-        argv: A directory, then flags of the command and settings.
-        parse: Parses settings.
-
     Raises:
         ConfigError: With all problems.
     """
@@ -173,7 +169,6 @@ def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLosses
     Args:
         argv: The output directory of a run, `--step N`, any number of `--variant "name=value ..."`, and settings
             of this job (layout, --json).
-        parse: Parses settings.
 
     Raises:
         ConfigError: With all problems.

@@ -42,7 +42,6 @@ def _with_gradient_from(original: Callable[[], torch.Tensor], value: torch.Tenso
 
     Args:
         original: Computes the operation with a gradient; not called if gradients are disabled.
-        value: Result to return.
     """
     return _ReplaceForward.apply(original(), value) if torch.is_grad_enabled() else value
 
@@ -122,12 +121,7 @@ def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def in_rank_order(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
-    """Return the sum over the group, from its first rank to its last: one order, so the result is equal on all ranks.
-
-    Args:
-        x: This rank's summand.
-        group: Process group.
-    """
+    """Return the sum over the group, from its first rank to its last: one order, so the result is equal on all ranks."""
     first, *other_parts = collectives.all_gather_tensors(x, group)
     total = first.clone()
     for part in other_parts:

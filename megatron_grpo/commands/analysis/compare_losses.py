@@ -93,10 +93,6 @@ class AcceptAllCheck:
 def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
     """Run the `compare-losses` command and print its findings.
 
-    Args:
-        argv: Command line of the command.
-        parse: Parses settings.
-
     Returns:
         The exit code.
 
@@ -121,9 +117,6 @@ def compare_losses(args: CompareLossesArgs) -> list[VariantResult]:
     """Repeat the recorded step with the run's own settings, then with each variant. Collective.
 
     Starts the parallel job.
-
-    Args:
-        args: Arguments of the command.
 
     Returns:
         An outcome per variant, in the order of `asked.variants`.
@@ -293,8 +286,6 @@ def report_lines(args: CompareLossesArgs, outcomes: Sequence[VariantResult], rec
     """Format the outcomes as a table.
 
     Args:
-        args: Arguments of the command.
-        outcomes: Outcomes of the variants.
         recorded: Loss and gradient norm that the run logged; None if unknown.
     """
     lines = [f"Optimizer step {args.step + 1} of {args.run}, rows as recorded, weights of {args.checkpoint.name}."]

@@ -106,10 +106,6 @@ def diagnose(
     """Diagnose a replayed step.
 
     Args:
-        step_dump: Recorded step.
-        layout: Layout of the replay.
-        metrics: Metrics of the replayed step.
-        weights: Comparison of the weights with those of the run.
         first: First module with an output that is not finite; None if there is none.
         rows: Rows of the step, each computed alone.
         copies: Loss and gradient norm with each differing copy of a weight.

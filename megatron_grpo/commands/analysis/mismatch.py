@@ -54,10 +54,6 @@ LONGEST_ANSWER = 64  # maximum tokens of a newly sampled completion
 def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
     """Run the `mismatch` command and print its findings, as one JSON object with `--json`.
 
-    Args:
-        argv: Command line of the command.
-        parse: Parses settings.
-
     Returns:
         The exit code; 1 if trainer and sampler differ by more than rounding.
 
@@ -93,14 +89,6 @@ def compare_rows(
     args: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp
 ) -> MismatchReport:
     """Score the rows with trainer and sampler, and compare their operations on one row. Collective.
-
-    Args:
-        args: Arguments of the command.
-        cfg: Settings that both sides are built with.
-        shape: Shape of the model.
-        model_path: Directory of the model.
-        parallel: Parallel state of the job.
-        clean_up: Receives what this function opens, for closing.
 
     Returns:
         The findings.
@@ -207,7 +195,6 @@ def read_sampled_rows(run: Path, *, version: int | None = None) -> list[Compared
     """Read the rows that weights of one version sampled, from a run's `completions/step_*.parquet`.
 
     Args:
-        run: Output directory of the run.
         version: Weight version; None for the latest one recorded.
 
     Returns:
@@ -247,7 +234,6 @@ def evenly_spaced(rows: list[ComparedRow], max_rows: int) -> list[ComparedRow]:
     """Return at most `max_rows` rows, evenly spaced.
 
     Args:
-        rows: Rows to choose from.
         max_rows: Maximum number of rows.
     """
     return [rows[i * len(rows) // max_rows] for i in range(max_rows)] if len(rows) > max_rows else rows

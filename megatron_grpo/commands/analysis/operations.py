@@ -64,11 +64,7 @@ class Operation:
 
 
 def order(num_layers: int) -> list[str]:
-    """Return the names of all possible operations in the order of computation.
-
-    Args:
-        num_layers: Layers of the model.
-    """
+    """Return the names of all possible operations in the order of computation."""
     layers = [f"L{layer} {name}" for layer in range(num_layers) for name in (*ATTENTION, *BLOCK)]
     return ["embedding", *layers, "final norm", "logits", "log-prob"]
 
@@ -165,7 +161,6 @@ def one_per_micro_batch(scorer: ModelScorer, temperature: float | None = None) -
     """Return a function that scores each sequence in a micro-batch of one.
 
     Args:
-        scorer: Scorer of the trainer.
         temperature: Temperature of the log-probs; None for that of the scorer.
     """
     cut = replace(scorer.cut, micro_batch_size=1, max_tokens=None)
@@ -178,10 +173,6 @@ def compare_operations(side: ModelPair, row: ComparedRow) -> list[Operation]:
     Operations are in the order of computation.
 
     The prefix cache is used in its current state, so the caller must have filled it before.
-
-    Args:
-        side: Sampler and trainer.
-        row: Row to compare.
     """
     tokens, opening = row.tokens.tolist(), row.opening
     cached = np.array(vllm_traced.force(side.engine, tokens, opening, temperature=side.temperature))
@@ -293,13 +284,7 @@ SAME = "its weights are equal, so its arithmetic differs"
 
 @torch.no_grad()
 def find_cause(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
-    """Return the reason why this rank's shard of an operation differs, as the end of a sentence; empty if unknown.
-
-    Args:
-        name: Name of the operation.
-        engine: The sampler.
-        model: The trainer's model.
-    """
+    """Return the reason why this rank's shard of an operation differs, as the end of a sentence; empty if unknown."""
     sampler = vllm_traced.model_runner(engine).get_model()
     layer, _, kind = name.partition(" ")
     if name == "embedding":

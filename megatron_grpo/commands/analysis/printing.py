@@ -12,8 +12,6 @@ def print_report(result: dict[str, Any], lines: Sequence[str], *, as_json: bool)
     """Print the findings on standard output.
 
     Args:
-        result: Findings as one object.
-        lines: Findings as lines of text.
         as_json: Print the object instead of the lines.
     """
     print(json.dumps(_finite(result), indent=1) if as_json else "\n".join(lines), flush=True)
@@ -24,7 +22,6 @@ def table_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> 
 
     Args:
         rows: Cells of each row, the heading first.
-        left: Columns that are aligned to the left.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [[cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))] for row in rows]

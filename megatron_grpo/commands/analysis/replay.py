@@ -48,7 +48,6 @@ def run_replay(words: Sequence[str], parsed: ParsedConfig) -> int:
 
     Args:
         words: Positional arguments of the command line: the directory of one step dump.
-        parsed: Parsed settings.
 
     Returns:
         The exit code.
@@ -124,12 +123,8 @@ def open_policy(
     Starts the parallel job.
 
     Args:
-        cfg: Configuration of this job.
-        model: Directory of the model.
         checkpoint: Checkpoint with the weights; None for those of `model`.
         content: Values that must be equal on all ranks.
-        num_steps: Optimizer steps of the learning rate schedule.
-        parts: Replacements of parts of the policy.
 
     Raises:
         ConfigError: If the layout does not suit the model.
@@ -154,9 +149,6 @@ def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | Non
     Starts the parallel job. The optimizer does not run.
 
     Args:
-        step_dump: Recorded step.
-        cfg: Configuration of this job.
-        model: Directory of the model.
         checkpoint: Checkpoint with the weights; None for those of `model`.
 
     Raises:
@@ -193,7 +185,6 @@ class RecordedReference:
 
     Args:
         logprobs: Recorded log-probs by row, float32.
-        parallel: Parallel state of the job.
     """
 
     chunks = saved_chunks = ()
@@ -202,11 +193,7 @@ class RecordedReference:
         self._logprobs, self._parallel = logprobs, parallel
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        """Return the recorded log-probs of each micro-batch, float32 [C].
-
-        Args:
-            micro_batches: Micro-batches of recorded rows.
-        """
+        """Return the recorded log-probs of each micro-batch, float32 [C]."""
         logprobs = []
         for micro in micro_batches:
             values = np.zeros(len(micro.targets), dtype=np.float32)
@@ -217,11 +204,7 @@ class RecordedReference:
         return logprobs
 
     def last_stage_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        """Return the log-probs as `logprobs` does, on the last pipeline stage only; an empty list elsewhere.
-
-        Args:
-            micro_batches: Micro-batches of recorded rows.
-        """
+        """Return the log-probs as `logprobs` does, on the last pipeline stage only; an empty list elsewhere."""
         return self.logprobs(micro_batches) if self._parallel.is_last_stage else []
 
     def after_step(self, step: int, policy: Any) -> None:
@@ -265,9 +248,6 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
     """Record the names of modules whose output is not finite, in the order of execution.
 
     Only the first such module is recorded.
-
-    Args:
-        chunks: Model chunks of this rank.
 
     Yields:
         The list of names, which is filled while the context is active.

@@ -120,11 +120,7 @@ class ReplicaCheck:
         self._lists: dict[str, bool] = {}  # by group: whether its ranks have the same tensors
 
     def is_due(self, step: int) -> bool:
-        """Return whether the next step needs a check; the same on every rank.
-
-        Args:
-            step: Completed optimizer steps.
-        """
+        """Return whether the next step needs a check; the same on every rank."""
         return self.every > 0 and (not self._has_looked or step % self.every == 0)
 
     @torch.no_grad()
@@ -132,12 +128,6 @@ class ReplicaCheck:
         self, policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]
     ) -> ReplicaCheckResult | None:
         """Compare all replicas, after the gradient is summed and before the optimizer runs. Collective; the same result on every rank.
-
-        Args:
-            policy: Policy with its summed gradient.
-            batch: Batch of the step.
-            metrics: Metrics of the step.
-            logprobs: Log-probs of the training forward, by row.
 
         Returns:
             The differences; None if there are none.
@@ -189,11 +179,7 @@ class ReplicaCheck:
 
 
 def list_process_groups(parallel: ParallelState) -> dict[str, Any]:
-    """Return the process groups by the keys of GROUPS, in the same order on every rank.
-
-    Args:
-        parallel: Parallel state of this rank.
-    """
+    """Return the process groups by the keys of GROUPS, in the same order on every rank."""
     return {"TP": parallel.tp_group, "CP": parallel.cp_group, "PP": parallel.pp_group, "DP": parallel.dp_cp_group,
             "EDP": parallel.edp_group, "ETP": parallel.etp_group, "all": None}  # fmt: skip
 
@@ -209,14 +195,7 @@ _ABSENT = torch.zeros(0)  # this rank has no such tensor
 def replicated_values(
     policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]
 ) -> Iterator[Held]:  # fmt: skip
-    """Yield all values of this rank that other ranks hold too, in the same order on all ranks of a group.
-
-    Args:
-        policy: Policy with its summed gradient.
-        batch: Batch of the step.
-        metrics: Metrics of the step.
-        logprobs: Log-probs of the training forward, by row.
-    """
+    """Yield all values of this rank that other ranks hold too, in the same order on all ranks of a group."""
     yield from _data(batch)
     for name, tensor in list_tensors(policy).items():
         yield "weight", name, _list_groups(policy, name), tensor
@@ -233,11 +212,7 @@ def replicated_values(
 
 
 def list_tensors(policy: Any) -> dict[str, torch.Tensor]:
-    """Return parameters (including adapters) and checkpointed buffers, by their names in the whole model.
-
-    Args:
-        policy: Policy of this rank.
-    """
+    """Return parameters (including adapters) and checkpointed buffers, by their names in the whole model."""
     tensors = dict(policy.exchange.tensors(policy.chunks))
     return tensors | (policy.adapters.exchange.tensors(policy.chunks) if policy.adapters is not None else {})
 

@@ -93,7 +93,6 @@ def report_lines(report: MismatchReport, figure: Path | None) -> list[str]:
     """Format the findings as lines of text.
 
     Args:
-        report: Findings.
         figure: Image that was written; None without one.
     """
     numbers = report.numbers
@@ -144,11 +143,7 @@ def _shortened(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def as_json(report: MismatchReport) -> dict[str, Any]:
-    """Return the findings as the object of `mismatch --json`.
-
-    Args:
-        report: Findings.
-    """
+    """Return the findings as the object of `mismatch --json`."""
     return {
         "subject": report.asked.name,
         "step": report.asked.step,
@@ -174,11 +169,7 @@ def as_json(report: MismatchReport) -> dict[str, Any]:
 
 
 def worst_row(rows: Sequence[ComparedRow]) -> int:
-    """Return the index of the row that contains the token with the largest difference. NaN counts as the largest.
-
-    Args:
-        rows: Compared rows.
-    """
+    """Return the index of the row that contains the token with the largest difference. NaN counts as the largest."""
     return int(np.argmax([np.nan_to_num(np.abs(row.differences), nan=np.inf).max() for row in rows]))
 
 
@@ -186,7 +177,6 @@ def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, max_tokens: int) -
     """List the sampled tokens with the largest differences; NaN counts as the largest.
 
     Args:
-        rows: Compared rows.
         tokenizer: Tokenizer that decodes the tokens.
         max_tokens: Maximum number of tokens.
 
@@ -226,10 +216,6 @@ def read_drift(run: Path | None) -> list[tuple[int, float, float]]:
 def draw(path: Path, report: MismatchReport) -> bool:
     """Write the findings of `mismatch` as a PNG.
 
-    Args:
-        path: File to write.
-        report: Findings.
-
     Returns:
         False if matplotlib is not installed, and no file was written.
     """
@@ -242,8 +228,6 @@ def draw_variants(outcomes: Sequence[Any], path: Path, step: int) -> str:
     """Write the findings of `compare-losses` as a PNG with bar charts.
 
     Args:
-        outcomes: Outcomes of the variants.
-        path: File to write.
         step: Optimizer steps before the recorded one.
 
     Returns:

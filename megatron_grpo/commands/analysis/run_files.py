@@ -45,7 +45,6 @@ class RunFiles:
         """Read the files of a run. Those that are missing are empty.
 
         Args:
-            folder: The `output_dir`.
             name: Name of the run; default: the name of the folder.
         """
         steps, evaluations, events = (JsonlWriter(folder / file).all() for file in ("metrics.jsonl", "evaluations.jsonl", EVENTS))
@@ -74,11 +73,7 @@ class RunFiles:
         return str(last["text"]) if last.get("kind") in ("stopped", "failed") else ""
 
     def series(self, metric: str) -> Points:
-        """Return the points of a metric.
-
-        Args:
-            metric: Name of a column of metrics.jsonl.
-        """
+        """Return the points of a metric."""
         return [(record["step"], record[metric]) for record in self.steps if is_number(record.get(metric))]
 
     def held_out(self) -> dict[str, Points]:
@@ -169,11 +164,7 @@ def runs_in(folders: Sequence[Path]) -> list[RunFiles]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings in a config.yaml in sections, by name; empty if there is none.
-
-    Args:
-        path: The config.yaml.
-    """
+    """Return the settings in a config.yaml in sections, by name; empty if there is none."""
     try:
         sections, _ = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -183,11 +174,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a Parquet file, without columns of tokens.
-
-    Args:
-        path: The Parquet file.
-    """
+    """Return the rows of a Parquet file, without columns of tokens."""
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
@@ -196,11 +183,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of a record is a finite number.
-
-    Args:
-        value: Value as parsed from JSON.
-    """
+    """Return whether a value of a record is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -76,9 +76,6 @@ FIGURES = (
 def run_report(argv: list[str]) -> int:
     """Write the page of one run, or of several.
 
-    Args:
-        argv: Arguments of the command.
-
     Returns:
         The exit code.
 
@@ -142,11 +139,7 @@ def make_page(runs: Sequence[RunFiles]) -> str:
 
 
 def hashes(texts: Sequence[str]) -> str:
-    """Return the sources of a Content-Security-Policy that allow these scripts or styles alone.
-
-    Args:
-        texts: Contents of the script or style elements.
-    """
+    """Return the sources of a Content-Security-Policy that allow these scripts or styles alone."""
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
 
 
@@ -157,7 +150,6 @@ def figure_data(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any
     """Return what the template and the script need of a figure; None if no run has data that differs from 0.
 
     Args:
-        figure: Figure to draw.
         runs: Files of each run.
     """
     names, series, curves = dict[str, None](), list[dict[str, Any]](), list[Points]()
@@ -197,12 +189,7 @@ def describe_points(points: Points) -> str:
 
 
 def read_curves(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
-    """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty.
-
-    Args:
-        figure: Figure to draw.
-        run: Files of the run.
-    """
+    """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty."""
     curves: list[tuple[str, str, Points]] = []
     for metric, label in figure.metrics.items():
         if metric == HELD_OUT:
@@ -229,11 +216,7 @@ def format_significant(value: float | None) -> float | None:
 
 
 def describe_run(run: RunFiles) -> dict[str, Any]:
-    """Return the template's data of one run besides figures and settings.
-
-    Args:
-        run: Files of the run.
-    """
+    """Return the template's data of one run besides figures and settings."""
     seconds = run.phases()
     total = sum(seconds.values()) or 1.0
     phases = [(activity.WORDS.get(name, name), value, value / total) for name, value in seconds.items() if value >= 0.005 * total]
@@ -255,11 +238,7 @@ def describe_run(run: RunFiles) -> dict[str, Any]:
 
 
 def summary(run: RunFiles) -> list[tuple[str, str]]:
-    """Return (name, value) pairs for the summary at the top of the page.
-
-    Args:
-        run: Files of the run.
-    """
+    """Return (name, value) pairs for the summary at the top of the page."""
     rewards = [value for _, value in run.series("reward")]
     window = max(1, min(10, len(rewards) // 2))
     seconds = sum(value for _, value in run.series("time/step"))
@@ -284,11 +263,7 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the answers whose score changed most, at most a quarter of them worse than before.
-
-    Args:
-        changes: Answers at the first and last evaluation, with both scores.
-    """
+    """Return the answers whose score changed most, at most a quarter of them worse than before."""
     changed = sorted(changes, key=lambda row: -abs(row["score_after"] - row["score_before"]))
     better = [row for row in changed if row["score_after"] > row["score_before"]]
     worse = [row for row in changed if row["score_after"] < row["score_before"]]
@@ -297,11 +272,7 @@ def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def group_row(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the template's data of a group, whose rows are sorted by falling reward.
-
-    Args:
-        rows: Completions of one group, as in the Parquet file, by falling reward.
-    """
+    """Return the template's data of a group, whose rows are sorted by falling reward."""
     best, worst = rows[0], rows[-1]
     texts = {"prompt": best["prompt"], "best": best["completion"], "worst": worst["completion"]}
     rewards = {"first": best["reward"], "last": worst["reward"], "count": len(rows), "version": best["version"]}
@@ -331,9 +302,5 @@ def compare_values(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
 
 
 def number(value: Any) -> str:
-    """Format a number of a table.
-
-    Args:
-        value: Cell of a table.
-    """
+    """Format a number of a table."""
     return f"{value:.4g}" if is_number(value) else "–"

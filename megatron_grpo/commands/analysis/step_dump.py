@@ -73,10 +73,7 @@ class StepDumps:
         A failure is reported, and does not affect the run.
 
         Args:
-            moment: Reason and step.
-            buffer: Buffer with the rows of the step.
             policy: Policy before the update.
-            gradient: Summed gradient of the step.
 
         Returns:
             The directory; None if step dumps are off or it could not be written.
@@ -103,13 +100,7 @@ class StepDumps:
         return path
 
     def dump_on_hang(self, moment: DumpReason, buffer: SampleBuffer, policy: Policy) -> None:
-        """Write what this rank has while other ranks hang: its rows, and the location of the weights. Not collective.
-
-        Args:
-            moment: Reason and step.
-            buffer: Buffer with the rows of the step.
-            policy: Policy of this rank.
-        """
+        """Write what this rank has while other ranks hang: its rows, and the location of the weights. Not collective."""
         if not self.cfg.run.debug_dump_steps:
             return
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
@@ -196,9 +187,6 @@ class StepDumps:
 class StepDump:
     """A step dump that has been written.
 
-    Args:
-        path: Directory of the step dump.
-
     Raises:
         ValueError: If the directory is not a complete step dump of the format that this version reads.
     """
@@ -248,11 +236,7 @@ class StepDump:
         return [by_key[key] for key in sorted(by_key)]
 
     def forward(self, kind_wanted: str) -> dict[RowKey, np.ndarray]:
-        """Return recorded log-probs by row, float32 [masked].
-
-        Args:
-            kind_wanted: "logprobs" for the run's forward, "references" for its reference.
-        """
+        """Return recorded log-probs by row, float32 [masked]."""
         values: dict[RowKey, np.ndarray] = {}
         for path in sorted((self.path / "forward").glob("*.npz")):
             with np.load(path, allow_pickle=False) as file:
@@ -278,21 +262,12 @@ class StepDump:
 
 
 def list_row_keys(step: Any) -> set[RowKey]:
-    """Return the keys of the rows that a step trains.
-
-    Args:
-        step: Step from the training schedule.
-    """
+    """Return the keys of the rows that a step trains."""
     return {(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)}
 
 
 def with_fingerprints(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass a stream of (name, tensor) through, and store the fingerprint of each tensor.
-
-    Args:
-        stream: Names and tensors.
-        marks: Receives fingerprints in hexadecimal, by name.
-    """
+    """Pass a stream of (name, tensor) through, and store the fingerprint of each tensor."""
     for name, tensor in stream:
         marks[name] = f"{int(fingerprint(tensor)) % (1 << 64):016x}"
         yield name, tensor

@@ -37,11 +37,7 @@ class LocalOutputRows(NamedTuple):
 
 
 def not_traced(model: PolicyModel) -> str | None:
-    """Return why the operations of this model cannot be recorded, as the end of a sentence about the model; None if they can.
-
-    Args:
-        model: Trainer's model.
-    """
+    """Return why the operations of this model cannot be recorded, as the end of a sentence about the model; None if they can."""
     if model.config.multi_latent_attention:
         return "has latent attention (MLA), whose operations differ between trainer and sampler"
     if model.vision is not None:
@@ -55,11 +51,7 @@ def not_traced(model: PolicyModel) -> str | None:
 
 
 def find_modules(layer: Any) -> dict[str, Any]:
-    """Return the modules of a layer whose outputs are operations, by the operation.
-
-    Args:
-        layer: Layer of the trainer's model.
-    """
+    """Return the modules of a layer whose outputs are operations, by the operation."""
     attention, block = layer.self_attention, layer.mlp
     modules = {"norm 1": layer.input_layernorm, "norm 2": layer.pre_mlp_layernorm}
     if isinstance(attention, PackedGatedDeltaNet):
@@ -77,8 +69,6 @@ def by_kind(x: torch.Tensor, config: Any, *, dim: int) -> list[torch.Tensor]:
 
     Args:
         x: Projection whose dimension `dim` has the channels of a group, as Megatron orders them.
-        config: Megatron-Core's configuration of the model.
-        dim: The dimension.
 
     Returns:
         Queries [..., heads of a group, channels, ...], or with an output gate [..., heads of a group, 2, channels, ...], where vLLM has
@@ -95,7 +85,6 @@ def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, 
 
     Args:
         model: Trainer's model, without pipeline or context parallelism.
-        score: Makes the model score one sequence.
         forced: Outputs that replace those of operations, by name: [tokens, channels of this rank] from token 0. Empty for an unmodified
             pass.
 

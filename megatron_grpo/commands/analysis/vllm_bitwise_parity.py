@@ -103,7 +103,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     Args:
         x: Input, [..., H].
         weight: Weight, [H].
-        epsilon: Added to the mean square.
     """
     from vllm import ir
 
@@ -134,7 +133,6 @@ def causal_attention(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequ
         keys: Keys of each sequence, [length, groups, c].
         values: Values of each sequence, [length, groups, c].
         lengths: Number of queries of each sequence; they are its last tokens.
-        scale: Factor of the scores.
 
     Returns:
         Attention output, [t, heads, c].

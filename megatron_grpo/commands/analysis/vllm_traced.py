@@ -24,21 +24,13 @@ _DENSE, _SPARSE = ("gate_up_proj", "act_fn", "down_proj"), ("gate", "experts")
 
 
 def model_runner(engine: ColocatedEngine) -> Any:
-    """Return vLLM's model runner of this rank.
-
-    Args:
-        engine: The sampler.
-    """
+    """Return vLLM's model runner of this rank."""
     (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
     return runner
 
 
 def not_traced(engine: ColocatedEngine) -> str | None:
-    """Return why the operations of this model cannot be recorded, as the end of a sentence about the model; None if they can.
-
-    Args:
-        engine: The sampler.
-    """
+    """Return why the operations of this model cannot be recorded, as the end of a sentence about the model; None if they can."""
     model = model_runner(engine).get_model()
     name = type(model).__name__
     inner = getattr(model, "model", None)
@@ -60,10 +52,8 @@ def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
     The prefix cache is used in its current state.
 
     Args:
-        engine: The sampler.
         tokens: Token IDs of prompt and completion.
         opening: Length of the prompt in tokens.
-        temperature: Sampling temperature.
 
     Raises:
         RuntimeError: If vLLM does not return the given tokens.
@@ -86,10 +76,8 @@ def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
     """Record the output of every operation while `tokens[opening:]` are sampled, without the prefix cache. Collective, as `force`.
 
     Args:
-        engine: The sampler.
         tokens: Token IDs of prompt and completion.
         opening: Length of the prompt in tokens.
-        temperature: Sampling temperature.
 
     Returns:
         The output by operation. With tensor parallelism, each rank has its shard of sharded outputs, and all logits.
@@ -168,11 +156,7 @@ def _rotated(layer: str, keep: Callable[[str, torch.Tensor], None]) -> Callable[
 
 
 def find_modules(layer: Any) -> dict[str, Any]:
-    """Return the modules of a layer whose outputs are operations, by the operation.
-
-    Args:
-        layer: Layer of vLLM's model.
-    """
+    """Return the modules of a layer whose outputs are operations, by the operation."""
     modules, block = {"norm 1": layer.input_layernorm, "norm 2": layer.post_attention_layernorm}, find_block(layer)
     if (attention := getattr(layer, "self_attn", None)) is None:
         modules["o proj"] = layer.linear_attn.out_proj
@@ -186,11 +170,7 @@ def find_modules(layer: Any) -> dict[str, Any]:
 
 
 def find_block(layer: Any) -> Any:
-    """Return the dense or MoE block after the second norm; None if its structure is unknown.
-
-    Args:
-        layer: Layer of vLLM's model.
-    """
+    """Return the dense or MoE block after the second norm; None if its structure is unknown."""
     for name in ("mlp", "block_sparse_moe"):
         block = getattr(layer, name, None)
         if any(all(hasattr(block, part) for part in parts) for parts in (_DENSE, _SPARSE)):

@@ -34,9 +34,6 @@ SHOWN = {
 def run_watch(argv: list[str]) -> int:
     """Show a run until Ctrl-C; with --once, or where standard output is no terminal, once.
 
-    Args:
-        argv: Arguments of the command.
-
     Returns:
         The exit code.
 
@@ -65,11 +62,7 @@ def run_watch(argv: list[str]) -> int:
 
 
 def run_view(folder: Path) -> Group:
-    """Return the view of a run: its step and phase, the newest metrics, held-out scores, events and completions.
-
-    Args:
-        folder: The `output_dir`.
-    """
+    """Return the view of a run: its step and phase, the newest metrics, held-out scores, events and completions."""
     run = RunFiles.read(folder)
     metrics, scores = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for name, label in SHOWN.items():
@@ -84,11 +77,7 @@ def run_view(folder: Path) -> Group:
 
 
 def head(run: RunFiles) -> list[Table | Text]:
-    """Return the lines with the step and speed, and with the phase or the end of the run.
-
-    Args:
-        run: Files of the run.
-    """
+    """Return the lines with the step and speed, and with the phase or the end of the run."""
     now = read_object(run.folder / NOW)
     silent = time.time() - float(now.get("time", 0.0))
     lost = f"No sign of the run for {describe_duration(silent)}: it was killed, or its machine is not reachable."
@@ -112,11 +101,7 @@ def sparkline(points: Points) -> str:
 
 
 def completions(run: RunFiles) -> list[Table]:
-    """Return a table with the best and the worst completion of the two groups whose rewards differ most; empty without completions.
-
-    Args:
-        run: Files of the run.
-    """
+    """Return a table with the best and the worst completion of the two groups whose rewards differ most; empty without completions."""
     groups = run.last_groups()[:2]
     if not groups:
         return []

@@ -35,12 +35,7 @@ class _Dialects(Mapping[str, SourceFramework]):
         return len(self.names)
 
     def read_program(self, text: str, path: str) -> Read:
-        """Return the flags of a launch script, or of a Python file that builds TRL's configuration.
-
-        Args:
-            text: Content of the file.
-            path: Path of the file.
-        """
+        """Return the flags of a launch script, or of a Python file that builds TRL's configuration."""
         from megatron_grpo.commands.compat.script import read_program
 
         return read_program(text, path)
@@ -68,7 +63,6 @@ class _Dialects(Mapping[str, SourceFramework]):
         """Return problems with suggestions for unknown names.
 
         Args:
-            names_by_source: Unknown names, by source.
             translation: Result of `translation`.
         """
         from megatron_grpo.commands.compat.suggestions import problems_of_unknown
@@ -76,12 +70,7 @@ class _Dialects(Mapping[str, SourceFramework]):
         return list(problems_of_unknown(names_by_source, translation.dialect if translation else None, self))
 
     def value_hint(self, name: str, raw: Any) -> str:
-        """Return a sentence, with a leading space, on what to type for a word that is no value of a setting; "" if none is known.
-
-        Args:
-            name: The setting.
-            raw: What was typed.
-        """
+        """Return a sentence, with a leading space, on what to type for a word that is no value of a setting; "" if none is known."""
         from megatron_grpo.commands.compat.suggestions import value_hint
 
         return value_hint(name, raw)

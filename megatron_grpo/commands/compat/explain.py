@@ -25,9 +25,6 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
     """Yield notes on what is the same under the native names and what differs.
 
     Args:
-        dialect: Name of the other system.
-        foreign: Its batch sizes, by foreign name.
-        sizes: The native batch sizes.
         max_steps: Optimizer steps; None if not given.
     """
     steps, a = sizes.steps_per_generation, sizes.gradient_accumulation_steps
@@ -95,9 +92,6 @@ def length_there(dialect: str, cfg: Config, sizes: BatchSizes, rows: int | None)
     """Return the length of a run in the other system.
 
     Args:
-        dialect: Name of the dialect.
-        cfg: Native settings.
-        sizes: Native batch sizes.
         rows: Rows of the data set, if known.
 
     Returns:

@@ -26,24 +26,16 @@ class FrameworkArgs(dict[str, list[str]]):
         """Return the words of a name, joined by spaces.
 
         Args:
-            name: Foreign name without its section.
             default: Value if the name neither was typed nor has a default.
         """
         return " ".join(self.get(name, [self.defaults.get(name, default)]))
 
     def is_true(self, name: str) -> bool:
-        """Return whether the value of a name is true.
-
-        Args:
-            name: Foreign name without its section.
-        """
+        """Return whether the value of a name is true."""
         return self.text(name).lower() in TRUE
 
     def number(self, name: str) -> float:
         """Return the value of a name as a float.
-
-        Args:
-            name: Foreign name without its section.
 
         Raises:
             ValueError: It is not a number.
@@ -54,7 +46,6 @@ class FrameworkArgs(dict[str, list[str]]):
         """Return the value of a name as a whole number.
 
         Args:
-            name: Foreign name without its section.
             default: Value if the name neither was typed nor has a default.
 
         Raises:
@@ -67,11 +58,6 @@ class FrameworkArgs(dict[str, list[str]]):
 
     def choice(self, name: str, supported: Iterable[str], remark: str = "") -> str:
         """Return the value of a name.
-
-        Args:
-            name: Foreign name without its section.
-            supported: Values that are supported.
-            remark: Text behind the message for others.
 
         Raises:
             InvalidValueError: It is not supported.
@@ -146,7 +132,6 @@ class FrameworkArg:
 
         Args:
             words: Words after the name.
-            args: All names of this run with their words.
         """
         suggestions = [suggestion.split() for suggestion in self.instead]
         is_given = any(name in args and (not value or list(args[name]) == value) for name, *value in suggestions)
@@ -249,20 +234,12 @@ class SourceFramework:
         return name, row
 
     def makes(self, native: str) -> tuple[str, ...]:
-        """Return the foreign names whose product is a native size.
-
-        Args:
-            native: Name of a setting of this package.
-        """
+        """Return the foreign names whose product is a native size."""
         unit, name = self.products[native]
         return (name, self.products["num_generations"][1]) if unit == "prompts" else (name,)
 
     def size(self, name: str) -> str | None:
-        """Return the name of a batch size without its section; None if it is not a size.
-
-        Args:
-            name: Foreign name.
-        """
+        """Return the name of a batch size without its section; None if it is not a size."""
         if self._is_astray(name):
             return None
         for prefix in self.prefixes:

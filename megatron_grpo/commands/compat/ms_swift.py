@@ -13,12 +13,7 @@ _DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offloa
 
 
 def settle_deepspeed(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Note how weights and optimizer state are sharded here; files of DeepSpeed are refused.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Note how weights and optimizer state are sharded here; files of DeepSpeed are refused."""
     kind = args.text("deepspeed")
     if kind not in (*_DEEPSPEED, *OFF):
         supported = ", ".join(_DEEPSPEED)
@@ -29,12 +24,7 @@ def settle_deepspeed(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator
 
 
 def settle_intervals(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Read the strategies of saving and evaluation, of which the second is by default the first.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Read the strategies of saving and evaluation, of which the second is by default the first."""
     saves = args.text("save_strategy").lower()
     if saves == "no":
         yield SettingChange(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")

@@ -27,11 +27,6 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[RawSett
 
     A computed value is marked as unknown. `parse` reports it, unless it is given on the command line or has no effect.
 
-    Args:
-        text: Content of the file.
-        source: Name of the file in messages.
-        path: Path of the file.
-
     Returns:
         (settings, problems).
     """

@@ -209,15 +209,7 @@ def _number(node: ast.expr) -> int:
 
 
 def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments: Sequence[str] = (), nested: int = 0) -> ParsedScript:
-    """Read the flags of a script, or of the script that its last command starts.
-
-    Args:
-        text: Content of the script.
-        source: Name of the file in messages.
-        directory: Folder of the script, for files that it names.
-        arguments: Arguments of the script.
-        nested: Depth of this script in a chain of scripts.
-    """
+    """Read the flags of a script, or of the script that its last command starts."""
     shell = _Shell(source=source, directory=Path(directory).absolute(), arguments=list(arguments))  # as `cd` and `pwd` print it
     shell.read(text)
     commands = shell.found or shell.scripts[-1:]
@@ -249,10 +241,6 @@ def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
     """Return the text and folder of a file that a script names.
 
     It is searched from the working directory, the script's folder, and the folders above it. The text is None if it is not found.
-
-    Args:
-        name: Path as the script has it.
-        directory: Folder of the script.
     """
     for folder in (Path("."), directory, *directory.parents):
         try:
@@ -263,11 +251,7 @@ def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
 
 
 def started_script(words: list[str]) -> str:
-    """Return the shell script that a command starts, or "".
-
-    Args:
-        words: Words of the command.
-    """
+    """Return the shell script that a command starts, or ""."""
     names = words[1:2] if words and words[0].rpartition("/")[2] in ("bash", "sh") else words[:1]
     return next((name for name in names if name.endswith((".sh", ".bash"))), "")
 
@@ -281,20 +265,12 @@ def _may_hold_flags(previous: str, word: str) -> bool:
 
 
 def plain(word: str) -> str:
-    """Return a word without the internal markers.
-
-    Args:
-        word: Word of a command, in which markers stand for quoted characters.
-    """
+    """Return a word without the internal markers."""
     return word.replace(_PLAIN_DOLLAR, "$").replace(UNKNOWN, "")
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yield the commands of a script: quotes kept, comments and redirections removed, continued lines joined, arrays on one line.
-
-    Args:
-        text: Text of the script.
-    """
+    """Yield the commands of a script: quotes kept, comments and redirections removed, continued lines joined, arrays on one line."""
     command, position, quote, array = "", 0, "", False
     while position < len(text):
         char = text[position]
@@ -405,11 +381,6 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
     Variables become entries named `$NAME`, so that the number of ranks can be found. Entries `$other` name commands that are not read, and
     entries `$twice` name repeated flags. A file that the script names as config is read before its flags.
 
-    Args:
-        text: Content of the script.
-        source: Name of the file in messages.
-        directory: Folder of the script.
-
     Returns:
         (settings, problems).
     """
@@ -442,12 +413,7 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
 
 
 def read_program(text: str, path: str) -> Read:
-    """Read a launch script, or a Python file that builds TRL's configuration.
-
-    Args:
-        text: Content of the file.
-        path: Path of the file.
-    """
+    """Read a launch script, or a Python file that builds TRL's configuration."""
     file = Path(path)
     if file.suffix == ".py" and not text.startswith("#!"):
         from megatron_grpo.commands.compat.python import read_python

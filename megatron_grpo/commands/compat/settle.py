@@ -38,11 +38,6 @@ def is_met(condition: str, values: Mapping[str, Any], args: FrameworkArgs) -> bo
     `name` is a native setting that is neither false, 0, empty nor none; `name=word` one with that value, `name>1` a larger one,
     `name includes word` a list; `given name` is one that was set, to any value. `typed name` is a foreign name that was typed,
     `typed name=word` with that word, and `their name=word` one whose value, typed or by default, is the word.
-
-    Args:
-        condition: The condition.
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
     """
     if " | " in condition:
         return any(is_met(part, values, args) for part in condition.split(" | "))
@@ -73,12 +68,6 @@ def apply_rule(values: Mapping[str, Any], args: FrameworkArgs, rule: Mapping[str
     default: without one of them the rule does not apply, and `{names}` in the text is their list. `set` has native settings: null resets
     one, `=name` is the value of another setting, and `their name` the number behind a foreign name. `note` or `refuse` has the text, and
     `default` the foreign name and its default, if this is a default that was not typed.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-        rule: Row of the table.
-        title: Name of the other system.
     """
     if not all(is_met(condition, values, args) for condition in rule.get("if", ())):
         return
@@ -109,11 +98,6 @@ def read_case(words: Sequence[str], args: FrameworkArgs, cases: Mapping[str, Any
 
     `true`, `false` and `nothing` stand for all their spellings, and `other` for any other word. Without the conditions in `if` the name
     has no effect.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-        cases: Row of the table.
     """
     text, word = " ".join(words), words[0].lower()
     if not all(is_met(condition, {}, args) for condition in cases.get("if", ())):
@@ -126,35 +110,18 @@ def read_case(words: Sequence[str], args: FrameworkArgs, cases: Mapping[str, Any
 
 
 def where_true(words: Sequence[str], args: FrameworkArgs, settings: str) -> Mapping[str, Any]:
-    """Return native settings if the foreign value is true, else none.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-        settings: Native names and values, alternating.
-    """
+    """Return native settings if the foreign value is true, else none."""
     parts = settings.split()
     return dict(zip(parts[::2], parts[1::2])) if words[0].lower() in TRUE else {}
 
 
 def column(words: Sequence[str], args: FrameworkArgs, names: str) -> Mapping[str, Any]:
-    """Read the name of a column. It is renamed unless it is one of `names`.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-        names: Names that are read here, with the column's own name first.
-    """
+    """Read the name of a column. It is renamed unless it is one of `names`."""
     return {} if len(words) == 1 and words[0] in names.split() else {"columns": {words[0]: names.split()[0]}}
 
 
 def read_mapping(words: Sequence[str], example: str) -> dict[str, Any]:
-    """Return a mapping that is written as JSON.
-
-    Args:
-        words: Words of its value, as typed.
-        example: A mapping that could be written, for the message.
-    """
+    """Return a mapping that is written as JSON."""
     try:
         return dict(parse_json(" ".join(words)))
     except ValueError:
@@ -162,23 +129,14 @@ def read_mapping(words: Sequence[str], example: str) -> dict[str, Any]:
 
 
 def no_token(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Refuse a Hub token. The message does not repeat the secret.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Refuse a Hub token. The message does not repeat the secret."""
     if " ".join(words).lower() in OFF:
         return {}
     raise InvalidValueError("is a secret, and settings are written to files. Use the environment variable HF_TOKEN")
 
 
 def listed(words: Sequence[str]) -> list[str]:
-    """Return the words of a Hydra list: "['a', 'b']" or [a,b].
-
-    Args:
-        words: Words of its value, as typed.
-    """
+    """Return the words of a Hydra list: "['a', 'b']" or [a,b]."""
     joined = " ".join(words).strip().removeprefix("[").removesuffix("]")
     return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
 
@@ -187,12 +145,7 @@ _LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
 def best(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read metric_for_best_model: transformers compares metrics of an evaluation, and adds eval_ to a name without it.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read metric_for_best_model: transformers compares metrics of an evaluation, and adds eval_ to a name without it."""
     name = " ".join(words)
     metric = name.removeprefix("eval_")
     by_function = re.fullmatch(r"rewards/(.+?)(/mean)?", metric)
@@ -208,23 +161,13 @@ def best(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def datasets(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read one or several training files; all their rows are used.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read one or several training files; all their rows are used."""
     names = [name for word in words for name in listed([word])]
     return {"dataset": names[0], "further_datasets": names[1:]} if names else {}
 
 
 def held_out(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read evaluation files. Several files are several sets, each named after its folder and file.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read evaluation files. Several files are several sets, each named after its folder and file."""
     names = [name for word in words for name in listed([word])]
     if len(names) < 2:
         return {"eval_dataset": names[0]} if names else {}
@@ -232,12 +175,7 @@ def held_out(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def betas(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read Adam's two betas.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read Adam's two betas."""
     values = [part for word in words for part in listed([word])]
     if len(values) != 2:
         raise InvalidValueError(f"requires two numbers, not {' '.join(words)!r}")
@@ -245,13 +183,7 @@ def betas(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def own_rewards(words: Sequence[str], args: FrameworkArgs, description: str) -> Mapping[str, Any]:
-    """Read a foreign reward or environment, which cannot be used here: a note if one of this run is given, else refused.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-        description: Noun phrase for the message, such as "a reward manager of verl".
-    """
+    """Read a foreign reward or environment, which cannot be used here: a note if one of this run is given, else refused."""
     is_environment = "environment" in description
     own = next((name for name in (*(OWN_EPISODES if is_environment else ()), "reward_funcs") if args.get(name)), "")
     ways = f" {sentence('OWN_EPISODES')}." if is_environment else ""
@@ -267,11 +199,6 @@ def train_tower(values: Mapping[str, Any], args: FrameworkArgs, system_and_flag:
     """Train the vision tower where a script says that the model takes images, as the other system does by default.
 
     Without such a name the model's config.json decides, if it is available (`SourceFramework.trains_tower`).
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-        system_and_flag: Name of the other system, and the foreign name that says that the model takes images.
     """
     if values.get("tuner_type") == "lora" or values.get("adapters"):
         return
@@ -285,8 +212,6 @@ def idle_schedule(values: Mapping[str, Any], args: FrameworkArgs, style: str) ->
     """Drop settings of learning-rate decay that the other system ignores with its decay style.
 
     Args:
-        values: Native settings so far.
-        args: Foreign names of the run.
         style: Default decay style of the other system.
     """
     style = values.get("lr_decay_style", style)
@@ -323,11 +248,6 @@ def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
 def convert_engine_args(values: Mapping[str, Any], args: FrameworkArgs, prefix: str) -> Iterator[SettingChange]:
     """Translate vLLM EngineArgs, given as one mapping or as one name each behind `prefix`.
 
-    Args:
-        values: Native settings so far.
-        args: Foreign names of the run.
-        prefix: Foreign name of the mapping.
-
     Raises:
         InvalidValueError: The value is not a mapping, or contradicts a native setting.
     """
@@ -359,12 +279,7 @@ def _read(text: str, name: str = "") -> Any:
 
 
 def template(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read chat_template_kwargs as JSON or as a Hydra mapping.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read chat_template_kwargs as JSON or as a Hydra mapping."""
     text = " ".join(words)
     kwargs = {} if text.lower() in OFF else _read(_FLOW.sub(r"\1: ", text))
     if not isinstance(kwargs, dict):
@@ -373,13 +288,7 @@ def template(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def convert_template(values: Mapping[str, Any], args: FrameworkArgs, prefix: str) -> Iterator[SettingChange]:
-    """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting.
-
-    Args:
-        values: Native settings read so far, by name.
-        args: All foreign names of the run, with their words.
-        prefix: Prefix that the foreign names share.
-    """
+    """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting."""
     names = [name for name in args if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
     if words := {name.removeprefix(f"{prefix}."): _read(" ".join(args[name]), name) for name in names}:
         yield SettingChange(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
@@ -387,12 +296,7 @@ def convert_template(values: Mapping[str, Any], args: FrameworkArgs, prefix: str
 
 
 def adapted(args: FrameworkArgs, section: str) -> dict[str, list[str]]:
-    """Return target_modules and exclude_modules from the foreign `section`, if it has any.
-
-    Args:
-        args: All foreign names of the run, with their words.
-        section: Section of the foreign names, with its dot.
-    """
+    """Return target_modules and exclude_modules from the foreign `section`, if it has any."""
     result: dict[str, list[str]] = {}
     for name in ("target_modules", "exclude_modules"):
         words = [part for word in args.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
@@ -404,10 +308,8 @@ def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: st
     """Translate DAPO's penalty for long completions to the reward soft_overlong (arXiv:2503.14476), added to reward_funcs.
 
     Args:
-        values: Native settings so far.
         longest: Tokens of the longest completion.
         buffer: Tokens before `longest` at which the penalty starts.
-        name: The foreign name, for the note.
     """
     changes: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
     if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
@@ -419,7 +321,6 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
     """Convert settings that the other system counts in rollouts to optimizer steps.
 
     Args:
-        values: Native settings so far.
         per_rollout: Optimizer steps per rollout.
         names: Native name -> foreign name.
     """
@@ -433,12 +334,7 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
 
 
 def loggers(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read the list of experiment trackers. The console and files are always written, so they are dropped.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read the list of experiment trackers. The console and files are always written, so they are dropped."""
     services = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
     if unknown := [name for name in services if name not in SERVICES]:
         raise InvalidValueError(f"({', '.join(unknown)}) is not supported. Supported: {', '.join(SERVICES)}")
@@ -449,11 +345,7 @@ SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 
 
 def holds_out(values: Mapping[str, Any]) -> bool:
-    """Return whether any native setting names held-out prompts.
-
-    Args:
-        values: Native settings read so far, by name.
-    """
+    """Return whether any native setting names held-out prompts."""
     return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))
 
 
@@ -461,7 +353,6 @@ def one_eval_completion(values: Mapping[str, Any], **defaults: float) -> Iterato
     """Sample one completion per held-out prompt by default.
 
     Args:
-        values: Native settings so far.
         defaults: Default evaluation settings of the other system, by native name; includes eval_temperature.
     """
     if holds_out(values):
@@ -484,7 +375,6 @@ def as_in_training(values: Mapping[str, Any], temperature: float, group: int) ->
     """Return evaluation settings for a system that samples held-out prompts as in training.
 
     Args:
-        values: Native settings so far.
         temperature: Default temperature of the other system.
         group: Completions per prompt.
     """
@@ -495,13 +385,7 @@ def as_in_training(values: Mapping[str, Any], temperature: float, group: int) ->
 
 
 def set_expert_parallel(values: Mapping[str, Any], args: FrameworkArgs, name: str) -> Iterator[SettingChange]:
-    """Set the tensor-parallel size of experts, which by default is that of other layers.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-        name: Its foreign name.
-    """
+    """Set the tensor-parallel size of experts, which by default is that of other layers."""
     if "expert_tensor_parallel_size" not in values:
         size = args.text(name)
         tensor = values.get("tensor_model_parallel_size", 1)
@@ -512,22 +396,14 @@ def idle(args: FrameworkArgs, names: str, required_setting: str) -> Iterator[Set
     """Note names that have no effect because `required_setting` is off, in the other system too.
 
     Args:
-        args: Foreign names of the run.
         names: Names. Complete configuration files contain defaults too, which are not noted.
-        required_setting: The foreign name that is off.
     """
     rule = {"unread": names, "note": f"{{names}} {{have}} no effect without {required_setting}, in both systems."}
     return apply_rule({}, args, rule, "")
 
 
 def convert_servers(values: Mapping[str, Any], args: FrameworkArgs, program: str) -> Iterator[SettingChange]:
-    """Adjust settings for vllm_mode server: settings of the engine belong to the server.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-        program: Program that starts servers in the other system.
-    """
+    """Adjust settings for vllm_mode server: settings of the engine belong to the server."""
     if values.get("vllm_mode") != "server":
         return
     yield SettingChange(note=f"vllm_mode server: start servers with `megatron-grpo serve`; servers of `{program}` use another protocol.")

@@ -39,12 +39,7 @@ _COUNTED_IN_ROLLOUTS = {"max_steps": "max_training_steps", "save_steps": "ckpt_i
 
 
 def ranks(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Return world_size as nodes times GPUs per node.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Return world_size as nodes times GPUs per node."""
     numbers = [(args.get(f"placement.policy_{name}") or ["1"])[0] for name in ("num_nodes", "num_gpus_per_node")]
     if not all(number.isdigit() for number in numbers):
         raise InvalidValueError(f"must be a whole number, not {' '.join(words)!r}")
@@ -52,22 +47,12 @@ def ranks(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def stop(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read stop strings.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read stop strings."""
     return {"stop": [] if list(words) == ["none"] else [part for word in words for part in listed([word])]}
 
 
 def turns(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read max_turns; more than one turn needs environment or tools.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read max_turns; more than one turn needs environment or tools."""
     if list(words) == ["1"]:
         return {}
     if not set(OWN_EPISODES) & set(args):
@@ -76,12 +61,7 @@ def turns(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate policy_loss_type with loss_reduction.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate policy_loss_type with loss_reduction."""
     if "loss_type" in values:
         return
     kind, reduction = args.text("algorithm.policy_loss_type"), args.text("algorithm.loss_reduction")
@@ -116,12 +96,7 @@ def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Sett
 
 
 def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate the KL, which is in the loss or in the reward.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate the KL, which is in the loss or in the reward."""
     if "beta" in values:
         return
     in_loss, in_reward = args.is_true("algorithm.use_kl_loss"), args.is_true("algorithm.use_kl_in_reward")
@@ -135,23 +110,13 @@ def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Settin
 
 
 def settle_overlong(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate the penalty for long completions of SkyRL's example main_dapo.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate the penalty for long completions of SkyRL's example main_dapo."""
     longest, buffer = args.integer("sampling_params.max_generate_length"), args.integer("algorithm.overlong_buffer_len")
     yield from soft_overlong(values, longest, buffer, "algorithm.overlong_buffer_len")
 
 
 def settle_layout(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Apply the layout of SkyRL's strategies.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Apply the layout of SkyRL's strategies."""
     ulysses = args.integer("policy.sequence_parallel_size")
     strategy = args.text("strategy", "fsdp" if ulysses > 1 else "")  # fsdp is SkyRL's default
     if strategy in ("fsdp", "fsdp2"):
@@ -184,12 +149,7 @@ def _is_same(first: str, second: str) -> bool:
 
 
 def settle_input_bound(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Compare max_input_length, which limits a turn, with max_prompt_length.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Compare max_input_length, which limits a turn, with max_prompt_length."""
     longest, bound = args.text("max_prompt_length"), args.text("max_input_length")
     if {"environment", "tools"} & set(args):
         if bound:
@@ -206,12 +166,7 @@ def settle_input_bound(values: Mapping[str, Any], args: FrameworkArgs) -> Iterat
 
 
 def settle_counterparts(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Refuse names whose values differ from those of their counterparts, which are used for both here.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Refuse names whose values differ from those of their counterparts, which are used for both here."""
     for name, counterpart, reason in (
         ("ref.model.path", "policy.model.path", "the reference is the model at the start"),
         ("algorithm.temperature", "sampling_params.temperature", "log-probs are those of the sampling temperature"),
@@ -228,22 +183,12 @@ def settle_counterparts(values: Mapping[str, Any], args: FrameworkArgs) -> Itera
 
 
 def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Sample one greedy completion per held-out prompt.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Sample one greedy completion per held-out prompt."""
     yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
 
 
 def settle_steps(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Convert train batches, which SkyRL's trainer counts (global_step of its RayPPOTrainer), to optimizer steps.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Convert train batches, which SkyRL's trainer counts (global_step of its RayPPOTrainer), to optimizer steps."""
     in_prompts = values["dialect"] == "skyrl"  # its guide counts a mini-batch in completions
     rollout = args.integer("train_batch_size") * (1 if in_prompts else args.integer("n_samples_per_prompt"))
     passes = args.integer("update_epochs_per_batch")
@@ -256,12 +201,7 @@ def settle_steps(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Set
 
 
 def settle_correction(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate off_policy_correction, and use_tis of older versions.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate off_policy_correction, and use_tis of older versions."""
     section = "algorithm.off_policy_correction."
     level = args.text(f"{section}tis_ratio_type")
     if level not in ("none", "null"):
@@ -281,12 +221,7 @@ def settle_correction(values: Mapping[str, Any], args: FrameworkArgs) -> Iterato
 
 
 def settle_ahead(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate fully_async.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate fully_async."""
     if args.is_true("fully_async.enabled") and "async_rollout_depth" not in values:
         depth, has_depth = args.integer("fully_async.max_staleness_steps"), "fully_async.max_staleness_steps" in args
         yield SettingChange(
@@ -297,12 +232,7 @@ def settle_ahead(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Set
 
 
 def settle_lora(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Take SkyRL's defaults of an adapter.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Take SkyRL's defaults of an adapter."""
     if "lora_alpha" not in values:
         has_alpha = "policy.model.lora.alpha" in args
         alpha = args.number("policy.model.lora.alpha")

@@ -16,12 +16,7 @@ _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 
 def ranks(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Return world_size as nodes times GPUs per node.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Return world_size as nodes times GPUs per node."""
     return {"world_size": args.integer("actor_num_nodes") * args.integer("actor_num_gpus_per_node")}
 
 
@@ -31,33 +26,18 @@ def _whole_files(words: Sequence[str]) -> None:
 
 
 def prompts(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read prompt_data; a part of a file (path@[0:16]) is refused.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read prompt_data; a part of a file (path@[0:16]) is refused."""
     _whole_files(words)
     return {"dataset": list(words)}
 
 
 def offload(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read offload, which covers trainer and sampler.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read offload, which covers trainer and sampler."""
     return {} if words[0].lower() == "false" else {"offload_model": "true", "sleep_level": 2}
 
 
 def held_out(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read eval_prompt_data: pairs of name and path, or a single path.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read eval_prompt_data: pairs of name and path, or a single path."""
     _whole_files(words)
     if len(words) == 1:
         return {"eval_dataset": words[0]}
@@ -67,12 +47,7 @@ def held_out(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def judge(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    r"""Read rm_type: `math` compares the content of \boxed{} with the label, like the built-in reward; others are refused.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    r"""Read rm_type: `math` compares the content of \boxed{} with the label, like the built-in reward; others are refused."""
     if args.get("reward_funcs"):
         return {}
     if list(words) == ["math"]:
@@ -81,23 +56,13 @@ def judge(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def services(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read use_wandb and use_tensorboard.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read use_wandb and use_tensorboard."""
     names = [name for name in ("wandb", "tensorboard") if args.is_true(f"use_{name}")]
     return {"report_to": names} if names else {}
 
 
 def images(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read multimodal_keys; only images are supported.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read multimodal_keys; only images are supported."""
     columns = read_mapping(words, '{"image": "images"}')
     if other_kinds := [kind for kind in columns if kind != "image"]:
         raise InvalidValueError(f"({', '.join(other_kinds)}): images are the only supported modality")
@@ -105,12 +70,7 @@ def images(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def environment(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read environment variables of the ranks; quantization-aware training is refused.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read environment variables of the ranks; quantization-aware training is refused."""
     if re.search(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1", " ".join(words)):
         raise InvalidValueError(
             f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime simulates INT4 weights in training: {sentence('QUANTIZED')}"
@@ -119,22 +79,12 @@ def environment(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def bucket(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read update_weight_buffer_size, in bytes, as weight_sync_bucket_mb, in MiB.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read update_weight_buffer_size, in bytes, as weight_sync_bucket_mb, in MiB."""
     return {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}
 
 
 def settle_importance_sampling(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate use_tis with its bounds.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate use_tis with its bounds."""
     if args.is_true("use_tis"):
         low = args.number("tis_clip_low") or None
         settings = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low}
@@ -142,33 +92,18 @@ def settle_importance_sampling(values: Mapping[str, Any], args: FrameworkArgs) -
 
 
 def settle_seeds(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Note that the seed of the sampler is not separate.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Note that the seed of the sampler is not separate."""
     if {"seed", "rollout_seed"} <= set(args) and args.text("seed") != args.text("rollout_seed"):
         yield SettingChange(note=f"seed {args.text('seed')} is also the seed of prompts and sampling: rollout_seed is not read.")
 
 
 def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Sample one completion per held-out prompt, at the temperature of training.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Sample one completion per held-out prompt, at the temperature of training."""
     yield from one_eval_completion(values, eval_temperature=values.get("temperature", 1.0))
 
 
 def settle_sizes(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Compute the batch sizes, and count rollouts in optimizer steps.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Compute the batch sizes, and count rollouts in optimizer steps."""
     prompts, n = args.integer("rollout_batch_size"), args.integer("n_samples_per_prompt")
     batch = args.integer("global_batch_size")
     if "num_steps_per_rollout" in args and prompts:
@@ -215,12 +150,7 @@ def settle_sizes(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Set
 
 
 def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate advantage_estimator and the average of the loss.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate advantage_estimator and the average of the loss."""
     average = "dapo" if args.is_true("calculate_per_token_loss") else "grpo"
     high = float(args.text("eps_clip_high", str(values.get("epsilon", 0.2))))
     kind = args.choice("advantage_estimator", ("grpo", "gspo", "cispo"))
@@ -242,12 +172,7 @@ def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Sett
 
 
 def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate use_kl_loss with its coefficient and estimator.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate use_kl_loss with its coefficient and estimator."""
     if "beta" in values or not args.is_true("use_kl_loss"):
         yield from idle(args, "kl_loss_coef kl_loss_type", "use_kl_loss")
         return
@@ -263,10 +188,6 @@ def settle_teacher(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[S
 
     A teacher in Megatron is supported except for its file format; an SGLang server is not. Source: apply_opd_kl_to_advantages in slime's
     loss.py, whose log-probs are scaled by the sampling temperature as here.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
     """
     kind, path = args.text("opd_type"), args.text("opd_teacher_load")
     if kind != "megatron":

@@ -30,13 +30,7 @@ def by_name(part: str) -> Mapping[str, str]:
 
 
 def suggestion(name: str, dialects: Mapping[str, SourceFramework], *, hidden: Collection[str] = ()) -> str:
-    """Return a sentence, with a leading space, on what to type instead of an unknown name.
-
-    Args:
-        name: The unknown name.
-        dialects: All dialects.
-        hidden: Settings that have other names in the current dialect.
-    """
+    """Return a sentence, with a leading space, on what to type instead of an unknown name."""
     last = name.rpartition(".")[2]
     for key in (name, ".".join(name.split(".")[-2:]), last):
         sentence = _from_tables(key, dialects, hidden)
@@ -72,7 +66,6 @@ def value_hint(name: str, raw: Any) -> str:
     """Return a sentence, with a leading space, on what to type for a word that is no value of the setting `name`; "" if none is known.
 
     Args:
-        name: The setting.
         raw: What was typed; case and punctuation do not matter.
     """
 
@@ -100,12 +93,7 @@ def _alike(name: str, last: str, hidden: Collection[str]) -> str:
 
 
 def reads_as(unknown: Sequence[str], dialects: Mapping[str, SourceFramework]) -> tuple[SourceFramework, list[str]] | None:
-    """Return the dialect that knows more than half of these names, and at least three; and the names it knows.
-
-    Args:
-        unknown: Typed names that no setting has.
-        dialects: Dialects by name.
-    """
+    """Return the dialect that knows more than half of these names, and at least three; and the names it knows."""
     best: tuple[SourceFramework, list[str]] | None = None
     for dialect in dialects.values():
         known_names = [name for name in unknown if dialect.knows(name)]
@@ -122,9 +110,7 @@ def problems_of_unknown(
     A source full of another system's names is one problem; each other name is one problem.
 
     Args:
-        names_by_source: Unknown names, by source.
         dialect: Dialect in use, if any.
-        dialects: All dialects.
     """
     for source, unknown in names_by_source.items():
         source_text = "" if source == COMMAND_LINE else f" in {source}"

@@ -37,12 +37,7 @@ def _find_plugin_rewards(args: FrameworkArgs) -> dict[str, str]:
 
 
 def reward_funcs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read reward_funcs: built-in rewards of Megatron-SWIFT and rewards of plugins are translated.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read reward_funcs: built-in rewards of Megatron-SWIFT and rewards of plugins are translated."""
     plugin_rewards = _find_plugin_rewards(args)
     unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *plugin_rewards) and ":" not in word]
     if unread:
@@ -57,12 +52,7 @@ def reward_funcs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]
 
 
 def plugins(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read external_plugins; refused if nothing of them is used. Missing names in them are reported where they are used.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read external_plugins; refused if nothing of them is used. Missing names in them are reported where they are used."""
     unknown_funcs = [word for word in args.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS)]
     if not unknown_funcs and not {"gym_env", "multi_turn_scheduler"} & set(args):
         raise InvalidValueError(f"({' '.join(words)}): {sentence('PLUGINS')}")
@@ -70,13 +60,7 @@ def plugins(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def dataset(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str, Any]:
-    """Read data set names. Other hubs than Hugging Face are refused.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-        native: Name of the setting.
-    """
+    """Read data set names. Other hubs than Hugging Face are refused."""
     if len(words) != 1 and native != "dataset":
         raise InvalidValueError(f"({' '.join(words)}) has {len(words)} data sets. Use eval_datasets, with a name for each")
     names = [word if Path(word).exists() else word.removeprefix("hf::").removeprefix("HF::") for word in words]
@@ -86,25 +70,14 @@ def dataset(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[s
 
 
 def one_adapter(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str, Any]:
-    """Read a single adapter.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-        native: Name of the setting.
-    """
+    """Read a single adapter."""
     if len(words) != 1:
         raise InvalidValueError(f"({' '.join(words)}) has {len(words)} adapters. One adapter is trained, and one is the reference")
     return {native: words[0]}
 
 
 def minutes(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read ddp_timeout, which is in seconds.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read ddp_timeout, which is in seconds."""
     try:
         return {"distributed_timeout_minutes": float(words[0]) / 60}
     except (ValueError, IndexError):
@@ -115,10 +88,6 @@ def columns(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
     """Read the mapping of columns to Megatron-SWIFT's standard names.
 
     `query` is the prompt here; other standard names are columns that rewards may read under the same name.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
     """
     text = " ".join(words).strip()
     try:
@@ -131,12 +100,7 @@ def columns(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def system(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    r"""Read the system prompt; \n is a line break.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    r"""Read the system prompt; \n is a line break."""
     return {"system": [" ".join(words).replace("\\n", "\n")]}
 
 
@@ -156,43 +120,23 @@ def _class_argument(words: Sequence[str], args: FrameworkArgs, description: str)
 
 
 def scheduler(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read multi_turn_scheduler as an environment class.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read multi_turn_scheduler as an environment class."""
     return {} if list(words) == [GYM] and "gym_env" in args else _class_argument(words, args, "a scheduler")
 
 
 def gym_env(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read gym_env as an environment class.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read gym_env as an environment class."""
     return _class_argument(words, args, "an environment")
 
 
 def max_turns(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read max_turns; ignored if the scheduler or environment is refused already, to avoid a second problem.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read max_turns; ignored if the scheduler or environment is refused already, to avoid a second problem."""
     registered = [word for name in ("gym_env", "multi_turn_scheduler") for word in args.get(name, ()) if ":" not in word and word != GYM]
     return {} if registered and not set(OWN_EPISODES) & set(args) else {"max_turns": list(words)}
 
 
 def settle_gym_rewards(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Add the environment's rewards, which use_gym_env asks for.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Add the environment's rewards, which use_gym_env asks for."""
     rewards = values.get("reward_funcs", ())
     if "environment" not in rewards:
         note = "use_gym_env true: the environment's rewards are the built-in reward `environment`."
@@ -200,12 +144,7 @@ def settle_gym_rewards(values: Mapping[str, Any], args: FrameworkArgs) -> Iterat
 
 
 def settle_no_load(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Drop no_load_optim and no_load_rng in a new run.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Drop no_load_optim and no_load_rng in a new run."""
     idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
     if idle and values.get("finetune", True):
         note = f"{' and '.join(idle)} has no effect unless finetune is false, in both systems: a new run starts without them."
@@ -213,12 +152,7 @@ def settle_no_load(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[S
 
 
 def settle_adapter_trains(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Set tuner_type lora if only an adapter is given.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Set tuner_type lora if only an adapter is given."""
     names = [name for name in ("adapters", "ref_adapters") if values.get(name)]
     if names and values.get("tuner_type") != "lora":
         note = f"{' and '.join(names)}: as in Megatron-SWIFT, this implies tuner_type lora."
@@ -226,12 +160,7 @@ def settle_adapter_trains(values: Mapping[str, Any], args: FrameworkArgs) -> Ite
 
 
 def settle_engine_length(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Raise vllm_max_model_len to the longest sequence.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Raise vllm_max_model_len to the longest sequence."""
     limit, required = values.get("vllm_max_model_len"), values.get("max_prompt_length", 0) + values.get("max_completion_length", 512)
     if limit and limit < required and values.get("vllm_mode") != "server" and not values.get("environment"):
         note = f"vllm_max_model_len ({limit}) truncates completions in ms-swift; here it is max_length + max_completion_length, {required}."
@@ -239,12 +168,7 @@ def settle_engine_length(values: Mapping[str, Any], args: FrameworkArgs) -> Iter
 
 
 def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Evaluate with the request_config of training, whenever a checkpoint is saved.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Evaluate with the request_config of training, whenever a checkpoint is saved."""
     if holds_out(values):
         yield SettingChange(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
         if not values.get("eval_steps"):
@@ -255,10 +179,6 @@ def settle_advantages(values: Mapping[str, Any], args: FrameworkArgs) -> Iterato
     """Translate reinforce_plus_plus, which in Megatron-SWIFT subtracts the group's mean and divides by the std of scale_rewards.
 
     Its guide says `batch`.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
     """
     estimator, scale = values.get("advantage_estimator", "grpo"), values.get("scale_rewards")
     if estimator != "grpo" and "kl_in_reward" not in values:

@@ -50,11 +50,7 @@ def _code(name: str) -> Any:
 
 
 def sentence(name: str) -> str:
-    """Return the shared sentence of that name, or `name` itself if it is a sentence.
-
-    Args:
-        name: Name of a shared sentence, or a sentence.
-    """
+    """Return the shared sentence of that name, or `name` itself if it is a sentence."""
     return contents("common")["sentences"].get(name, name)
 
 
@@ -145,12 +141,7 @@ def _steps(system: str, part: str) -> list[Step]:
 
 
 def read_steps(system: str, row: Any) -> Iterator[Step]:
-    """Yield the steps of a row of `settle`.
-
-    Args:
-        system: Name of the table.
-        row: A rule, a function, or the name of rules that several systems share.
-    """
+    """Yield the steps of a row of `settle`."""
     if isinstance(row, dict):
         rule = row | ({"then": [step for inner in row["then"] for step in read_steps(system, inner)]} if "then" in row else {})
         yield partial(_code("settle").apply_rule, rule=rule, title=contents(system)["title"])

@@ -16,12 +16,7 @@ _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_ove
 
 
 def peft_config(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read a LoraConfig of a Python file, whose defaults are PEFT's. Other objects are refused.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read a LoraConfig of a Python file, whose defaults are PEFT's. Other objects are refused."""
     if list(words) == ["LoraConfig"]:
         return {"tuner_type": "lora"}
     raise InvalidValueError(
@@ -30,12 +25,7 @@ def peft_config(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def reward_funcs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read reward_funcs: TRL's built-in rewards are translated, and functions are named as file.py:function or module:function.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read reward_funcs: TRL's built-in rewards are translated, and functions are named as file.py:function or module:function."""
     unread = [word for word in words if word not in (*_REWARDS, *BUILT_IN_REWARDS) and not {".", ":"} & set(word)]
     if unread:
         raise InvalidValueError(
@@ -51,12 +41,7 @@ def reward_funcs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]
 
 
 def warmup(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read warmup_steps: a number of steps, or a fraction of the run if below 1.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read warmup_steps: a number of steps, or a fraction of the run if below 1."""
     try:
         share = float(words[0])
     except (ValueError, IndexError):
@@ -68,12 +53,7 @@ _IDLE_OF_MODEL = ("attn_implementation", "use_cache", "device_map", "low_cpu_mem
 
 
 def read_model_kwargs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read the supported keys of model_init_kwargs.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read the supported keys of model_init_kwargs."""
     kwargs = {} if " ".join(words).lower() in OFF else read_mapping(words, '{"dtype": "bfloat16"}')
     translated = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "trust_remote_code": "trust_remote_code"}
     if untranslated := [name for name in kwargs if name not in (*translated, *_IDLE_OF_MODEL)]:
@@ -85,12 +65,7 @@ def read_model_kwargs(words: Sequence[str], args: FrameworkArgs) -> Mapping[str,
 
 
 def held_out_split(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read dataset_test_split: the split of dataset_name that TRL's script evaluates on. It has no effect where nothing is evaluated.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read dataset_test_split: the split of dataset_name that TRL's script evaluates on. It has no effect where nothing is evaluated."""
     if args.get("eval_dataset"):
         return {"eval_dataset_split": list(words)}
     has_eval = args.get("eval_strategy", args.get("evaluation_strategy", ["no"])) != ["no"]
@@ -98,13 +73,7 @@ def held_out_split(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, An
 
 
 def steps(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str, Any]:
-    """Read a step interval. A fraction of the run is refused.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-        native: Name of the setting.
-    """
+    """Read a step interval. A fraction of the run is refused."""
     if re.fullmatch(r"0?\.\d+", " ".join(words)):
         raise InvalidValueError(
             f"({' '.join(words)}) is a share of the run in TRL, and a number of optimizer steps here. Use a number of steps"
@@ -113,12 +82,7 @@ def steps(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str
 
 
 def lowest_lr(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate lr_scheduler_kwargs of transformers' cosine_with_min_lr, given as one mapping or as one name each.
-
-    Args:
-        values: Native settings read so far, by name.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate lr_scheduler_kwargs of transformers' cosine_with_min_lr, given as one mapping or as one name each."""
     words = " ".join(args.get("lr_scheduler_kwargs", ["{}"]))
     try:
         kwargs = {} if words.lower() in OFF else dict(parse_json(words))
@@ -138,12 +102,7 @@ def lowest_lr(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Settin
 
 
 def iterations(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read max_tool_calling_iterations: max_turns is one more, because it counts completions instead of rounds of tool calls.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read max_tool_calling_iterations: max_turns is one more, because it counts completions instead of rounds of tool calls."""
     try:
         return {"max_turns": int(words[0]) + 1}
     except (ValueError, IndexError):
@@ -151,23 +110,13 @@ def iterations(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
 
 
 def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Evaluate with the generation config of training.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Evaluate with the generation config of training."""
     if holds_out(values):
         yield SettingChange(values=as_in_training(values, 1.0, args.integer("num_generations")))
 
 
 def settle_intervals(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Read the strategies of saving and evaluation.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Read the strategies of saving and evaluation."""
     if args.text("save_strategy").lower() in ("no", *OFF):
         yield SettingChange(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
     has_no_eval = args.get("eval_strategy", args.get("evaluation_strategy", ["no"])) == ["no"]

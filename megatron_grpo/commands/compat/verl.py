@@ -21,24 +21,14 @@ from megatron_grpo.run.config.table import InvalidValueError
 
 
 def resumed(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Refuse resume_from_path with resume_mode resume_path.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Refuse resume_from_path with resume_mode resume_path."""
     if args.text("resume_mode") == "resume_path":
         raise InvalidValueError(f"({' '.join(words)}): {sentence('RESUMED_ELSEWHERE')}")
     return {}
 
 
 def ranks(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Return world_size as nodes times GPUs per node.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Return world_size as nodes times GPUs per node."""
     return {"world_size": args.integer("nnodes") * args.integer("n_gpus_per_node")}
 
 
@@ -49,23 +39,12 @@ def _has_adapter(args: FrameworkArgs) -> bool:
 
 
 def make_adapter_reader(words: Sequence[str], args: FrameworkArgs, native: str) -> Mapping[str, Any]:
-    """Read a setting that has no effect without an adapter, as in verl.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-        native: Name of the setting.
-    """
+    """Read a setting that has no effect without an adapter, as in verl."""
     return {native: list(words)} if _has_adapter(args) else {}
 
 
 def recompute_modules(words: Sequence[str], args: FrameworkArgs) -> Mapping[str, Any]:
-    """Read a list of modules to recompute.
-
-    Args:
-        words: Words of its value, as typed.
-        args: All foreign names of the run, with their words.
-    """
+    """Read a list of modules to recompute."""
     return {"recompute_modules": listed(words)}
 
 
@@ -91,12 +70,7 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 
 
 def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate loss_mode with loss_agg_mode.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate loss_mode with loss_agg_mode."""
     average, high = args.choice("actor.loss_agg_mode", _AVERAGED), args.number("actor.clip_ratio_high")
     mode = args.choice("actor.policy_loss.loss_mode", ("vanilla", "gspo", "sapo", "cispo"))
     settings: dict[str, Any] = {"loss_type": _AVERAGED[average], "epsilon_high": high}
@@ -123,12 +97,7 @@ def settle_loss(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Sett
 
 
 def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate the KL, which is in the loss or in the reward.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate the KL, which is in the loss or in the reward."""
     if "beta" in values:
         return
     in_loss, in_reward = args.is_true("actor.use_kl_loss"), args.is_true("algorithm.use_kl_in_reward")
@@ -154,12 +123,7 @@ def settle_kl(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Settin
 
 
 def settle_advantages(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate adv_estimator.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate adv_estimator."""
     name = args.text("algorithm.adv_estimator")
     if "advantage_estimator" in values and name != "gae":
         return
@@ -170,24 +134,14 @@ def settle_advantages(values: Mapping[str, Any], args: FrameworkArgs) -> Iterato
 
 
 def settle_correction(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate rollout_correction.rollout_is.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate rollout_correction.rollout_is."""
     name = "algorithm.rollout_correction.rollout_is"
     if args.text(name) not in ("none", "null"):
         yield SettingChange(values={"rollout_importance_sampling_mode": f"{args.choice(name, ('token', 'sequence'))}_truncate"})
 
 
 def settle_packing(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate the size of a micro-batch, in completions or in tokens.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate the size of a micro-batch, in completions or in tokens."""
     total_size = args.text("actor.ppo_micro_batch_size")
     if total_size not in ("none", "null"):
         shared = 1
@@ -213,12 +167,7 @@ def settle_packing(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[S
 
 
 def settle_fsdp(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Note how weights are sharded here, for a run without a name of verl's Megatron workers.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Note how weights are sharded here, for a run without a name of verl's Megatron workers."""
     names = args.text("config_name") + args.text("actor.strategy")
     if "megatron" in names or any(name.startswith("actor.megatron.") for name in args):
         return
@@ -232,12 +181,7 @@ def settle_fsdp(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[Sett
 
 
 def settle_truncation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate truncation and filter_overlong_prompts.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate truncation and filter_overlong_prompts."""
     truncation = "delete" if args.is_true("filter_overlong_prompts") else args.text("truncation")
     strategy = {"error": "raise"}.get(truncation, truncation)
     if strategy not in ("raise", "left", "delete"):
@@ -247,34 +191,19 @@ def settle_truncation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterato
 
 
 def settle_overlong(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Translate the penalty for long completions.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Translate the penalty for long completions."""
     longest = args.integer("reward_model.reward_kwargs.max_resp_len", args.integer("max_response_length"))
     buffer = args.integer("reward_model.reward_kwargs.overlong_buffer_cfg.len")
     yield from soft_overlong(values, longest, buffer, "overlong_buffer_cfg")
 
 
 def settle_evaluation(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Sample one greedy completion per held-out prompt.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Sample one greedy completion per held-out prompt."""
     yield from one_eval_completion(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
 
 
 def settle_schedule(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Convert rollouts to optimizer steps: global_steps of verl's RayPPOTrainer, and the learning-rate schedule of its workers.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Convert rollouts to optimizer steps: global_steps of verl's RayPPOTrainer, and the learning-rate schedule of its workers."""
     unread = list(idle_schedule(values, args, "constant"))
     yield from unread
     values = {name: value for name, value in values.items() if not any(name in change.values for change in unread)}
@@ -298,12 +227,7 @@ def settle_schedule(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[
 
 
 def settle_lora(values: Mapping[str, Any], args: FrameworkArgs) -> Iterator[SettingChange]:
-    """Take verl's defaults of an adapter.
-
-    Args:
-        values: Native settings so far.
-        args: All foreign names of the run, with their words.
-    """
+    """Take verl's defaults of an adapter."""
     section = "model.lora." if "model.lora.rank" in args else "model."
     settings: dict[str, Any] = {} if values.get("adapters") else adapted(args, section)
     if not (values.get("adapters") or f"{section}alpha" in args or f"{section}lora_alpha" in args):

@@ -56,23 +56,12 @@ class StoredActivations:
     delta_nets: float = 0.0
 
     def find_input_share(self, *linears: str) -> float:
-        """Return the largest share of layers in which one of these linears stores its input.
-
-        Args:
-            linears: Names of linear layers.
-        """
+        """Return the largest share of layers in which one of these linears stores its input."""
         return max((self.inputs.get(linear, 0.0) for linear in linears), default=0.0)
 
 
 def stored_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: TrainableSpec, layers: Sequence[int]) -> StoredActivations:
-    """Average what linear layers store over the given layers, over the experts of all ranks together.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        tuning: Trainable parameters of the run.
-        layers: Numbers of the layers.
-    """
+    """Average what linear layers store over the given layers, over the experts of all ranks together."""
     stored: dict[str, float] = defaultdict(float)
     num_linears: dict[str, int] = defaultdict(int)
     inner = copies = 0.0
@@ -113,12 +102,7 @@ def layer_bytes(
     """Return the bytes that the backward of one layer needs: inputs of matrix products, norms and attention (flash attention: no scores).
 
     Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        stored: Activations that linear layers store.
         tokens: Tokens of the micro-batch on the rank.
-        recomputed_parts: Parts that selective recompute drops ("mlp", "moe", "layernorm").
         adapter_size: Bytes per element of adapters.
     """
     hidden = shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
@@ -149,8 +133,6 @@ def recurrence_bytes(delta: DeltaNetShape, sizes: BatchSizes, tokens: int) -> fl
     """Return the bytes that the gated delta rule stores while the backward of one layer runs; float32, measured on a CPU.
 
     Args:
-        delta: Sizes of the layer.
-        sizes: Batch sizes and layout.
         tokens: Tokens of the micro-batch on the rank.
     """
     k, v = delta.key_head_dim, delta.value_head_dim
@@ -191,13 +173,6 @@ def make_activation_estimate(
     """Return a function from the tokens of a micro-batch on a rank to the activations of a pipeline stage.
 
     It counts the micro-batches that the stage has in flight (1F1B or interleaved schedule).
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
-        stage: Pipeline stage.
     """
     numbers, model, layout = layers_of_stage(shape.num_layers, cfg, stage), cfg.model, sizes.layout
     stored_inputs, layers = stored_by_linears(shape, sizes, tuning, numbers), len(numbers)
@@ -236,12 +211,6 @@ def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: 
     """Return the bytes of logits and their gradient: float32, sharded over TP, for one chunk of completion positions at a time.
 
     With a float32 head (`cast_lm_head_to_fp32`), the head's copy and its gradient are added.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        completion: Completion length in tokens.
     """
     positions = min(cfg.model.logprob_chunk_size, sizes.micro_batch_size * completion)
     rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp
@@ -273,10 +242,6 @@ def estimate_tower(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tr
     """Return the cost of the vision tower; None for a text model.
 
     Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
         image_tokens: Image tokens of one micro-batch.
     """
     vision = shape.vision
@@ -297,8 +262,6 @@ def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[st
     """Return how many layers a vision tower outweighs on the first stage, and the best legal size of that stage.
 
     Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
         rows: Parameters that each stage holds, as in `memory.stages`.
         tower_bytes: Bytes of the tower, activations included.
 

@@ -23,10 +23,7 @@ def suggest_budget(
     """Suggest `max_tokens_per_micro_batch` for a run with prompt sharing.
 
     Args:
-        cfg: Configuration of the run.
         shape: Shape of the model; None if unknown.
-        sharing: Decision about prompt sharing.
-        step: Tokens of one optimizer step.
         memory: `memory` object of the plan; None if unknown.
 
     Returns:
@@ -66,11 +63,7 @@ def suggest_budget(
 
 
 def largest_group(step: StepTokens) -> int:
-    """Return the stream length in tokens that holds the step's largest group: its prompt once and all its completions.
-
-    Args:
-        step: Tokens of one optimizer step.
-    """
+    """Return the stream length in tokens that holds the step's largest group: its prompt once and all its completions."""
     size, count_segment, largest = step.sizes.num_generations, step.cut.alignment.count_segment, 0
     for begin in range(0, len(step.pairs), size):
         group = step.pairs[begin : begin + size]
@@ -84,9 +77,6 @@ def wanted_micro_batches(sizes: BatchSizes) -> int:
     """Return the micro-batches per rank that limit pipeline idle time to a fifth of a step: 4 (pp - 1) / vpp.
 
     The number is a multiple of pp for interleaved stages.
-
-    Args:
-        sizes: Batch sizes and layout.
     """
     multiple = sizes.layout.pp if sizes.layout.vpp else 1
     return max(1, -(-4 * (sizes.layout.pp - 1) // (sizes.layout.num_chunks * multiple))) * multiple
@@ -94,11 +84,6 @@ def wanted_micro_batches(sizes: BatchSizes) -> int:
 
 def budget_for_pipeline(step: StepTokens, computed: ComputeCounts, min_saving_ratio: float) -> tuple[int, ComputeCounts] | None:
     """Find a budget that leaves each rank `wanted_micro_batches`, in at most TRIES packings, starting from the largest.
-
-    Args:
-        step: Tokens of one optimizer step.
-        computed: The step packed with a larger budget.
-        min_saving_ratio: As in `BatchPartitioner`.
 
     Returns:
         (budget, the step packed with it); None if the step has too few rows.

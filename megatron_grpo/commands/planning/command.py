@@ -105,10 +105,6 @@ class Plan(ScheduledRun):
         """Write the JSON object of the whole run to a file, atomically, with its number of steps and its versions.
 
         A run of more than MOST_SAVED micro-steps is cut to the rollouts that contain the first MOST_SAVED of them.
-
-        Args:
-            path: File to write.
-            versions: Versions by name.
         """
         sizes, steps = self.checked.sizes, self.schedule.num_steps
         per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
@@ -122,7 +118,6 @@ def make_plan(run: ScheduledRun, *, rows: PromptDataset | None = None, image_spe
     """Return the plan of a run whose schedule is settled.
 
     Args:
-        run: The run.
         rows: Rows of its data set, of which the images are counted; None if they have not been read.
         image_spec: How images are processed; None if the model does not see.
 
@@ -150,9 +145,6 @@ def make_plan(run: ScheduledRun, *, rows: PromptDataset | None = None, image_spe
 def plan_run(parsed: ParsedConfig) -> Plan:
     """Return the plan of a run for the `plan` command, including what was not checked.
 
-    Args:
-        parsed: Parsed settings.
-
     Raises:
         ConfigError: With all problems that `train` would report about what was checked.
     """
@@ -170,11 +162,7 @@ def plan_run(parsed: ParsedConfig) -> Plan:
 
 
 def choose_offload(run: ScheduledRun) -> dict[str, Any]:
-    """Return the `offload` object of the plan's memory: what leaves the GPU while vLLM samples.
-
-    Args:
-        run: A run whose settings name the memory of its smallest GPU.
-    """
+    """Return the `offload` object of the plan's memory: what leaves the GPU while vLLM samples."""
     memory, _, _ = _estimates(run.checked, decide(run.checked.config, run.checked.shape))
     assert memory is not None  # the model's shape is known
     return memory["offload"]
@@ -209,7 +197,6 @@ def ways_to_fit(checked: CheckedConfig, lengths: Lengths | None) -> list[dict[st
 
     Args:
         checked: Validated configuration that does not fit.
-        lengths: (prompt, completion) lengths in tokens, if there is a file of lengths.
 
     Returns:
         For each set of changes: {"settings", "peak_bytes", "peak_phase"}.

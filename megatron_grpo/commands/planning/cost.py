@@ -31,11 +31,8 @@ def estimate_cost(
     """Return the `cost` object of `plan --json`. Without a model shape, it contains only what the lengths determine.
 
     Args:
-        checked: Validated configuration.
         tuning: Trainable parameters; None without a model shape.
-        lengths: (prompt, completion) lengths in tokens, if there is a file of lengths.
         sharing: Whether each prompt is computed once.
-        step: Tokens of one optimizer step.
     """
     shape, sizes, cfg, teacher = checked.shape, checked.sizes, checked.config, checked.teacher
     cost: dict[str, Any] = {}
@@ -142,11 +139,8 @@ def count_flops(
     """Return the FLOPs of a forward and backward over `tokens` tokens.
 
     Args:
-        shape: Shape of the model.
-        tuning: Trainable parameters of the run.
         tokens: Computed tokens.
         squares: Attention work as in `ComputeCounts.squares`; sliding windows reduce it.
-        head_positions: Positions at which the output layer is computed.
         lengths: Sequences by length as in `ComputeCounts.lengths`; None for one sequence of `tokens` tokens.
     """
     lengths = {tokens: 1} if lengths is None else lengths
@@ -287,11 +281,7 @@ def _parameters(shape: ModelShape, tuning: TrainableSpec) -> dict[str, int]:
 
 
 def _num_trained(shape: ModelShape, tuning: TrainableSpec, rows: int) -> int:
-    """Return the number of the model's own parameters that train.
-
-    Args:
-        rows: Rows of the vocabulary.
-    """
+    """Return the number of the model's own parameters that train."""
     total = 0
     for entry in outer_entries(shape):
         if not entry.is_copy and tuning.trains_outer(entry):
@@ -320,12 +310,6 @@ def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
     """Return the bytes of a checkpoint's tensors: trained parameters, their float32 optimizer state, and a moving reference.
 
     Frozen weights are not stored; they are in the model's own files.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
     """
     rows, optimizer, size = padded_vocab(shape, sizes, cfg), cfg.optimizer, tuning.size_of_trained
     # The distributed optimizer saves its float32 copy of float32 weights as well.

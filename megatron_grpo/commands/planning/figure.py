@@ -32,8 +32,6 @@ def shown_rows(schedule: TrainingSchedule, num_rollouts: int, *, max_rows: int =
     Long stretches show only their ends, and the figure has about `max_rows` rows. Ranges in the result are micro-steps that are not shown.
 
     Args:
-        schedule: Training schedule of the run.
-        num_rollouts: Rollouts to show, from the first.
         max_rows: Approximate maximum number of rows.
     """
     sizes = schedule.sizes
@@ -64,7 +62,6 @@ def shown_ranks(dp_size: int, max_ranks: int) -> list[int | None]:
     """Return the DP ranks that have a column; None stands for the omitted ones.
 
     Args:
-        dp_size: DP ranks.
         max_ranks: Maximum number of columns.
     """
     if dp_size <= max_ranks:
@@ -73,13 +70,7 @@ def shown_ranks(dp_size: int, max_ranks: int) -> list[int | None]:
 
 
 def list_prompts(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
-    """Return the prompts that a DP rank trains in a micro-step, numbered over the whole run.
-
-    Args:
-        sizes: Batch sizes and layout.
-        row: Micro-step.
-        rank: DP rank.
-    """
+    """Return the prompts that a DP rank trains in a micro-step, numbered over the whole run."""
     first = row.rows[0] + rank * sizes.micro_batch_size
     last, base = first + sizes.micro_batch_size - 1, row.rollout * sizes.num_rollout_prompts
     return range(base + first // sizes.num_generations, base + last // sizes.num_generations + 1)
@@ -97,13 +88,7 @@ def cell(prompts: range) -> str:
 
 
 def draw(schedule: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> list[Text]:
-    """Draw the figure as styled lines, none wider than `width` columns.
-
-    Args:
-        schedule: Training schedule of the run.
-        num_rollouts: Rollouts to show, from the first.
-        width: Columns of the terminal.
-    """
+    """Draw the figure as styled lines, none wider than `width` columns."""
     from rich.text import Text
 
     sizes, rows = schedule.sizes, shown_rows(schedule, num_rollouts)
@@ -174,11 +159,7 @@ def draw_bracket(first: bool, last: bool, *, right: bool = False) -> str:
 
 
 def legend(sizes: BatchSizes) -> list[str]:
-    """Explain the marks of the figure, in lines of text.
-
-    Args:
-        sizes: Batch sizes and layout.
-    """
+    """Explain the marks of the figure, in lines of text."""
     per_cell = f"{sizes.micro_batch_size} completion{'s' * (sizes.micro_batch_size > 1)}"
     return [
         f"cells     prompts of the {per_cell} that a rank trains ({sizes.num_generations} make a group)",
@@ -191,11 +172,6 @@ def legend(sizes: BatchSizes) -> list[str]:
 
 def draw_png(schedule: TrainingSchedule, num_rollouts: int, path: str) -> None:
     """Write the figure as an image with the lines and colours of the terminal. The file's suffix determines the format.
-
-    Args:
-        schedule: Training schedule of the run.
-        num_rollouts: Rollouts to show, from the first.
-        path: File to write.
 
     Raises:
         ConfigError: If matplotlib is not installed, or does not know the suffix.

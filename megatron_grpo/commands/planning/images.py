@@ -56,10 +56,6 @@ class ImageStats:
     def from_rows(cls, prompts: PromptDataset, sizes: BatchSizes) -> ImageStats | None:
         """Measure the images of a data set.
 
-        Args:
-            prompts: Prompts of the data set.
-            sizes: Batch sizes and layout.
-
         Returns:
             The statistics; None if the data set has no images.
 
@@ -144,12 +140,7 @@ def _characters(raw: Any) -> int:
 
 
 def tower_without_images(cfg: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield a warning if the vision tower trains on a data set without images.
-
-    Args:
-        cfg: Configuration of the run.
-        shape: Shape of the model.
-    """
+    """Yield a warning if the vision tower trains on a data set without images."""
     if trains_tower(cfg.tuner, shape):
         thawed = " and ".join(f"{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(cfg.tuner, name))
         yield (

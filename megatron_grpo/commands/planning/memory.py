@@ -53,21 +53,12 @@ class OffloadPlan:
     why: str = ""
 
     def copied(self, static: StaticMemory) -> int:
-        """Return the bytes of a rank that are copied to the host and back. Gradients are not copied: they return as zeros.
-
-        Args:
-            static: Static memory of the rank.
-        """
+        """Return the bytes of a rank that are copied to the host and back. Gradients are not copied: they return as zeros."""
         model = static.weights_bytes + static.adapters_bytes + static.reference_bytes
         return model * self.model + static.optimizer_bytes * self.optimizer
 
     def freed(self, static: StaticMemory, *, during_sync: bool = False) -> int:
-        """Return the bytes of a rank that the sampler can use.
-
-        Args:
-            static: Static memory of the rank.
-            during_sync: During a weight sync, when the policy's weights stay on the GPU because they are sent.
-        """
+        """Return the bytes of a rank that the sampler can use."""
         kept_bytes = (static.weights_bytes + static.adapters_bytes) * self.model if during_sync else 0
         return self.copied(static) - kept_bytes + static.gradients_bytes * self.model
 
@@ -79,7 +70,6 @@ def decide(cfg: Config, peak: Callable[[OffloadPlan], int], gpu: int | None) -> 
     it.
 
     Args:
-        cfg: Configuration of the run.
         peak: Returns the bytes of the fullest rank in its fullest phase.
         gpu: Memory of a GPU in bytes; None if unknown.
     """
@@ -127,9 +117,6 @@ def teacher_stages(
     Args:
         teacher: Shape of the teacher; None without one.
         student: Shape of the policy's model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        completion: Completion length in tokens.
     """
     stages = range(sizes.layout.pp)
     if teacher is None:
@@ -196,8 +183,6 @@ def estimate_memory(checked: CheckedConfig, tuning: TrainableSpec, lengths: Leng
 
     Args:
         checked: Validated configuration with a model shape.
-        tuning: Trainable parameters of the model of the configuration.
-        lengths: (prompt, completion) lengths in tokens, if there is a file of lengths.
         shares: Whether each prompt is computed once.
     """
     shape, sizes, cfg = checked.shape, checked.sizes, checked.config
@@ -275,10 +260,7 @@ def stream_tokens(sizes: BatchSizes, cfg: Config, prompt: int, completion: int, 
     """Return the tokens of the fullest micro-batch if every sequence has the given lengths. A token budget limits them, shared or not.
 
     Args:
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
         prompt: Prompt length in tokens.
-        completion: Completion length in tokens.
         shares: Whether each prompt is computed once.
     """
     budget, rows, group = cfg.batch.max_tokens_per_micro_batch, sizes.micro_batch_size, sizes.num_generations

@@ -71,10 +71,6 @@ class TrainableSpec:
     def from_config(cls, cfg: Config, shape: ModelShape) -> TrainableSpec:
         """Derive what a run trains from its settings.
 
-        Args:
-            cfg: Configuration of the run.
-            shape: Shape of the model.
-
         Raises:
             ConfigError: If an adapter that the settings name cannot be read, or cannot be sent to the sampler as requested.
         """
@@ -126,11 +122,7 @@ class TrainableSpec:
         return self.adapter_size or self.size
 
     def trains_outer(self, entry: WeightEntry) -> bool:
-        """Return whether a weight outside the layers trains.
-
-        Args:
-            entry: Row of the table of weights, outside the layers.
-        """
+        """Return whether a weight outside the layers trains."""
         return self.trains(entry.hf[0][0])
 
 
@@ -157,25 +149,13 @@ def _layers(
 
 
 def padded_vocab(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> int:
-    """Return the number of embedding rows over all TP ranks, padding included.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-    """
+    """Return the number of embedding rows over all TP ranks, padding included."""
     multiple = cfg.model.padded_vocab_multiple * sizes.layout.tp
     return -(-shape.vocab_size // multiple) * multiple
 
 
 def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
-    """Return the numbers of the layers of a pipeline stage, over all its chunks.
-
-    Args:
-        num_layers: Layers of the model.
-        cfg: Configuration of the run.
-        stage: Pipeline stage.
-    """
+    """Return the numbers of the layers of a pipeline stage, over all its chunks."""
     begin, layers = 0, list[int]()
     for counts in layer_counts(cfg.parallel, num_layers):
         for stage_index, count in enumerate(counts):
@@ -186,31 +166,18 @@ def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
 
 
 def elements(entry: WeightEntry) -> int:
-    """Return the number of elements of the whole parameter.
-
-    Args:
-        entry: Row of the table of weights.
-    """
+    """Return the number of elements of the whole parameter."""
     return sum(math.prod(size) for _, size in entry.hf)
 
 
 def count_elements(entry: WeightEntry, sizes: BatchSizes) -> int:
-    """Return the number of elements of a rank's shard of a weight inside a layer.
-
-    Args:
-        entry: Row of the table of weights.
-        sizes: Batch sizes and layout.
-    """
+    """Return the number of elements of a rank's shard of a weight inside a layer."""
     ranks = 1 if entry.cut is ShardSplit.REPLICATED else sizes.layout.etp if entry.is_expert else sizes.layout.tp
     return elements(entry) // ranks
 
 
 def rows_and_channels(entry: WeightEntry) -> tuple[int, int]:
-    """Return (rows of all modules that a fused Megatron linear joins, input channels that they all read).
-
-    Args:
-        entry: Row of the table of weights of a linear.
-    """
+    """Return (rows of all modules that a fused Megatron linear joins, input channels that they all read)."""
     return sum(size[0] for _, size in entry.hf), entry.hf[0][1][1]
 
 
@@ -247,15 +214,7 @@ class ParameterCounts:
         return self.weights * size + self.float32 * (FP32 - size)
 
     def add(self, row: WeightRow, sizes: BatchSizes, ep_rank: int, *, rank: int, reference_rank: int) -> None:
-        """Add a rank's share of one row of weights.
-
-        Args:
-            row: Row of the table of weights in one layer.
-            sizes: Batch sizes and layout.
-            ep_rank: Expert-parallel rank.
-            rank: Adapter rank in memory.
-            reference_rank: Rank of the reference's adapters in memory.
-        """
+        """Add a rank's share of one row of weights."""
         entry, numel = row.entry, count_elements(row.entry, sizes)
         count = len(row.trains) // sizes.layout.ep if entry.is_expert else 1
         local = slice(ep_rank * count, (ep_rank + 1) * count) if entry.is_expert else slice(1)
@@ -284,16 +243,7 @@ def _pair(linear: WeightEntry, rank: int, sizes: BatchSizes) -> int:
 def count_parameters(
     shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int, ep_rank: int = 0
 ) -> ParameterCounts:
-    """Count the elements on a rank of a pipeline stage.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
-        stage: Pipeline stage.
-        ep_rank: Expert-parallel rank.
-    """
+    """Count the elements on a rank of a pipeline stage."""
     counts = ParameterCounts()
     for entry, numel in _outside_layers(shape, sizes, cfg, stage):
         counts.weights += numel
@@ -351,16 +301,7 @@ class StaticMemory:
 
 
 def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec, stage: int, ep_rank: int = 0) -> StaticMemory:
-    """Return the bytes of weights, gradients and optimizer state of a rank, for the elements that `count_parameters` counts.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
-        stage: Pipeline stage.
-        ep_rank: Expert-parallel rank.
-    """
+    """Return the bytes of weights, gradients and optimizer state of a rank, for the elements that `count_parameters` counts."""
     counts, size, layout = count_parameters(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
     trained = owned = counts.trained + counts.trained_experts
     owned_float32 = counts.trained_float32
@@ -385,7 +326,6 @@ def state_bytes(optimizer: OptimizerConfig, size: int) -> int:
     """Return the optimizer bytes per trained weight: both moments, and the main weight unless the weight is float32.
 
     Args:
-        optimizer: Optimizer settings.
         size: Bytes per element of the trained weight.
     """
     main = BYTES_OF_STATE[optimizer.main_params_dtype] if size < FP32 else 0

@@ -35,9 +35,6 @@ HELD = ("weights", "adapters", "gradients", "optimizer", "reference", "teacher",
 def run_plan(parsed: ParsedConfig) -> int:
     """Print the plan and return the exit code.
 
-    Args:
-        parsed: Parsed command line.
-
     Raises:
         ConfigError: If the configuration is invalid. With `--json`, the errors are printed as the JSON object instead.
     """
@@ -71,7 +68,6 @@ def print_report(plan: Plan, *, file: TextIO | None = None, is_short: bool = Fal
     """Print the report.
 
     Args:
-        plan: Plan to print.
         file: Output stream; standard output by default.
         is_short: Print only what `train` shows at its start: sizes and warnings.
     """
@@ -103,11 +99,7 @@ def _print(console: Console, *lines: Line) -> None:
 
 
 def _sections(plan: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, Iterable[Line]]]:
-    """Yield (title, lines) of each section.
-
-    Args:
-        width: Columns of the terminal.
-    """
+    """Yield (title, lines) of each section."""
     sizes, cfg = plan.checked.sizes, plan.checked.config
     yield "sizes", _sizes(plan)
     if not is_short:

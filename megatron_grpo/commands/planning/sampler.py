@@ -36,10 +36,6 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tr
     can need.
 
     Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
         sequence: Maximum sequence length in tokens.
     """
     if cfg.rollout.vllm_mode == "server":
@@ -98,12 +94,6 @@ def sync_traffic(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trai
     """Return collectives, buckets and received bytes of one weight sync, without what is sent only once.
 
     `received_bytes` is that of the rank that receives most.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
     """
     ranks = count_ranks(sizes)
     synced: list[list[Bucket]] = []
@@ -138,12 +128,6 @@ def sync_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Train
     A parameter is whole in memory in the first sync, when it is merged with an adapter, and where vLLM's own reload loads it.
 
     With adapters it is the same: the model weights are sent before the first adapter.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
     """
     ranks, buckets = count_ranks(sizes), pack_buckets(weights(shape, sizes, cfg, tuning), sizes, cfg)
     joined = max(slot.shard_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is BucketPart.EXPERTS else 1)
@@ -153,20 +137,12 @@ def sync_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Train
 
 
 def bucket_bytes(cfg: Config) -> int:
-    """Return the bucket size in bytes: `weight_sync_bucket_mb`, or the default for GPUs.
-
-    Args:
-        cfg: Configuration of the run.
-    """
+    """Return the bucket size in bytes: `weight_sync_bucket_mb`, or the default for GPUs."""
     return (cfg.rollout.weight_sync_bucket_mb or DEFAULT_BUCKET_MB["cuda"]) * MIB
 
 
 def count_ranks(sizes: BatchSizes) -> RankCounts:
-    """Return the numbers of ranks that share the weights of a layout.
-
-    Args:
-        sizes: Batch sizes and layout.
-    """
+    """Return the numbers of ranks that share the weights of a layout."""
     return RankCounts(sizes.layout.pp, sizes.layout.tp, sizes.layout.ep * sizes.layout.etp)
 
 
@@ -175,8 +151,6 @@ def pack_buckets(owned: Iterator[ParameterPlacement], sizes: BatchSizes, cfg: Co
 
     Args:
         owned: Parameters in the order in which they are sent.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
     """
     return fill(owned, count_ranks(sizes), bucket_bytes(cfg))
 
@@ -185,12 +159,6 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Trainable
     """Yield the parameters that a sync of all weights sends.
 
     Of experts at the same position on all expert ranks, only those of the first expert rank are yielded: the others have the same sizes.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
     """
     for index, entry in enumerate(outer_entries(shape)):
         if not entry.is_copy and not (keeps_tower(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
@@ -212,25 +180,13 @@ def keeps_tower(cfg: Config, tuning: TrainableSpec, shape: ModelShape) -> bool:
     """Return whether the sampler keeps the vision tower that it loaded, so that no sync sends it.
 
     That holds if the tower is frozen, no adapters train, and the sampler never drops its weights.
-
-    Args:
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
-        shape: Shape of the model.
     """
     forgets = cfg.rollout.sleep_level == 2 and cfg.rollout.vllm_mode == "colocate"
     return not tuning.adapter_size and not forgets and not any(map(tuning.trains_outer, tower_entries(shape)))
 
 
 def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: TrainableSpec) -> Iterator[ParameterPlacement]:
-    """Yield the parameters that a sync of adapters sends, as `weights` does. Matrices are padded to the widest rank of the run.
-
-    Args:
-        shape: Shape of the model.
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        tuning: Trainable parameters of the run.
-    """
+    """Yield the parameters that a sync of adapters sends, as `weights` does. Matrices are padded to the widest rank of the run."""
     rank = tuning.rank
     for stage, rows in _layers(shape, sizes, cfg, tuning):
         for number, row in enumerate(row for row in rows if is_linear(row.entry)):

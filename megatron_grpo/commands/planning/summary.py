@@ -20,11 +20,7 @@ MOST_EPOCHS = 1000  # epochs whose ends are listed
 
 
 def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
-    """Return the `parallel` and `batch` objects of `plan --json`.
-
-    Args:
-        sizes: Batch sizes and layout.
-    """
+    """Return the `parallel` and `batch` objects of `plan --json`."""
     parallel = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "dp_size", "expert_dp_size")
     batch = (
         "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "steps_per_generation", "generation_batch_size",
@@ -34,12 +30,7 @@ def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
 
 
 def plan_object(schedule: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
-    """Return the first part of `plan --json`: sizes, old log-probs, epochs, and the training schedule.
-
-    Args:
-        schedule: Training schedule of the run.
-        num_rollouts: Rollouts to list, from the first.
-    """
+    """Return the first part of `plan --json`: sizes, old log-probs, epochs, and the training schedule."""
     content: dict[str, Any] = {**sizes_object(schedule.sizes), "old_logprobs": old_logprobs_summary(schedule, num_rollouts)}
     if epochs := epochs_object(schedule):
         content["epochs"] = epochs
@@ -47,12 +38,7 @@ def plan_object(schedule: TrainingSchedule, num_rollouts: int) -> dict[str, Any]
 
 
 def schedule_rows(schedule: TrainingSchedule, num_rollouts: int) -> Iterator[dict[str, Any]]:
-    """Yield one JSON object for each micro-step of the first `num_rollouts` rollouts, in micro-step order.
-
-    Args:
-        schedule: Training schedule of the run.
-        num_rollouts: Rollouts to list, from the first.
-    """
+    """Yield one JSON object for each micro-step of the first `num_rollouts` rollouts, in micro-step order."""
     sizes = schedule.sizes
     slices, size, group = sizes.micro_steps_per_rollout, sizes.micro_batch_size, sizes.num_generations
     rows: dict[int, list[list[int]]] = {}  # by slice; equal in all rollouts and passes
@@ -84,7 +70,6 @@ def old_logprobs_summary(schedule: TrainingSchedule, num_rollouts: int) -> dict[
     A slice is the rows of a rollout that one micro-step trains.
 
     Args:
-        schedule: Training schedule of the run.
         num_rollouts: Rollouts to count, from the first.
 
     Returns:
@@ -111,11 +96,7 @@ def _period(sizes: BatchSizes) -> int:
 
 
 def rollouts_in_periods(schedule: TrainingSchedule) -> int:
-    """Return the rollouts to count for `old_logprobs_summary`: the whole periods of the first four or more, as far as the run goes.
-
-    Args:
-        schedule: Training schedule of the run.
-    """
+    """Return the rollouts to count for `old_logprobs_summary`: the whole periods of the first four or more, as far as the run goes."""
     sizes, period = schedule.sizes, _period(schedule.sizes)
     count = -(-4 // period) * period
     if schedule.num_steps is None:
@@ -124,11 +105,7 @@ def rollouts_in_periods(schedule: TrainingSchedule) -> int:
 
 
 def staleness(sizes: BatchSizes) -> tuple[float, int]:
-    """Return (mean, maximum) staleness of the trained rows in optimizer steps, for the steady state of a long run.
-
-    Args:
-        sizes: Batch sizes and layout.
-    """
+    """Return (mean, maximum) staleness of the trained rows in optimizer steps, for the steady state of a long run."""
     schedule, length = TrainingSchedule(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
     period = _period(sizes)
     first = max(2, sizes.async_rollout_depth + 1)  # the first rollouts of a run are less stale
@@ -137,11 +114,7 @@ def staleness(sizes: BatchSizes) -> tuple[float, int]:
 
 
 def most_waiting_rows(sizes: BatchSizes) -> int:
-    """Return the maximum number of rows that still wait for training after an optimizer step. A checkpoint stores these rows.
-
-    Args:
-        sizes: Batch sizes and layout.
-    """
+    """Return the maximum number of rows that still wait for training after an optimizer step. A checkpoint stores these rows."""
     a, slices, passes = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
     starts = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps done of a partial rollout
     waiting = max((slices - max(0, num_done - (passes - 1) * slices) for num_done in starts), default=0)
@@ -154,7 +127,6 @@ def bubble_fraction(sizes: BatchSizes, micro_batches: int | None = None) -> floa
     """Return the fraction of an optimizer step that a pipeline stage is idle: (pp - 1) / (vpp * m + pp - 1).
 
     Args:
-        sizes: Batch sizes and layout.
         micro_batches: m, the micro-batches of each rank. None for `gradient_accumulation_steps`, its value without a token budget.
     """
     m, waits = micro_batches or sizes.gradient_accumulation_steps, sizes.layout.pp - 1
@@ -162,12 +134,7 @@ def bubble_fraction(sizes: BatchSizes, micro_batches: int | None = None) -> floa
 
 
 def native_flags(cfg: Config, sizes: BatchSizes) -> str:
-    """Return an equivalent command line that uses no dialect and does not rely on defaults that may change.
-
-    Args:
-        cfg: Configuration of the run.
-        sizes: Batch sizes and layout.
-    """
+    """Return an equivalent command line that uses no dialect and does not rely on defaults that may change."""
     layout = sizes.layout
     grid = {
         "tensor_model_parallel_size": layout.tp,
@@ -208,9 +175,6 @@ def epochs_object(schedule: TrainingSchedule) -> dict[str, Any] | None:
     """Return the `epochs` object of `plan --json`; None if the size of the data set or the length of the run is unknown.
 
     `ends_after_steps` lists the optimizer steps completed at the end of each of the first MOST_EPOCHS epochs.
-
-    Args:
-        schedule: Training schedule of the run.
     """
     prompts, sizes = schedule.prompts_per_epoch, schedule.sizes
     if not prompts or schedule.num_steps is None:
@@ -226,7 +190,6 @@ def describe_epoch(epochs: dict[str, Any], checked: CheckedConfig) -> str:
 
     Args:
         epochs: Object that `epochs_object` returned.
-        checked: Validated configuration.
     """
     ends, short, num_dropped = epochs["ends_after_steps"], epochs["micro_steps_of_last_step"], epochs["dropped_prompts"]
     a, order_note = checked.sizes.gradient_accumulation_steps, "" if checked.config.data.dataset_shuffle else ", always the last ones"
@@ -243,11 +206,7 @@ def describe_epoch(epochs: dict[str, Any], checked: CheckedConfig) -> str:
 
 
 def errors_object(problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return the JSON object that `plan --json` prints for an invalid configuration.
-
-    Args:
-        problems: Problems of the configuration.
-    """
+    """Return the JSON object that `plan --json` prints for an invalid configuration."""
     return {
         "errors": [
             {"flags": list(problem.flags), "message": problem.message, "nearest": {k: list(v) for k, v in problem.nearest.items()}}

@@ -31,7 +31,6 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
     They are those of the longest sequence in the file, or the mean; without a file, the maximum that the settings allow.
 
     Args:
-        cfg: Configuration of the run.
         lengths: Contents of the file of lengths; None without one.
         longest: Return the longest sequence instead of the mean.
     """
@@ -49,10 +48,7 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: 
     They are split as training splits them.
 
     Args:
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
         lengths: (prompt, completion) lengths in tokens.
-        min_saving_ratio: As in `BatchPartitioner`.
 
     Returns:
         The `packing` object. `packing_efficiency` is computed tokens divided by stream tokens, which include the alignment that CP and
@@ -93,13 +89,7 @@ def _computed(micro_spec: MicroBatchSpec, rows: Sequence[SequenceLengths]) -> in
 
 
 def token_partitioner(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> BatchPartitioner:
-    """Return the partitioner that `policy.policy.batch_partitioner` makes, except that costs are token counts.
-
-    Args:
-        sizes: Batch sizes and layout.
-        cfg: Configuration of the run.
-        min_saving_ratio: As in `BatchPartitioner`.
-    """
+    """Return the partitioner that `policy.policy.batch_partitioner` makes, except that costs are token counts."""
     layout = sizes.layout
     sequence, stream = sequence_alignment(layout, cfg.parallel.sequence_parallel, rank_multiple(cfg))
     return BatchPartitioner(
@@ -168,8 +158,6 @@ class StepTokens:
 
         Args:
             min_saving_ratio: As in `BatchPartitioner`; None if nothing is shared.
-            sizes: Batch sizes and layout.
-            cfg: Configuration of the run.
             lengths: (prompt, completion) lengths in tokens; None to give all sequences the maximum length.
         """
         cut = token_partitioner(sizes, cfg, min_saving_ratio)
@@ -187,26 +175,17 @@ class StepTokens:
 
         Args:
             max_tokens: Token budget of a micro-batch.
-            min_saving_ratio: As in `BatchPartitioner`.
         """
         # A budget above all rows together has no effect, and packing allocates memory for every length up to it.
         max_tokens = min(max_tokens, self.cut.alignment.count_stream(self.apart.tokens))
         return pack_and_count(self.pairs, self.lengths, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
 
     def micro_batches_of_rank(self, computed: ComputeCounts) -> int:
-        """Return the micro-batches per rank of the whole step, extrapolated if only its first rows were packed.
-
-        Args:
-            computed: The packed step.
-        """
+        """Return the micro-batches per rank of the whole step, extrapolated if only its first rows were packed."""
         return -(-computed.micro_batches * self.sizes.global_batch_size // (computed.sequences * self.sizes.dp_size))
 
     def bubble(self, computed: ComputeCounts) -> float:
-        """Return the fraction of an optimizer step that a pipeline stage is idle.
-
-        Args:
-            computed: The packed step.
-        """
+        """Return the fraction of an optimizer step that a pipeline stage is idle."""
         return bubble_fraction(self.sizes, self.micro_batches_of_rank(computed))
 
 
@@ -217,8 +196,6 @@ def pack_and_count(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceL
 
     Args:
         pairs: (prompt, completion) tokens of the rows.
-        lengths: The rows as packing uses them.
-        cut: Partitioner of the rows.
     """
     micro_specs = [micro_spec for replica_specs in partition_padded(lengths, cut) for micro_spec in replica_specs]
     rows = [i if i < len(pairs) else 0 for micro_spec in micro_specs for i in micro_spec.rows]

@@ -35,8 +35,6 @@ def list_warnings(
     """Return all warnings of a valid configuration, one sentence each.
 
     Args:
-        checked: Validated configuration.
-        schedule: Training schedule of the run.
         memory: `memory` object of the plan; None if unknown.
         cost: `cost` object of the plan; None if unknown.
         adapter_sync: How adapters reach the sampler; None without adapters or if unknown.
@@ -72,11 +70,7 @@ def _dialect(checked: CheckedConfig) -> Iterator[str]:
 
 
 def describe_defaults(checked: CheckedConfig) -> list[str]:
-    """Return the defaults of a dialect that differ from ours and were not typed, as sentences for `--json`. The report shows a table.
-
-    Args:
-        checked: Validated configuration.
-    """
+    """Return the defaults of a dialect that differ from ours and were not typed, as sentences for `--json`. The report shows a table."""
     return [f"{row.name} defaults to {row.ours} here and to {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
 
 

@@ -31,9 +31,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 def run_completion(words: Sequence[str]) -> int:
     """Print the completion script of a shell.
 
-    Args:
-        words: Name of the shell.
-
     Raises:
         ConfigError: The word is not one of the shells.
     """
@@ -47,11 +44,7 @@ def run_completion(words: Sequence[str]) -> int:
 
 
 def completion_script(shell: str) -> str:
-    """Return the completion script of a shell. In zsh it shows the first line of help of each command and setting.
-
-    Args:
-        shell: "bash" or "zsh".
-    """
+    """Return the completion script of a shell. In zsh it shows the first line of help of each command and setting."""
     has_help = shell == "zsh"
     helps = {name: row["help"][0] for name, row in COMMANDS.items()}
     arms = [f"('') flags={_listed(helps | {'--help': '', '--version': ''}, has_help)} ;;", *map(_arm, COMMANDS)]

@@ -85,9 +85,6 @@ class DoctorCheck:
 def run_doctor(argv: list[str]) -> int:
     """Run all checks and print them as a table, with --json as one object.
 
-    Args:
-        argv: Arguments of the command.
-
     Returns:
         The exit code: 1 if something that a run needs fails.
 
@@ -132,8 +129,6 @@ def _checked(name: str, result: str, fault: str | None = None, remedy: str = "")
     """Return a failed check if `fault` is given, else a passed one.
 
     Args:
-        name: Subject of the check.
-        result: Result of the check, in words.
         fault: Replaces `result` in a failed check.
         remedy: Action to take after a failure.
     """
@@ -300,10 +295,6 @@ def run_tiny_training(folder: Path, broken: Collection[str]) -> DoctorCheck:
 
 def run(command: Sequence[str], *, seconds: float = SECONDS) -> tuple[str, str]:
     """Run a command in its own session, outside any launcher's environment.
-
-    Args:
-        command: Program and arguments.
-        seconds: Time limit.
 
     Returns:
         (reason of the failure as the end of a sentence, "" on success; standard output).

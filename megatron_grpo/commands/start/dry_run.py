@@ -105,10 +105,6 @@ class DryRun:
 def run_dry_run(argv: Sequence[str], parse: Callable[[Sequence[str]], ParsedConfig]) -> int:
     """Run the command and print its findings, with --json as one object.
 
-    Args:
-        argv: Arguments of the command.
-        parse: Parser of settings.
-
     Returns:
         The exit code: 1 if a run would fail.
 
@@ -136,12 +132,7 @@ def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def untokenized_rows(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Read rows without tokenizing them. They are tokenized one by one later, so that each failure can be reported.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far.
-    """
+    """Read rows without tokenizing them. They are tokenized one by one later, so that each failure can be reported."""
     inputs.rows = load_rows(cfg.data, image_spec=inputs.image_spec, is_blind=inputs.is_blind, seed=cfg.run.seed)
     check_images(inputs.rows, at_most=MOST_LENGTHS)
     if inputs.tokenizer is not None:
@@ -164,10 +155,6 @@ PARTS = (
 
 def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
     """Run all checks of a dry run.
-
-    Args:
-        cfg: Settings of the run.
-        num_rows: Rows whose completions are scored.
 
     Raises:
         ConfigError: With all problems, if model, data or rewards cannot be opened.
@@ -400,12 +387,7 @@ def _judge(function: RewardFunction, batch: RewardBatch) -> RewardTrial:
 
 
 def report_lines(result: DryRun, cfg: Config) -> str:
-    """Return the report as text.
-
-    Args:
-        result: Result of the dry run.
-        cfg: Settings of the run.
-    """
+    """Return the report as text."""
     prompt_text = result.prompt if len(result.prompt) <= WIDTH else result.prompt[:WIDTH] + " ..."
     tokenized_share = "" if result.num_tokenised == result.num_rows else f", {result.num_tokenised:,} of them tokenised"
     lines = [

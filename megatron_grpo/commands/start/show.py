@@ -37,10 +37,6 @@ def print_overview() -> None:
 def print_help(command: str, topics: Sequence[str] = ()) -> None:
     """Print every setting by section with type, unit, default and one line of help; of a map its keys.
 
-    Args:
-        command: Name of the command.
-        topics: Settings, maps and sections to explain alone, or "all".
-
     Raises:
         ConfigError: No setting, map or section has a name of `topics`.
     """
@@ -171,11 +167,7 @@ def _width() -> int:
 
 
 def print_config(cfg: Config) -> None:
-    """Print every value and its source as a table.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Print every value and its source as a table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -21,9 +21,6 @@ def command(folder: Path) -> list[str]:
     """Create model, data and reward in `folder`, and return the command that trains one step on them.
 
     It uses two ranks, or one if there is a single GPU.
-
-    Args:
-        folder: Receives model, data, reward and output.
     """
     devices = torch.cuda.device_count()
     dtype = "bfloat16" if devices else "float32"
@@ -43,7 +40,6 @@ def make_model(path: Path, dtype: str) -> None:
     """Save a Qwen3 with two layers and random weights, and a tokenizer whose tokens are numbers.
 
     Args:
-        path: Directory of the model.
         dtype: Name of a torch dtype.
     """
     torch.manual_seed(0)

@@ -28,7 +28,6 @@ class Phase:
     """Phase of work.
 
     Args:
-        name: Name shown to the user.
         total: Final value of what `advance` counts in it, if known.
         unit: Unit of the count.
         pause: Time without progress that is normal, in seconds.
@@ -59,7 +58,6 @@ def phase(name: str, *, total: int | None = None, unit: str = "", pause: float =
     """Open a phase for the duration of the block. Phases nest. For the main thread.
 
     Args:
-        name: Name shown to the user.
         total: Final value of what `advance` counts in it, if known.
         unit: Unit of the count.
         pause: Time without progress that is normal, in seconds.
@@ -97,11 +95,7 @@ def advance(count: int = 1) -> None:
 
 
 def report_step(number: int) -> None:
-    """Report the number of optimizer steps done.
-
-    Args:
-        number: Optimizer steps since the start of the run.
-    """
+    """Report the number of optimizer steps done."""
     global step
     step = number
     advance(0)
@@ -119,11 +113,7 @@ def current() -> tuple[Phase, ...]:
 
 
 def describe(phases: tuple[Phase, ...]) -> str:
-    """Describe the phases, as in `evaluating: sampling 3 of 8 completions`; `between two phases` if none is open.
-
-    Args:
-        phases: Open phases, the outermost first.
-    """
+    """Describe the phases, as in `evaluating: sampling 3 of 8 completions`; `between two phases` if none is open."""
     phases_shown: list[Phase] = []
     for entry in phases:
         if phases_shown and phases_shown[-1].name == entry.name:  # the same phase again, with a count
@@ -175,7 +165,6 @@ class Timers:
         """Add overlapping seconds to `time/<name>`, and to nothing else.
 
         Args:
-            name: Name of the timer.
             seconds: Time to add, in seconds.
         """
         self._beside[name] = self._beside.get(name, 0.0) + seconds

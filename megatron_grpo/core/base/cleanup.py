@@ -22,9 +22,6 @@ class CleanUp:
 
     Usage: `with CleanUp() as clean_up: ... clean_up.add(close)`. All steps run. The first error is the one that is raised; later errors of
     cleanup steps are added to it as notes.
-
-    Args:
-        steps: First steps to add.
     """
 
     def __init__(self, *steps: Callable[[], object]):
@@ -79,8 +76,6 @@ def run_in_thread(work: Callable[[], T], *, name: str, in_thread: bool = True) -
     The thread does not keep this process alive.
 
     Args:
-        work: The function to run. The future holds its result or its error.
-        name: Name of the thread.
         in_thread: Use a thread; if False, run at once on the calling thread.
     """
     future: Future[T] = Future()
@@ -121,11 +116,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def die_with_launcher(launcher: int) -> None:
-    """Apply `die_with_parent` in one of torchrun's workers, and kill this process at once if torchrun has already died.
-
-    Args:
-        launcher: Process ID of the parent, as first read.
-    """
+    """Apply `die_with_parent` in one of torchrun's workers, and kill this process at once if torchrun has already died."""
     die_with_parent(launcher)
     if sys.platform == "linux" and _adopts(launcher):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -36,11 +36,7 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """Invalid settings. Raised before any model loads; `cli.main` prints it and exits with 2.
-
-    Args:
-        problems: The problems, or the text of a single one.
-    """
+    """Invalid settings. Raised before any model loads; `cli.main` prints it and exits with 2."""
 
     def __init__(self, problems: Sequence[Problem] | str):
         if isinstance(problems, str):
@@ -53,22 +49,12 @@ class ConfigError(Exception):
 
 
 def problem_with(flags: str | Sequence[str], message: str) -> Problem:
-    """Return a problem with one flag or several.
-
-    Args:
-        flags: One name or several, as the user typed them.
-        message: A sentence that ends with values that work.
-    """
+    """Return a problem with one flag or several."""
     return Problem(flags=(flags,) if isinstance(flags, str) else flags, message=message)
 
 
 def config_error(flags: str | Sequence[str], message: str) -> ConfigError:
-    """Return the error for one problem with one flag or several.
-
-    Args:
-        flags: One name or several, as the user typed them.
-        message: A sentence that ends with values that work.
-    """
+    """Return the error for one problem with one flag or several."""
     return ConfigError([problem_with(flags, message)])
 
 
@@ -114,9 +100,6 @@ class CancelledError(RunInterruptedError):
     """Error raised if sampling or scoring is cancelled, because it would take longer than the time left after a stop request.
 
     Raised on every rank; the state of the run is saved before it ends.
-
-    Args:
-        message: Text of the exception.
     """
 
     def __init__(self, message: str = "sampling was cancelled"):
@@ -143,7 +126,6 @@ def one_line(value: Any, words: Callable[[Any], str] = str, max_characters: int 
     Control characters, which move a cursor or change the text direction, are escaped, and known secrets are replaced.
 
     Args:
-        value: The object.
         words: Function that returns its text.
         max_characters: Largest length, in characters; longer text is cut.
 
@@ -167,28 +149,16 @@ def one_line(value: Any, words: Callable[[Any], str] = str, max_characters: int 
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return the class and text of an exception, as the end of a sentence whose subject raised it.
-
-    Args:
-        error: The exception.
-    """
+    """Return the class and text of an exception, as the end of a sentence whose subject raised it."""
     text = one_line(error)
     return f"raised {type(error).__name__}{': ' * bool(text)}{text}"
 
 
 def describe_value(value: Any) -> str:
-    """Return the type and the text of a value, for a sentence.
-
-    Args:
-        value: Any object.
-    """
+    """Return the type and the text of a value, for a sentence."""
     return f"the {type(value).__name__} {one_line(value, repr, 80)}".strip()
 
 
 def first_line(value: Any) -> str:
-    """Return the first line of a value's text, for `one_line`.
-
-    Args:
-        value: Any object.
-    """
+    """Return the first line of a value's text, for `one_line`."""
     return str(value).strip().partition("\n")[0]

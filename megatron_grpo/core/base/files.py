@@ -28,7 +28,6 @@ def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2
     """Return the UTF-8 text of a file or pipe that the user named.
 
     Args:
-        path: The file.
         errors: As in `open`.
         at_most: Largest length, in characters: a device has no end.
 
@@ -73,9 +72,6 @@ def _check_levels(value: Any) -> None:
 def parse_yaml(text: str) -> tuple[Any, Any]:
     """Return (value, node) of YAML that others wrote; (None, None) if it is empty.
 
-    Args:
-        text: The YAML text.
-
     Raises:
         ValueError: It is not YAML, or has more than `MOST_LEVELS` levels or `MOST_VALUES` values.
     """
@@ -113,11 +109,7 @@ def _yaml_loader() -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if the file is missing or invalid. The caller reports that if it matters.
-
-    Args:
-        path: The JSON file.
-    """
+    """Return the JSON object in a file; {} if the file is missing or invalid. The caller reports that if it matters."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -130,8 +122,6 @@ def atomic_write(path: str | Path, *, durable: bool = False, writer: str = "new"
     """Open a stream that becomes `path` when the block ends, by one rename. If the block raises, `path` is unchanged.
 
     Args:
-        path: The file to write.
-        durable: Sync contents and name to disk, so that they survive a power cut.
         writer: Name of this process, if several may write the file at the same time.
     """
     path = Path(path)
@@ -151,13 +141,7 @@ def atomic_write(path: str | Path, *, durable: bool = False, writer: str = "new"
 
 
 def atomic_write_text(path: str | Path, text: str, *, durable: bool = False) -> None:
-    """Write a UTF-8 text file as `atomic_write` does.
-
-    Args:
-        path: The file to write.
-        text: Its contents.
-        durable: Sync contents and name to disk, so that they survive a power cut.
-    """
+    """Write a UTF-8 text file as `atomic_write` does."""
     with atomic_write(path, durable=durable) as stream:
         stream.write(text.encode())
 
@@ -166,19 +150,13 @@ def write_mark(folder: Path, command: str, **facts: Any) -> None:
     """Write into `folder` which command created it.
 
     Args:
-        folder: The folder.
-        command: The command.
         facts: Further facts; `files` names the files that the command wrote, if others may be beside them.
     """
     atomic_write_text(folder / MARK, json.dumps({"command": command, **facts}) + "\n")
 
 
 def read_mark(folder: Path) -> dict[str, Any]:
-    """Return the content that `write_mark` wrote; {} if it is missing or cannot be read.
-
-    Args:
-        folder: The directory.
-    """
+    """Return the content that `write_mark` wrote; {} if it is missing or cannot be read."""
     return read_object(folder / MARK)
 
 
@@ -212,9 +190,6 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
     Files that the user has put beside ours are kept.
 
-    Args:
-        path: The directory to write.
-
     Raises:
         FileExistsError: `path` is a file or holds files that this program did not write.
     """
@@ -245,11 +220,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
 
 def sync(path: str | Path) -> None:
-    """Sync a file's contents, or the names in a directory, to disk.
-
-    Args:
-        path: File or directory.
-    """
+    """Sync a file's contents, or the names in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

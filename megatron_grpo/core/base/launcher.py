@@ -51,11 +51,7 @@ class SlurmJob:
 
 
 def slurm_job(env: Mapping[str, str]) -> SlurmJob | None:
-    """Return the Slurm job of the environment, or None outside Slurm.
-
-    Args:
-        env: Environment variables.
-    """
+    """Return the Slurm job of the environment, or None outside Slurm."""
     number = env.get("SLURM_JOB_ID")
     return SlurmJob(number=number, start=_time(env, "SLURM_JOB_START_TIME"), end=_time(env, "SLURM_JOB_END_TIME")) if number else None
 
@@ -159,8 +155,6 @@ def make_environment(rank: int, *, world_size: int, port: int, error_file: Path 
     """Return the environment variables of one rank of a job on this machine alone.
 
     Args:
-        rank: The rank.
-        world_size: Number of ranks.
         port: A free port, for the store of rank 0.
         error_file: File for the error of this rank, as torchrun has one. Ranks that fail alike then print the message once.
     """
@@ -192,8 +186,6 @@ def torchrun_line(argv: Sequence[str], world_size: int, env: Mapping[str, str] |
     """Return the command that starts all ranks of `megatron-grpo train`.
 
     Args:
-        argv: The user's arguments.
-        world_size: Number of ranks.
         env: Environment variables; None reads those of this process.
     """
     env = os.environ if env is None else env
@@ -216,9 +208,7 @@ def not_launched_problem(source: str, world_size: int, argv: Sequence[str]) -> P
     """Return the problem of a single process of a job that was intended to have several.
 
     Args:
-        source: The setting or variable that asks for several processes, with its value.
         world_size: The number of processes it asks for.
-        argv: The user's arguments.
     """
     message = (
         f"{source} means {world_size} processes, and this one was started without a launcher: alone it would train on 1/{world_size} of "
@@ -228,11 +218,7 @@ def not_launched_problem(source: str, world_size: int, argv: Sequence[str]) -> P
 
 
 def become_single(port: int) -> None:
-    """Set the environment variables of a job of one rank, because libraries read them. Variables that are set are kept.
-
-    Args:
-        port: Port of this process's store.
-    """
+    """Set the environment variables of a job of one rank, because libraries read them. Variables that are set are kept."""
     for name, value in make_environment(0, world_size=1, port=port).items():
         os.environ.setdefault(name, value)
 
@@ -267,20 +253,12 @@ def _is_count(text: str) -> bool:
 
 
 def job_ids(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the job ids that schedulers set; they are the same after a restart.
-
-    Args:
-        env: Environment variables.
-    """
+    """Return the job ids that schedulers set; they are the same after a restart."""
     return {name: env[name] for name in _JOBS if env.get(name, "none") not in ("", "none")}
 
 
 def restart(env: Mapping[str, str]) -> str:
-    """Return the restart counter of this job as `NAME=2`; "" if it has not been restarted.
-
-    Args:
-        env: Environment variables.
-    """
+    """Return the restart counter of this job as `NAME=2`; "" if it has not been restarted."""
     return next((f"{name}={env[name]}" for name in _RESTARTS if env.get(name, "0") not in ("", "0")), "")
 
 
@@ -307,9 +285,6 @@ def note_end(code: int) -> None:
     """Record for later attempts on this machine that this one ended, and that another would end in the same way.
 
     A record about settings applies only to attempts with the same number of ranks.
-
-    Args:
-        code: Exit code of this attempt.
     """
     launched = read()
     if launched.attempts_file is not None:

@@ -16,7 +16,6 @@ def exact_quotient(top: int, bottom: int) -> int | float:
     """Return top / bottom, as an int if it is an integer.
 
     Args:
-        top: Numerator.
         bottom: Denominator, at least 1.
     """
     return top // bottom if top % bottom == 0 else top / bottom

@@ -37,9 +37,6 @@ class StreamImages(NamedTuple):
 def compute_grid(image: Image) -> tuple[int, int]:
     """Return (rows, columns) of an image's tokens.
 
-    Args:
-        image: The image.
-
     Raises:
         ValueError: It is not a single frame, or its grid does not divide into whole tokens.
     """
@@ -51,11 +48,7 @@ def compute_grid(image: Image) -> tuple[int, int]:
 
 
 def num_tokens(image: Image) -> int:
-    """Return the number of tokens of an image.
-
-    Args:
-        image: The image.
-    """
+    """Return the number of tokens of an image."""
     rows, columns = compute_grid(image)
     return rows * columns
 
@@ -64,9 +57,7 @@ def images_in(sequence: Sequence, first: int, end: int) -> PlacedImages:
     """Return the images of a context, by their index in the context.
 
     Args:
-        sequence: The sequence that contains the context.
         first: First token of the context.
-        end: End of the context, exclusive.
     """
     return tuple((position - first, image) for position, image in sequence.images if first <= position < end)
 
@@ -97,8 +88,6 @@ def image_tokens(
     """Collect the images of a packed stream. What several contexts share is in the stream, and encoded, once.
 
     Args:
-        sequences: Sequences of the micro-batch.
-        contexts: Their contexts.
         in_stream: Maps a context and indices of its tokens, int64 [n], to indices in the stream.
     """
     images: dict[str, tuple[int, Image]] = {}  # by key: its first token among those of all
@@ -139,7 +128,6 @@ class _Stream:
     """Packed stream under construction: segments laid end to end.
 
     Args:
-        alignment: Multiples that lengths are rounded up to.
         has_axes: Whether positions are [3, T] instead of [T].
     """
 
@@ -156,7 +144,6 @@ class _Stream:
         Args:
             tokens: Token IDs, int64 [n].
             token_positions: Their positions, int64 [n] or [3, n].
-            copies: Contexts that they belong to.
             parent: Segment of the shared prefix that they continue; -1 if there is none.
         """
         begin, length = self.length, len(tokens)
@@ -200,7 +187,6 @@ def collate(
     Padding follows each segment, where causal attention cannot see it, and the last segment as a segment by itself.
 
     Args:
-        sequences: Sequences to pack.
         number: Index of the micro-batch in its pass.
         alignment: Multiples that segments and the stream are rounded up to; None rounds nothing.
         at_least: Minimum number of tokens in the stream; a multiple of the stream's alignment.
@@ -246,8 +232,6 @@ def collate_specs(
 
     Args:
         sequences: Sequences by their index in the partitioned list, at least those that `micro_specs` contain.
-        micro_specs: Micro-batches to pack.
-        alignment: Multiples that segments and the stream are rounded up to.
     """
     return [
         collate(
@@ -367,9 +351,7 @@ def collate_samples(
     A sample whose rollout arrived at version `trained_at` is on-policy: its old log-probs are NaN, and the loss uses the current ones.
 
     Args:
-        samples: Samples to pack.
         token_weights: Weight `u` of each sample's trained tokens, one per sample.
-        trained_at: Version whose gradient is computed.
         number: As in `collate`.
         alignment: As in `collate`.
         at_least: As in `collate`.

@@ -230,7 +230,6 @@ def _split_until(
     """Split the costliest bins in two until there are `num_bins` bins.
 
     Args:
-        order: Rows, bin by bin.
         counts: Rows of each bin.
         cost_of_row: Cost of each row.
         num_bins: Number of bins.

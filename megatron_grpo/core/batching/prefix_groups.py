@@ -67,11 +67,7 @@ class ContextSpan(NamedTuple):
 
 
 def list_contexts(sequences: SequenceOf[Sequence]) -> list[ContextSpan]:
-    """Return the contexts of all sequences, row by row.
-
-    Args:
-        sequences: Sequences of a micro-batch.
-    """
+    """Return the contexts of all sequences, row by row."""
     return [ContextSpan(row, first, end, end - first - 1) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
 
 
@@ -95,8 +91,6 @@ def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> 
 
     Args:
         computed: Computed tokens of each context.
-        shared: Length of the shared prefix.
-        alignment: Multiples that lengths are rounded up to.
     """
     return alignment.count_segment(shared) + sum(alignment.count_segment(tokens - shared) for tokens in computed)
 
@@ -109,8 +103,6 @@ def num_shared(computed: SequenceOf[int], common: int, prefix_group: PrefixGroup
     Args:
         computed: Computed tokens of each context.
         common: Computed tokens that all contexts begin with.
-        prefix_group: The prefix group.
-        alignment: Multiples that lengths are rounded up to.
     """
     unshared, packed = (num_tokens(computed, shared, alignment) for shared in (0, prefix_group.prefix))
     chosen, min_tokens = (prefix_group.prefix, packed) if packed < unshared else (0, unshared)
@@ -123,7 +115,6 @@ def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextS
     """Return the number of computed tokens that all contexts begin with: equal tokens, equal images, equal forced experts.
 
     Args:
-        sequences: Sequences of the micro-batch.
         contexts: Contexts to compare; not empty.
     """
     length = max(min(context.num_computed for context in contexts), 0)
@@ -150,11 +141,7 @@ def _images(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
 
 
 def find_prefix(completions: SequenceOf[Completion]) -> int:
-    """Return the `prefix` of a group: computed tokens that every context of every completion begins with.
-
-    Args:
-        completions: Completions of the group.
-    """
+    """Return the `prefix` of a group: computed tokens that every context of every completion begins with."""
     sequences = [completion.sequence for completion in completions]
     return common_prefix(sequences, list_contexts(sequences))
 
@@ -204,7 +191,6 @@ class RowColumns:
 
         Args:
             lengths: Lengths of each row, in tokens.
-            alignment: Multiples that lengths are rounded up to.
             balance_length: See `pack`.
             min_saving_ratio: None if no prefix is to be shared.
         """
@@ -230,7 +216,6 @@ class RowColumns:
             prefix: Shared prefix of each row in tokens, int64 [rows]; 0 if the row shares nothing.
             num_contexts: Contexts of each row, int64 [rows].
             computed: Computed tokens of each context, row by row, int64 [contexts].
-            alignment: Multiples that lengths are rounded up to.
             balance_length: See `pack`.
         """
         row = np.repeat(np.arange(len(group)), num_contexts)
@@ -305,7 +290,6 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
     once. A piece takes at most the budget, or what its longest row takes by itself.
 
     Args:
-        rows: Columns of the rows.
         max_tokens: Token budget of one micro-batch.
         dp_size: Number of data-parallel ranks.
         multiple: Number that the micro-batches on a rank must be a multiple of.

@@ -106,7 +106,6 @@ class TrainingSchedule:
         """Build the schedule of `max_steps` optimizer steps, or else of `num_train_epochs` epochs over `num_prompts` prompts.
 
         Args:
-            sizes: Batch sizes.
             max_steps: Optimizer steps; takes precedence over `num_train_epochs`.
             num_train_epochs: Epochs; None is 1.
             num_prompts: Prompts of the data set. None, without `max_steps`: the schedule has no end.
@@ -144,11 +143,7 @@ class TrainingSchedule:
         return self._step_of_use(rollout, self.sizes.num_iterations - 1, row // self.sizes.completions_per_micro_step) + 1
 
     def ends_epoch(self, row: MicroStep) -> int | None:
-        """Return the epoch, from 0, whose last completion is trained for the last time in a micro-step; None if no epoch ends in it.
-
-        Args:
-            row: The micro-step.
-        """
+        """Return the epoch, from 0, whose last completion is trained for the last time in a micro-step; None if no epoch ends in it."""
         completions = self.prompts_per_epoch * self.sizes.num_generations
         if not completions or row.pass_index + 1 < self.sizes.num_iterations:
             return None
@@ -165,11 +160,7 @@ class TrainingSchedule:
         return s // length * steps + s % length // self.sizes.gradient_accumulation_steps
 
     def find_first_micro_step(self, k: int) -> int:
-        """Return the first micro-step of an optimizer step.
-
-        Args:
-            k: Number of the optimizer step, from 0.
-        """
+        """Return the first micro-step of an optimizer step."""
         length, steps = self.whole_epoch or (0, k + 1)
         return k // steps * length + k % steps * self.sizes.gradient_accumulation_steps
 
@@ -230,11 +221,7 @@ class TrainingSchedule:
         return self.find_step(rollout * w * mu + pass_index * w + slice_index)
 
     def new_rollouts(self, k: int) -> range:
-        """Return the rollouts that arrive just before an optimizer step: those with their first micro-step in it.
-
-        Args:
-            k: Number of the optimizer step, from 0.
-        """
+        """Return the rollouts that arrive just before an optimizer step: those with their first micro-step in it."""
         length = self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
         return range(-(-self.find_first_micro_step(k) // length), -(-self.find_first_micro_step(k + 1) // length))
 
@@ -254,11 +241,7 @@ class TrainingSchedule:
         return old_logprobs != "rollout" and self._step_of_use(rollout, decides, slice_index) > self.find_version(rollout)
 
     def step(self, k: int) -> ScheduledStep:
-        """Return an optimizer step of the run.
-
-        Args:
-            k: Number of the optimizer step, from 0.
-        """
+        """Return an optimizer step of the run."""
         sizes = self.sizes
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0 and not sizes.partial_rollouts
@@ -329,7 +312,6 @@ class TrainingSchedule:
         needed.
 
         Args:
-            k: First optimizer step.
             num_rollouts: Rollouts that have arrived by then. None: those that are trained before step k. More have arrived if a checkpoint
                 waited for what was being sampled.
         """

@@ -81,11 +81,6 @@ class Partition(Sequence[list[MicroBatchSpec]]):
     """Micro-batches of all data-parallel ranks: `partition[dp_rank]` is the list of a rank's, which is made when it is asked for.
 
     `num_tokens` are the maximum tokens in the stream of each, int64 [data-parallel ranks, micro-batches].
-
-    Args:
-        rows: Columns of the rows.
-        packed: Rows by data-parallel rank and micro-batch.
-        cut: How the rows were partitioned.
     """
 
     def __init__(self, rows: RowColumns, packed: PackedRows, cut: BatchPartitioner):
@@ -131,7 +126,6 @@ def partition(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartiti
 
     Args:
         lengths: Lengths of each row, in tokens.
-        cut: How to partition.
 
     Raises:
         ValueError: There are fewer rows than micro-batches.

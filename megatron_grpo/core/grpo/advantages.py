@@ -54,7 +54,6 @@ def advantages(
         rewards: Rewards of each group, [G, num_reward_funcs], `None` where a function does not apply. All groups must have the same number
             of completions.
         cfg: The GRPO settings; they select the estimator and its scale.
-        reward_weights: One weight per reward function.
         kl_penalty: float [num_groups, G], `beta * sum over tokens of (old - ref)`, subtracted from the reward before the baseline
             (`--kl_in_reward`). The `gdpo` estimator has no single reward to subtract it from, and `validation.problems` refuses the pair.
 
@@ -86,7 +85,6 @@ def zero_std_groups(rewards: Sequence[Rewards], cfg: GrpoConfig, reward_weights:
 
     Args:
         rewards: Rewards of each group.
-        cfg: GRPO settings.
         reward_weights: Weight of each reward function.
     """
     per_func = rewards_per_func(rewards, len(reward_weights))
@@ -105,9 +103,6 @@ def name_of_estimator(cfg: GrpoConfig) -> str:
     """Return the name of the advantage estimator that the settings select.
 
     `gdpo` has three spellings: an estimator here, a `scale_rewards` in Megatron-SWIFT, an aggregation in TRL.
-
-    Args:
-        cfg: GRPO settings.
     """
     if cfg.scale_rewards == "gdpo" or cfg.multi_objective_aggregation == "normalize_then_sum":
         return "gdpo"
@@ -133,7 +128,6 @@ def total_rewards(per_func: np.ndarray, reward_weights: Sequence[float]) -> np.n
 
     Args:
         per_func: float64 [..., num_reward_funcs], NaN where a function does not apply.
-        reward_weights: One weight per reward function.
 
     Returns:
         float64 [...], NaN where no function applies.
@@ -149,7 +143,6 @@ def largest_addends(per_func: np.ndarray, reward_weights: Sequence[float]) -> np
 
     Args:
         per_func: float64 [num_groups, G, num_reward_funcs], NaN where a function does not apply.
-        reward_weights: One weight per reward function.
     """
     weighted = np.abs(np.nan_to_num(per_func, nan=0.0) * np.asarray(reward_weights, dtype=np.float64))
     return weighted.max(axis=(1, 2), initial=0.0)[:, None]
@@ -244,10 +237,6 @@ def reward_metrics(result: Advantages, names: Sequence[str]) -> dict[str, float]
     """Return `reward`, `reward_std`, `frac_reward_zero_std` and `rewards/<name>/mean|std` over the scored completions.
 
     A metric over no value (a function that applied to no completion) is left out, not NaN.
-
-    Args:
-        result: The advantages of a rollout.
-        names: Names of the reward functions.
     """
     columns = {"reward": result.rewards}
     columns |= {f"rewards/{name}": result.rewards_per_func[:, :, k] for k, name in enumerate(names)}

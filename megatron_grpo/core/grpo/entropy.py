@@ -104,11 +104,7 @@ class AdaptiveEntropy:
 
     @classmethod
     def from_config(cls, cfg: GrpoConfig) -> AdaptiveEntropy | None:
-        """Return the coefficient before the first step, or None if the settings make it constant.
-
-        Args:
-            cfg: GRPO settings.
-        """
+        """Return the coefficient before the first step, or None if the settings make it constant."""
         return cls(cfg=cfg, coef=cfg.entropy_coef) if cfg.use_adaptive_entropy else None
 
     @property

@@ -105,12 +105,10 @@ def token_weights(
 
     Args:
         num_masked: Trained tokens of each row.
-        loss_type: Loss type, which selects the normalisation.
         is_truncated: Whether each row reached the length limit.
         is_zero_std: Whether each row belongs to a zero-std group.
         max_completion_length: Limit of the completion length, in tokens.
         overlong_filter: Empty the mask of a truncated completion, which still counts in N.
-        exclude_zero_std_groups: Remove the completions of zero-std groups, from N as well.
     """
     counts = ~(np.asarray(is_zero_std, dtype=bool) & exclude_zero_std_groups)
     trains = counts & ~(np.asarray(is_truncated, dtype=bool) & overlong_filter)
@@ -185,11 +183,7 @@ class _Terms(NamedTuple):
 
 
 def has_entropy_term(cfg: GrpoConfig) -> bool:
-    """Return whether entropy is part of the loss in at least some steps.
-
-    Args:
-        cfg: GRPO settings.
-    """
+    """Return whether entropy is part of the loss in at least some steps."""
     return cfg.entropy_coef != 0.0 or cfg.use_adaptive_entropy
 
 
@@ -244,10 +238,7 @@ class GrpoLoss:
         """Build the loss from settings that passed `validation.problems`.
 
         Args:
-            cfg: The GRPO settings.
             max_completion_length: Limit of the completion length, in tokens.
-            temperature: Sampling temperature, by which logits are divided.
-            zero_gradient: Kinds of rows that have no gradient.
         """
         return cls(
             token_weights=partial(
@@ -290,7 +281,6 @@ class GrpoLoss:
         Needs `is_per_token`.
 
         Args:
-            tensors: Inputs of the loss for exactly these positions.
             logprobs: [C], current log-probs.
             ref_logprobs: [C], log-probs of the reference; None without one.
         """
@@ -319,7 +309,6 @@ class GrpoLoss:
         distribution at `temperature`.
 
         Args:
-            tensors: Inputs of the loss.
             logprobs: [C], log-probs of the current policy.
             entropy: [C], entropy of the current policy, in nats; required if `needs_entropy`.
             ref_logprobs: [C], log-probs of the reference; required if `needs_reference`.

@@ -25,11 +25,7 @@ class LossLogs:
 
 
 def combine(logs: Iterable[LossLogs]) -> LossLogs:
-    """Combine the logs of several micro-batches of one rank.
-
-    Args:
-        logs: The logs, at least one, with equal names.
-    """
+    """Combine the logs of several micro-batches of one rank."""
     logs = list(logs)
     return LossLogs(
         sums={name: torch.stack([log.sums[name] for log in logs]).sum() for name in logs[0].sums},
@@ -41,7 +37,6 @@ def clip_logs(per_token: PerTokenLoss, units: torch.Tensor) -> dict[str, torch.T
     """Return the sums for the clip ratios.
 
     Args:
-        per_token: Output of the objective.
         units: [C], weight of each position: 1, or 1/length of its sequence where the clip decision is one per sequence.
     """
     low, high = per_token.is_low.double(), per_token.is_high.double()

@@ -38,8 +38,6 @@ class SequenceIndex:
 
     Args:
         index: int64 [C], 0..S-1: sequence of each position.
-        num_sequences: Number of sequences S.
-        sum_over_context: Sums partial results over context-parallel ranks.
     """
 
     def __init__(self, index: torch.Tensor, num_sequences: int, sum_over_context: SumOverContext):
@@ -115,7 +113,6 @@ def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: S
     Args:
         logprobs: Log-prob of each token, [C]; current log-probs.
         old_logprobs: Old log-probs, [C]; constants.
-        sequences: Sequences of the positions (unused).
     """
     return bounded(logprobs - old_logprobs).exp()
 
@@ -130,7 +127,6 @@ def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences
     Args:
         logprobs: Log-prob of each token, [C]; current log-probs.
         old_logprobs: Old log-probs, [C]; constants.
-        sequences: Sequences of the positions.
     """
     return sequences.scatter(bounded(sequences.mean(logprobs - old_logprobs)).exp())
 
@@ -143,7 +139,6 @@ def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, seq
     Args:
         logprobs: Log-prob of each token, [C]; current log-probs.
         old_logprobs: Old log-probs, [C]; constants.
-        sequences: Sequences of the positions.
     """
     with torch.no_grad():
         value = sequence_ratio(logprobs, old_logprobs, sequences)
@@ -257,7 +252,6 @@ def off_policy_mask(
         old_logprobs: Old log-probs, [C].
         sampler_logprobs: The sampler's log-probs, [C]; NaN where the sampler gave none.
         advantages: Advantage of each position, [C].
-        sequences: Sequences of the positions.
 
     Returns:
         [C], 0 for the tokens of masked sequences, else 1.
@@ -275,7 +269,6 @@ def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: b
 
     Args:
         mode: `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`.
-        lowest: Lower bound of rho.
         highest: Upper bound C of rho.
         geometric: Whether a sequence's rho is the geometric mean.
     """
@@ -402,7 +395,6 @@ def sapo(temperature_pos: float, temperature_neg: float) -> Objective:
 
     Args:
         temperature_pos: tau where A > 0.
-        temperature_neg: tau elsewhere.
     """
 
     def objective(tokens: ObjectiveInputs) -> PerTokenLoss:
@@ -448,7 +440,6 @@ def fipo(
         f[t] = clip(exp(sum over k >= t of 2^(-(k - t) / half_life) (logp - old)[k]), low, 1 + clip_range)
 
     Args:
-        surrogate: The objective that the weight multiplies.
         half_life: Half-life of the discount, in tokens.
         clip_range: Clip range of the weight; 0 clips nothing.
         high_only: Whether low is 1 instead of 1 - clip_range.
@@ -526,7 +517,6 @@ def classification(
         advantages: A of each row.
         groups: Any identifier of each row's group. All rows of a group must be given.
         trains: Whether any token of each row is trained. If not, the row takes no part in its group's sums.
-        tau: Temperature of the classifier.
 
     Returns:
         (values, slopes), float64 [rows]. The mean of `values` over all rows is the loss, that of `slopes` its derivative by each score.

@@ -57,7 +57,6 @@ def has_zero_gradient(rows: TrainingRows, kinds: frozenset[RowKind]) -> np.ndarr
     """Return whether rows are of one of these kinds, bool [n].
 
     Args:
-        rows: The rows.
         kinds: Result of `zero_gradient_kinds`.
     """
     rows_by_reason = {"no_token": rows.num_masked == 0, "truncated": rows.is_truncated, "zero_std": rows.is_zero_std,

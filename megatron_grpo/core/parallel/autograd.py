@@ -28,7 +28,6 @@ def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
     Args:
         x: Tensor, the same on every rank of `group`.
-        group: Process group.
     """
     return _CopyToRanks.apply(x, group) if group.size() > 1 else x
 
@@ -52,7 +51,6 @@ def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
     Args:
         x: Tensor of one shape on every rank.
-        group: Process group.
     """
     return copy_to_ranks(_SumOverRanks.apply(x, group), group) if group.size() > 1 else x
 
@@ -79,6 +77,5 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
     Args:
         x: Tensor of one shape on every rank.
-        group: Process group of cp ranks.
     """
     return _AllGather.apply(x, group)

@@ -60,11 +60,7 @@ def has_job() -> bool:
 
 
 def is_current(group: Group) -> bool:
-    """Return whether a process group belongs to the job of this process, and not to one that has ended.
-
-    Args:
-        group: Process group of torch.distributed.
-    """
+    """Return whether a process group belongs to the job of this process, and not to one that has ended."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -100,9 +96,6 @@ def store(name: str) -> Any:
     """Return a view of the job's key-value store, through which ranks can communicate while a collective hangs.
 
     It uses a separate connection, because the main thread may be blocked on the job's own.
-
-    Args:
-        name: Prefix of the keys.
     """
     default: Any = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, default.clone())
@@ -139,7 +132,6 @@ def all_gather_object(value: Any, group: Group = None) -> list[Any]:
     """Gather every rank's `value`, in rank order of the group, on every rank of it. For integers, flags, rewards and sentences. Collective.
 
     Args:
-        value: Any object that can be pickled.
         group: Process group; None is all ranks.
     """
     if num_ranks(group) == 1:
@@ -158,9 +150,6 @@ def gather_object(value: Any) -> list[Any] | None:
     """Gather every rank's `value`, in rank order, on rank 0; None on other ranks. Collective.
 
     Use it for the contents of files, such as texts and records.
-
-    Args:
-        value: Any object that can be pickled.
     """
     values = exchange({0: value})
     return values if rank() == 0 else None
@@ -179,8 +168,6 @@ def from_rank(value: Any, source: int, group: Group = None) -> Any:
     """Return the `value` of one rank on every rank of a group. Collective.
 
     Args:
-        value: Any object that can be pickled.
-        source: Global rank of the sender.
         group: Process group; None is all ranks.
     """
     if num_ranks(group) == 1:
@@ -359,8 +346,6 @@ def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tenso
 
     Args:
         tensor: Tensor of one shape on every rank.
-        member: Rank of the sender in the group.
-        group: Process group.
     """
     if num_ranks(group) > 1:
         dist.broadcast(tensor, src=dist.get_global_rank(group, member), group=group)
@@ -369,10 +354,6 @@ def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tenso
 
 def send(tensor: torch.Tensor, dst: int) -> None:
     """Send a tensor to one rank, which receives it with `start_receive`. Messages between two ranks arrive in order.
-
-    Args:
-        tensor: Contiguous tensor.
-        dst: Global rank of the receiver.
 
     Raises:
         ValueError: The tensor is not contiguous.
@@ -386,7 +367,6 @@ def start_receive(tensor: torch.Tensor, source: int) -> Any:
 
     Args:
         tensor: Contiguous tensor of the sender's shape and dtype, which is overwritten.
-        source: Global rank of the sender.
 
     Raises:
         ValueError: The tensor is not contiguous.

@@ -36,22 +36,11 @@ class Layout:
         return self.vpp or 1
 
     def compute_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Return the global rank at the given coordinates.
-
-        Args:
-            tp: Tensor-parallel rank.
-            cp: Context-parallel rank.
-            dp: Data-parallel rank.
-            pp: Pipeline stage.
-        """
+        """Return the global rank at the given coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp))
 
     def model_parallel_ranks(self, dp: int) -> list[int]:
-        """Return the global ranks of a data-parallel rank's model-parallel group, the first rank of the first stage first.
-
-        Args:
-            dp: The data-parallel rank.
-        """
+        """Return the global ranks of a data-parallel rank's model-parallel group, the first rank of the first stage first."""
         return [self.compute_rank(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
 
 
@@ -61,8 +50,6 @@ def sequence_alignment(layout: Layout, sequence_parallel: bool, rank_multiple: i
     Context parallelism splits every sequence into 2*cp equal chunks; sequence parallelism splits the tokens of one CP rank into tp parts.
 
     Args:
-        layout: The parallelism grid.
-        sequence_parallel: Whether sequence parallelism is on.
         rank_multiple: Required multiple of the tokens that one rank computes.
     """
     per_sequence = 2 * layout.cp if layout.cp > 1 else 1

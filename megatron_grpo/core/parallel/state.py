@@ -28,13 +28,7 @@ SECONDS_TO_LEAVE_WORD = 30.0  # for a rank that cannot join to tell the others w
 
 
 class ParallelState:
-    """Position of this rank on the parallelism grid, and its process groups. One instance per process, made by `start`.
-
-    Args:
-        layout: The parallelism grid.
-        device: Device of this rank.
-        sequence_parallel: Whether sequence parallelism is on.
-    """
+    """Position of this rank on the parallelism grid, and its process groups. One instance per process, made by `start`."""
 
     def __init__(self, layout: Layout, *, device: torch.device, sequence_parallel: bool):
         from megatron.core import parallel_state as mpu
@@ -102,9 +96,6 @@ def start(
     are missing while it waits.
 
     Args:
-        layout: The parallelism grid.
-        sequence_parallel: Whether sequence parallelism is on.
-        seed: Seed of Megatron-Core's random number generators.
         timeout_minutes: Time to wait for other ranks here and in collectives, in minutes.
         facts: Values by name that must be equal on all ranks.
 
@@ -174,7 +165,6 @@ def choose_gpu(launched: LaunchInfo, visible: int) -> int:
     """Return the index of this rank's GPU among those it sees. Launchers show a task all GPUs of its machine, or only its own.
 
     Args:
-        launched: The launcher's variables.
         visible: Number of GPUs that this process sees.
 
     Raises:
@@ -191,13 +181,7 @@ def choose_gpu(launched: LaunchInfo, visible: int) -> int:
 
 
 def check_gpu_not_shared(store: dist.Store, launched: LaunchInfo, gpu: str) -> None:
-    """Raise ConfigError on the second rank of a GPU: NCCL supports one rank per GPU, and its message would be less clear.
-
-    Args:
-        store: The job's store.
-        launched: The launcher's variables.
-        gpu: UUID of this rank's GPU.
-    """
+    """Raise ConfigError on the second rank of a GPU: NCCL supports one rank per GPU, and its message would be less clear."""
     if store.add(f"gpu/{gpu}", 1) > 1:
         raise ConfigError(
             f"rank {launched.rank} would share GPU {gpu} with another rank; NCCL supports one rank per GPU. Start one rank per GPU "
@@ -215,8 +199,6 @@ def rendezvous(
     makes up a name for the attempt, and sends it to each rank under a key that only this process of that rank has written.
 
     Args:
-        launched: The launcher's variables.
-        timeout: Time to wait.
         interval: Time between two messages, in seconds.
         print_line: Prints a message; None prints to standard error.
 
@@ -238,11 +220,7 @@ def rendezvous(
 
 
 def report_failure(error: ConfigError) -> None:
-    """Tell the ranks of other machines, which wait in `rendezvous`, why this one cannot join.
-
-    Args:
-        error: The reason.
-    """
+    """Tell the ranks of other machines, which wait in `rendezvous`, why this one cannot join."""
     launched, end = launcher.read(), time.monotonic() + SECONDS_TO_LEAVE_WORD
     if dist.is_initialized():
         return

@@ -52,7 +52,6 @@ class SamplingMaskTensors(NamedTuple):
         Args:
             offsets: int64 [C + 1], where each position's token IDs begin in `ids`.
             ids: Token IDs, int [m].
-            device: Device of the tensors.
         """
         counts = np.diff(offsets)
         id_columns = torch.from_numpy(np.stack([ids.astype(np.int64), np.repeat(np.arange(len(counts)), counts)])).to(device)
@@ -120,8 +119,6 @@ def linear_logprobs(
         hidden: [C, H], the same on every rank of `group`.
         weight: [V_shard, H], this rank's rows of the output layer, which are rows vocab_start.. of the vocabulary.
         targets: Token to predict at each position, int64 [C]; IDs in the whole vocabulary.
-        temperature: Sampling temperature.
-        vocab_start: First row of this shard in the vocabulary.
         num_valid_rows: Rows of this shard that are tokens; the rest is padding of the vocabulary and takes no part in the softmax. None is
             all rows.
         group: Tensor-parallel group; None if the vocabulary is not split.

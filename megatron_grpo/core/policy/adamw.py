@@ -124,12 +124,7 @@ class AdamW(torch.optim.Optimizer):
     # ---- interface for Megatron-Core and checkpoints ---------------------------------------------------------------------------------
 
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return state in float32: the state itself, or a copy if it is stored in another dtype.
-
-        Args:
-            parameter: The parameter.
-            name: "master_param", "exp_avg" or "exp_avg_sq".
-        """
+        """Return state in float32: the state itself, or a copy if it is stored in another dtype."""
         stored = self.state[parameter][name]
         if stored.dtype is torch.float32:
             return stored
@@ -140,8 +135,6 @@ class AdamW(torch.optim.Optimizer):
         """Store state in its dtype.
 
         Args:
-            parameter: The parameter.
-            name: "master_param", "exp_avg" or "exp_avg_sq".
             values: The state, float32, on any device.
         """
         for number, part in _blocks(parameter):
@@ -151,18 +144,12 @@ class AdamW(torch.optim.Optimizer):
         """Return whether the state of this name is stored in float32.
 
         Args:
-            parameter: Parameter of the optimizer.
             name: Name of the state: exp_avg, exp_avg_sq or master_param.
         """
         return self.state[parameter][name].dtype is torch.float32
 
     def lend(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a float32 buffer on the host, to be filled; `take_back` stores its contents.
-
-        Args:
-            parameter: The parameter.
-            name: "master_param", "exp_avg" or "exp_avg_sq".
-        """
+        """Return a float32 buffer on the host, to be filled; `take_back` stores its contents."""
         buffers = self._lent.setdefault(parameter, {})
         buffers[name] = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
         return buffers[name]

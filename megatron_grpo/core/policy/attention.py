@@ -65,7 +65,6 @@ def attention(
         q: Queries of this rank, [t, heads, c].
         k: Keys of all context-parallel ranks, [keys, groups, c].
         v: Values, in the shape of `k`.
-        packed: The packed stream.
         scale: Multiplies the scores; None for 1 / sqrt(c).
         sinks: One more score per head beside those of the keys, whose value is 0 (gpt-oss), [heads]; None without sinks.
     """
@@ -88,7 +87,6 @@ def gpu_kernel(dtype: torch.dtype, channels: int) -> KernelChoice:
 
     Args:
         dtype: Dtype of queries, keys and values.
-        channels: Channels of one head.
     """
     obstacle = flash_obstacle(str(dtype).removeprefix("torch."), channels)
     if obstacle is None and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
@@ -103,10 +101,7 @@ def find_kernel_problem(kernel: AttentionKernel, dtype: torch.dtype, channels: i
     """Compare a kernel with PLAIN on a small stream of parents and children.
 
     Args:
-        kernel: The kernel.
         dtype: Dtype of queries, keys and values.
-        channels: Channels of one head.
-        device: Device on which it runs.
 
     Returns:
         How the kernel fails, or where it differs from PLAIN by more than rounding, as a phrase; None if it does not.

@@ -12,7 +12,6 @@ def flash_obstacle(dtype: str, channels: int) -> str | None:
 
     Args:
         dtype: Name of the dtype, such as "bfloat16".
-        channels: Channels of one head.
     """
     if dtype not in ("bfloat16", "float16"):
         return f"flash attention supports bfloat16 and float16, not {dtype}"

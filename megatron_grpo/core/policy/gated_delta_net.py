@@ -49,13 +49,6 @@ class PackedGatedDeltaNet(MegatronModule):
     Tensor parallelism distributes groups: a key head and the value heads that belong to it. A recurrence cannot run on the chunks of a
     segment that context parallelism leaves on a rank. An all-to-all gives each context-parallel rank all tokens of some of the groups, and
     another one returns the outputs.
-
-    Args:
-        config: Megatron-Core's configuration of the model.
-        delta: Sizes of the layer.
-        layer_number: Index of the layer in the model, from 1.
-        pg_collection: Megatron-Core's process groups.
-        unused: Further arguments of Megatron's attention.
     """
 
     def __init__(self, config, *, delta: DeltaNetShape, layer_number=1, pg_collection, **unused):
@@ -90,8 +83,6 @@ class PackedGatedDeltaNet(MegatronModule):
         Args:
             hidden_states: [t, 1, H], or [t/tp, 1, H] under sequence parallelism.
             attention_mask: Not used.
-            packed_seq_params: The packed stream.
-            unused: Megatron's arguments for attention.
 
         Returns:
             The output in the shape of `hidden_states`, and None.
@@ -137,9 +128,7 @@ class PackedGatedDeltaNet(MegatronModule):
         """Describe the layer for a checkpoint. Every cut is an equal run of whole groups, so any layout can load it.
 
         Args:
-            prefix: Prefix of the names.
             sharded_offsets: Offsets of the axes in front, as in Megatron-Core.
-            metadata: Options of Megatron-Core's checkpoints.
         """
         cut = {"conv1d.weight": 0, "dt_bias": 0, "A_log": 0}
         local = {name: tensor for name, tensor in self.state_dict(keep_vars=True).items() if name in (*cut, "out_norm.weight")}
@@ -151,11 +140,7 @@ class PackedGatedDeltaNet(MegatronModule):
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
-    """Divide each vector by its length. The epsilon is inside the root, unlike in `F.normalize`.
-
-    Args:
-        x: Vectors in the last dimension.
-    """
+    """Divide each vector by its length. The epsilon is inside the root, unlike in `F.normalize`."""
     return x * (x.square().sum(dim=-1, keepdim=True) + L2NORM_EPSILON).rsqrt()
 
 
@@ -226,8 +211,6 @@ def gpu_rule(dtype: torch.dtype, key_channels: int, value_channels: int) -> Delt
 
     Args:
         dtype: Dtype of the model.
-        key_channels: Channels of a key head.
-        value_channels: Channels of a value head.
     """
     chosen = DeltaRuleChoice(gated_delta_rule, _kernel_obstacle(dtype))
     if chosen.lacks is None:
@@ -288,11 +271,7 @@ def fault_of_rule(rule: Rule, dtype: torch.dtype, key_channels: int, value_chann
     """Compare an implementation with `gated_delta_rule` on a small stream of parents and children, longer than two chunks.
 
     Args:
-        rule: The implementation.
         dtype: Dtype of the model, which determines the rounding.
-        key_channels: Channels of a key head.
-        value_channels: Channels of a value head.
-        device: Device on which it runs.
 
     Returns:
         How the implementation fails, or where it differs by more than rounding, as a phrase; None if it does not.

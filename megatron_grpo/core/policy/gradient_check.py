@@ -98,11 +98,7 @@ class GradNormSpikeCheck:
         return {"norms": list(self._norms)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the running median from `state()`.
-
-        Args:
-            state: State from `state()`.
-        """
+        """Restore the running median from `state()`."""
         self._norms = deque(state["norms"], maxlen=WINDOW)
 
 
@@ -239,20 +235,12 @@ BadRows = tuple[tuple[RowKey, ...], str]  # rows, and which of their values is n
 
 
 def ranks_not_finite(local_sum: torch.Tensor) -> tuple[int, ...]:
-    """Return the ranks whose own gradient was not finite. Collective.
-
-    Args:
-        local_sum: Norm of this rank's own gradient.
-    """
+    """Return the ranks whose own gradient was not finite. Collective."""
     return tuple(rank for rank, is_finite in enumerate(collectives.all_gather_object(math.isfinite(float(local_sum)))) if not is_finite)
 
 
 def weights_not_finite(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, str], ...]:
-    """Return (rank, its first parameter that is not finite) of every rank that has one. Collective.
-
-    Args:
-        chunks: Model chunks of this stage.
-    """
+    """Return (rank, its first parameter that is not finite) of every rank that has one. Collective."""
     parameters = ((name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters())
     local_name = next((name for name, parameter in parameters if not bool(torch.isfinite(parameter.detach()).all())), None)
     return tuple((rank, name) for rank, name in enumerate(collectives.all_gather_object(local_name)) if name is not None)
@@ -272,10 +260,6 @@ def find_bad_micro_batches(
     The gradient buffers are left with arbitrary contents.
 
     Args:
-        wrapped: The chunks in DDP.
-        micro_batches: The micro-batches of this data-parallel rank.
-        run_alone: Runs forward and backward of one micro-batch.
-        parallel: The layout and the process groups of this rank.
         references: The reference's log-probs by micro-batch, float32 [C]; empty without a reference.
         finite: True if the refused gradient was finite: then the micro-batch with the largest gradient is returned. Otherwise those whose
             gradient is not finite, at most MOST.
@@ -308,11 +292,6 @@ def each_alone(
 ) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None]]:
     """Yield every micro-batch with its log-probs, while its own gradient is in the buffers, not summed over ranks.
 
-    Args:
-        wrapped: The chunks in DDP.
-        micro_batches: The micro-batches of this data-parallel rank.
-        run_alone: Runs forward and backward of one micro-batch.
-
     Yields:
         The micro-batch; and its log-probs, float32 [C], on ranks of the last stage, None elsewhere.
     """
@@ -343,9 +322,6 @@ def _group_by_micro_batch(
 ) -> dict[tuple[int, int], list[tuple[_MicroBatchReport, int]]]:
     """Group the reports by micro-batch.
 
-    Args:
-        reports: (data-parallel rank, its reports), by rank.
-
     Returns:
         {(data-parallel rank, micro-batch): [(report, reporting rank)]}. If some rank reports `is_own` of a micro-batch index, reports about
         that index without `is_own` are left out.
@@ -371,7 +347,6 @@ def non_finite_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: 
     NaN is allowed where it means that there is no value, as in old, teacher and sampler log-probs.
 
     Args:
-        micro: The micro-batch.
         logprobs: The policy's log-probs, float32 [C].
         reference: The reference's log-probs, float32 [C]; None without a reference.
     """

@@ -42,7 +42,6 @@ class MegatronToHF:
 
     Args:
         weight_map: Names and shapes of the weights in both formats.
-        parallel: The layout and the process groups of this rank.
         converts_adapters: Convert the adapters instead of the weights.
         bucket_bytes: Size of the full tensors in one bucket; None for the default of the device.
         gather: Only rank 0 receives what streams; the streams of all other ranks are empty.
@@ -58,11 +57,7 @@ class MegatronToHF:
         self._buffers = weight_map.buffer_names()
 
     def tensors(self, chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
-        """Return this rank's parameters, and the buffers that a checkpoint holds, by their names in the whole model.
-
-        Args:
-            chunks: Model chunks of this rank.
-        """
+        """Return this rank's parameters, and the buffers that a checkpoint holds, by their names in the whole model."""
         tensors = {}
         for chunk in chunks:
             first_layer = min((layer.layer_number for layer in chunk.decoder.layers), default=1) - 1
@@ -79,7 +74,6 @@ class MegatronToHF:
         """Load every parameter from a checkpoint. Collective.
 
         Args:
-            chunks: Model chunks of this stage.
             read: Returns the full Hugging Face tensor of a name.
 
         Raises:
@@ -105,10 +99,6 @@ class MegatronToHF:
         """Set the attributes by which Megatron knows how a parameter is sharded.
 
         Megatron's initialisation, which is skipped, would have set them.
-
-        Args:
-            name: Name of the parameter in the whole model.
-            tensor: The parameter.
         """
         kind = self.map.entry(name)
         if kind.cut is not ShardSplit.REPLICATED or kind.is_expert:
@@ -128,7 +118,6 @@ class MegatronToHF:
         A yielded tensor may be a view, also of a live parameter, and stays valid until the stream ends: clone it to keep it longer.
 
         Args:
-            local: This rank's parameters, or tensors that are sharded like them, such as their gradients.
             kind: Name of the kind of stream, the same on every rank. All streams of one kind have the same names, shapes and dtypes.
             prepare: Converts each tensor to what is sent, when its turn comes; shape and dtype stay the same.
             in_slices: Yield a `TensorSlice` for each slice of a tensor that is in several buckets, so that no more than two buckets are in
@@ -147,7 +136,6 @@ class MegatronToHF:
         not take part when the other stages plan the second kind.
 
         Args:
-            local: This rank's tensors.
             kind: Name of the kind of stream, the same on every rank.
         """
         if kind not in self._plans:
@@ -156,11 +144,7 @@ class MegatronToHF:
         return self._plans[kind]
 
     def whole_bytes(self, local: dict[str, torch.Tensor]) -> int:
-        """Return the size of the whole model in bytes, as it would be written. Collective.
-
-        Args:
-            local: This rank's tensors.
-        """
+        """Return the size of the whole model in bytes, as it would be written. Collective."""
         p, total = self.parallel, 0
         for owned in self._catalogue(local):
             kind = self.map.entry(owned.name)
@@ -210,8 +194,6 @@ class WeightSyncPlan:
     Args:
         owned: All tensors of the stream, over all ranks.
         weight_map: Names and shapes of the weights in both formats.
-        parallel: The layout and the process groups of this rank.
-        bucket_bytes: Size of the full tensors in one bucket.
     """
 
     def __init__(self, owned: Iterable[ParameterPlacement], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
@@ -234,7 +216,6 @@ class WeightSyncPlan:
         collectives.
 
         Args:
-            local: This rank's tensors.
             prepare: Converts each tensor to what is sent; shape and dtype stay the same.
             in_slices: Yield slices of other large tensors too, instead of joining their shards in new memory.
 
@@ -347,7 +328,6 @@ class BucketMemory:
     allocator reuses memory anyway.
 
     Args:
-        device: Device of the memory.
         max_bytes: Bytes that are kept, in use or not.
     """
 
@@ -395,9 +375,7 @@ class LocalTensors:
     """This rank's tensors, each prepared when its turn comes, with the memory for the bytes that are sent.
 
     Args:
-        local: This rank's tensors by name.
         prepare: Converts each tensor to what is sent.
-        memory: Memory for buckets.
     """
 
     def __init__(self, local: Mapping[str, torch.Tensor], prepare: Prepare, memory: BucketMemory):
@@ -408,7 +386,6 @@ class LocalTensors:
         """Return the prepared tensor of a name.
 
         Args:
-            name: Name of the tensor in the whole model.
             slot: Its planned shape and dtype.
 
         Raises:
@@ -428,7 +405,6 @@ class PendingBucket:
     """A bucket that is being gathered.
 
     Args:
-        bucket: The bucket.
         rows: Gathered bytes by part, uint8 [ranks, bytes]; None for a part of which nothing is sent.
         handles: The collectives that are running.
         packed_on: CUDA stream on which the bucket was packed; None on a CPU.
@@ -469,9 +445,6 @@ class Rank0WeightGather(WeightSyncPlan):
     On rank 0 the next bucket is being received while the receiver uses the current one. A sender holds one bucket.
 
     Args:
-        owned: Parameters of this rank.
-        weight_map: Table of weights.
-        parallel: Process groups.
         bucket_bytes: Maximum bytes of a bucket.
     """
 

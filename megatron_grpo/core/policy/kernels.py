@@ -22,7 +22,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     Args:
         x: Input, [..., channels].
         weight: Weight, [channels].
-        epsilon: Added to the mean of squares.
     """
     if x.dtype not in (torch.float32, torch.float64):
         return _RoundedNorm.apply(x, weight, epsilon)
@@ -35,12 +34,6 @@ class Norm(torch.nn.Module):
     """RMSNorm over the last dimension.
 
     Under sequence parallelism the gradient of its weight is summed over TP, which Megatron does for the attribute `sequence_parallel`.
-
-    Args:
-        config: Megatron-Core's configuration of the model.
-        hidden_size: Size of the last dimension.
-        eps: Added to the mean square.
-        unused: Further arguments of Megatron's norms.
     """
 
     def __init__(self, config, hidden_size, eps=1e-6, **unused):
@@ -149,7 +142,6 @@ def clamped_swiglu(x: torch.Tensor, factor: float, limit: float) -> torch.Tensor
 
     Args:
         x: Gate and up, [..., 2 c].
-        factor: Factor in the sigmoid.
         limit: Upper bound of the gate, and bound of the absolute value of up.
 
     Returns:

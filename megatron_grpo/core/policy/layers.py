@@ -33,11 +33,7 @@ class PackedAttention(MegatronModule):
     rotations, and not by Megatron, which computes sines and cosines twice a layer.
 
     Args:
-        config: Megatron-Core's configuration of the model.
-        layer_number: Index of the layer in the model, from 1.
         softmax_scale: Multiplies the scores; None for 1 / sqrt of the query's channels.
-        pg_collection: Megatron-Core's process groups.
-        unused: Further arguments of Megatron's attention.
     """
 
     def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **unused):
@@ -50,11 +46,7 @@ class PackedAttention(MegatronModule):
         self.rope = 0
 
     def read(self, shape: ModelShape) -> None:
-        """Set the layer's window, softmax scale and rope, for a model with grouped-query attention.
-
-        Args:
-            shape: The model's dimensions.
-        """
+        """Set the layer's window, softmax scale and rope, for a model with grouped-query attention."""
         layer = self.layer_number - 1
         self.window, self.softmax_scale = shape.window(layer), shape.find_softmax_scale(layer)
         self.rope = int(shape.find_rope(layer) is not shape.rope)
@@ -82,11 +74,7 @@ class FusedAttention(PackedAttention):
     Here they are rotated at once, as on the local layers.
 
     Args:
-        config: Megatron-Core's configuration of the model.
-        layer_number: Index of the layer in the model, from 1.
         softmax_scale: Multiplies the scores; None for 1 / sqrt of the query's channels.
-        pg_collection: Megatron-Core's process groups.
-        kwargs: Megatron's arguments for Transformer Engine's attention.
     """
 
     DTYPES = (torch.bfloat16, torch.float16)  # in this layout Transformer Engine has kernels for these dtypes only, and none for parents
@@ -113,7 +101,6 @@ class SinkAttention(PackedAttention):
     """`PackedAttention` with a sink: each head has one more score beside those of the keys, whose value is 0 (gpt-oss).
 
     Args:
-        config: Megatron-Core's configuration of the model.
         kwargs: Further arguments of `PackedAttention`.
     """
 
@@ -144,9 +131,6 @@ class FullWidthNorm(MegatronModule):
     The mean of squares is taken over tensor parallelism.
 
     Args:
-        config: Megatron-Core's configuration of the model.
-        hidden_size: Channels of one head.
-        eps: Added to the mean of squares.
         heads: Heads of all ranks.
     """
 
@@ -181,12 +165,7 @@ def _cut_in_one_dimension(module, name: str, prefix, offsets, metadata):
 
 
 class PostNormResidual(MegatronModule):
-    """Replacement for Megatron's addition of a sublayer's output to the residual, which normalises the output first.
-
-    Args:
-        config: Megatron-Core's configuration of the model.
-        norm: Class of the norm.
-    """
+    """Replacement for Megatron's addition of a sublayer's output to the residual, which normalises the output first."""
 
     def __init__(self, config, norm: type):
         super().__init__(config)
@@ -211,7 +190,6 @@ def with_bias(linear: type, bias: bool) -> type:
     """Return the parallel linear layer class with or without a bias, whatever the configuration says.
 
     Args:
-        linear: The class.
         bias: Whether it has a bias.
     """
 
@@ -249,9 +227,6 @@ def te_packed(packed: PackedBatch) -> PackedSeqParams:
     """Return the stream as Transformer Engine's attention takes it, which does not support parents.
 
     Under context parallelism too: Transformer Engine cuts each segment into the chunks that `parallel.layout` defines.
-
-    Args:
-        packed: The packed stream.
     """
     cu = packed.cu_seqlens
     longest = packed.max_seqlen
@@ -270,10 +245,7 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
     gradient of the rotated key, which all heads share, at the part of this tensor-parallel rank's heads.
 
     Args:
-        args: Megatron's arguments.
-        rope_scale: Multiplies cos and sin.
         interleaved: The checkpoint has the two channels of a rotation next to each other.
-        kwargs: Megatron's arguments.
     """
 
     def __init__(self, *args, rope_scale: float, interleaved: bool, **kwargs):
@@ -295,8 +267,6 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
             hidden_states: [t, 1, H], or [t/tp, 1, H] under sequence parallelism.
             attention_mask: Not used by the attention here.
             rotary_pos_emb: Angles in radians, [t, 1, 1, rotated channels].
-            packed_seq_params: The packed stream.
-            unused: Further arguments of Megatron's attention.
 
         Returns:
             The output in the shape of `hidden_states`, and None.
@@ -343,13 +313,7 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
 
 
 class LatentNorm(Norm):
-    """RMSNorm of a compressed stream. Its epsilon is always 1e-6, as in DeepSeek's code and in transformers.
-
-    Args:
-        config: Megatron-Core's configuration of the model.
-        hidden_size: Size of the last dimension.
-        unused: Further arguments of Megatron's norms.
-    """
+    """RMSNorm of a compressed stream. Its epsilon is always 1e-6, as in DeepSeek's code and in transformers."""
 
     def __init__(self, config, hidden_size, **unused):
         super().__init__(config, hidden_size, eps=1e-6)

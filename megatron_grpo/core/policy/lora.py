@@ -141,9 +141,7 @@ class LoraLinear:
         Megatron would take both matrices for replicated ones, and cuts gate and up separately for `weight` and `bias` only.
 
         Args:
-            prefix: Prefix of the names.
             sharded_offsets: Offsets of the axes in front, as in Megatron-Core.
-            metadata: Options of Megatron-Core's checkpoints.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # of the layer that this is mixed into
         if not hasattr(self, "lora_a"):
@@ -169,11 +167,7 @@ class Adapters:
     Making one freezes the chunks and adds adapters to their target modules; do this before DDP wraps the chunks.
 
     Args:
-        chunks: Model chunks of this stage.
-        base: Conversion of the weights of the chunks.
-        settings: Ranks, scales and target modules.
         read: Returns the initial values of an adapter matrix by name.
-        base_model: Name of the base model in PEFT's configuration file.
         adapter_sync: Content of a weight sync: the adapter, or weights with the adapter merged.
     """
 
@@ -206,7 +200,6 @@ class Adapters:
         """Make the base with another adapter the reference, instead of the base alone.
 
         Args:
-            settings: Ranks, scales and target modules of the reference's adapter, which may differ from the trained one's.
             read: Returns the values of an adapter matrix by name.
         """
         self._add(REFERENCE, settings, read, self._make_exchange(settings))
@@ -235,7 +228,6 @@ class Adapters:
         """Yield the same as `named` for other tensors that are sharded like the matrices, such as their gradients. Collective.
 
         Args:
-            local: This rank's tensors.
             kind: Name of the kind of stream; see `MegatronToHF.stream`.
         """
         return trimmed(self.exchange.stream(local, kind), self.sizes)
@@ -248,11 +240,7 @@ class Adapters:
         )
 
     def merged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a parameter of the base with its adapter merged, if it has one.
-
-        Args:
-            tensor: Parameter of the base model.
-        """
+        """Return a parameter of the base with its adapter merged, if it has one."""
         linear = self._by_weight.get(id(tensor))
         return tensor if linear is None else linear.merged()
 
@@ -260,9 +248,6 @@ class Adapters:
         """Set the adapters to values that change every log-prob, to test that a sampler uses them.
 
         The values are the same in every layout.
-
-        Args:
-            seed: Seed of the values.
 
         Returns:
             The previous values, for `restore`.
@@ -274,11 +259,7 @@ class Adapters:
         return saved
 
     def restore(self, values: dict[str, torch.Tensor]) -> None:
-        """Set the adapters to the values that `randomize` returned.
-
-        Args:
-            values: Values by name.
-        """
+        """Set the adapters to the values that `randomize` returned."""
         for name, tensor in self.tensors().items():
             tensor.data.copy_(values[name])
 

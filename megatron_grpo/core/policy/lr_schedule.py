@@ -40,12 +40,7 @@ class LRSchedule:
 
 
 def make_lr_schedule(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
-    """Return the schedule of a run.
-
-    Args:
-        cfg: Settings of the optimizer.
-        num_steps: Optimizer steps of the run.
-    """
+    """Return the schedule of a run."""
     warmup = cfg.lr_warmup_iters if cfg.lr_warmup_fraction is None else round(cfg.lr_warmup_fraction * num_steps)
     start = cfg.weight_decay if cfg.start_weight_decay is None else cfg.start_weight_decay
     end = cfg.weight_decay if cfg.end_weight_decay is None else cfg.end_weight_decay
@@ -55,11 +50,7 @@ def make_lr_schedule(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
 
 
 def lost_update_warnings(opt: OptimizerConfig) -> Iterator[str]:
-    """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes.
-
-    Args:
-        opt: Optimizer settings.
-    """
+    """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes."""
     for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
         dtype, moves = getattr(opt, f"{name}_dtype"), 1 - getattr(opt, beta)
         half = 2.0 ** -(_BITS[dtype] + 1) if dtype in _BITS else 0.0
@@ -78,10 +69,6 @@ def lost_update_warnings(opt: OptimizerConfig) -> Iterator[str]:
 
 
 def rank_multiple(cfg: StepConfig) -> int:
-    """Return the multiple to which the tokens of a micro-batch on one rank are padded.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return the multiple to which the tokens of a micro-batch on one rank are padded."""
     rows = FP8_NEEDS[cfg.model.fp8_recipe][1] if cfg.model.fp8_format else 1
     return math.lcm(cfg.batch.pad_to_multiple_of, rows)

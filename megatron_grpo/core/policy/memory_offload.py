@@ -32,8 +32,6 @@ class PolicyOffloader:
     Args:
         tensors_by_role: Returns every tensor of the policy with its role, as they are at the time of the call.
         movable: Roles that may be offloaded.
-        device: The device of the policy.
-        timers: Timers that record the offload.
 
     Attributes:
         offloaded_bytes: Bytes of this rank that are offloaded, after the latest `offload`.
@@ -73,9 +71,6 @@ class PolicyOffloader:
     def offload(self, *, keep: Part = "nothing") -> None:
         """Offload everything that may be offloaded and that `keep` does not need.
 
-        Args:
-            keep: Part that stays on the device.
-
         Raises:
             RuntimeError: Inside a `on_device` block that needs what would be offloaded.
         """
@@ -91,9 +86,6 @@ class PolicyOffloader:
 
     def require(self, part: Part) -> None:
         """Check that everything a part needs is on the device: kernels would read memory that has been freed.
-
-        Args:
-            part: Part that is needed.
 
         Raises:
             RuntimeError: If any of it is offloaded.
@@ -170,9 +162,6 @@ class PolicyOffloader:
 def require_on_device(chunks: Iterable[torch.nn.Module]) -> None:
     """Check that the weights of a model are on the device.
 
-    Args:
-        chunks: The model chunks.
-
     Raises:
         RuntimeError: If weights are offloaded.
     """
@@ -182,11 +171,7 @@ def require_on_device(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def iterate_tensors(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:
-    """Yield every tensor that a `Policy` holds from step to step, with its role.
-
-    Args:
-        policy: The policy.
-    """
+    """Yield every tensor that a `Policy` holds from step to step, with its role."""
     reference = policy.reference.chunks if policy.reference is not None else ()
     models: tuple[tuple[Role, Sequence[torch.nn.Module]], ...] = (("weights", policy.chunks), ("reference", reference))
     for role, chunks in models:

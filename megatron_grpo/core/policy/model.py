@@ -47,10 +47,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
         Args:
             hidden: Hidden states, [t, 1, H], or [t/tp, 1, H] under sequence parallelism.
             weight: Weight of the tied embedding; None for the layer's own weight.
-            batch: This rank's part of the micro-batch.
-            temperature: Divides the logits.
             chunk_size: Positions whose logits are computed at once.
-            with_entropy: Compute entropies too.
             slope: See `parallel.vocab`.
 
         Returns:
@@ -80,12 +77,7 @@ class PolicyModel(GPTModel):
     """Model of one pipeline stage, or one chunk of it.
 
     Args:
-        shape: The model's dimensions.
-        config: Megatron-Core's configuration of the model.
-        cfg: The settings of the run.
-        parallel: The layout and the process groups of this rank.
         index: Index of the chunk in its stage.
-        use_te: Use Transformer Engine's layers.
         plain_linears: See `model_config.layer_specs`.
         tower: Vision tower, if the model has one and this is its first chunk.
     """
@@ -144,8 +136,6 @@ class PolicyModel(GPTModel):
         """Run the stage on this rank's part of a micro-batch.
 
         Args:
-            batch: This rank's part of the micro-batch.
-            with_entropy: Compute entropies too.
             temperature: Divides the logits; None for the sampling temperature of the run.
             slope: Derivative of this micro-batch's loss by a token's log-prob, if that log-prob alone determines it (`parallel.vocab`).
 
@@ -224,10 +214,6 @@ def build_chunks(
     Their weights are not loaded yet.
 
     Args:
-        shape: The model's dimensions.
-        cfg: The settings of the run.
-        parallel: The layout and the process groups of this rank.
-        use_te: Use Transformer Engine's layers.
         plain_linears: See `model_config.layer_specs`.
         tower: Vision tower; None if the model has none, and on later stages. See `policy.vision`.
     """
@@ -247,9 +233,6 @@ def let_gradients_in(chunks: Sequence[GPTModel]) -> None:
     """Make the output of a frozen embedding require a gradient.
 
     Otherwise Megatron's checkpointed layers receive an input without one and skip their backward: no error, and all gradients are zero.
-
-    Args:
-        chunks: Model chunks of this stage.
     """
 
     def require_grad(module, inputs, output):
@@ -262,11 +245,7 @@ def let_gradients_in(chunks: Sequence[GPTModel]) -> None:
 
 
 def keep_outputs(chunks: Sequence[Any]) -> None:
-    """Cache the outputs of the vision towers, so that an image is encoded once. For towers whose weights no longer change.
-
-    Args:
-        chunks: Model chunks of this stage.
-    """
+    """Cache the outputs of the vision towers, so that an image is encoded once. For towers whose weights no longer change."""
     for chunk in chunks:
         if chunk.vision is not None:
             chunk.vision.keeps_outputs = True

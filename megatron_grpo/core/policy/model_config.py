@@ -36,12 +36,7 @@ from megatron_grpo.core.weights.shape import ModelShape
 
 
 def padded_vocab_size(shape: ModelShape, cfg: StepConfig) -> int:
-    """Return the rows of the embedding, padded so that TP divides them evenly.
-
-    Args:
-        shape: The model's dimensions.
-        cfg: The settings of the run.
-    """
+    """Return the rows of the embedding, padded so that TP divides them evenly."""
     multiple = cfg.model.padded_vocab_multiple * cfg.parallel.tensor_model_parallel_size
     return -(-shape.vocab_size // multiple) * multiple
 
@@ -60,10 +55,6 @@ def transformer_config(
     Fusions that need CUDA extensions are off, unless Transformer Engine has them.
 
     Args:
-        shape: The model's dimensions.
-        model: The model settings.
-        layout: The parallelism settings.
-        use_te: Use Transformer Engine's layers.
         plain_linears: See `layer_specs`.
         kernels: The kernel settings; None for the defaults.
     """
@@ -200,9 +191,6 @@ def layer_specs(
     """Return the layers of this stage; on the local spec with the attention and the norms of `policy.layers`.
 
     Args:
-        shape: The model's dimensions.
-        config: Megatron-Core's configuration of the model.
-        use_te: Use Transformer Engine's layers.
         vp_stage: Index of the chunk in its stage under virtual pipeline parallelism; None without it.
         plain_linears: Every linear layer is a separate module with its own input. Transformer Engine's usual layers contain the norm before
             them, and all experts at once.

@@ -38,8 +38,6 @@ def select_trainable(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: Tu
 
     Args:
         chunks: Model chunks of this stage, not yet wrapped in DDP.
-        exchange: Gives the parameters their names in the whole model.
-        cfg: The tuner settings.
     """
     rule = trains(cfg)
     for name, tensor in exchange.tensors(chunks).items():
@@ -73,9 +71,6 @@ class TrainableModel:
         """Wrap chunks for training: every parameter that requires a gradient trains.
 
         Args:
-            chunks: Model chunks of this stage.
-            cfg: The optimizer settings.
-            num_steps: Length of the run in optimizer steps.
             adapters: The LoRA adapters in the chunks, if there are any.
             trains_tower: Whether the vision tower trains.
         """
@@ -88,10 +83,6 @@ class TrainableModel:
 
 def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> tuple[list[DistributedDataParallel], SumOverRanks]:
     """Wrap chunks in DDP, with gradient buffers in `main_grads_dtype`.
-
-    Args:
-        chunks: Model chunks of this stage.
-        cfg: The optimizer settings.
 
     Returns:
         The wrapped chunks, and the function that sums their gradients (it does not average them) over data-parallel and context-parallel
@@ -147,7 +138,6 @@ def own_norm(wrapped: Sequence[Any], *, with_experts: bool = True) -> torch.Tens
     Parameters that several ranks hold as copies count on each of them.
 
     Args:
-        wrapped: The chunks in DDP.
         with_experts: Include the parameters that expert parallelism distributes, to whose gradients tokens of other ranks contribute.
     """
     kinds = [kind for chunk in wrapped for kind in (chunk.buffers, chunk.expert_parallel_buffers if with_experts else ())]
@@ -157,12 +147,7 @@ def own_norm(wrapped: Sequence[Any], *, with_experts: bool = True) -> torch.Tens
 
 
 def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerConfig):
-    """Build AdamW with decoupled weight decay (none on biases and norms) and clipping by the global norm.
-
-    Args:
-        wrapped: The chunks in DDP. The optimizer's loss scale is set in their configuration.
-        cfg: The optimizer settings.
-    """
+    """Build AdamW with decoupled weight decay (none on biases and norms) and clipping by the global norm."""
     config = wrapped[0].config
     optimizer_config = MegatronOptimizerConfig(
         optimizer="adam",
@@ -237,12 +222,7 @@ def _norm(values: torch.Tensor) -> torch.Tensor:
 
 
 def reload_main_params(optimizer: Any, wrapped: Sequence[DistributedDataParallel]) -> None:
-    """Set the optimizer's main weights to the current weights of the model. Collective.
-
-    Args:
-        optimizer: Megatron-Core's optimizer, possibly a chain of several.
-        wrapped: Model chunks in Megatron's DistributedDataParallel.
-    """
+    """Set the optimizer's main weights to the current weights of the model. Collective."""
     optimizer.reload_model_params()
     for inner in rounding(optimizer):
         inner.reload()
@@ -259,7 +239,6 @@ def gradient_norm(optimizer: Any, *other_values: float) -> float:
     `step` prepares the gradient again, to the same values: the check before the step costs one more copy and one more norm.
 
     Args:
-        optimizer: Megatron-Core's optimizer.
         other_values: Further numbers of this rank that must be finite, such as its loss.
 
     Returns:
@@ -287,13 +266,7 @@ def _overrides(cfg: OptimizerConfig) -> dict:
 
 
 def build_scheduler(optimizer, cfg: OptimizerConfig, *, num_steps: int) -> OptimizerParamScheduler:
-    """Build the schedule of learning rate and weight decay: linear warm-up, then decay, counted in optimizer steps.
-
-    Args:
-        optimizer: Megatron-Core's optimizer.
-        cfg: The optimizer settings.
-        num_steps: Length of the run in optimizer steps.
-    """
+    """Build the schedule of learning rate and weight decay: linear warm-up, then decay, counted in optimizer steps."""
     course = make_lr_schedule(cfg, num_steps)
     return OptimizerParamScheduler(
         optimizer,

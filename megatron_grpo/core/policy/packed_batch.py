@@ -212,9 +212,6 @@ def sequences(packed: PackedBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
     Under context parallelism a sequence has two runs on this rank.
 
-    Args:
-        packed: The packed stream.
-
     Yields:
         The indices of a run of queries; and those of all keys of its sequence up to the last of these queries, in the order of the
         sequence.
@@ -246,8 +243,6 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
     """Cut a micro-batch for this rank and move it to its device.
 
     Args:
-        batch: The micro-batch of this data-parallel rank.
-        parallel: The layout and the process groups of this rank.
         moe_layers: MoE layers of this stage, by their index among those of the model.
     """
     cp, rank, device = parallel.cp_size, parallel.cp_rank, parallel.device
@@ -280,9 +275,7 @@ def _local_images(batch: MicroBatch, local_index: np.ndarray, tensor: ToDevice) 
     """Return the images of which this rank holds tokens.
 
     Args:
-        batch: The micro-batch.
         local_index: Index of each token of the stream among the tokens of this rank, -1 for tokens of other ranks.
-        tensor: Moves an array to the device.
     """
     local = np.flatnonzero(local_index[batch.image_positions] >= 0)
     if not len(local):
@@ -305,10 +298,7 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
     """Return the attention of one context-parallel rank over a stream of segments.
 
     Args:
-        segments: The segments, which cover the stream.
         cp: Number of context-parallel ranks.
-        rank: This rank among them.
-        tensor: Moves an array to the device.
         by_length: Short segments may be copied and sorted by length, to save attention calls.
     """
     causal, full = _self_attention(segments, cp, rank)
@@ -521,8 +511,6 @@ def held_positions(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
 
     Args:
         length: Tokens of the sequence.
-        cp_size: Number of context-parallel ranks.
-        cp_rank: The rank.
 
     Raises:
         ValueError: The sequence does not divide into 2 * cp_size equal chunks.
@@ -537,13 +525,7 @@ def held_positions(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
 
 
 def tokens_of_cp_rank(segments: Sequence[Segment], cp_size: int, cp_rank: int) -> np.ndarray:
-    """Return the indices in the whole stream that `cp_rank` holds, in the order it holds them; int64 [T / cp_size].
-
-    Args:
-        segments: Segments of the stream.
-        cp_size: Number of context-parallel ranks.
-        cp_rank: The rank.
-    """
+    """Return the indices in the whole stream that `cp_rank` holds, in the order it holds them; int64 [T / cp_size]."""
     return np.concatenate([s.start + held_positions(s.end - s.start, cp_size, cp_rank) for s in segments])
 
 
@@ -551,9 +533,7 @@ def gathered_positions(segment: Segment, total: int, cp_size: int) -> np.ndarray
     """Return where the tokens of a segment, in order, are in the concatenation of all ranks' parts of a stream; int64 [length].
 
     Args:
-        segment: The segment.
         total: Tokens of the whole stream.
-        cp_size: Number of context-parallel ranks.
     """
     length = segment.end - segment.start
     order = np.concatenate([held_positions(length, cp_size, rank) for rank in range(cp_size)])

@@ -37,11 +37,7 @@ def train(
     """Run forward and backward of every micro-batch and reduce the gradients over ranks at the end. Collective.
 
     Args:
-        model: This stage's chunks, wrapped in DDP.
-        micro_batches: The micro-batches of this data-parallel rank.
         loss: A `policy.passes.StepLoss`; called on the last stage only.
-        parallel: The layout and the process groups of this rank.
-        routing: Routing that is replayed in this pass.
 
     Returns:
         What `loss` kept of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
@@ -102,13 +98,8 @@ def _run(
     """Run one pass of Megatron-Core's schedule.
 
     Args:
-        model: This stage's chunks.
-        micro_batches: The micro-batches of this data-parallel rank.
         finish: Called on the last stage with (micro-batch, local batch, log-probs [c], entropies [c] or None).
-        parallel: The layout and the process groups of this rank.
-        model_kwargs: Arguments of the model's forward, besides the slope.
         make_slope: Returns the slope of a micro-batch's loss for the head.
-        routing: Routing that is replayed or recorded.
         trains: Whether to run the backward too.
     """
     moe_layers = [router.place for router in routers(model)]
@@ -149,8 +140,6 @@ class ModelScorer:
     """Scorer of sequences and micro-batches by one model. Every method is collective: all ranks call it.
 
     Args:
-        model: This stage's chunks, as Megatron's schedule takes them.
-        parallel: The layout and the process groups of this rank.
         cut: Partitioner for the sequences of `score`.
         context: Context that is active during a pass; inside it the chunks are the model to be scored.
         replay: A `router_replay_mode`. A reference always routes by itself.
@@ -174,7 +163,6 @@ class ModelScorer:
         for batches.
 
         Args:
-            sequences: The sequences to score.
             temperature: Divides the logits; None for the sampling temperature of the run.
         """
         if not sequences:
@@ -197,18 +185,11 @@ class ModelScorer:
         return [sequence.scatter(scored[i]) for i, sequence in enumerate(sequences)]
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group.
-
-        Args:
-            micro_batches: Micro-batches; the same on every rank of the model-parallel group.
-        """
+        """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group."""
         return self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches))
 
     def old_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Return the old log-probs of each micro-batch, and under R2 the experts that each token was routed to.
-
-        Args:
-            micro_batches: Micro-batches; the same on every rank of the model-parallel group.
 
         Returns:
             The log-probs as of `logprobs`, float32 [C] per micro-batch; and under `router_replay_mode` R2 the experts, int16 [T, MoE
@@ -233,7 +214,6 @@ class ModelScorer:
         The loss needs them there and on no other stage.
 
         Args:
-            micro_batches: The micro-batches of this data-parallel rank.
             temperature: Divides the logits; None for the sampling temperature of the run.
             routing: Routing that is replayed or recorded; None for an ordinary pass.
 
@@ -246,9 +226,6 @@ class ModelScorer:
         """Return the entropies of each micro-batch in nats, float32 [C], on ranks of the last pipeline stage.
 
         The list is empty on other stages.
-
-        Args:
-            micro_batches: Micro-batches; the same on every rank of the model-parallel group.
         """
         return self._read(micro_batches, lambda _, entropy: entropy, temperature=None, with_entropy=True)
 
@@ -258,10 +235,8 @@ class ModelScorer:
         """Run the forward only.
 
         Args:
-            micro_batches: The micro-batches of this data-parallel rank.
             select: Chooses from log-probs and entropies [c].
             routing: Routing that is replayed or recorded; None for an ordinary pass.
-            model_kwargs: Further arguments of the model's forward.
         """
 
         def finish(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
@@ -276,8 +251,6 @@ class ModelScorer:
         """Gather values [c] of the context-parallel ranks to float32 [C] on each of them. Collective.
 
         Args:
-            batch: The micro-batch.
-            local: This rank's part of it.
             values: Values at this rank's trained positions, [c].
         """
         full = torch.zeros(len(batch.targets), device=self.parallel.device)
@@ -294,9 +267,6 @@ class StepLoss:
     Of each micro-batch it keeps (logs, the micro-batch, its log-probs float32 [C]).
 
     Args:
-        loss: The GRPO loss.
-        batch: The global batch of the step.
-        scorer: Scorer of the model that trains.
         reference: The reference's log-probs by micro-batch, float32 [C], on ranks of the last stage; empty without a reference.
         entropy: Current state of the adaptive entropy coefficient; None if the coefficient is constant.
     """
@@ -316,8 +286,6 @@ class StepLoss:
         """Compute the loss of a micro-batch on this context-parallel rank.
 
         Args:
-            micro: The micro-batch.
-            local: This rank's part of it.
             logprobs: Log-probs of this rank's trained positions, float32 [c].
             entropy: Entropies of the same positions in nats, float32 [c]; None if the loss needs none.
 
@@ -339,10 +307,6 @@ class StepLoss:
     def make_slope(self, micro: TrainingMicroBatch, local: LocalBatch) -> Slope | None:
         """Return the function that lets the head compute its gradients while it has the logits.
 
-        Args:
-            micro: The micro-batch.
-            local: This rank's part of it.
-
         Returns:
             See `parallel.vocab.Slope`; None if the loss of a token depends on other tokens.
         """
@@ -359,7 +323,6 @@ class StepLoss:
         """Return the loss inputs of some trained positions of a micro-batch, and the reference's log-probs if there is a reference.
 
         Args:
-            micro: The micro-batch.
             trained: The positions, int64 indices into its C trained positions.
         """
 

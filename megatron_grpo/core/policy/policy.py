@@ -115,8 +115,6 @@ def batch_partitioner(
     """Return the partitioner that cuts batches as this layout and this model need it.
 
     Args:
-        parallel: The layout and the process groups of this rank.
-        megatron: Megatron-Core's configuration of the model.
         micro_batch_size: Completions per micro-batch.
         max_tokens: Token budget per micro-batch; see `BatchPartitioner`.
         min_saving_ratio: Least share of tokens that a shared prefix must save; see `BatchPartitioner`.
@@ -144,14 +142,9 @@ class Policy:
     Every method is collective: all ranks call it, with the same arguments unless its docstring says otherwise.
 
     Args:
-        model: This stage's chunks with optimizer and scheduler.
         scorer: Scorer of the same model.
-        loss: The GRPO loss.
         reference: The reference model; None if neither the loss nor a reward needs one.
         gradient_check: Check that decides before each optimizer step whether the gradient may be used.
-        exchange: Conversion between this rank's shards and Hugging Face tensors.
-        timers: Timers that record the parts of a step.
-        offload: Roles whose memory leaves the device while the sampler works.
     """
 
     def __init__(
@@ -261,8 +254,6 @@ class Policy:
         """Find the origin of a gradient that the gradient check refused. Collective.
 
         Args:
-            loss: The loss of the refused step.
-            norm: Norm of the summed gradient.
             local_sum: Norm of this rank's own gradient, before any sum over ranks.
         """
         reason = getattr(self.gradient_check, "reason", None) or f"the gradient was rejected (norm {norm:.4g})"
@@ -285,9 +276,6 @@ class Policy:
         """Run every micro-batch of this rank's share by itself. Collective.
 
         The optimizer does not act.
-
-        Args:
-            batch: The global batch of a step.
 
         Yields:
             The micro-batch; its log-probs, float32 [C], on ranks of the last stage and None elsewhere; and the norm of the gradient that it
@@ -346,7 +334,6 @@ class Policy:
         """Yield the weight updates that a sampler needs to hold this policy.
 
         Args:
-            version: Version of the weights.
             has_base: Whether the sampler already holds the weights that do not change: the base weights of an adapter, and a frozen vision
                 tower.
         """
@@ -418,7 +405,6 @@ class Policy:
 
         Args:
             is_loading: Describe where to load to, instead of what to save.
-            with_optimizer: Include the optimizer's state.
 
         Raises:
             RuntimeError: If part of the policy's memory is offloaded.
@@ -459,9 +445,6 @@ class Policy:
 
     def free_memory(self, *, keep: Part = "nothing") -> None:
         """Free device memory for the sampler: offload what `--offload_model` and `--offload_optimizer` name.
-
-        Args:
-            keep: Part that stays on the device.
 
         Raises:
             RuntimeError: Inside a `on_device` block that needs more than `keep`.

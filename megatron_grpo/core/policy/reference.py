@@ -60,11 +60,7 @@ class Reference(Protocol):
 
 
 class FrozenReference:
-    """Reference whose weights never change: the initial model of the run, or another one.
-
-    Args:
-        scorer: Scorer of the reference model.
-    """
+    """Reference whose weights never change: the initial model of the run, or another one."""
 
     saved_chunks: SequenceOf[Any] = ()
 
@@ -82,9 +78,7 @@ class SyncedReference(FrozenReference):
     For each weight: reference = alpha * policy + (1 - alpha) * reference.
 
     Args:
-        scorer: Scorer of the reference model.
         tensors: Returns this rank's current parameters of the reference.
-        sync_steps: Interval in optimizer steps.
         alpha: Weight of the policy; 1 copies it.
     """
 
@@ -108,9 +102,6 @@ class FrozenPolicy:
     Every method is collective.
 
     Args:
-        chunks: This stage's model chunks.
-        scorer: Scorer of the model.
-        exchange: Conversion between this rank's shards and Hugging Face tensors.
         adapters: Adapters of the chunks, synced merged into the weights; None if there are none.
     """
 

@@ -51,7 +51,6 @@ class RouterReplayPass:
         Args:
             scores: Router scores, [t, experts].
             chosen_now: Experts that the router would choose, int64 [t, k].
-            router: The router that asks.
             number: Number of the micro-batch.
 
         Returns:
@@ -77,9 +76,6 @@ class RouterReplayPass:
         """Return the replay metrics of a training pass, over all ranks and layers. Collective.
 
         Empty if nothing is replayed.
-
-        Args:
-            parallel: Process groups.
         """
         if not self.replays:
             return {}
@@ -90,13 +86,7 @@ class RouterReplayPass:
         return metrics | ({"routing/agreement": agreeing / replayed} if replayed else {})
 
     def recorded(self, micro_batches: Sequence[MicroBatch], parallel: ParallelState, shape: tuple[int, int]) -> list[np.ndarray]:
-        """Return the recorded experts of each micro-batch, int16 [T, MoE layers, k], on every rank of the model-parallel group. Collective.
-
-        Args:
-            micro_batches: The micro-batches of the pass.
-            parallel: The layout and the process groups of this rank.
-            shape: MoE layers of the whole model, and k.
-        """
+        """Return the recorded experts of each micro-batch, int16 [T, MoE layers, k], on every model-parallel rank. Collective."""
         routes = []
         for micro in micro_batches:
             full = torch.zeros(micro.num_tokens, *shape, dtype=torch.int32, device=parallel.device)
@@ -222,11 +212,7 @@ def replace_routers(model: torch.nn.Module) -> None:
 
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[PolicyRouter]:
-    """Yield all routers of the model chunks.
-
-    Args:
-        chunks: Model chunks of this rank.
-    """
+    """Yield all routers of the model chunks."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
 
 
@@ -235,9 +221,7 @@ def routers_replay(model: Sequence[torch.nn.Module], batches: Sequence[LocalBatc
     """Give the routers of a model the micro-batches of a pass, inside the block.
 
     Args:
-        model: The model chunks.
         batches: This rank's parts of the micro-batches; routers find them by number.
-        running: Routing that is replayed or recorded.
     """
     running.batches = {batch.number: batch for batch in batches}
     local_routers = list(routers(model))

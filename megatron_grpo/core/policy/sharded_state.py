@@ -86,7 +86,6 @@ def load_state(
         chunks: The model chunks of this stage, as for `sharded_state`.
         optimizer: A MegatronOptimizer; None if it was left out.
         scheduler: Any object with `load_state_dict()`; None if it was left out.
-        state: The loaded state.
         reference: Chunks of the reference; None if they were left out.
 
     Raises:
@@ -116,9 +115,6 @@ def without_extra_state(described: dict[str, Any]) -> dict[str, Any]:
 
     The extra state is empty, except under FP8: then it is a pickle of the recipe, which the settings contain too. Without it a checkpoint
     is the same with Transformer Engine's layers and with the local ones, and no pickle is loaded.
-
-    Args:
-        described: Sharded state dict of Megatron-Core.
     """
     return {name: leaf for name, leaf in described.items() if not EXTRA.search(name)}
 
@@ -127,8 +123,6 @@ def _load_weights(module: Any, values: dict[str, Any], *, everything: bool) -> N
     """Load the weights of a module.
 
     Args:
-        module: The module.
-        values: Its weights by name.
         everything: All tensors must be present; otherwise those that train.
 
     Raises:
@@ -233,9 +227,6 @@ def steps_counted(optimizer: Any) -> int:
     """Return the number of steps that Adam has counted for its bias correction; the same for all parameters.
 
     It is the highest count found: when Megatron-Core loads, it leaves a count in the parameter groups, which torch's Adam never advances.
-
-    Args:
-        optimizer: Megatron-Core's optimizer, possibly a chain of several.
     """
     holders = (holder for inner in torch_optimizers(optimizer) for holder in [*inner.param_groups, *inner.state.values()])
     return max((int(holder["step"]) for holder in holders if "step" in holder), default=0)
@@ -245,9 +236,6 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """Yield the inner optimizers, which do the arithmetic.
 
     A hybrid one (`--optimizer_cpu_offload`) has parts on the GPU and on the host, which are yielded too.
-
-    Args:
-        optimizer: Megatron-Core's optimizer, possibly a chain of several.
     """
     for part in chain(optimizer):
         if part.optimizer is not None:  # None if nothing trains on this rank
@@ -256,50 +244,29 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def rounding(optimizer: Any) -> list[AdamW]:
-    """Return the inner optimizers that store state in the dtypes of the settings (`use_precision_aware_optimizer`).
-
-    Args:
-        optimizer: Megatron-Core's optimizer, possibly a chain of several.
-    """
+    """Return the inner optimizers that store state in the dtypes of the settings (`use_precision_aware_optimizer`)."""
     return [inner for inner in torch_optimizers(optimizer) if isinstance(inner, AdamW)]
 
 
 def share_rounded(optimizer: Any, wrapped: Sequence[Any]) -> None:
-    """Gather the weights of other ranks again if storing main weights may have rounded them. Collective.
-
-    Args:
-        optimizer: Megatron-Core's optimizer, possibly a chain of several.
-        wrapped: Model chunks in Megatron's DistributedDataParallel.
-    """
+    """Gather the weights of other ranks again if storing main weights may have rounded them. Collective."""
     if any(inner.rounds_weights for inner in rounding(optimizer)):
         for chunk in wrapped:
             chunk.start_param_sync(force_sync=True)
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether every part is a distributed optimizer.
-
-    Args:
-        optimizer: Megatron-Core's optimizer, possibly a chain of several.
-    """
+    """Return whether every part is a distributed optimizer."""
     return all(isinstance(part, DistributedOptimizer) for part in chain(optimizer))
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """Return the parts of an optimizer. With expert parallelism dense and expert parameters have one each.
-
-    Args:
-        optimizer: Megatron-Core's optimizer, possibly a chain of several.
-    """
+    """Return the parts of an optimizer. With expert parallelism dense and expert parameters have one each."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def unwrapped(chunk: Any) -> Any:
-    """Return the chunk without Megatron's DistributedDataParallel; a model that is only exported is not wrapped.
-
-    Args:
-        chunk: Model chunk.
-    """
+    """Return the chunk without Megatron's DistributedDataParallel; a model that is only exported is not wrapped."""
     return getattr(chunk, "module", chunk)
 
 
@@ -318,8 +285,6 @@ def local_optimizer_state(optimizer: DistributedOptimizer, described: Mapping[st
     State that an `AdamW` stores in another dtype is yielded as a copy on the host; after loading, `AdamW.take_back` stores it.
 
     Args:
-        optimizer: A distributed optimizer.
-        described: The sharded state dict of the optimizer's model chunks, with the parameters themselves in it.
         is_loading: Describe where to load to, instead of what to save.
     """
     if optimizer.is_stub_optimizer:  # nothing trains on this rank
@@ -355,11 +320,7 @@ Run = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]  # a weight; 
 
 
 def iterate_runs(optimizer: Any) -> Iterator[Run]:
-    """Yield the runs of weights that a distributed optimizer holds on this rank, with their states.
-
-    Args:
-        optimizer: One distributed optimizer, or a chain of them.
-    """
+    """Yield the runs of weights that a distributed optimizer holds on this rank, with their states."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not part.is_stub_optimizer:  # a stub if nothing trains on this rank
             yield from _runs(part)
@@ -385,8 +346,6 @@ def _split_into_boxes(part: ShardedTensor, run: torch.Tensor, first: int) -> Ite
     """Yield the boxes of `part` that lie in a run of the weight's elements.
 
     Args:
-        part: A tensor of the checkpoint.
-        run: The elements of the run.
         first: Index in the weight of the first element of the run.
     """
     assert part.data is not None and part.data.is_contiguous(), f"{part.key} is not a set of whole rows of its weight"
@@ -408,7 +367,6 @@ def boxes(start: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
     Args:
         start: First element, in row-major order.
-        end: One past the last element.
         shape: Shape of the array.
     """
     if start >= end:

@@ -30,10 +30,7 @@ def build_tower(
     """Build the vision tower of a model. Its weights are not loaded yet.
 
     Args:
-        shape: The model's dimensions.
-        model_path: Folder with the model's configuration.
         dtype: Dtype of the parameters.
-        device: Device of the parameters.
         checkpointing: Recompute its layers in the backward (`vit_gradient_checkpointing`).
 
     Returns:
@@ -72,10 +69,6 @@ class VisionEncoder(torch.nn.Module):
     """Vision part of a model, which encodes images and puts their tokens at the placeholders of the packed stream.
 
     Args:
-        tower: The vision tower.
-        config: Megatron-Core's configuration of the model.
-        layers: The layers of this model chunk.
-        tp_group: The tensor-parallel group.
         deep: Number of layers, from the first on, whose output receives features of the tower (DeepStack).
 
     Raises:
@@ -105,7 +98,6 @@ class VisionEncoder(torch.nn.Module):
 
         Args:
             hidden: Embeddings of the stream, [t, 1, H], or [t/tp, 1, H] under sequence parallelism.
-            batch: This rank's part of the micro-batch.
 
         Returns:
             The embeddings with image tokens, in the shape of `hidden`.

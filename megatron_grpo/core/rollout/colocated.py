@@ -53,10 +53,7 @@ class ColocatedEngine:
     """A vLLM engine inside the trainer's process. `rollout.engine.Engine` documents its methods.
 
     Args:
-        llm: vLLM's LLM.
         rank: Rank of this process among all ranks.
-        world_size: Number of ranks.
-        tensor_parallel_size: Ranks that share one engine.
         max_model_len: Maximum length of prompt and completion together, in tokens.
         sleep_level: vLLM's sleep level between rollouts; 0 never sleeps.
         adapter: Slot for the policy's adapter, if adapters are synced separately.
@@ -92,17 +89,11 @@ class ColocatedEngine:
         """Load the model and start the engine at version 0, so the first rollout needs no weight update. Collective over all ranks.
 
         Args:
-            cfg: Rollout configuration.
-            model_path: Checkpoint to load.
             dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings takes precedence.
             max_model_len: Prompt and completion together, in tokens; `vllm_max_model_len` takes precedence.
-            seed: Seed of the run.
             rank: Rank of this process among all ranks.
-            world_size: Number of ranks.
             lora: How adapters are synced, if the run trains adapters.
             experts: Expert layers of the model, if the trainer replays the routing.
-            image_spec: Image processing of a vision-language model.
-            max_images: Maximum number of images in a prompt.
             trust_remote_code: Whether vLLM may run code of the checkpoint.
             patch: Further patches of vLLM, called before the engine starts.
 
@@ -188,8 +179,6 @@ class ColocatedEngine:
         """Run the episodes of the prompts; see `rollout.turns.TurnEngine`. The first rank of each engine runs them.
 
         Args:
-            prompts: Prompts of this rank's engine.
-            sampling: Sampling settings.
             begin: Returns the player of the given prompts.
         """
         self._require_weights()
@@ -301,11 +290,7 @@ class ColocatedEngine:
         return {f"rank {self._rank}": self.score(sequences)}
 
     def score(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
-        """Return the log-probs of `scores` for this rank's engine.
-
-        Args:
-            sequences: Sequences to score.
-        """
+        """Return the log-probs of `scores` for this rank's engine."""
         self._wake("weights", "kv_cache")
         rows = [(row.token_ids.tolist(), row.images) for row in sequences]
         answers = iter(self._run([(ids, images, params) for long, images in rows for ids, params in vllm_requests.scoring_requests(long)]))

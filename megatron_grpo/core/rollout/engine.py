@@ -75,7 +75,6 @@ class SamplingSettings:
         """Build the settings from the rollout configuration.
 
         Args:
-            cfg: Rollout configuration.
             num_generations: Completions per prompt.
         """
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
@@ -94,11 +93,6 @@ def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
 
     The seed is below 2**32, because torch's CPU generator ignores higher bits. No two of 4 million successive prompts share a seed (n <=
     1024).
-
-    Args:
-        run_seed: Seed of the run.
-        prompt_number: Position of the prompt in the run's stream of prompts, from 0.
-        n: Completions per prompt.
     """
     offset = int.from_bytes(hashlib.blake2b(str(run_seed).encode(), digest_size=4).digest(), "big")
     gap = SEEDS_PER_PROMPT * -(-n // SEEDS_PER_PROMPT)

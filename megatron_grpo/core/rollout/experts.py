@@ -39,9 +39,6 @@ class ExpertLayers:
     def from_shape(cls, shape: ModelShape) -> ExpertLayers:
         """Return the expert layers of a model.
 
-        Args:
-            shape: Shape of the model.
-
         Raises:
             ValueError: The model is dense.
         """
@@ -71,9 +68,6 @@ class ExpertLayers:
 
     def check(self, sequence: TokenSequence) -> None:
         """Check that each token takes k different experts in every layer, or routes freely in all of them.
-
-        Args:
-            sequence: Sequence with its experts.
 
         Raises:
             InvalidRoutingError: It does not, or the sequence has no experts of the right shape.
@@ -131,9 +125,6 @@ def expert_options(*, on_gpu: bool) -> dict[str, Any]:
     """Return the arguments of an engine that returns experts, and patch vLLM for it. Idempotent.
 
     Call after `vllm_patches.apply_patches`.
-
-    Args:
-        on_gpu: Whether the engine runs on a GPU.
     """
     from vllm.distributed.aux_output_connector import worker
 

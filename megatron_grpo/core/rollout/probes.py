@@ -77,7 +77,6 @@ def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, imag
     tokens; an image that fits only without text is left out.
 
     Args:
-        tokenizer: Hugging Face tokenizer.
         vocab_size: Vocabulary size of the model; the tokenizer may have more or fewer tokens.
         max_model_len: Maximum length of a sequence and one generated token, in tokens.
         image_spec: Image processing of a vision-language model; None for a text model.

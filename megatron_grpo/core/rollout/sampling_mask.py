@@ -17,47 +17,27 @@ TIES = 8
 
 
 def training_structured_outputs(rollout: RolloutConfig) -> Mapping[str, Any] | None:
-    """Return the structured outputs of training in the form of vLLM's `structured_outputs`; None if completions are not restricted.
-
-    Args:
-        rollout: Rollout settings.
-    """
+    """Return the structured outputs of training in the form of vLLM's `structured_outputs`; None if completions are not restricted."""
     regex = rollout.vllm_structured_outputs_regex
     return rollout.generation_kwargs.get(FIELD) if regex is None else {"regex": regex}
 
 
 def find_mask_flag(rollout: RolloutConfig) -> str:
-    """Return the setting that defines the structured outputs of training.
-
-    Args:
-        rollout: Rollout settings.
-    """
+    """Return the setting that defines the structured outputs of training."""
     return REGEX if rollout.vllm_structured_outputs_regex is not None else "generation_kwargs"
 
 
 def list_sampling_fields(rollout: RolloutConfig) -> Mapping[str, Any]:
-    """Return the extra fields of vLLM's SamplingParams in training, besides those that have a setting.
-
-    Args:
-        rollout: Rollout settings.
-    """
+    """Return the extra fields of vLLM's SamplingParams in training, besides those that have a setting."""
     regex = rollout.vllm_structured_outputs_regex
     return rollout.generation_kwargs if regex is None else {**rollout.generation_kwargs, FIELD: {"regex": regex}}
 
 
 def samples_from_part(rollout: RolloutConfig) -> bool:
-    """Return whether training samples from less than the whole vocabulary.
-
-    Args:
-        rollout: Rollout settings.
-    """
+    """Return whether training samples from less than the whole vocabulary."""
     return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or training_structured_outputs(rollout) is not None
 
 
 def max_mask_tokens(rollout: RolloutConfig) -> int:
-    """Return the top_k that training samples with; 0 means the whole vocabulary.
-
-    Args:
-        rollout: Rollout settings.
-    """
+    """Return the top_k that training samples with; 0 means the whole vocabulary."""
     return rollout.top_k or (MOST if samples_from_part(rollout) else 0)

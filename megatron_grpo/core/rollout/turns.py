@@ -92,11 +92,8 @@ def request_seed(run_seed: int, prompt_number: int, index: int, turn: int, *, n:
     With one seed for all turns, each turn would repeat the random numbers of the first.
 
     Args:
-        run_seed: Seed of the run.
-        prompt_number: Position of the prompt in the run's stream of prompts, from 0.
         index: Index of the episode in its group.
         turn: Index of the turn in its episode, from 0.
-        n: Completions per prompt.
     """
     if turn == 0:
         return prompt_seed(run_seed, prompt_number, n) + index
@@ -116,9 +113,6 @@ class EngineTurnSampler:
     """A vLLM engine inside this process as a `TurnSampler`.
 
     Args:
-        engine: vLLM's LLMEngine.
-        sampling: Sampling parameters.
-        version: Version of the weights.
         adapter: vLLM's LoRARequest, which every request must carry; None without an adapter.
     """
 
@@ -159,11 +153,7 @@ class EngineTurnSampler:
         return len(self._keys)
 
     def rest(self, state: float) -> None:
-        """Pause until the ranks have agreed on how to go on.
-
-        Args:
-            state: DONE, WAITS or GIVES_UP of the rank that plays.
-        """
+        """Pause until the ranks have agreed on how to go on."""
 
     def interrupt(self) -> list[tuple[Key, SampledTurn]]:
         """Abort all open requests, and return the tokens that each has sampled so far; nothing for those without a token."""
@@ -204,10 +194,7 @@ class LeaderTurnSampler(EngineTurnSampler):
     batches.
 
     Args:
-        engine: vLLM's LLMEngine.
-        sampling: Sampling parameters.
         broadcast: Broadcasts an object from this rank to all ranks of the engine, and returns it.
-        version: Version of the weights.
         adapter: vLLM's LoRARequest, or None.
     """
 
@@ -240,11 +227,6 @@ class LeaderTurnSampler(EngineTurnSampler):
 def follow_engine(turns: EngineTurnSampler, receive: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:
     """Repeat the steps of the first rank of a shared engine on another of its ranks, until the first rank rests.
 
-    Args:
-        turns: This rank's engine.
-        receive: Receives the next message of the first rank.
-        digest: Digest of the turns that finished in the last step.
-
     Returns:
         (state that the first rank rests in, digest of the last step).
 
@@ -273,10 +255,7 @@ def lead_engine(player: EpisodeLoop, turns: TurnSampler, should_cancel: Callable
     The limit is SECONDS_BETWEEN_AGREEMENTS: ranks that have nothing left to run must learn that this one is alive.
 
     Args:
-        player: Episodes to run.
-        turns: Sampler of their turns.
         should_cancel: Whether the run cancels what it waits for.
-        version: Version of the weights.
 
     Returns:
         DONE, WAITS or GIVES_UP.
@@ -340,28 +319,16 @@ class EngineAssignment:
     ranks_per_engine: int
 
     def find_leader(self, number: int) -> int:
-        """Return the rank that returns the group of a prompt.
-
-        Args:
-            number: Prompt number.
-        """
+        """Return the rank that returns the group of a prompt."""
         turn, engine = divmod(number, self.num_engines)
         return engine * self.ranks_per_engine + turn % self.ranks_per_engine
 
     def is_sampled_here(self, number: int) -> bool:
-        """Return whether the engine of this rank samples a prompt.
-
-        Args:
-            number: Prompt number.
-        """
+        """Return whether the engine of this rank samples a prompt."""
         return self.find_leader(number) // self.ranks_per_engine == self.rank // self.ranks_per_engine
 
     def delivered(self, partial: Iterable[PartialCompletion]) -> list[PartialCompletion]:
-        """Return the partial completions of all ranks that this rank's engine continues. Collective.
-
-        Args:
-            partial: Those that are on this rank.
-        """
+        """Return the partial completions of all ranks that this rank's engine continues. Collective."""
         parts: dict[int, list[PartialCompletion]] = {}
         for completion in partial:
             first = self.find_leader(completion.prompt_number) // self.ranks_per_engine * self.ranks_per_engine

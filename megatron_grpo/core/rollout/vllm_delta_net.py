@@ -17,9 +17,6 @@ def patch_hybrids(*, on_gpu: bool) -> None:
     """Patch how vLLM configures hybrid models. Idempotent.
 
     Their prefix cache needs chunked prefill, which a CPU's generators do not support, and is not verified on a GPU.
-
-    Args:
-        on_gpu: Whether the engine runs on a GPU.
     """
     import vllm.model_executor.models.config as config
 

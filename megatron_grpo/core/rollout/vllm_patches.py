@@ -69,9 +69,6 @@ def prepare_environment(*, on_gpu: bool) -> None:
     """Set vLLM's environment variables for an engine inside this process. Call before vLLM is imported.
 
     The user's variables stay, except where an in-process engine cannot work with them.
-
-    Args:
-        on_gpu: Whether the engine runs on a GPU.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process: weights are handed over as tensors
     _prepare(on_gpu=on_gpu)
@@ -81,9 +78,6 @@ def prepare_server(*, on_gpu: bool) -> None:
     """Set vLLM's environment variables for a server whose engine and workers are separate processes. Call before vLLM is imported.
 
     The engine and the workers inherit the environment. The user's variables stay otherwise, as in `prepare_environment`.
-
-    Args:
-        on_gpu: Whether the engine runs on a GPU.
     """
     env = os.environ
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the server may have been started by a trainer
@@ -119,7 +113,6 @@ def keep_runner(recorded: str | None, *, on_gpu: bool, returns_experts: bool) ->
 
     Args:
         recorded: "V1" or "V2"; None without a checkpoint.
-        on_gpu: Whether the engine runs on a GPU.
         returns_experts: Whether completions are returned with their experts.
     """
     if os.environ.get(RUNNER_VARIABLE) == _kept.pop("runner", ""):
@@ -158,11 +151,7 @@ def apply_patches(*, on_gpu: bool) -> None:
 
 
 def patch_start(*, on_gpu: bool) -> None:
-    """Patch vLLM in every process that reads a model's configuration with it.
-
-    Args:
-        on_gpu: Whether the engine runs on a GPU.
-    """
+    """Patch vLLM in every process that reads a model's configuration with it."""
     import transformers.utils.logging as transformers_logging
     import vllm.model_executor.models.registry as registry
 
@@ -312,11 +301,7 @@ class _HarmlessMessages(logging.Filter):
 
 @contextlib.contextmanager
 def report_start(model_path: str | Path) -> Iterator[None]:
-    """Open a phase for each long part of the start of an engine in this process, and count the weights that it reads.
-
-    Args:
-        model_path: Checkpoint that the engine loads.
-    """
+    """Open a phase for each long part of the start of an engine in this process, and count the weights that it reads."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -344,11 +329,7 @@ def report_start(model_path: str | Path) -> Iterator[None]:
 
 
 def report_steps(llm: Any) -> None:
-    """Report each engine step as progress, with the completions that finished in it. vLLM itself reports nothing until all are done.
-
-    Args:
-        llm: vLLM's LLM.
-    """
+    """Report each engine step as progress, with the completions that finished in it. vLLM itself reports nothing until all are done."""
     engine = llm.llm_engine
     step = engine.step
 
@@ -416,7 +397,6 @@ def cancellable_steps(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[
     `LLM.generate` steps until every request is finished, and cannot be interrupted otherwise.
 
     Args:
-        engine: vLLM's LLMEngine.
         has_no_time: Whether to cancel.
 
     Raises:
@@ -458,7 +438,6 @@ def settle_attention(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Recompute the weight products that latent attention keeps, for all attention layers, as a reload does at its end.
 
     Args:
-        model: vLLM's model.
         dtype: Dtype of the model.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -476,21 +455,13 @@ PACKED_OF_EXPERTS = ("w13_weight", "w2_weight")
 
 
 def has_cpu_experts(module: torch.nn.Module) -> bool:
-    """Return whether a module holds experts of a CPU kernel.
-
-    Args:
-        module: A module of vLLM's model.
-    """
+    """Return whether a module holds experts of a CPU kernel."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return not torch.cuda.is_available() and kernel is not None and hasattr(module, "w13_weight")
 
 
 def pack(module: Any) -> None:
-    """Make the packed copy of a module's weights.
-
-    Args:
-        module: A module of vLLM's model whose weights are in their loaded layout.
-    """
+    """Make the packed copy of a module's weights."""
     if has_cpu_experts(module):
         module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
     else:
@@ -499,12 +470,7 @@ def pack(module: Any) -> None:
 
 
 def pack_experts(modules: Iterable[torch.nn.Module], pack: Callable[[torch.nn.Module], None]) -> None:
-    """Pack the experts among the modules. A reload leaves them in their loaded layout, and the kernel expects packed ones.
-
-    Args:
-        modules: Modules to look through.
-        pack: Packs one module.
-    """
+    """Pack the experts among the modules. A reload leaves them in their loaded layout, and the kernel expects packed ones."""
     for module in list(modules):
         if has_cpu_experts(module):
             pack(module)
@@ -515,10 +481,6 @@ def pack_heads(model: torch.nn.Module, pack: Callable[[torch.nn.Module], None]) 
 
     With tied embeddings a reload writes to the embedding, and the head would continue with its packed copy of the old one. A model without
     a separate head may multiply with any weight that vLLM keeps beside its packed copy, so all of these are packed.
-
-    Args:
-        model: vLLM's model.
-        pack: Packs one module.
     """
     modules: list[Any] = list(model.modules())
     candidates = [module._modules["lm_head"] for module in modules if "lm_head" in module._modules]

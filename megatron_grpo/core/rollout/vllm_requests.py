@@ -70,10 +70,7 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
     """Return vLLM's SamplingParams.
 
     Args:
-        sampling: Sampling settings.
         seed: Seed of the request, or None.
-        vocab_size: Vocabulary size of the model.
-        **kwargs: Further arguments of SamplingParams.
 
     Raises:
         ValueError: vLLM rejects an argument.
@@ -101,7 +98,6 @@ def num_asked(top_k: int, vocab_size: int) -> int:
 
     Args:
         top_k: Tokens that top-k keeps.
-        vocab_size: Vocabulary size of the model.
     """
     return min(top_k + TIES, vocab_size)
 
@@ -115,7 +111,6 @@ def logprobs_and_mask(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) ->
     Args:
         ids: Token IDs, int32 [n, 1 + num_asked]: the sampled token first, then the most likely tokens, which may include it.
         logprobs: Their log-probs, float32 of the same shape; -inf for a token outside the sampling mask.
-        vocab_size: Vocabulary size of the model.
     """
     is_left = logprobs > -np.inf
     is_cut = is_left[:, 1:].all(axis=1) & (ids.shape[1] - 1 < vocab_size)
@@ -131,7 +126,6 @@ def sampled_logprobs(output: Any, *, may_be_aborted: bool = False) -> list[float
     """Return the log-prob of each token of a finished completion.
 
     Args:
-        output: vLLM's CompletionOutput.
         may_be_aborted: Whether a completion that was aborted is accepted.
 
     Raises:
@@ -151,9 +145,6 @@ def sampled(
     """Return (log-probs of a finished completion, its sampling mask or None if it was not requested).
 
     Args:
-        output: vLLM's CompletionOutput.
-        sampling: Sampling settings of its request.
-        vocab_size: Vocabulary size of the model.
         may_be_aborted: As in `sampled_logprobs`.
 
     Raises:
@@ -182,10 +173,8 @@ def decode_completion(
     """Decode a completion whose tokens come from several requests, as vLLM decodes those of one.
 
     Args:
-        tokenizer: vLLM's tokenizer.
         prompt_ids: Token IDs of the prompt.
         token_ids: Token IDs of the completion.
-        sampling: Sampling settings.
         is_stopped: Whether a stop string or its last token ended the completion; neither is part of the text.
     """
     detokenizer, stop = _detokenized(tokenizer, prompt_ids, token_ids, sampling, is_stopped and not sampling.stop)
@@ -198,11 +187,8 @@ def until_stop(output: Any, tokenizer: Any, ids: Sequence[int], num_sampled: int
     """Return a part of a completion as far as a stop string that began in an earlier part, which vLLM does not see.
 
     Args:
-        output: vLLM's CompletionOutput of the part.
-        tokenizer: vLLM's tokenizer.
         ids: Token IDs of its request.
         num_sampled: Number of the last `ids` that belong to the completion.
-        sampling: Sampling settings.
     """
     begin, is_token = len(ids) - num_sampled, output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
     detokenizer, stop = _detokenized(tokenizer, ids[:begin], [*ids[begin:], *output.token_ids], sampling, is_token)
@@ -230,9 +216,6 @@ def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
 
     Prompt log-probs never read the prefix cache, so alone they could not detect a stale one; sampling does, so the last token is scored by
     a separate request.
-
-    Args:
-        ids: Token IDs of the sequence.
     """
     from vllm import SamplingParams
 
@@ -245,7 +228,6 @@ def scores(ids: Sequence[int], uncached: Any, cached: Any) -> list[float]:
     """Return log p of each token after the first, in nats.
 
     Args:
-        ids: Token IDs of the sequence.
         uncached: vLLM's answer to the first of `scoring_requests`.
         cached: vLLM's answer to the second.
     """
@@ -264,7 +246,6 @@ def sequence_logprobs(ids: Sequence[int], output: Any) -> list[float]:
     """Return log p of each token after the first, in nats.
 
     Args:
-        ids: Token IDs of the sequence.
         output: vLLM's answer to `scoring_params`.
 
     Raises:
@@ -287,8 +268,6 @@ def image_options(image_spec: ImageProcessorSpec | None, max_images: int, *, on_
 
     Args:
         image_spec: Image processing of a vision-language model; None for a text model.
-        max_images: Maximum number of images in a prompt.
-        on_gpu: Whether the engine runs on a GPU.
     """
     if image_spec is None:
         return {}
@@ -340,7 +319,6 @@ def make_vllm_prompt(token_ids: Sequence[int], images: PlacedImages) -> dict[str
 
     Args:
         token_ids: Token IDs of the prompt.
-        images: Its images.
 
     Raises:
         ConfigError: An image cannot be read any more.
@@ -357,8 +335,6 @@ def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], imag
     Args:
         token_ids: Token IDs of the prompt, image tokens expanded.
         spans: (first token, number of tokens) of each image.
-        images: Decoded images.
-        **kwargs: Further keys of vLLM's input.
     """
     # vLLM would silently expand IDs a second time, if they were passed expanded with raw images.
     return {"prompt_token_ids": collapse_image_tokens(token_ids, spans), "multi_modal_data": {"image": list(images)}, **kwargs}
@@ -368,7 +344,6 @@ def prompt_difference(output: Any, token_ids: Sequence[int]) -> str | None:
     """Return a sentence if a completion was sampled from other prompt tokens than these; None if not.
 
     Args:
-        output: vLLM's RequestOutput.
         token_ids: Token IDs of the prompt.
     """
     vllm_ids = list(output.prompt_token_ids)
@@ -391,14 +366,10 @@ def engine_options(
     """Return the arguments of every engine, inside the ranks and behind HTTP. Call after `vllm_patches.apply_patches`.
 
     Args:
-        cfg: Rollout configuration.
         dtype: Dtype of the model; `vllm_dtype` of the settings takes precedence.
         trust_remote_code: Whether vLLM may run code of the checkpoint.
-        image_spec: Image processing of a vision-language model.
-        max_images: Maximum number of images in a prompt.
         lora: How adapters are synced, if they are synced separately.
         returns_experts: Whether the engine returns expert routing.
-        on_gpu: Whether the engine runs on a GPU.
     """
     from megatron_grpo.core.rollout.experts import expert_options
     from megatron_grpo.core.rollout.vllm_weights import lora_options
@@ -424,9 +395,7 @@ def startup_errors(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -> I
     """Convert vLLM's errors into messages about settings. Wraps the start of an engine.
 
     Args:
-        cfg: Rollout configuration.
         max_model_len: Prompt and completion together, in tokens.
-        on_gpu: Whether the engine runs on a GPU.
 
     Raises:
         ConfigError: vLLM rejects something that other settings can fix.
@@ -444,11 +413,7 @@ CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention supports; 
 
 
 def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
-    """Return the engine arguments for a CPU.
-
-    Args:
-        cfg: Rollout settings.
-    """
+    """Return the engine arguments for a CPU."""
     return {
         "enforce_eager": True,
         # A prompt split in two makes vLLM rewind the generator of its seed, which torch's CPU generators do not support: it would crash.
@@ -459,11 +424,7 @@ def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
 
 
 def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
-    """Return the engine arguments for a GPU.
-
-    Args:
-        cfg: Rollout settings.
-    """
+    """Return the engine arguments for a GPU."""
     return {
         "enforce_eager": cfg.vllm_enforce_eager,
         "gpu_memory_utilization": cfg.vllm_gpu_memory_utilization,
@@ -479,10 +440,7 @@ def explain_vllm_error(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, err
     """Return what an error of vLLM means in the user's settings; None if it is not about them.
 
     Args:
-        cfg: Rollout configuration.
         max_model_len: Prompt and completion together, in tokens.
-        on_gpu: Whether the engine runs on a GPU.
-        error: Message of the error.
     """
     if "less than desired GPU memory utilization" in error:
         match = re.search(r"\(([\d.]+)/([\d.]+) GiB\)", error)

@@ -20,9 +20,6 @@ def patch_scheduling(llm: Any) -> None:
     """Patch an engine that runs on a CPU in this process, with vLLM's older model runner (V1).
 
     Does nothing to an engine with another kind of KV cache, with chunked prefill, or with Model Runner V2, which a CPU with Triton has.
-
-    Args:
-        llm: vLLM's LLM.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 

@@ -36,16 +36,11 @@ class TensorView:
 
         Args:
             view: View of a part of `base`.
-            base: Tensor whose storage it views.
         """
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - base.storage_offset()))
 
     def within(self, base: torch.Tensor) -> torch.Tensor:
-        """Return the view at this location of `base`.
-
-        Args:
-            base: Tensor with the storage.
-        """
+        """Return the view at this location of `base`."""
         return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
 
 
@@ -59,11 +54,7 @@ class TensorLayout:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> TensorLayout:
-        """Return the form of a tensor.
-
-        Args:
-            tensor: The tensor.
-        """
+        """Return the form of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
@@ -97,12 +88,7 @@ class TensorCopy:
         return indices if list(self.part.stride) == steps and self.to.shape == self.part.shape else None
 
     def copy_slice(self, tensor: TensorSlice, to: torch.Tensor) -> None:
-        """Copy what a slice of the synced tensor has of the part.
-
-        Args:
-            tensor: The slice.
-            to: The whole part in the engine.
-        """
+        """Copy what a slice of the synced tensor has of the part."""
         starts = self.start(tensor.shape)
         assert starts is not None
         there, here = [], []
@@ -148,7 +134,6 @@ class ModuleWeights:
 
         Args:
             targets: Result of `targets`.
-            pack: Packs a module.
         """
         for name in self.packed:
             setattr(self.module, name, torch.nn.Parameter(targets[name], requires_grad=False))
@@ -178,7 +163,6 @@ class CopyRecord:
         Holds no tensor, except those of one unit with packed weights if tensors arrive in order.
 
         Args:
-            tensors: (name, tensor or slice) pairs.
             pack: Packs a module; called for a unit with packed weights when they have arrived.
 
         Raises:
@@ -249,10 +233,6 @@ class WeightLayoutRecorder(TorchDispatchMode):
 
     Every synced tensor is cloned, so that the source address of a copy identifies its name. The clones of a layer are dropped once its
     copies have been tested.
-
-    Args:
-        model: vLLM's model.
-        pack: Packs a module.
     """
 
     def __init__(self, model: torch.nn.Module, pack: Pack):
@@ -273,11 +253,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self._records: dict[tuple[torch.nn.Module, str], _CopiesOfWeight] = {}
 
     def record_names(self, tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield clones of the synced tensors, and record their names and shapes.
-
-        Args:
-            tensors: (name, tensor) pairs.
-        """
+        """Yield clones of the synced tensors, and record their names and shapes."""
         for name, tensor in tensors:
             clone = tensor.clone(memory_format=torch.contiguous_format)
             self._table.shapes[name], self._table.copies[name] = tuple(tensor.shape), []
@@ -318,13 +294,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
             record.copies[cloned[0], TensorView.from_view(target, base), cloned[1]] = None
 
     def layer(self, load: Callable[..., None], module: torch.nn.Module, info: Any) -> None:
-        """Load a layer in place of vLLM's `load(module, info)` when all its tensors have arrived, and test its copies.
-
-        Args:
-            load: vLLM's function.
-            module: The layer.
-            info: vLLM's record of the layer's loaded weights.
-        """
+        """Load a layer in place of vLLM's `load(module, info)` when all its tensors have arrived, and test its copies."""
         weights = {weight for weight, _ in info.loaded_weights}
         self._layer = module
         load(module, info)
@@ -385,11 +355,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
 
 
 class SavedTensors:
-    """Copy of all tensors of a unit's module.
-
-    Args:
-        unit: Module with its weights.
-    """
+    """Copy of all tensors of a unit's module."""
 
     def __init__(self, unit: ModuleWeights):
         self.tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in own_tensors(unit.module).items()}
@@ -397,11 +363,7 @@ class SavedTensors:
         self.answer = self._answer(unit)
 
     def are_unchanged(self, unit: ModuleWeights) -> bool:
-        """Return whether the module still holds the same bits.
-
-        Args:
-            unit: Module with its weights.
-        """
+        """Return whether the module still holds the same bits."""
         current = own_tensors(unit.module)
         return (
             current.keys() == self.tensors.keys()
@@ -413,11 +375,7 @@ class SavedTensors:
         )
 
     def put_back(self, unit: ModuleWeights) -> None:
-        """Restore the module.
-
-        Args:
-            unit: Module with its weights.
-        """
+        """Restore the module."""
         for name, (tensor, saved) in self.tensors.items():
             setattr(unit.module, name, tensor)
             tensor.data.copy_(saved)
@@ -435,11 +393,7 @@ class SavedTensors:
 
 
 def own_tensors(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a module without those of its children, by name; empty for None.
-
-    Args:
-        module: The module.
-    """
+    """Return the parameters and buffers of a module without those of its children, by name; empty for None."""
     if module is None:
         return {}
     return {name: tensor for name, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None}
@@ -453,7 +407,6 @@ def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have equal shape, dtype and bits.
 
     Args:
-        first: First tensor.
         second: Second tensor.
     """
     return (

@@ -45,7 +45,6 @@ class WeightLoader:
         After an error the engine holds the weights of no version, and accepts the next weight sync.
 
         Args:
-            worker: vLLM's worker.
             tensors: (Hugging Face name, full tensor or `TensorSlice`) pairs.
             has_tower: Whether the vision tower is among them.
             is_tower_there: If not, whether the engine has the vision tower already, so that it need not arrive.
@@ -91,11 +90,7 @@ class WeightLoader:
 
 
 def copy_buffers(worker: Any) -> dict[str, torch.Tensor]:
-    """Copy to the host what vLLM's model holds besides weights, such as rotary tables. A reload and a sleep remove and restore them.
-
-    Args:
-        worker: vLLM's worker.
-    """
+    """Copy to the host what vLLM's model holds besides weights, such as rotary tables. A reload and a sleep remove and restore them."""
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in worker.model_runner.get_model().named_buffers()}
 
 
@@ -103,10 +98,7 @@ def refuse_changed(worker: Any, old_buffers: dict[str, torch.Tensor], action: st
     """Raise WeightSyncError if a buffer changed, bit for bit.
 
     Args:
-        worker: vLLM's worker.
         old_buffers: Earlier result of `copy_buffers`.
-        action: The cause, for the message.
-        besides: Buffers that are weights, and arrived with the others.
     """
     buffers = copy_buffers(worker)
     changed = sorted(
@@ -170,9 +162,6 @@ def catch_copies(model: torch.nn.Module) -> None:
 
     In such a reload parameters are shells without memory until a layer's loaders have received all that it needs. A copy into a shell, as
     vLLM 0.32 does with gpt-oss, is lost; vLLM counts it as loaded, and at the end restores the layer's old weights.
-
-    Args:
-        model: vLLM's model.
     """
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -204,11 +193,7 @@ class _CopyOnce:
 
 
 def copy_changed_tensors(tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same tensors, with copies of those that vLLM changes as it loads them.
-
-    Args:
-        tensors: (name, tensor) pairs.
-    """
+    """Yield the same tensors, with copies of those that vLLM changes as it loads them."""
     return ((name, tensor.clone() if name.endswith(_ADDED_ONCE) else tensor) for name, tensor in tensors)
 
 
@@ -216,11 +201,7 @@ def copy_changed_tensors(tensors: Named) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def lora_options(lora: LoraSync) -> dict[str, Any]:
-    """Return the arguments of a vLLM engine with room for one adapter, on the modules that have one and no others.
-
-    Args:
-        lora: How adapters are synced.
-    """
+    """Return the arguments of a vLLM engine with room for one adapter, on the modules that have one and no others."""
     return {
         "enable_lora": True,
         "max_loras": 1,  # a new adapter evicts the old one; nothing is being sampled then
@@ -234,7 +215,6 @@ def sampler_obstacle(architecture: str, *, on_gpu: bool) -> str | None:
     """Return why vLLM's model of this architecture supports no adapters, as the end of a sentence; None if it does. Imports vLLM.
 
     Args:
-        architecture: Name of the architecture.
         on_gpu: Whether vLLM runs on a GPU.
     """
     vllm_patches.prepare_environment(on_gpu=on_gpu)
@@ -247,12 +227,7 @@ def sampler_obstacle(architecture: str, *, on_gpu: bool) -> str | None:
 
 
 class AdapterSlot:
-    """Slot for the adapter of one engine.
-
-    Args:
-        llm: vLLM's LLM.
-        modules: Hugging Face names of the modules that every adapter of this run is on.
-    """
+    """Slot for the adapter of one engine."""
 
     def __init__(self, llm: Any, modules: frozenset[str]):
         self._llm, self._modules = llm, modules
@@ -261,9 +236,6 @@ class AdapterSlot:
 
     def load(self, update: WeightUpdate) -> None:
         """Replace the adapter. After an error there is none.
-
-        Args:
-            update: Update of kind "adapter".
 
         Raises:
             WeightSyncError: The adapter did not arrive complete.
@@ -290,7 +262,6 @@ def adapter_request(number: int, version: int) -> Any:
 
     Args:
         number: Number of the adapter in the engine.
-        version: Version of the weights.
     """
     from vllm.lora.request import LoRARequest
 
@@ -303,11 +274,7 @@ def load_adapter(
     """Load an adapter under a new number; return what of it did not arrive, or "". Runs in the engine.
 
     Args:
-        worker: vLLM's worker.
         number: Number of the adapter in the engine.
-        config: The adapter's configuration, as PEFT writes it.
-        named_tensors: (name, tensor) pairs of the adapter's matrices.
-        modules: Hugging Face names of the modules that every adapter of this run is on.
     """
     # Copies: vLLM keeps them on the host, and multiplies B by the scale in place.
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
@@ -357,9 +324,5 @@ def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[
 
 
 def drop_adapters(worker: Any) -> None:
-    """Remove all adapters after the engine's weights were replaced: adapters belonged to the previous weights. Runs in the engine.
-
-    Args:
-        worker: vLLM's worker.
-    """
+    """Remove all adapters after the engine's weights were replaced: adapters belonged to the previous weights. Runs in the engine."""
     worker.model_runner.reset_lora_state()

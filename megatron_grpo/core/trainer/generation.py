@@ -52,11 +52,6 @@ class RolloutGenerator:
         """Set up the generator.
 
         Args:
-            sampler: Samples the completions.
-            reward_manager: Scores them.
-            sampling: Sampling settings of training.
-            seed: Seed of the run.
-            timers: Measures the time of sampling and scoring.
             sync_again: Syncs the policy's weights to the sampler. Collective.
             before_sampling: Frees memory for the sampler, each time before it wakes. Collective.
             experts: Checks the recorded experts, if the sampler must return them; None otherwise.
@@ -76,13 +71,7 @@ class RolloutGenerator:
             yield
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Sample as `Sampler.generate`, regardless of what was begun ahead.
-
-        Args:
-            prompts: The prompts.
-            sampling: Sampling settings.
-            seed: Seed of the run.
-        """
+        """Sample as `Sampler.generate`, regardless of what was begun ahead."""
         while True:
             try:
                 return self.sampler.generate(prompts, sampling, seed=seed)
@@ -93,9 +82,6 @@ class RolloutGenerator:
         """Begin to sample prompts that will be requested later. Returns at once. Collective.
 
         The sampler must be a `BackgroundSampler`.
-
-        Args:
-            prompts: The prompts.
         """
         self._futures.append(cast(BackgroundSampler, self.sampler).begin(prompts, self.sampling, seed=self.seed))
         self._begun |= {prompt.number for prompt in prompts}
@@ -159,9 +145,6 @@ class RolloutGenerator:
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[GroupMetadata]:
         """Generate and score the completions of the prompts. Collective.
-
-        Args:
-            prompts: The prompts.
 
         Returns:
             The metadata of all groups, in the order of the prompts.
@@ -228,9 +211,6 @@ def exclude_invalid_logprobs(groups: Sequence[Group]) -> tuple[list[Group], list
     Their tokens may not be samples of the policy, so none of them is trained. Without this, NaN would mean a ratio of 1 between trainer and
     sampler, and -inf the largest ratio there is.
 
-    Args:
-        groups: The groups that this rank generated.
-
     Returns:
         The groups, in which such completions have `is_refused`, and a description of each such completion.
     """
@@ -286,10 +266,6 @@ def check_sampling_mask(sequence: TokenSequence, top_k: int) -> None:
 
     Each masked token must be one of the distinct token IDs that survived filtering at its position, and at most `1 + top_k + TIES` may
     survive.
-
-    Args:
-        sequence: The sequence of a completion.
-        top_k: The top-k setting of sampling.
 
     Raises:
         InvalidSamplingMaskError: The mask is missing or impossible.

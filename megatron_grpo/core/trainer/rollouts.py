@@ -66,10 +66,7 @@ def dynamic_sampling(
     Args:
         take: Takes a number of prompts from the stream.
         give_back: Returns a number of the last taken prompts to the stream.
-        generate: Generates and scores completions of prompts.
         are_zero_std: Returns which groups are zero-std groups.
-        num_groups: Groups to train on.
-        oversample_ratio: Every round samples this many times the prompts it needs.
         dynamic_sample: Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv:2503.14476, section 3.2). Other
             groups are never given up for another round; if there are too few of them, zero-std groups fill the rollout, the oldest first.
         max_resample_times: Largest number of rounds after the first.
@@ -106,7 +103,6 @@ def num_asked(num_groups: int, oversample_ratio: float) -> int:
     Exact in decimals: 1.1 times 10 prompts are 11, not 12.
 
     Args:
-        num_groups: Groups that the round needs.
         oversample_ratio: Prompts sampled per group needed.
     """
     return math.ceil(num_groups * Fraction(str(oversample_ratio)))
@@ -122,9 +118,6 @@ class KlPenalty:
 
     def __call__(self, placed: DistributedRows) -> tuple[np.ndarray, dict[RowKey, np.ndarray]]:
         """Compute the penalties. Collective.
-
-        Args:
-            placed: The rows of a rollout.
 
         Returns:
             (penalty of every row, float64 [n], on every rank; log p, float32 [T], of the rows that this data-parallel rank holds).
@@ -213,12 +206,6 @@ class Rollouts:
     leaves no trace.
 
     Args:
-        generator: Generates and scores completions.
-        prompts: The stream of prompts.
-        cfg: The GRPO settings.
-        schedule: The training schedule of the run.
-        policy: The policy that trains.
-        logger: Logs every rollout.
         penalty: KL penalty subtracted from the rewards; None without one.
         teacher: Scores sampled tokens; None without a teacher.
     """
@@ -250,7 +237,6 @@ class Rollouts:
         All are sampled and scored first; then the engine sleeps, and everything that needs the trainer's weights is computed.
 
         Args:
-            numbers: Numbers of the rollouts.
             ahead: Numbers of the rollouts that follow, whose prompts may be sampled in free slots of the engine. What is unfinished when
                 `numbers` are complete continues at the next call. Only with `partial`.
         """
@@ -290,11 +276,7 @@ class Rollouts:
             self.partial.interrupt(restarts=restarts)
 
     def launch(self, number: int) -> None:
-        """Begin to sample a rollout with the engine's current weights. Returns at once. Collective.
-
-        Args:
-            number: Number of the rollout.
-        """
+        """Begin to sample a rollout with the engine's current weights. Returns at once. Collective."""
         num_under_way = sum(self._under_way.values())
         count = num_asked(self.num_groups, self.cfg.oversample_ratio)
         self.generator.begin(self.prompts.take(num_under_way + count)[num_under_way:])
@@ -323,7 +305,6 @@ class Rollouts:
         Partial rollouts are only interrupted: the checkpoint has what they have sampled.
 
         Args:
-            step: Number of optimizer steps done.
             at_most: Largest time to wait, in seconds; None for no limit. If it passes, all launched rollouts are dropped.
         """
         self.interrupt(restarts=at_most is None)
@@ -374,8 +355,6 @@ class Rollouts:
         """Turn the scored groups of a rollout into rows and samples.
 
         Args:
-            number: Number of the rollout.
-            result: The groups to train on.
             scored_groups: The scored groups that this rank generated, by their index in `result.kept`.
             drained_at: Number of optimizer steps done, if the rollout is collected before its own step.
             partial: Metrics of partial rollouts; None without them.
@@ -440,8 +419,6 @@ class Rollouts:
         """Return the rows of a rollout, and whether the sampled tokens of each may be trained.
 
         Args:
-            number: Number of the rollout.
-            metas: Metadata of its groups.
             version_collected: Weights version at which the rollout arrives, where a ratio against the trainer's log-probs is 1. Against
             the sampler's
                 log-probs it is 1 at the version that sampled.

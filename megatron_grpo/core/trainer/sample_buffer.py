@@ -64,11 +64,7 @@ class ScoredRows:
 
 
 def without_training(sample: Sample) -> Sample:
-    """Return the sample without anything that trains. It still counts in N.
-
-    Args:
-        sample: The sample.
-    """
+    """Return the sample without anything that trains. It still counts in N."""
     zeros = np.zeros(len(sample.token_ids), dtype=np.float32)
     return replace(sample, mask=zeros > 0, sampler_logprobs=zeros, mask_offsets=None, mask_ids=None).with_old_logprobs(zeros, "recompute")
 
@@ -78,7 +74,6 @@ def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) ->
 
     Args:
         items: {row: (data-parallel rank, item)}. Each row is passed by one rank.
-        parallel: The parallel layout.
 
     Returns:
         {row: item} on every rank of the row's data-parallel rank.
@@ -87,12 +82,7 @@ def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) ->
 
 
 def _to_dp_ranks(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
-    """Return the items that all ranks together send to this data-parallel rank. Collective.
-
-    Args:
-        items: (data-parallel rank, row, item).
-        parallel: The parallel layout.
-    """
+    """Return the items that all ranks together send to this data-parallel rank. Collective."""
     by_dp_rank: dict[int, list[tuple[RowKey, Any]]] = {}
     for dp_rank, key, item in items:
         by_dp_rank.setdefault(dp_rank, []).append((key, item))
@@ -106,10 +96,7 @@ def score_rows(
     """Compute the log-probs of distributed rows, each on the data-parallel rank that the partition assigns. Collective.
 
     Args:
-        rows: The rows.
         score: Returns the scores of micro-batches.
-        cut: Partitions the rows over data-parallel ranks and micro-batches.
-        parallel: The parallel layout.
     """
     count, keys = len(rows.rows), rows.rows.keys
     partition = partition_for_scoring(rows.rows.lengths, cut)
@@ -177,10 +164,8 @@ def local_samples(items: Mapping[RowKey, Any], rows: TrainingRows, dp_ranks: np.
     The first rank of a model-parallel group sends them; items that are already in place are not sent. A row may occur several times.
 
     Args:
-        items: Items of the rows that this rank holds.
         rows: The rows; `dp_rank` is the rank that holds each row's item.
         dp_ranks: Data-parallel rank to which each row's item is sent, int64 [n].
-        parallel: The parallel layout.
 
     Returns:
         The items of the rows that this data-parallel rank holds.
@@ -232,10 +217,6 @@ class SampleBuffer:
         """Compute old log-probs with the current weights, for the slices whose first use will be stale.
 
         See docs/batching.md section 3.
-
-        Args:
-            scorer: Computes log-probs of the policy.
-            step: The step from the training schedule.
         """
         return self._scored(np.flatnonzero(self._trained(step.old_logprob_slices) & ~self.rows.has_old_logprobs), scorer)
 
@@ -244,10 +225,6 @@ class SampleBuffer:
 
         The log-probs of the refused step's forward pass are discarded. The weights are those that the step started from, so what later
         passes need is scored now, by exactly the required version.
-
-        Args:
-            scorer: Computes log-probs of the policy.
-            step: The refused step.
         """
         return self._scored(np.flatnonzero(self._trained(step.keeps)), scorer)
 
@@ -299,7 +276,6 @@ class SampleBuffer:
         rows without a gradient are left out, except for the few that fill the last micro-batches: of these no token is trained.
 
         Args:
-            step: The step from the training schedule.
             token_weight_fn: Computes the token weights of the step.
 
         Returns:
@@ -364,7 +340,6 @@ class SampleBuffer:
         The log-probs of the training forward pass become the old log-probs of rows that later passes train.
 
         Args:
-            step: The step that was trained.
             logprobs: [masked] of this data-parallel rank's rows, on the ranks of the last pipeline stage; empty elsewhere.
         """
         size, used_slices = self.cut.rows_per_slice, set(step.last_use)
@@ -386,22 +361,14 @@ class SampleBuffer:
         return [self.samples[key] for key in sorted(self.samples)] if self.parallel.is_model_parallel_src else []
 
     def list_step_samples(self, step: ScheduledStep) -> list[Sample]:
-        """Return the rows that a step trains, in its order, on rank 0; on other ranks an empty list. Collective.
-
-        Args:
-            step: The step from the training schedule.
-        """
+        """Return the rows that a step trains, in its order, on rank 0; on other ranks an empty list. Collective."""
         keys = [(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)]
         local = {key: self.samples[key] for key in keys if key in self.samples} if self.parallel.is_model_parallel_src else {}
         samples = {key: sample for part in collectives.exchange({0: local}) for key, sample in part.items()}
         return [samples[key] for key in keys] if samples else []
 
     def restored(self, samples: SequenceOf[Sample]) -> SampleBuffer:
-        """Return the buffer as it was when saved.
-
-        Args:
-            samples: The samples that this rank has read. Every sample is read by one rank.
-        """
+        """Return the buffer as it was when saved."""
         local_rows = TrainingRows.from_samples(
             samples, dp_rank=self.cut.find_dp_rank(np.array([sample.row for sample in samples], dtype=np.int64))
         )
@@ -449,7 +416,6 @@ def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
     """Return the metrics of staleness by token.
 
     Args:
-        rows: Rows of an optimizer step.
         step: Number of optimizer steps done before it.
     """
     trains, owner = rows.num_masked > 0, np.repeat(np.arange(len(rows)), rows.num_stretches)
@@ -465,11 +431,7 @@ def staleness_by_token(rows: TrainingRows, step: int) -> dict[str, float]:
 
 
 def count_tokens_by_version(rows: TrainingRows) -> list[list[list[int]]]:
-    """Return `GlobalBatch.tokens_by_version`.
-
-    Args:
-        rows: Rows of an optimizer step.
-    """
+    """Return `GlobalBatch.tokens_by_version`."""
     stretches = np.split(rows.stretches, np.cumsum(rows.num_stretches)[:-1])
     totals = np.stack([rows.version, rows.num_masked], axis=1).tolist()
     return [(row_values.tolist() or [total]) if total[1] else [] for row_values, total in zip(stretches, totals, strict=True)]

@@ -59,11 +59,7 @@ class GroupScorer(Protocol):
 
 
 def gather_metadata(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
-    """Return the metadata of the groups that all ranks have scored, by prompt number. Collective.
-
-    Args:
-        scored: The groups that this rank has scored.
-    """
+    """Return the metadata of the groups that all ranks have scored, by prompt number. Collective."""
     local = [GroupMetadata.from_group(scored_group) for scored_group in scored]
     return {meta.prompt_number: meta for part in collectives.all_gather_object(local) for meta in part}
 
@@ -74,10 +70,6 @@ class EnvironmentFailuresError(RunError):
 
 def check_failures(metas: Sequence[GroupMetadata], max_share: float) -> None:
     """Check how many episodes of a rollout failed.
-
-    Args:
-        metas: Metadata of all groups that were sampled.
-        max_share: Largest allowed share of failed episodes.
 
     Raises:
         EnvironmentFailuresError: All episodes failed, or a larger share than `max_share`. The message names the most frequent failure.

@@ -48,12 +48,10 @@ class StepMonitor:
     Usage: `with monitor(step, pending) as beside: policy.train_step(batch, beside)`.
 
     Args:
-        policy: The policy that trains.
         step_dumps: Returns the `analysis.step_dump.StepDumps` of the run; called when a step is saved.
         replica_check: An `analysis.replica_check.ReplicaCheck`; None if replicas are not compared.
         ends_run: Whether a finding of the replica check ends the run; otherwise it is logged.
         gap: See `Gap`.
-        print_line: Prints a line for the user.
     """
 
     def __init__(
@@ -72,12 +70,7 @@ class StepMonitor:
 
     @contextmanager
     def __call__(self, step: ScheduledStep, buffer: SampleBuffer) -> Iterator[StepMonitor]:
-        """Monitor the step taken inside the block.
-
-        Args:
-            step: The step from the training schedule.
-            buffer: The sample buffer, with the rows of the step on the ranks that train them.
-        """
+        """Monitor the step taken inside the block."""
         self._now = step, buffer
         try:
             yield self
@@ -85,11 +78,7 @@ class StepMonitor:
             self._now = None
 
     def dump_on_hang(self, words: str) -> None:
-        """Save what this rank has of the current step when ranks hang. Called by the watchdog's thread; uses no collective.
-
-        Args:
-            words: Description of the hang.
-        """
+        """Save what this rank has of the current step when ranks hang. Called by the watchdog's thread; uses no collective."""
         current = self._now
         if current is not None:
             step, buffer = current

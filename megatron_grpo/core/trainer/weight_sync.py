@@ -81,14 +81,11 @@ class WeightSyncManager:
         """Set up the manager.
 
         Args:
-            policy: The policy whose weights are synced.
-            receiver: The weight receiver of the engine.
             verify: Compare log-probs after every sync, and once before the first: the engine read the checkpoint separately, and both sides
                 must agree on it.
-            is_coarse: Whether the trainer is not float32.
+            is_low_precision: Whether the trainer is not float32.
             starts_as_checkpoint: Whether the policy of version 0 is the checkpoint.
             print_line: Prints how well both sides agree on probes with images, at the first check and after the first sync.
-            hint: Sentence appended to the error of a failed check.
         """
         self._print_line, self._num_printed, self._hint = print_line, 0, hint
         self.policy, self.receiver, self.verify, self.is_low_precision = policy, receiver, verify, is_low_precision
@@ -96,9 +93,6 @@ class WeightSyncManager:
 
     def sync_weights(self, version: int) -> SyncStats | None:
         """Sync the weights, unless the engine has this version. Collective over all ranks.
-
-        Args:
-            version: Version of the policy's weights.
 
         Returns:
             The statistics, or None if there was nothing to do.
@@ -174,11 +168,8 @@ def sync(
     """Push the policy's weights to the engine. Collective over all ranks.
 
     Args:
-        policy: The policy.
-        receiver: The weight receiver of the engine.
-        version: Version of the weights.
         verify: Compare log-probs afterwards.
-        is_coarse: Whether the trainer is not float32.
+        is_low_precision: Whether the trainer is not float32.
     """
     num_tensors = num_bytes = 0
     policy.free_memory(keep="weights")
@@ -205,10 +196,8 @@ def check_weights(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, ve
     Called once before the first rollout, it verifies that both sides loaded the same checkpoint.
 
     Args:
-        policy: The policy.
-        receiver: The weight receiver of the engine.
         version: Expected version of the engine's weights; NO_VERSION for a trial adapter.
-        is_coarse: Whether the trainer is not float32.
+        is_low_precision: Whether the trainer is not float32.
 
     Raises:
         WeightSyncError: The log-probs differ too much, or an engine has another version. Raised on every rank, with the numbers.
@@ -244,11 +233,7 @@ def check_weights(policy: Policy | FrozenPolicy, receiver: WeightReceiver, *, ve
 
 
 def check_finite(policy: Policy | FrozenPolicy) -> None:
-    """Raise WeightsNotFiniteError if some weight of the policy is not finite. Collective over all ranks.
-
-    Args:
-        policy: The policy, with its weights on the device.
-    """
+    """Raise WeightsNotFiniteError if some weight of the policy is not finite. Collective over all ranks."""
     if weights := weights_not_finite(policy.chunks):
         raise WeightsNotFiniteError(f"The run ends: {describe_weights(weights)}.")
 

@@ -20,12 +20,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def adapter_map(base: WeightMap, rank: int) -> WeightMap:
-    """Return the weight map of `lora_a` and `lora_b` of every linear layer of `base`. It packs, cuts and joins like the map of weights.
-
-    Args:
-        base: Map of the base model's weights.
-        rank: Rank of all matrices.
-    """
+    """Return the weight map of `lora_a` and `lora_b` of every linear layer of `base`. It packs, cuts and joins like the map of weights."""
     layers = {
         moe: {new.megatron: new for entry in entries.values() if lora.is_linear(entry) for new in lora.adapter_entries(entry, rank)}
         for moe, entries in base.layers.items()
@@ -34,12 +29,7 @@ def adapter_map(base: WeightMap, rank: int) -> WeightMap:
 
 
 def even_sizes(shape: ModelShape, rank: int) -> Sizes:
-    """Return the matrix sizes as Megatron's linears hold them: one rank for all, and all modules.
-
-    Args:
-        shape: Shape of the model.
-        rank: Rank of all matrices.
-    """
+    """Return the matrix sizes as Megatron's linears hold them: one rank for all, and all modules."""
     modules = list(lora.linear_modules(shape))
     return {m.name + A: (rank, m.inner) for m in modules} | {m.name + B: (m.out, rank) for m in modules}
 
@@ -52,7 +42,6 @@ def initial_adapter(sizes: Sizes, seed: int) -> Read:
 
     Args:
         sizes: Size of each matrix.
-        seed: Seed of the run.
     """
     return lambda name: torch.zeros(sizes[name]) if name.endswith(B) else _uniform(name, sizes[name], seed, 1.0)
 
@@ -61,9 +50,7 @@ def random_adapter_far_from_zero(settings: LoraSettings, sizes: Sizes, seed: int
     """Return a reader of an adapter far from zero, for tests that the adapter is used. Each output changes by a third of its input's size.
 
     Args:
-        settings: Settings of the adapter.
         sizes: Size of each matrix.
-        seed: Seed of the random values.
     """
 
     def read(name: str) -> torch.Tensor:
@@ -84,7 +71,6 @@ def padded(read: Read, sizes: Sizes, padded_sizes: Sizes) -> Read:
     The zeros stay zero in training: where A's row and B's column are zero, both gradients are zero.
 
     Args:
-        read: Reader of the matrices in their own sizes.
         sizes: Own size of each matrix.
         padded_sizes: Padded size of each matrix.
     """
@@ -103,7 +89,6 @@ def trimmed(tensors: Iterable[tuple[str, torch.Tensor]], sizes: Sizes) -> Iterat
     """Yield each matrix with its module's own rank, and nothing of modules without adapter: the inverse of `padded`.
 
     Args:
-        tensors: (name, padded matrix).
         sizes: Own size of each matrix.
     """
     for name, tensor in tensors:

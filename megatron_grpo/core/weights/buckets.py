@@ -39,7 +39,6 @@ class BucketPart(IntEnum):
         """Return the part for a parameter with this cut.
 
         Args:
-            cut: How the parameter is cut into shards.
             is_expert: Whether it belongs to an expert.
         """
         return cls.EXPERTS if is_expert else cls.WHOLE if cut is ShardSplit.REPLICATED else cls.DENSE
@@ -58,19 +57,11 @@ class RankCounts:
     experts: int
 
     def sharing(self, part: BucketPart) -> int:
-        """Return how many ranks share the parameters of a part.
-
-        Args:
-            part: Part of a bucket.
-        """
+        """Return how many ranks share the parameters of a part."""
         return (1, self.tensor, self.experts)[part]
 
     def travels(self, part: BucketPart) -> bool:
-        """Return whether a part needs communication. If not, it is read in place.
-
-        Args:
-            part: Part of a bucket.
-        """
+        """Return whether a part needs communication. If not, it is read in place."""
         return self.stages > 1 or self.sharing(part) > 1
 
 
@@ -151,27 +142,15 @@ class Bucket:
         """Return the number of collectives of this bucket.
 
         For each part that it has there is one over stages, and one over the ranks that share the part.
-
-        Args:
-            ranks: Parallel sizes.
         """
         return sum((ranks.stages > 1) + (ranks.sharing(part) > 1) for part in BucketPart if self.sizes[part])
 
     def received_bytes(self, ranks: RankCounts, stage: int) -> int:
-        """Return the bytes received by a rank of `stage`.
-
-        Args:
-            ranks: Parallel sizes.
-            stage: Pipeline stage of the rank.
-        """
+        """Return the bytes received by a rank of `stage`."""
         return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in BucketPart)
 
     def memory_bytes(self, ranks: RankCounts) -> int:
-        """Return the bytes a bucket needs in transit: the shards of all ranks.
-
-        Args:
-            ranks: Parallel sizes.
-        """
+        """Return the bytes a bucket needs in transit: the shards of all ranks."""
         return sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.travels(part))
 
 
@@ -181,8 +160,6 @@ def fill(owned: Iterable[ParameterPlacement], ranks: RankCounts, bucket_bytes: i
     What does not fit into the rest of a bucket is sliced. A parameter that cannot be sliced, and is larger, has its own bucket.
 
     Args:
-        owned: Parameters of the whole model.
-        ranks: Numbers of ranks that share them.
         bucket_bytes: Bytes of full tensors per bucket.
 
     Raises:
@@ -230,7 +207,6 @@ def num_collectives(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
 
     Args:
         buckets: Buckets of one weight update, in order.
-        ranks: Parallel sizes.
     """
     return sum(bucket.num_collectives(ranks) for bucket in buckets)
 
@@ -240,7 +216,6 @@ def peak_bytes(buckets: Sequence[Bucket], ranks: RankCounts) -> int:
 
     Args:
         buckets: Buckets of one weight update, in order.
-        ranks: Parallel sizes.
     """
     bytes_of_buckets = [bucket.memory_bytes(ranks) for bucket in buckets]
     return max([sum(pair) for pair in pairwise(bytes_of_buckets)] or bytes_of_buckets, default=0)

@@ -151,9 +151,6 @@ def text_config(config: Config) -> Config:
 
     The fields are at the top level or in `text_config`. If `text_config` exists, transformers ignores the top level.
 
-    Args:
-        config: Parsed config.json.
-
     Raises:
         ConfigError: The top level and `text_config` contradict each other.
     """
@@ -182,9 +179,6 @@ def text_config(config: Config) -> Config:
 
 def find_family(config: Config) -> ModelFamily:
     """Return the family of a parsed config.json.
-
-    Args:
-        config: Parsed config.json.
 
     Raises:
         ConfigError: `architectures` is missing, malformed or not supported.
@@ -218,7 +212,6 @@ def with_class_defaults(config: Config, architecture: str, require: Callable[[bo
     """Return config.json under the field names of its config class, with the class's defaults filled in.
 
     Args:
-        config: Parsed config.json (the text model's part).
         architecture: Key of `FAMILIES`.
         require: Called with (condition, message) for each value that the class does not accept or that is not computed here.
     """

@@ -29,9 +29,6 @@ class HfReader:
     Experts that are stored in one tensor are offered one by one under their names on the Hub. Vision-language models that were saved with
     module names are offered under their names on the Hub too. Callers therefore know a single layout.
 
-    Args:
-        directory: Checkpoint directory.
-
     Raises:
         ConfigError: Files are missing or damaged, or (when called) a tensor is missing.
     """
@@ -105,9 +102,6 @@ def check_tied_head(reader: HfReader) -> None:
 
     vLLM (0.32) and transformers (5) would use that head, so the sampler and the policy would be different models.
 
-    Args:
-        reader: Reader of the checkpoint.
-
     Raises:
         ConfigError: config.json ties head and embedding, and the two tensors differ.
     """
@@ -149,8 +143,6 @@ def experts_in(stored: str, size: Sequence[int], layout: str) -> Iterator[tuple[
     """Yield the single-expert tensors that a stored tensor contains: (name, expert number, slice of the last dimension).
 
     Args:
-        stored: Name in the file.
-        size: Size of that tensor.
         layout: `ModelFamily.fused_experts`.
     """
     if match := _STORED.fullmatch(stored):
@@ -165,11 +157,7 @@ def experts_in(stored: str, size: Sequence[int], layout: str) -> Iterator[tuple[
 
 
 def stored_name(name: str) -> str:
-    """Return the name of the tensor in the file that contains `name`. Tensors that belong to no expert keep their name.
-
-    Args:
-        name: Hugging Face name of a tensor.
-    """
+    """Return the name of the tensor in the file that contains `name`. Tensors that belong to no expert keep their name."""
     match = _ONE.fullmatch(name)
     if match is None:
         return name
@@ -181,10 +169,6 @@ def as_stored(tensors: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) ->
     """Yield the same weights with the experts of each layer in one tensor, if the family's files have them so.
 
     A tensor is held until the last of its experts arrives. The experts of a layer must be consecutive.
-
-    Args:
-        tensors: (Hugging Face name, full tensor).
-        shape: Sizes of the model.
 
     Raises:
         ValueError: Experts of a layer are missing.

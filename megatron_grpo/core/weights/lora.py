@@ -113,10 +113,6 @@ class LoraSettings:
         """Return the settings that a run's configuration asks for.
 
         Megatron's names of linear layers stand for the modules that they fuse in this model.
-
-        Args:
-            cfg: Settings of the adapter and of frozen parts.
-            shape: Shape of the model.
         """
         return cls(
             rank=cfg.lora_rank,
@@ -133,10 +129,6 @@ class LoraSettings:
     @classmethod
     def from_peft(cls, directory: str | Path, *, flag: str = "adapters") -> LoraSettings:
         """Return the settings in an adapter's adapter_config.json.
-
-        Args:
-            directory: Directory of the adapter.
-            flag: Setting that named the directory, for error messages.
 
         Raises:
             ConfigError: The file is missing or damaged, or asks for something that is not supported.
@@ -173,11 +165,7 @@ class LoraSettings:
         return ALL_LINEAR in self.target_modules or _ends(module, self.target_modules)
 
     def find_lora_rank(self, module: str) -> int:
-        """Return the rank of a module's adapter; 0 if it has none.
-
-        Args:
-            module: Hugging Face name of the module.
-        """
+        """Return the rank of a module's adapter; 0 if it has none."""
         if module not in self._ranks:
             self._ranks[module] = int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
         return self._ranks[module]
@@ -186,19 +174,12 @@ class LoraSettings:
         """Return the factor of B A; 0 if the module has no adapter.
 
         Rank-stabilized LoRA divides alpha by the root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
-
-        Args:
-            module: Hugging Face name of the module.
         """
         rank, alpha = self.find_lora_rank(module), _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank) if rank else 0.0
 
     def problems(self, shape: ModelShape) -> list[Problem]:
-        """Return a problem for each name or pattern that matches no linear layer. Such a name would silently train nothing.
-
-        Args:
-            shape: Shape of the model.
-        """
+        """Return a problem for each name or pattern that matches no linear layer. Such a name would silently train nothing."""
         modules = [module.name for module in linear_modules(shape)]
         available = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
         also = "Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2 stand for the layers that they fuse"
@@ -225,8 +206,6 @@ class LoraSettings:
         Patterns are kept as they are. `all-linear` becomes the last parts of the names in `modules`, because PEFT would add routers to it.
 
         Args:
-            modules: Full Hugging Face names of the modules that have an adapter.
-            base_model: Name or path of the base model.
             is_multimodal: Whether the model has a vision tower. Layers of it have the same last names, so target_modules becomes a pattern
                 that excludes the tower.
         """
@@ -261,10 +240,6 @@ def peft_name(name: str, shape: ModelShape) -> str:
     """Return the name of a matrix in PEFT's files, without their prefix.
 
     PEFT uses the module names of transformers, which may differ from those in the model's files.
-
-    Args:
-        name: Name of the matrix here.
-        shape: Shape of the model.
     """
     tower = FAMILIES[shape.architecture].tower
     return tower.in_memory(name) if tower else name
@@ -275,7 +250,6 @@ def own_name(name: str, shape: ModelShape) -> str:
 
     Args:
         name: Name in PEFT's files, without their prefix.
-        shape: Shape of the model.
     """
     tower = FAMILIES[shape.architecture].tower
     return tower.on_the_hub(name) if tower else name
@@ -285,10 +259,6 @@ def make_lora_settings(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | No
     """Return the adapter settings of a run; None if it trains weights.
 
     A run that starts from an adapter trains that one: its file decides everything except dropout, which is not part of an adapter.
-
-    Args:
-        cfg: Settings of the adapter and of frozen parts.
-        shape: Shape of the model.
 
     Raises:
         ConfigError: The adapter to start from cannot be used.
@@ -349,9 +319,6 @@ def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
     """Return all linear modules of the whole model, layer by layer.
 
     Cached: a model with many experts has tens of thousands, and the list is needed often.
-
-    Args:
-        shape: Shape of the model.
     """
     return tuple(
         LinearModule(
@@ -371,12 +338,7 @@ Sizes = Mapping[str, tuple[int, int]]  # of matrices, by the name of PEFT's file
 
 
 def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
-    """Return the size of every adapter matrix of the whole model, each with its module's own rank. Modules without adapter are absent.
-
-    Args:
-        settings: Adapter settings.
-        shape: Shape of the model.
-    """
+    """Return the size of every adapter matrix of the whole model, each with its module's own rank. Modules without adapter are absent."""
     sizes = {}
     for module in linear_modules(shape):
         if rank := settings.find_lora_rank(module.name):
@@ -388,30 +350,17 @@ def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
     """Return the largest rank of any module. All matrices of a run have this rank.
 
     Entries beyond a module's own rank are zero and stay zero, because their gradients are zero too.
-
-    Args:
-        settings: Adapter settings.
-        shape: Shape of the model.
     """
     return max((settings.find_lora_rank(module.name) for module in linear_modules(shape)), default=0)
 
 
 def is_linear(entry: WeightEntry) -> bool:
-    """Return whether a row of the table of weights can have an adapter. Routers have other names.
-
-    Args:
-        entry: Row of the table of weights.
-    """
+    """Return whether a row of the table of weights can have an adapter. Routers have other names."""
     return (".linear_" in f".{entry.megatron}" or "_proj." in entry.megatron) and ".weight" in entry.megatron and len(entry.hf[0][1]) == 2
 
 
 def adapter_entries(entry: WeightEntry, rank: int) -> tuple[WeightEntry, WeightEntry]:
-    """Return the rows of `lora_a` and `lora_b` for a weight's row.
-
-    Args:
-        entry: Row of a linear weight.
-        rank: Rank of the adapter.
-    """
+    """Return the rows of `lora_a` and `lora_b` for a weight's row."""
     is_row = entry.cut is ShardSplit.ROW
     inner = tuple((name.removesuffix(".weight") + A, (rank, size[1])) for name, size in entry.hf)
     outer = tuple((name.removesuffix(".weight") + B, (size[0], rank)) for name, size in entry.hf)
@@ -429,11 +378,7 @@ def adapter_entries(entry: WeightEntry, rank: int) -> tuple[WeightEntry, WeightE
 
 
 def find_module(name: str) -> str:
-    """Return the module name in the Hugging Face name of an adapter matrix.
-
-    Args:
-        name: Hugging Face name of the matrix.
-    """
+    """Return the module name in the Hugging Face name of an adapter matrix."""
     return name.rsplit(".lora_", 1)[0]
 
 

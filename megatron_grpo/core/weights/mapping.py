@@ -40,7 +40,6 @@ def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 
     """Return the model-wide name of a parameter from its name in this rank's module. Numbers count from 0.
 
     Args:
-        name: Name in the rank's module, with local numbers.
         first_layer: Global number of the module's first layer.
         first_expert: Global number of the rank's first expert.
     """
@@ -52,11 +51,7 @@ def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether the Megatron parameter `name` is an adapter matrix. All other parameters belong to the base model.
-
-    Args:
-        name: Megatron name of the parameter.
-    """
+    """Return whether the Megatron parameter `name` is an adapter matrix. All other parameters belong to the base model."""
     return _ADAPTER.search(name) is not None
 
 
@@ -79,8 +74,6 @@ class WeightMap:
         """Build the mapping of a model.
 
         Args:
-            shape: Sizes of the model.
-            padded_vocab_size: Rows of Megatron's embedding, at least the vocabulary size.
             naming: A key of `names.NAMINGS`. With Transformer Engine's, experts are in a TEGroupedMLP.
 
         Raises:
@@ -121,9 +114,6 @@ class WeightMap:
     def check_complete(self, names: frozenset[str] | set[str]) -> None:
         """Check that a checkpoint has every tensor the model needs and none that would be ignored.
 
-        Args:
-            names: Tensor names in the checkpoint.
-
         Raises:
             ConfigError: Tensors are missing, or there are unknown ones.
         """
@@ -162,20 +152,13 @@ class WeightMap:
             )
 
     def entry(self, name: str) -> WeightEntry:
-        """Return the table row of a parameter, which tells the caller how to gather its shards.
-
-        Args:
-            name: Megatron name of the parameter in the whole model, such as `decoder.layers.0.mlp.linear_fc1.weight`.
-        """
+        """Return the table row of a parameter, which tells the caller how to gather its shards."""
         return self._locate(name)[0]
 
     def place(self, name: str) -> tuple[int, int, int]:
         """Return the position of a parameter in the model: (layer, table row, expert).
 
         The layer is -1 for parameters before the layers, and the number of layers for those after them.
-
-        Args:
-            name: Megatron name of the parameter in the whole model, such as `decoder.layers.0.mlp.linear_fc1.weight`.
         """
         entry, _, expert = self._locate(name)
         match = _LAYER.fullmatch(name)
@@ -185,11 +168,7 @@ class WeightMap:
         return layer, list(self.layers[self.shape.find_layer_kind(layer)]).index(entry.megatron), expert
 
     def hf_names(self, name: str) -> tuple[str, ...]:
-        """Return the Hugging Face tensors that Megatron parameter `name` consists of.
-
-        Args:
-            name: Megatron name of the parameter in the whole model, such as `decoder.layers.0.mlp.linear_fc1.weight`.
-        """
+        """Return the Hugging Face tensors that Megatron parameter `name` consists of."""
         entry, prefix, expert = self._locate(name)
         return tuple(prefix + template.format(e=expert) for template, _ in entry.hf)
 
@@ -206,11 +185,7 @@ class WeightMap:
         """Return this rank's shard of Megatron parameter `name`, in the checkpoint's dtype.
 
         Args:
-            name: Global name of the parameter.
-            read: Function from a Hugging Face name to the full tensor.
-            tp_rank: Tensor-parallel rank.
             tp_size: Number of tensor-parallel ranks.
-            expert_tp_rank: Expert tensor-parallel rank, used for expert parameters.
             expert_tp_size: Number of expert tensor-parallel ranks.
 
         Raises:
@@ -239,7 +214,6 @@ class WeightMap:
         Yields nothing for a copy (`WeightEntry.is_copy`). The tensors may be views of `shards`.
 
         Args:
-            name: Global name of the parameter.
             shards: Shards in rank order. A replicated parameter needs only one.
 
         Raises:
@@ -262,10 +236,7 @@ class WeightMap:
         """Yield (Hugging Face name, slice of its full tensor) from the same slice of all shards of one Megatron parameter.
 
         Args:
-            name: Global name of the parameter.
             shards: The slices in rank order, whole units (`names.num_units`) each.
-            first: First row of the slice in a shard.
-            rows: Rows of a shard.
         """
         entry, prefix, expert = self._locate(name)
         is_grouped = entry.packing in (TensorFusion.QKV, TensorFusion.GATED_QKV)  # one by one, query groups need no copy

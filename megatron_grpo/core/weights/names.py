@@ -64,9 +64,6 @@ def num_units(entry: WeightEntry, rows: int, shape: ModelShape, ranks: int) -> i
     """Return into how many equal runs of rows a shard can be sliced, such that each has rows of its own in the full tensors, or 0.
 
     Args:
-        entry: Row of the table of weights.
-        rows: Rows of the shard.
-        shape: Sizes of the model.
         ranks: RankCounts that hold the shards.
     """
     if entry.packing in (TensorFusion.PLAIN, TensorFusion.STACK):
@@ -76,11 +73,7 @@ def num_units(entry: WeightEntry, rows: int, shape: ModelShape, ranks: int) -> i
 
 
 def outer_entries(shape: ModelShape) -> Iterator[WeightEntry]:
-    """Yield the parameters outside the layers, with full names.
-
-    Args:
-        shape: Shape of the model.
-    """
+    """Yield the parameters outside the layers, with full names."""
     rows = (shape.vocab_size, shape.hidden_size)
     embedding = ((f"{shape.text_prefix}embed_tokens.weight", rows),)
     yield WeightEntry("embedding.word_embeddings.weight", embedding, TensorFusion.PLAIN, ShardSplit.VOCAB)
@@ -93,11 +86,7 @@ def outer_entries(shape: ModelShape) -> Iterator[WeightEntry]:
 
 
 def tower_entries(shape: ModelShape) -> Iterator[WeightEntry]:
-    """Yield the parameters of a vision tower, with full names. They keep their Hugging Face names behind a prefix.
-
-    Args:
-        shape: Shape of the model.
-    """
+    """Yield the parameters of a vision tower, with full names. They keep their Hugging Face names behind a prefix."""
     tower = FAMILIES[shape.architecture].tower
     if tower and shape.vision:
         for name, size in tower.tensors(shape.vision, shape.hidden_size):
@@ -108,7 +97,6 @@ def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[WeightEntry]:
     """Yield the parameters of one layer, with names relative to `decoder.layers.N.` and `ModelShape.layer_prefix`.
 
     Args:
-        shape: Sizes of the model.
         kind: Parts of the layer, from `ModelShape.find_layer_kind`.
     """
     hidden = shape.hidden_size
@@ -130,11 +118,7 @@ def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[WeightEntry]:
 
 
 def entries_in_layers(shape: ModelShape) -> Iterator[WeightEntry]:
-    """Yield the parameters of all layers, layer by layer and expert by expert, with full names on both sides.
-
-    Args:
-        shape: Shape of the model.
-    """
+    """Yield the parameters of all layers, layer by layer and expert by expert, with full names on both sides."""
     for layer in range(shape.num_layers):
         megatron_prefix, hf_prefix = f"decoder.layers.{layer}.", shape.layer_prefix(layer)
         for entry in layer_entries(shape, shape.find_layer_kind(layer)):
@@ -260,7 +244,6 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
     """Return the number of parameters of the whole model. Tied embeddings count once, and vocabulary padding does not count.
 
     Args:
-        shape: Sizes of the model.
         active_only: Count only as many experts as a token is routed to.
     """
 
@@ -273,11 +256,7 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the size of every Hugging Face tensor of the model: the content of a checkpoint and of an export.
-
-    Args:
-        shape: Shape of the model.
-    """
+    """Return the size of every Hugging Face tensor of the model: the content of a checkpoint and of an export."""
     return {name: size for entry in (*outer_entries(shape), *entries_in_layers(shape)) for name, size in entry.hf}
 
 
@@ -285,8 +264,6 @@ def local_naming(entry: WeightEntry, *, shape: ModelShape, moe: bool) -> WeightE
     """Return the entry unchanged: rows are written for Megatron's own modules (get_gpt_layer_local_spec).
 
     Args:
-        entry: Row of the table of weights.
-        shape: Shape of the model.
         moe: Whether the layer has experts.
     """
     return entry
@@ -298,8 +275,6 @@ def transformer_engine_naming(entry: WeightEntry, *, shape: ModelShape, moe: boo
     Norms are part of the linear layer that follows them. The down projections of multi-latent attention are replicated.
 
     Args:
-        entry: Row of the table of weights.
-        shape: Shape of the model.
         moe: Whether the layer has experts.
     """
     if shape.mla is None and entry.megatron == "input_layernorm.weight":
@@ -316,11 +291,7 @@ def transformer_engine_naming(entry: WeightEntry, *, shape: ModelShape, moe: boo
 
 
 def grouped_experts(entry: WeightEntry) -> WeightEntry:
-    """Rename an expert entry for TEGroupedMLP, which holds all experts of a rank in one module with one numbered weight each.
-
-    Args:
-        entry: Row of the table of weights.
-    """
+    """Rename an expert entry for TEGroupedMLP, which holds all experts of a rank in one module with one numbered weight each."""
     if not entry.is_expert:
         return entry
     return replace(entry, megatron=entry.megatron.replace("local_experts.{e}.", "") + "{e}")

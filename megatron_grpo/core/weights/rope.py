@@ -20,7 +20,6 @@ def rope_inverse_frequencies(shape: ModelShape, rope: RopeShape | None = None) -
     log-probs.
 
     Args:
-        shape: Sizes of the model.
         rope: Rope to use. Default: the model's main rope.
 
     Returns:

@@ -17,9 +17,6 @@ _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 def stored_names(directory: str | Path) -> dict[str, str]:
     """Return the file name of each tensor in a checkpoint directory.
 
-    Args:
-        directory: Directory of the checkpoint.
-
     Raises:
         ConfigError: Files are missing, damaged or in another format.
     """
@@ -58,10 +55,6 @@ def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ..
 
     The file has eight bytes of length, a JSON header, and the tensors, which must end at the last byte of the file.
 
-    Args:
-        path: The file.
-        flag: Setting that named it, for error messages.
-
     Raises:
         ConfigError: The file is damaged.
     """
@@ -86,10 +79,5 @@ def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ..
 
 
 def file_error(message: str, flag: str = "model") -> ConfigError:
-    """Return a ConfigError about one file.
-
-    Args:
-        message: The sentence.
-        flag: Setting that named the file.
-    """
+    """Return a ConfigError about one file."""
     return config_error(flag, f"{flag}: {message}")

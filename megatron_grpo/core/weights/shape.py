@@ -82,11 +82,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Return the shape described by a parsed config.json. Raises ConfigError, which lists everything unsupported in it.
-
-        Args:
-            config: Parsed config.json.
-        """
+        """Return the shape described by a parsed config.json. Raises ConfigError, which lists everything unsupported in it."""
         family, outer_config = find_family(config), config
         if family.tower:
             config = without_axes(text_config(outer_config))
@@ -149,11 +145,7 @@ class ModelShape:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelShape:
-        """Return the shape of the checkpoint in `directory`. Reads only config.json.
-
-        Args:
-            directory: Directory of the checkpoint.
-        """
+        """Return the shape of the checkpoint in `directory`. Reads only config.json."""
         return cls.from_hf(read_config(directory))
 
     @property
@@ -172,19 +164,11 @@ class ModelShape:
         return min((window for window in self.windows if window), default=None)
 
     def window(self, layer: int) -> int | None:
-        """Return the sliding window of a layer in tokens; None is full attention.
-
-        Args:
-            layer: Index of the layer, from 0.
-        """
+        """Return the sliding window of a layer in tokens; None is full attention."""
         return self.windows[layer] if self.windows else None
 
     def find_rope(self, layer: int) -> RopeShape:
-        """Return the rope of a layer: sliding-window layers may have their own.
-
-        Args:
-            layer: Index of the layer, from 0.
-        """
+        """Return the rope of a layer: sliding-window layers may have their own."""
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     def find_softmax_scale(self, layer: int) -> float:
@@ -192,9 +176,6 @@ class ModelShape:
 
         `attention_scaling` multiplies cos and sin of both queries and keys, so its square multiplies every score. Multi-latent attention
         has its own scale (`MlaShape.softmax_scale`).
-
-        Args:
-            layer: Index of the layer, from 0.
         """
         return self.find_rope(layer).attention_scaling ** 2 * (self.softmax_scale or self.head_dim**-0.5)
 
@@ -209,35 +190,19 @@ class ModelShape:
         return FAMILIES[self.architecture].text_prefix
 
     def layer_prefix(self, layer: int) -> str:
-        """Return the prefix of a layer's Hugging Face tensor names.
-
-        Args:
-            layer: Index of the layer, from 0.
-        """
+        """Return the prefix of a layer's Hugging Face tensor names."""
         return f"{self.text_prefix}layers.{layer}."
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Return whether a layer has experts.
-
-        Args:
-            layer: Index of the layer, from 0.
-        """
+        """Return whether a layer has experts."""
         return self.moe is not None and self.moe.layers[layer]
 
     def is_delta_net_layer(self, layer: int) -> bool:
-        """Return whether a layer has the gated delta rule instead of attention.
-
-        Args:
-            layer: Index of the layer, from 0.
-        """
+        """Return whether a layer has the gated delta rule instead of attention."""
         return self.delta_net is not None and self.delta_net.layers[layer]
 
     def find_layer_kind(self, layer: int) -> LayerKind:
-        """Return which parts a layer has.
-
-        Args:
-            layer: Index of the layer, from 0.
-        """
+        """Return which parts a layer has."""
         return LayerKind(self.is_moe_layer(layer), self.is_delta_net_layer(layer))
 
     @property
@@ -262,9 +227,6 @@ def flat_values(shape: ModelShape) -> dict[str, Any]:
     """Return everything that decides what a model computes as JSON values by dotted name (`rope.theta`); not `padding_idx`.
 
     `max_position_embeddings` is set to 0 so that it does not matter in comparisons.
-
-    Args:
-        shape: Shape of the model.
     """
     form = json.loads(json.dumps(asdict(replace(shape, max_position_embeddings=0))))
     del form["padding_idx"]  # it decides a gradient
@@ -309,9 +271,6 @@ class _Config:
 def read_config(directory: str | Path) -> dict[str, Any]:
     """Return the parsed config.json of a checkpoint directory.
 
-    Args:
-        directory: Directory of the checkpoint.
-
     Raises:
         ConfigError: The file is missing, is not JSON, or is not a JSON object.
     """
@@ -336,9 +295,6 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: ModelFamily, 
 
     Args:
         config: config.json with defaults filled in.
-        channels: Channels of a head.
-        family: Family of the model.
-        reader: Collects the problems.
     """
     reader.rope_numbers(config)
     if reader.problems:

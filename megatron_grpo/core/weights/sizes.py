@@ -168,7 +168,6 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     """Return the factor on attention when a context is stretched `factor` times (YaRN, arXiv:2309.00071, equation 22).
 
     Args:
-        factor: Ratio of the new maximum length to the original one.
         weight: Weight of the logarithm (`mscale`).
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

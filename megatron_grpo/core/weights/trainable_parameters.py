@@ -25,9 +25,6 @@ def trains(cfg: TunerConfig) -> Rule:
     """Return a function that tells whether a tensor of the model trains, by its Hugging Face name.
 
     Under tuner_type lora no tensor of the model trains, only its adapters.
-
-    Args:
-        cfg: Settings of the adapter and of frozen parts.
     """
     if cfg.tuner_type != "full":
         return lambda name: False
@@ -38,32 +35,18 @@ def trains(cfg: TunerConfig) -> Rule:
 
 
 def frozen_parts(cfg: TunerConfig) -> set[Part]:
-    """Return the parts that `freeze_llm`, `freeze_vit` and `freeze_aligner` freeze. Text models have only the first part.
-
-    Args:
-        cfg: Settings of the adapter and of frozen parts.
-    """
+    """Return the parts that `freeze_llm`, `freeze_vit` and `freeze_aligner` freeze. Text models have only the first part."""
     flags: dict[Part, bool] = {"llm": cfg.freeze_llm, "vit": cfg.freeze_vit, "aligner": cfg.freeze_aligner}
     return {part for part, is_frozen in flags.items() if is_frozen}
 
 
 def trains_tower(cfg: TunerConfig, shape: ModelShape) -> bool:
-    """Return whether any weight of the vision tower trains.
-
-    Args:
-        cfg: Settings of the adapter and of frozen parts.
-        shape: Shape of the model.
-    """
+    """Return whether any weight of the vision tower trains."""
     return any(map(trains(cfg), (name for entry in tower_entries(shape) for name, _ in entry.hf)))
 
 
 def trains_all(cfg: TunerConfig, shape: ModelShape) -> bool:
-    """Return whether every weight of the model trains.
-
-    Args:
-        cfg: Settings of the adapter and of frozen parts.
-        shape: Shape of the model.
-    """
+    """Return whether every weight of the model trains."""
     is_whole = not cfg.freeze_llm and (shape.vision is None or not frozen_parts(cfg))
     return is_whole and cfg.tuner_type == "full" and not cfg.freeze_parameters and cfg.freeze_parameters_regex is None
 
@@ -72,7 +55,6 @@ def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
     """Return whether a Megatron parameter trains.
 
     Args:
-        names: Hugging Face tensors that it consists of.
         rule: Result of `trains`.
 
     Raises:

@@ -21,32 +21,17 @@ def _biases(config: Config) -> dict[str, Any]:
 
 
 def llama(config: Config, common: Config) -> dict[str, Any]:
-    """Read the biases of Llama's attention and MLP.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read the biases of Llama's attention and MLP."""
     return {**_biases(config), "mlp_bias": config["mlp_bias"]}
 
 
 def qwen2(config: Config, common: Config) -> dict[str, Any]:
-    """Read Qwen2: query, key and value always have biases, and layers from max_window_layers on may have a sliding window.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Qwen2: query, key and value always have biases, and layers from max_window_layers on may have a sliding window."""
     return {"qkv_bias": True, "windows": _qwen_windows(config, common["num_layers"])}
 
 
 def qwen3(config: Config, common: Config) -> dict[str, Any]:
-    """Read Qwen3: like Qwen2 with a norm of each query and key head, and biases only if attention_bias is set.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Qwen3: like Qwen2 with a norm of each query and key head, and biases only if attention_bias is set."""
     return {**_biases(config), "qk_norm": True, "windows": _qwen_windows(config, common["num_layers"])}
 
 
@@ -54,21 +39,12 @@ def mistral(config: Config, common: Config) -> dict[str, Any]:
     """Read Mistral's sliding windows.
 
     A config with `layer_types` is what transformers calls Ministral: some layers have the window, and the others attend to all tokens.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
     """
     return {"windows": list_windows(config, common["num_layers"], lambda layer: config["sliding_window"] is not None)}
 
 
 def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
-    """Read Qwen3-MoE: experts in every decoder_sparse_step-th layer except those in mlp_only_layers.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Qwen3-MoE: experts in every decoder_sparse_step-th layer except those in mlp_only_layers."""
     layers = common["num_layers"]
     step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
     return {
@@ -86,12 +62,7 @@ def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
 
 
 def qwen2_moe(config: Config, common: Config) -> dict[str, Any]:
-    """Read Qwen2-MoE: optional biases, the experts of Qwen3-MoE with a gated shared expert, and windows in every second layer.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Qwen2-MoE: optional biases, the experts of Qwen3-MoE with a gated shared expert, and windows in every second layer."""
 
     def has_window(layer: int) -> bool:
         return config["use_sliding_window"] and layer % 2 == 0 and layer < config["max_window_layers"]
@@ -107,10 +78,6 @@ def qwen2_moe(config: Config, common: Config) -> dict[str, Any]:
 def qwen3_vl_moe(config: Config, common: Config) -> dict[str, Any]:
     """Read the text model of Qwen3-VL with experts: Qwen3-MoE without windows.
 
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-
     Raises:
         ConfigError: norm_topk_prob is false, which transformers ignores and vLLM reads; or transposed experts have the size of others.
     """
@@ -125,33 +92,18 @@ def qwen3_vl_moe(config: Config, common: Config) -> dict[str, Any]:
 
 
 def qwen3_next(config: Config, common: Config) -> dict[str, Any]:
-    """Read Qwen3-Next: gated delta rule and gated attention, and the experts of Qwen3-MoE with a gated shared expert.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Qwen3-Next: gated delta rule and gated attention, and the experts of Qwen3-MoE with a gated shared expert."""
     experts = {**config, "use_sliding_window": False}
     return {**_hybrid(config, common, is_grouped=True), "moe": _with_shared_expert(qwen3_moe(experts, common)["moe"], config)}
 
 
 def qwen3_5(config: Config, common: Config) -> dict[str, Any]:
-    """Read Qwen3.5: gated delta rule and gated attention, without experts.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Qwen3.5: gated delta rule and gated attention, without experts."""
     return _hybrid(config, common, is_grouped=False)
 
 
 def qwen3_5_moe(config: Config, common: Config) -> dict[str, Any]:
-    """Read Qwen3.5-MoE: Qwen3.5 with experts in every layer and a gated shared expert.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Qwen3.5-MoE: Qwen3.5 with experts in every layer and a gated shared expert."""
     experts = {**config, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True}
     return {**_hybrid(config, common, is_grouped=False), "moe": _with_shared_expert(qwen3_moe(experts, common)["moe"], config)}
 
@@ -195,22 +147,13 @@ HYBRID_KINDS = ("linear_attention", "full_attention")
 
 
 def text_ropes(config: Config) -> tuple[Config]:
-    """Return the rope config of text alone: its three position axes are equal, so `mrope_*` changes nothing.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-    """
+    """Return the rope config of text alone: its three position axes are equal, so `mrope_*` changes nothing."""
     rope = {key: value for key, value in (config["rope_parameters"] or {}).items() if not key.startswith("mrope_")}
     return ({**config, "rope_parameters": rope},)
 
 
 def mixtral(config: Config, common: Config) -> dict[str, Any]:
-    """Read Mixtral: experts in every layer, and one sliding window for all layers.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Mixtral: experts in every layer, and one sliding window for all layers."""
     return {"windows": (config["sliding_window"],) * common["num_layers"], "moe": _local_experts(config, common)}
 
 
@@ -227,10 +170,6 @@ def _local_experts(config: Config, common: Config, *, has_biases: bool = False) 
 
 def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
     """Read DeepSeek-V3: multi-latent attention and group-limited sigmoid routing.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
 
     Raises:
         ConfigError: Attention has biases, or a head size or expert group is one that transformers cannot compute.
@@ -282,22 +221,12 @@ def _grouped_experts(config: Config, common: Config) -> MoeShape:
 
 
 def glm4_moe(config: Config, common: Config) -> dict[str, Any]:
-    """Read GLM-4.5: optional biases and query-key norms, and the routing of DeepSeek-V3.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read GLM-4.5: optional biases and query-key norms, and the routing of DeepSeek-V3."""
     return {"qkv_bias": config["attention_bias"], "qk_norm": config["use_qk_norm"], "moe": _grouped_experts(config, common)}
 
 
 def glm4_moe_lite(config: Config, common: Config) -> dict[str, Any]:
-    """Read GLM-4.7-Flash: the attention and the routing of DeepSeek-V3. `mlp_layer_types` names the layers with experts.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read GLM-4.7-Flash: the attention and the routing of DeepSeek-V3. `mlp_layer_types` names the layers with experts."""
     layers, kinds, first = common["num_layers"], config["mlp_layer_types"], config.get("first_k_dense_replace")
     if kinds is None:
         kinds = ["dense", *["sparse"] * (layers - 1)]
@@ -310,12 +239,7 @@ def glm4_moe_lite(config: Config, common: Config) -> dict[str, Any]:
 
 
 def minimax_m2(config: Config, common: Config) -> dict[str, Any]:
-    """Read MiniMax-M2: one query-key norm over all heads, and experts that a sigmoid router selects with a bias.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read MiniMax-M2: one query-key norm over all heads, and experts that a sigmoid router selects with a bias."""
     for key, value in {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}.items():
         if config.get(key, value) != value:
             raise _model_error(f"{key} is {config[key]!r}, which transformers ignores. Leave it out, or use {value!r}.")
@@ -324,22 +248,13 @@ def minimax_m2(config: Config, common: Config) -> dict[str, Any]:
 
 
 def minimax_ropes(config: Config) -> tuple[Config]:
-    """Return the rope config of MiniMax-M2, whose files have the rotated channels of a head in `rotary_dim`.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-    """
+    """Return the rope config of MiniMax-M2, whose files have the rotated channels of a head in `rotary_dim`."""
     part, channels = config["partial_rotary_factor"], config["rotary_dim"]
     return ({**config, "partial_rotary_factor": channels / config["head_dim"] if part is None and channels else part},)
 
 
 def gpt_oss(config: Config, common: Config) -> dict[str, Any]:
-    """Read gpt-oss: attention sinks, clamped gates, biases everywhere, and windows in every second layer unless `layer_types` is given.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read gpt-oss: attention sinks, clamped gates, biases everywhere, and windows in every second layer unless `layer_types` is given."""
     return {
         **_biases(config),
         "mlp_bias": True,
@@ -358,22 +273,12 @@ GPT_OSS_ROPE = {
 
 
 def olmo2(config: Config, common: Config) -> dict[str, Any]:
-    """Read OLMo 2: norms after attention and MLP instead of before, and one query-key norm over all heads.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read OLMo 2: norms after attention and MLP instead of before, and one query-key norm over all heads."""
     return {**_biases(config), "pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_is_whole": True}
 
 
 def olmo3(config: Config, common: Config) -> dict[str, Any]:
-    """Read OLMo 3: OLMo 2 with sliding windows in three of four layers unless `layer_types` is given.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read OLMo 3: OLMo 2 with sliding windows in three of four layers unless `layer_types` is given."""
     windows = list_windows(config, common["num_layers"], lambda layer: (layer + 1) % 4 != 0)
     return {**olmo2(config, common), "windows": windows}
 
@@ -382,9 +287,6 @@ def olmo3_ropes(config: Config) -> tuple[Config, Config]:
     """Return the rope configs of full-attention and sliding-window layers.
 
     Only full-attention layers may scale their positions; sliding-window layers never do.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
 
     Raises:
         ConfigError: Versions of transformers read this rope_theta differently.
@@ -398,12 +300,7 @@ def olmo3_ropes(config: Config) -> tuple[Config, Config]:
 
 
 def gemma3(config: Config, common: Config) -> dict[str, Any]:
-    """Read Gemma 3: norms before and after each block (stored as offsets from 1), scaled embeddings, and its own softmax scale.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-        common: `ModelShape` fields that all families share.
-    """
+    """Read Gemma 3: norms before and after each block (stored as offsets from 1), scaled embeddings, and its own softmax scale."""
     pattern = config["sliding_window_pattern"]
     return {
         **_biases(config),
@@ -418,11 +315,7 @@ def gemma3(config: Config, common: Config) -> dict[str, Any]:
 
 
 def gemma3_ropes(config: Config) -> tuple[Config, Config]:
-    """Return the rope configs of full-attention and sliding-window layers, the latter with rope_local_base_freq.
-
-    Args:
-        config: Parsed config.json; of a vision-language model, its text part.
-    """
+    """Return the rope configs of full-attention and sliding-window layers, the latter with rope_local_base_freq."""
     return _ropes_by_kind(config, config["rope_local_base_freq"])
 
 

@@ -27,9 +27,6 @@ _PART = re.compile(r"(?:model\.)?visual\.(merger\.|deepstack_merger_list\.)?")
 def find_part(name: str) -> Part:
     """Return the part of a model that a tensor belongs to, by its Hugging Face name.
 
-    Args:
-        name: Hugging Face name of the tensor.
-
     Returns:
         "llm" for the text model, "vit" for the vision tower, "aligner" for the layers that map the tower's channels to the text model's.
     """
@@ -60,11 +57,7 @@ class VisionTower:
     interleaved_axes: bool = False
 
     def on_the_hub(self, name: str) -> str:
-        """Return a tensor's name on the Hub. transformers 4.52 to 4.57 write the names of their modules in memory instead.
-
-        Args:
-            name: Name of the tensor, as any of these versions writes it.
-        """
+        """Return a tensor's name on the Hub. transformers 4.52 to 4.57 write the names of their modules in memory instead."""
         for hub_prefix, own_prefix in (
             ("model.visual.", self.prefix),
             ("visual.", self.prefix),
@@ -75,11 +68,7 @@ class VisionTower:
         return name
 
     def in_memory(self, name: str) -> str:
-        """Return the name of a text-model tensor in transformers' module, and therefore in PEFT's files.
-
-        Args:
-            name: Name of the tensor on the Hub.
-        """
+        """Return the name of a text-model tensor in transformers' module, and therefore in PEFT's files."""
         return "model.language_model." + name.removeprefix(self.text_prefix) if name.startswith(self.text_prefix) else name
 
 
@@ -100,33 +89,18 @@ def _shape(
 
 
 def qwen2_vl(vision: Config, config: Config) -> VisionShape:
-    """Read the vision_config of Qwen2-VL.
-
-    Args:
-        vision: Parsed `vision_config`.
-        config: Parsed config.json.
-    """
+    """Read the vision_config of Qwen2-VL."""
     width = vision.get("embed_dim", 1280)
     return _shape(vision, config, width=width, ffn=int(width * vision.get("mlp_ratio", 4)), patch=14)
 
 
 def qwen2_5_vl(vision: Config, config: Config) -> VisionShape:
-    """Read the vision_config of Qwen2.5-VL.
-
-    Args:
-        vision: Parsed `vision_config`.
-        config: Parsed config.json.
-    """
+    """Read the vision_config of Qwen2.5-VL."""
     return _shape(vision, config, width=vision["hidden_size"], ffn=vision["intermediate_size"], patch=14)
 
 
 def qwen3_vl(vision: Config, config: Config) -> VisionShape:
-    """Read the vision_config of Qwen3-VL.
-
-    Args:
-        vision: Parsed `vision_config`.
-        config: Parsed config.json.
-    """
+    """Read the vision_config of Qwen3-VL."""
     deep = vision.get("deepstack_visual_indexes", (8, 16, 24))
     positions = vision.get("num_position_embeddings", 2304)
     return _shape(
@@ -169,36 +143,21 @@ def _merger(norm: str, first: str, second: str, vision: VisionShape, hidden: int
 
 
 def qwen2_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
-    """Yield the tensors of Qwen2-VL's tower; `hidden` is the text model's channels.
-
-    Args:
-        vision: Parsed `vision_config`.
-        hidden: Channels of the text model.
-    """
+    """Yield the tensors of Qwen2-VL's tower; `hidden` is the text model's channels."""
     yield "patch_embed.proj.weight", (vision.width, *vision.patch)
     yield from _blocks(vision, "fc1", "fc2")
     yield from _merger("merger.ln_q", "merger.mlp.0", "merger.mlp.2", vision, hidden, normed=vision.width)
 
 
 def qwen2_5_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
-    """Yield the tensors of Qwen2.5-VL's tower; `hidden` is the text model's channels.
-
-    Args:
-        vision: Parsed `vision_config`.
-        hidden: Channels of the text model.
-    """
+    """Yield the tensors of Qwen2.5-VL's tower; `hidden` is the text model's channels."""
     yield "patch_embed.proj.weight", (vision.width, *vision.patch)
     yield from _blocks(vision, "gate_proj", "up_proj", "down_proj", norm_bias=False)
     yield from _merger("merger.ln_q", "merger.mlp.0", "merger.mlp.2", vision, hidden, normed=vision.width, norm_bias=False)
 
 
 def qwen3_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
-    """Yield the tensors of Qwen3-VL's tower; `hidden` is the text model's channels.
-
-    Args:
-        vision: Parsed `vision_config`.
-        hidden: Channels of the text model.
-    """
+    """Yield the tensors of Qwen3-VL's tower; `hidden` is the text model's channels."""
     yield from _affine("patch_embed.proj", vision.width, *vision.patch)
     yield "pos_embed.weight", (vision.num_positions, vision.width)
     yield from _blocks(vision, "linear_fc1", "linear_fc2")
@@ -243,11 +202,7 @@ QWEN3_5_MOE = replace(QWEN3_5, module="qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5M
 
 
 def without_axes(config: Config) -> Config:
-    """Return the configuration with the rope of a text model: `mrope` is the default type with axes.
-
-    Args:
-        config: Parsed config.json.
-    """
+    """Return the configuration with the rope of a text model: `mrope` is the default type with axes."""
     changed = {}
     for name in _ROPES:
         if isinstance(rope := config.get(name), Mapping):
@@ -261,7 +216,6 @@ def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Requ
 
     Args:
         rope: Rope read from `without_axes`.
-        config: config.json.
         tower: Tower of the family, with its default axes.
         require: Called with (condition, message) for each requirement.
     """
@@ -288,10 +242,7 @@ def read_vision(config: Config, tower: VisionTower, require: Require, *, hidden:
     """Return the sizes of the vision tower; None if they cannot be read, with the problem passed to `require`.
 
     Args:
-        config: config.json.
-        tower: Tower of the family.
         require: Called with (condition, message) for each requirement.
-        hidden: Channels of the text model.
     """
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):

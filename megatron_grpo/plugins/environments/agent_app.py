@@ -104,11 +104,8 @@ class AgentServer:
     """The endpoint of the episodes of one rollout.
 
     Args:
-        episodes: The episodes. Keys of other episodes are refused.
-        sampling: Sampling settings of the run.
         on_call: Passes a call to the engine's thread. `answered` is called when its turn is sampled.
         notify: Receives a description of each refused request, and of each sampling parameter that is not the run's.
-        address: Where it listens.
 
     Attributes:
         url: Where it listens, without a path.
@@ -129,11 +126,7 @@ class AgentServer:
         self._thread.start()
 
     def answered(self, call: AgentCall) -> None:
-        """Wake up the clients of a call. Called from the engine's thread.
-
-        Args:
-            call: The call, whose turn is sampled or refused.
-        """
+        """Wake up the clients of a call. Called from the engine's thread."""
         self._loop.call_soon_threadsafe(_finish, call.done)
 
     def close(self) -> None:

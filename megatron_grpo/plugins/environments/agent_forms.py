@@ -33,23 +33,12 @@ class ApiProtocol(NamedTuple):
 
 
 def invalid_request(message: str, code: str = "invalid_request") -> AgentRefusalError:
-    """Return the refusal of a request that the endpoint does not support.
-
-    Args:
-        message: Reason for the refusal.
-        code: "invalid_request", "unsupported_parameter" or "unsupported_content".
-    """
+    """Return the refusal of a request that the endpoint does not support."""
     return AgentRefusalError(400, code, message)
 
 
 def unsupported(body: Body, run: SamplingSettings, stop: Sequence[str]) -> AgentRefusalError | None:
-    """Return the error for a parameter that changes the sampling distribution and cannot be ignored.
-
-    Args:
-        body: The request.
-        run: Sampling settings of the run.
-        stop: Stop strings of the request.
-    """
+    """Return the error for a parameter that changes the sampling distribution and cannot be ignored."""
     if body.get("n") not in (None, 1):
         return invalid_request("n: one answer for each request. Send the request again for another answer.", "unsupported_parameter")
     for name in _REFUSED:
@@ -72,12 +61,7 @@ def unsupported(body: Body, run: SamplingSettings, stop: Sequence[str]) -> Agent
 
 
 def overridden_parameters(body: Body, run: SamplingSettings) -> Iterator[str]:
-    """Yield a description of each sampling parameter of a request that differs from the run's, which is used instead.
-
-    Args:
-        body: The request.
-        run: Sampling settings of the run.
-    """
+    """Yield a description of each sampling parameter of a request that differs from the run's, which is used instead."""
     neutral = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
     used: dict[str, Any] = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k, "min_p": run.min_p, **_NEUTRAL}
     for name, value in used.items():
@@ -363,12 +347,7 @@ FORMS: Mapping[str, ApiProtocol] = {  # by path
 
 
 def error_body(path: str, refusal: AgentRefusalError) -> dict[str, Any]:
-    """Return the body of a refusal in the form of the protocol.
-
-    Args:
-        path: Path of the request.
-        refusal: The refusal.
-    """
+    """Return the body of a refusal in the form of the protocol."""
     if path.startswith("/v1/messages"):
         kind = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
         return {

@@ -106,9 +106,6 @@ class AgentEnvironment(Environment):
 def load_agent(cfg: Config) -> type[AgentEnvironment]:
     """Load the agent of a run. Imports user code.
 
-    Args:
-        cfg: The settings of the run.
-
     Raises:
         ConfigError: The function, the program, the verdict or the TLS certificate cannot be used.
     """
@@ -178,7 +175,6 @@ def as_result(value: Any, source: str) -> AgentResult:
 
     Args:
         value: A finite number, a dict with `reward` and columns for reward functions, or None.
-        source: Name of the function, for the error message.
 
     Raises:
         InvalidReplyError: It is something else.
@@ -197,10 +193,7 @@ class AgentProgram:
     """Agent that is a program: started for each episode in its own folder and environment, and ended with all processes that it started.
 
     Args:
-        words: Program and arguments.
         verdict: Called after the program has ended: (row, folder, output, messages).
-        columns: Columns of the row that the program gets.
-        variables: Names of environment variables of the run that it gets.
         memory_mb: Limit for the address space of a process; 0: none.
     """
 

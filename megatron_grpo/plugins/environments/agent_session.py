@@ -33,9 +33,6 @@ class AgentRefusalError(Exception):
     """Error for a request of an agent that is refused.
 
     Args:
-        status: HTTP status.
-        code: Code of the error, for programs.
-        message: Sentence for the user of the agent.
         retry_after: Seconds after which the client may ask again; None: never.
     """
 
@@ -104,10 +101,7 @@ class AgentSession(Session[AgentTurn]):
     """Session of an agent. Threads may use it; a request changes nothing until its answer is sampled.
 
     Args:
-        template: The chat template.
-        limits: Limits of the episode.
         key: Prompt number, and index in the group.
-        seed: Seed of the run.
         reader: Returns the parser of tool calls for the tools of a request.
         history: "sampled" keeps a context where the template renders earlier turns differently than before.
 
@@ -145,9 +139,6 @@ class AgentSession(Session[AgentTurn]):
     def prepare(self, request: AgentRequest) -> AgentTurn:
         """Return the turn to sample for a request.
 
-        Args:
-            request: The request.
-
         Raises:
             AgentRefusalError: The episode is over, a limit is reached, which ends it, or the messages cannot be rendered.
         """
@@ -169,9 +160,6 @@ class AgentSession(Session[AgentTurn]):
 
     def count_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens of a request without changing the session.
-
-        Args:
-            request: The request.
 
         Raises:
             AgentRefusalError: The messages cannot be rendered, or are far longer than a context.
@@ -321,11 +309,7 @@ class AgentSession(Session[AgentTurn]):
 
 
 def episode_over(reason: str) -> AgentRefusalError:
-    """Return the refusal of a request after the end of its episode.
-
-    Args:
-        reason: Why the episode ended.
-    """
+    """Return the refusal of a request after the end of its episode."""
     return AgentRefusalError(401, "episode_over", f"the episode of this key has ended ({reason})")
 
 

@@ -71,10 +71,7 @@ class AgentRunnerFactory(EpisodeLoopFactory):
         """Derive the settings from the configuration.
 
         Args:
-            cfg: The settings of the run.
             environment: From `load_agent`.
-            tokenizer: Tokenizer of the model.
-            model_path: Directory of the model, for its end tokens.
             max_model_len: Context length in tokens where `vllm_max_model_len` is not set.
         """
         turns, rollout = cfg.turns, cfg.rollout
@@ -113,10 +110,6 @@ class AgentLoop(RequestLoop):
     """`rollout.turns.EpisodeLoop` that runs the agents of some prompts and answers their requests.
 
     Args:
-        stage: Settings of the episodes.
-        prompts: The prompts.
-        sampling: Sampling settings of the run.
-        seed: Seed of the run.
         notify: Receives a description of each refused request, and of each sampling parameter that is not the run's.
     """
 
@@ -276,13 +269,7 @@ class AgentSampler(EpisodeLoopSampler[AgentRunnerFactory, AgentLoop]):
         return AgentLoop(self.stage, prompts, sampling, seed=seed, notify=self._notify)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Play one episode for each completion, and return the groups, as `EpisodeLoopSampler.generate` does. Collective.
-
-        Args:
-            prompts: The prompts of the round, the same on every rank.
-            sampling: Sampling settings of the run. The session of an episode limits its lengths.
-            seed: Seed of the run.
-        """
+        """Play one episode for each completion, and return the groups, as `EpisodeLoopSampler.generate` does. Collective."""
         return super().generate(prompts, replace(sampling, max_completion_length=1), seed=seed)
 
     def _notify(self, words: str) -> None:

@@ -48,7 +48,6 @@ class DryRunEpisodes:
 
         Args:
             groups: Groups of episodes; at least one completion has an episode record.
-            notes: Further parts of the summary.
         """
         records = [completion.record for group in groups for completion in group.completions if completion.record is not None]
         finish_reason = Counter(record.numbers.finish_reason for record in records)
@@ -95,8 +94,6 @@ def play_rows(
     """Play one episode per prompt and kind of scripted turn.
 
     Args:
-        cfg: The settings of the run.
-        inputs: What they name, with an environment.
         prompts: The prompts; their numbers are their indices.
         kinds: Name of a kind -> text of every turn, one per prompt. Calls of each tool of the environment are added as further kinds.
 

@@ -48,10 +48,6 @@ class EpisodeRunnerFactory(EpisodeLoopFactory):
         """Derive the settings from the configuration.
 
         Args:
-            cfg: The settings of the run.
-            environment: The environment class.
-            tokenizer: Tokenizer of the model.
-            model_path: Directory of the model, for its end tokens.
             max_model_len: Context length in tokens where `vllm_max_model_len` is not set.
         """
         turns, rollout = cfg.turns, cfg.rollout
@@ -87,8 +83,6 @@ class EpisodeRunner(RequestLoop):
     there too.
 
     Args:
-        stage: Settings of the episodes.
-        prompts: The prompts.
         n: Episodes per prompt.
         derive_seed: (prompt number, index of the episode in its group, turn) -> seed of that turn.
     """

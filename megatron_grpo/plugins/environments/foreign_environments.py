@@ -36,9 +36,6 @@ class TrlEnvironment(ToolEnvironment):
 
     One object of the class plays one episode. `reset(**row)` may return a text, which is appended to the last message of the prompt. Public
     methods are tools. The result of `get_reward()`, if the class has it, is the reward at the end.
-
-    Args:
-        columns: Columns of the prompt's row.
     """
 
     theirs: type
@@ -73,11 +70,7 @@ class TrlEnvironment(ToolEnvironment):
 
 
 def public_methods(cls: type) -> list[str]:
-    """Return the names of the methods of a TRL environment that are tools.
-
-    Args:
-        cls: Class of the environment.
-    """
+    """Return the names of the methods of a TRL environment that are tools."""
     reserved = ("reset", "get_reward", "close")
     return [name for name, value in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_") and name not in reserved]
 
@@ -87,9 +80,6 @@ class SwiftEnvironment(Environment):
 
     Its methods, each of which may be async: `reset(config) -> (observation, info, system message)`,
     `step(action) -> (observation, reward, done, info)`, where the action is the messages so far, and `close()`.
-
-    Args:
-        columns: Columns of the prompt's row.
     """
 
     theirs: type
@@ -131,9 +121,6 @@ class VerifiersEnvironment(Environment):
     `env_response(messages, state)` returns messages, or (messages, state); `is_completed(messages, state)` ends the episode. As in
     verifiers, one object serves all episodes, and each episode has its own `state`. The rubric of the environment is not used: name a
     reward function.
-
-    Args:
-        columns: Columns of the prompt's row.
     """
 
     theirs: Any
@@ -168,9 +155,6 @@ class VerifiersEnvironment(Environment):
 
 def adapted(cls: type) -> type[Environment] | None:
     """Return an `Environment` class for a class of any supported trainer.
-
-    Args:
-        cls: The class.
 
     Returns:
         `cls` itself if it is an `Environment`, an adapter class, or None if its kind is unknown.

@@ -31,12 +31,7 @@ _CALL = '<tool_call>\n{"name": "look", "arguments": {"place": 7}}\n</tool_call>'
 
 
 def read_environment(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the class of the run's episodes.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Load the class of the run's episodes."""
     inputs.environment = load_environment(cfg, inputs.tokenizer)
 
 
@@ -44,7 +39,6 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
     """Load the environment class of a run, including its tools. Imports user code.
 
     Args:
-        cfg: The settings of the run.
         tokenizer: Tokenizer of the model, for a tool-call parser of vLLM. Without it calls are parsed in Hermes' format.
 
     Returns:
@@ -108,20 +102,12 @@ def _environment(spec: str) -> type[Environment]:
 
 
 def read_rollout_func(cfg: Config, inputs: ValidatedInputs) -> None:
-    """Load the function that `rollout_func` names.
-
-    Args:
-        cfg: Settings of the run.
-        inputs: Inputs read so far; the result is stored in it.
-    """
+    """Load the function that `rollout_func` names."""
     inputs.rollout_func = load_rollout_func(cfg)
 
 
 def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
     """Load the rollout function of a run. Imports user code.
-
-    Args:
-        cfg: The settings of the run.
 
     Returns:
         The function, or None if `--rollout_func` is not set.
@@ -155,7 +141,6 @@ def read_template(cfg: Config, inputs: ValidatedInputs) -> None:
     """Check how the chat template renders the turns of episodes.
 
     Args:
-        cfg: Settings of the run.
         inputs: Inputs read so far; the notes are stored in it.
 
     Raises:
@@ -170,37 +155,19 @@ def read_template(cfg: Config, inputs: ValidatedInputs) -> None:
 
 
 def find_template_notes(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
-    """Return what `check_template` finds for the settings of a run.
-
-    Args:
-        cfg: Settings of the run.
-        environment: Class of the run's episodes.
-        tokenizer: The model's tokenizer.
-        model_path: The model's directory.
-    """
+    """Return what `check_template` finds for the settings of a run."""
     template = make_template(cfg, environment, tokenizer, model_path=model_path)
     return check_template(template, environment, history=cfg.turns.turn_history, flag=cfg.turns.player)
 
 
 def make_template(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
-    """Return the chat template of a run with the tools of its environment.
-
-    Args:
-        cfg: The settings of the run.
-        environment: The environment class.
-        tokenizer: Tokenizer of the model.
-        model_path: Directory of the model, for its end tokens.
-    """
+    """Return the chat template of a run with the tools of its environment."""
     end_ids = read_end_ids(model_path, tokenizer, cfg.rollout.stop_token_ids)
     return ChatTemplate(tokenizer, tools=environment.tools, options=cfg.data.template_options, end_ids=end_ids)
 
 
 def list_roles(environment: type[Environment]) -> list[str]:
-    """Return the roles of the messages that an environment may return.
-
-    Args:
-        environment: The environment class.
-    """
+    """Return the roles of the messages that an environment may return."""
     if environment.role:
         return [environment.role]
     if issubclass(environment, AgentEnvironment):
@@ -215,10 +182,7 @@ def check_template(template: ChatTemplate, environment: type[Environment], *, hi
     """Check that a chat template renders the messages of an environment.
 
     Args:
-        template: The chat template.
-        environment: The environment class.
         history: The setting `turn_history`.
-        flag: Name of the setting that names the environment, for error messages.
 
     Returns:
         Notes for the user: whether earlier turns are rewritten, and whether sampling stops at the end of a turn.

@@ -43,12 +43,7 @@ class TurnRequest:
 
 
 class RequestLoop:
-    """`rollout.turns.EpisodeLoop` that passes requests to the sampler and turns to those who asked. A subclass decides who asks.
-
-    Args:
-        prompts: The prompts.
-        n: Completions per prompt.
-    """
+    """`rollout.turns.EpisodeLoop` that passes requests to the sampler and turns to those who asked. A subclass decides who asks."""
 
     patience = 0.5  # longest wait for a request in seconds, before the sampler is polled again
 
@@ -77,8 +72,6 @@ class RequestLoop:
         Args:
             turns: The sampler. If it is another one than in the last call, open turns are submitted to it again, since the earlier sampler
                 may be lost.
-            seconds: Approximate duration of the call.
-            version: Version of the weights that sample.
 
         Returns:
             Whether all episodes have ended.
@@ -117,11 +110,7 @@ class RequestLoop:
             request.cancel()
 
     def _receive(self, seconds: float) -> None:
-        """Process events that occurred outside the sampler.
-
-        Args:
-            seconds: Longest wait for it.
-        """
+        """Process events that occurred outside the sampler."""
         raise NotImplementedError  # every subclass implements it
 
     def _ask(self, requests: Sequence[TurnRequest]) -> bool:
@@ -165,11 +154,7 @@ class EpisodeLoopFactory:
     concurrency: int
 
     def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
-        """Return the messages of a row, from which its token IDs were rendered.
-
-        Args:
-            prompt: The row.
-        """
+        """Return the messages of a row, from which its token IDs were rendered."""
         assert not isinstance(prompt.raw, str)  # a string prompt is refused when the data are read
         return template_messages(prompt.raw, system=self.system)
 
@@ -203,11 +188,8 @@ class Episode:
 
         Args:
             trajectory: Its tokens.
-            messages: Its conversation.
             num_opening: Number of messages before the first turn.
             rewards: Reward of each turn.
-            metrics: Its metrics.
-            columns: Further columns for reward functions.
         """
         numbers = EpisodeNumbers(
             finish_reason=self.finish_reason, num_turns=len(rewards), seconds=self.seconds, metrics=metrics, fault=self.fault
@@ -225,12 +207,7 @@ class Episode:
 
 
 def turns_as_text(messages: Sequence[Message], max_characters: int = 20_000) -> str:
-    """Format messages as text, each after its role in brackets, with its tool calls.
-
-    Args:
-        messages: The messages.
-        max_characters: Limit for one message in characters.
-    """
+    """Format messages as text, each after its role in brackets, with its tool calls."""
     lines = []
     for message in messages:
         name, text = message.get("name"), message["content"]
@@ -245,12 +222,7 @@ Stage = TypeVar("Stage")
 
 
 class EpisodeLoopSampler(Generic[Stage, OnePlayer]):
-    """`Sampler` whose completions a player makes from sampled turns. A subclass defines the player.
-
-    Args:
-        engine: Engine that samples the turns.
-        stage: Settings of the player.
-    """
+    """`Sampler` whose completions a player makes from sampled turns. A subclass defines the player."""
 
     def __init__(self, engine: TurnEngine, stage: Stage):
         self.engine, self.stage = engine, stage
@@ -259,24 +231,13 @@ class EpisodeLoopSampler(Generic[Stage, OnePlayer]):
         self._player: OnePlayer | None = None
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> OnePlayer:
-        """Make the player that plays these prompts from their beginning.
-
-        Args:
-            prompts: This rank's share of the prompts.
-            sampling: Sampling settings of the run.
-            seed: Seed of the run.
-        """
+        """Make the player that plays these prompts from their beginning."""
         raise NotImplementedError  # every subclass implements it
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         """Play the prompts and return their groups. Collective.
 
         A call with the same arguments after WeightsLostError resumes the open episodes.
-
-        Args:
-            prompts: The prompts of the round, the same on every rank.
-            sampling: Sampling settings of the run.
-            seed: Seed of the run.
 
         Returns:
             The groups that this rank scores.

@@ -134,11 +134,7 @@ def as_step_output(value: Any) -> StepOutput:
 
 
 def as_finite_number(value: Any) -> float | None:
-    """Return a finite real number as a float; None for anything else.
-
-    Args:
-        value: Any object.
-    """
+    """Return a finite real number as a float; None for anything else."""
     try:
         return float(value) if isinstance(value, numbers.Real) and math.isfinite(float(value)) else None
     except OverflowError:  # a Python int may exceed the range of float
@@ -171,10 +167,6 @@ def find_invalid_columns(columns: Mapping[Any, Any]) -> str | None:
 
 def as_messages(value: Any, *, source: str) -> tuple[Message, ...]:
     """Validate and copy messages with text content.
-
-    Args:
-        value: The messages that an environment returned.
-        source: Name of the method that returned them, for the error message.
 
     Raises:
         InvalidReplyError: The value is not a list of messages, or a content is not a string.

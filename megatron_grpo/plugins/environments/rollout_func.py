@@ -94,9 +94,6 @@ class RolloutFuncEngine:
     stop_token_ids, because the policy is trained on exactly that distribution.
 
     Args:
-        rollout_func: The rollout function.
-        sampling: Sampling settings of the run.
-        on_requests: Passes requests to the engine's thread.
         derive_seed: (prompt number, generation, call count) -> seed.
 
     Attributes:
@@ -179,14 +176,7 @@ class RolloutFuncEngine:
 
 
 class RolloutFuncRunner(RequestLoop):
-    """`rollout.turns.EpisodeLoop` that passes requests and samples between the function's thread and the engine.
-
-    Args:
-        rollout_func: The rollout function.
-        prompts: This rank's share of the prompts.
-        sampling: Sampling settings of the run.
-        seed: Seed of the run.
-    """
+    """`rollout.turns.EpisodeLoop` that passes requests and samples between the function's thread and the engine."""
 
     def __init__(self, rollout_func: RolloutFunc, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int):
         super().__init__(prompts, sampling.n)
@@ -273,11 +263,6 @@ class RolloutFuncSampler(EpisodeLoopSampler[RolloutFunc, RolloutFuncRunner]):
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         """Sample as `EpisodeLoopSampler.generate` does. Collective.
-
-        Args:
-            prompts: The prompts of the round, the same on every rank.
-            sampling: Sampling settings of the run.
-            seed: Seed of the run.
 
         Raises:
             RunError: The function failed on some rank (raised on every rank), or a prompt has images.

@@ -71,12 +71,7 @@ class TokenLimits:
 
 
 def completion_requests(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
-    """Return the requests for the completions of some prompts, group by group.
-
-    Args:
-        prompts: The prompts.
-        n: Completions per prompt.
-    """
+    """Return the requests for the completions of some prompts, group by group."""
     return [
         CompletionRequest(
             prompt=copy_for_user(prompt.raw),
@@ -99,9 +94,7 @@ def convert_completions(
     Args:
         returned: A dict of lists with one entry per request: `completion_ids`, `logprobs`, and optionally `prompt_ids`, `env_mask` and
             columns for reward functions.
-        requests: The requests that the function received.
         limits: Limits of tokens and lengths.
-        version: Version of the weights that sampled.
         decode: Decodes token IDs to text.
 
     Returns:

@@ -30,9 +30,6 @@ class InvalidToolError(ValueError):
 def make_schema(function: Function) -> dict[str, Any]:
     """Return the JSON schema of a function, from its annotations and its Google-style docstring.
 
-    Args:
-        function: The tool.
-
     Raises:
         InvalidToolError: The function is a generator, has positional-only or variadic positional parameters, or lacks an annotation or a
             description; the message names what is missing.
@@ -73,9 +70,6 @@ def read_hermes(text: str) -> list[ToolCall]:
     """Parse tool calls in Hermes' format, which Qwen uses: a JSON object between <tool_call> tags.
 
     Calls inside a thinking block (up to `</think>`) are ignored.
-
-    Args:
-        text: Text of the turn.
 
     Returns:
         The calls in order; a call that cannot be parsed has an `error`.
@@ -123,8 +117,6 @@ def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Rea
 
     Args:
         name: The setting `tool_call_parser`.
-        tokenizer: Tokenizer of the model, for vLLM's parser.
-        tools: JSON schemas of the tools.
 
     Raises:
         ConfigError: vLLM is not installed, has no parser of this name, or the parser rejects the tokenizer.
@@ -194,9 +186,6 @@ class ToolEnvironment(Environment):
     A turn without a call goes to the inner environment, or ends the episode if there is none. An exception of a tool becomes the content
     of its answer, so that the model can react to it. `tool_set` makes subclasses.
 
-    Args:
-        columns: Columns of the prompt's row.
-
     Attributes:
         functions: The tools by name.
         inner: Class of the inner environment, which answers turns without a call.
@@ -219,9 +208,6 @@ class ToolEnvironment(Environment):
         """Execute the tool calls of a turn, or pass the turn to the inner environment.
 
         Functions run in the calling thread. If a tool returns an awaitable, the result is a coroutine.
-
-        Args:
-            turn: Turn that the model sampled.
         """
         calls = type(self).read(turn.text)
         if self._inside is not None and (not calls or turn.is_last or self._are_for_inside(calls)):
@@ -311,9 +297,7 @@ def tool_set(
     """Make an environment class with tools.
 
     Args:
-        functions: The tools by the names in their schemas.
         inner: Environment class that answers turns without a call; None: such a turn ends the episode.
-        read_calls: Parser of tool calls.
 
     Raises:
         InvalidToolError: A function cannot be a tool.

@@ -44,19 +44,11 @@ class SpecialTokenGuards:
         return bool(self._characters)
 
     def over(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return copies of messages with the text of special tokens replaced by guards.
-
-        Args:
-            messages: The messages. All their string values are treated, including names, which templates render too.
-        """
+        """Return copies of messages with the text of special tokens replaced by guards."""
         return [{key: self.guarded(value) for key, value in message.items()} for message in messages]
 
     def guarded(self, value: Any) -> Any:
-        """Return a copy of a JSON value with the text of special tokens replaced by guards, also in nested values.
-
-        Args:
-            value: The value.
-        """
+        """Return a copy of a JSON value with the text of special tokens replaced by guards, also in nested values."""
         if isinstance(value, str):
             return self._special.sub(self._character, value)
         if isinstance(value, Mapping):
@@ -68,9 +60,6 @@ class SpecialTokenGuards:
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
         """Split a rendering at guards.
-
-        Args:
-            text: The rendering.
 
         Returns:
             (text, whether a guard stood for it) in order, with guards replaced by their texts.
@@ -84,8 +73,6 @@ class ChatTemplate:
     """Chat template of a tokenizer with the options of a run.
 
     Args:
-        tokenizer: The tokenizer.
-        tools: JSON schemas that the template shows to the model.
         options: Further arguments of the template, such as `enable_thinking`.
         end_ids: Token IDs that end a turn. Default: the tokenizer's EOS token.
     """
@@ -106,11 +93,7 @@ class ChatTemplate:
         self._special = re.compile(f"{words}{'|' * bool(words)}[{chr(_GUARDS[0])}-{MARK}]")
 
     def is_end(self, text: str) -> bool:
-        """Return whether a text is a special token that ends a turn.
-
-        Args:
-            text: The text, such as a stop string.
-        """
+        """Return whether a text is a special token that ends a turn."""
         return self._special_ids.get(text) in self.end_ids
 
     def guards(self) -> SpecialTokenGuards:
@@ -121,7 +104,6 @@ class ChatTemplate:
         """Render messages as text.
 
         Args:
-            messages: The conversation.
             is_open: Whether to append the generation prompt.
             continues: Whether the last message is an unfinished one of the assistant; then there is no generation prompt.
         """
@@ -132,9 +114,6 @@ class ChatTemplate:
 
     def prefill(self, messages: Sequence[Message]) -> str:
         """Return the part of the generation prompt that the template does not render in an earlier turn, such as `<think>`.
-
-        Args:
-            messages: The conversation.
 
         Returns:
             The end of its rendering with the generation prompt, or "" if there is no such part.
@@ -168,21 +147,11 @@ class ChatTemplate:
         return text[len(head) :] if text.startswith(head) else self.decode(answer), self.decode(token_ids[len(answer) :])
 
     def is_longer(self, num_characters: int, max_tokens: int) -> bool:
-        """Return whether a text has so many characters that it exceeds `max_tokens` tokens for certain, without encoding it.
-
-        Args:
-            num_characters: Length of the text in characters.
-            max_tokens: The limit.
-        """
+        """Return whether a text has so many characters that it exceeds `max_tokens` tokens for certain, without encoding it."""
         return num_characters > max(LARGE, max_tokens * self.longest)
 
     def encode(self, text: str, guards: SpecialTokenGuards) -> list[int]:
-        """Encode a rendering. Guarded texts are encoded as plain text, not as special tokens.
-
-        Args:
-            text: The rendering.
-            guards: Guards of its messages.
-        """
+        """Encode a rendering. Guarded texts are encoded as plain text, not as special tokens."""
         if not guards:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [
@@ -243,8 +212,6 @@ class ContextTokens:
 
         Args:
             token_ids: Sampled token IDs.
-            logprobs: Their log-probs.
-            version: Version of the weights that sampled them.
             sampling_mask: Their sampling mask, if requested.
         """
         begin = len(self.ids)
@@ -299,7 +266,6 @@ class Session(Generic[OneTurn]):
     conversation that does not continue the end of a context begins a new one, in which the matched tokens are not trained again.
 
     Args:
-        template: The chat template.
         history: "sampled" keeps a context where the template renders earlier turns differently than before.
 
     Attributes:
@@ -318,7 +284,6 @@ class Session(Generic[OneTurn]):
         """Find the turn that a conversation continues.
 
         Args:
-            messages: The conversation, with guards, and with earlier turns as they were sampled.
             last: The last turn in it, if the conversation up to that turn is the one that it was sampled in.
             index: Index of the message of that turn.
             template: The chat template, if its tools are other ones than the session's.
@@ -344,28 +309,18 @@ class Session(Generic[OneTurn]):
         return best, full[longest:]
 
     def tokens_after(self, parent: SessionTurn | None, rest: str) -> list[int]:
-        """Return the token IDs of a conversation.
-
-        Args:
-            parent: The turn that it follows.
-            rest: Its rendering behind that turn.
-        """
+        """Return the token IDs of a conversation."""
         return [*([] if parent is None else parent.token_ids), *self.template.encode(rest, self.guards)]
 
     @staticmethod
     def context_after(parent: SessionTurn | None) -> ContextTokens | None:
-        """Return the context that a conversation continues; None: it begins a new one.
-
-        Args:
-            parent: The turn that it follows.
-        """
+        """Return the context that a conversation continues; None: it begins a new one."""
         return None if parent is None or parent.is_continued else parent.context
 
     def add(self, turn: OneTurn, sampled: SampledTurn) -> str:
         """Add a sampled turn to its context.
 
         Args:
-            turn: The turn.
             sampled: Its tokens.
 
         Returns:
@@ -397,8 +352,6 @@ def tail_after(template: ChatTemplate, messages: Sequence[Message], index: int) 
     """Return what a template renders behind a message of the assistant, however it renders the content of that message.
 
     Args:
-        template: The chat template.
-        messages: The conversation.
         index: Index of that message.
 
     Returns:
@@ -415,10 +368,8 @@ class Trajectory(Session[SessionTurn]):
     An opening that ends with an assistant message leaves it open: the first turn continues it.
 
     Args:
-        template: The chat template.
         opening: Messages before the first turn.
         token_ids: Token IDs of the opening if they are known; default: they are encoded.
-        history: "sampled" keeps one context, whatever the template renders.
 
     Attributes:
         messages: The conversation so far, with guards.
@@ -457,9 +408,6 @@ class Trajectory(Session[SessionTurn]):
 
     def add_turn(self, sampled: SampledTurn) -> str:
         """Append a turn of the model.
-
-        Args:
-            sampled: The turn.
 
         Returns:
             The text of the turn without the end-of-turn token.

@@ -83,9 +83,6 @@ class WorkerPool:
         """Return the results that have arrived since the last call.
 
         After the first result it waits up to 20 ms for others, so that turns that become ready together enter the same engine step.
-
-        Args:
-            seconds: Longest wait for the first result.
         """
         results: list[CallResult] = []
         deadline = time.monotonic() + seconds

@@ -55,11 +55,8 @@ def part_seed(run_seed: int, prompt_number: int, generation: int, num_sampled: i
     With one seed for all parts, a part would repeat the random numbers of the one before it.
 
     Args:
-        run_seed: Seed of the run.
-        prompt_number: Position of the prompt in the run's stream of prompts, from 0.
         generation: Index of the completion in its group.
         num_sampled: Tokens of the completion that earlier parts have sampled.
-        n: Completions per prompt.
     """
     if num_sampled == 0:
         return prompt_seed(run_seed, prompt_number, n) + generation
@@ -72,7 +69,6 @@ def append_part(partial: PartialCompletion | None, key: Key, part: SampledTurn, 
     Args:
         partial: The completion so far; None if this is its first part.
         key: (prompt number, index in its group).
-        part: The part, which ended or was interrupted.
         limit: Maximum number of tokens of the completion.
     """
     begin = 0 if partial is None else len(partial.token_ids)
@@ -126,14 +122,8 @@ class PartialGeneration:
         """Set up the generation.
 
         Args:
-            parts: The engine.
-            sampling: Sampling settings.
-            seed: Seed of the run.
-            version: Version of the weights that the engine holds.
-            share: This rank's share of the prompts.
             decode_text: Decodes a completion. Its parts are not decoded one by one, because a character may have bytes of two parts.
             should_cancel: Whether the run cancels what it waits for.
-            context: Context of all use of the engine.
         """
         self._parts, self._sampling, self._seed, self.version, self._share = parts, sampling, seed, version, share
         self._decode_text, self._should_cancel, self._around = decode_text, should_cancel, context
@@ -142,10 +132,6 @@ class PartialGeneration:
 
     def begin(self, prompts: Sequence[Prompt], partial: Iterable[PartialCompletion]) -> PartialGeneration:
         """Request the completions of the prompts. Collective.
-
-        Args:
-            prompts: Prompts, the same on every rank.
-            partial: Parts of their completions that were sampled, on whichever rank.
 
         Returns:
             This object.
@@ -180,9 +166,6 @@ class PartialGeneration:
         """Generate until the groups of these prompts are complete, and return them as `Sampler.generate` does. Collective.
 
         Prompts that were not requested before are requested now. All others continue meanwhile.
-
-        Args:
-            prompts: Prompts, the same on every rank.
 
         Raises:
             CancelledError: `should_cancel` returned true on some rank.

@@ -25,8 +25,6 @@ def forecast(sizes: BatchSizes, rollout: RolloutConfig, lengths: Lengths) -> dic
     On servers it is relative to depth 1, where each rollout is sampled alone too, and the time of training is hidden.
 
     Args:
-        sizes: Batch sizes and layout.
-        rollout: Settings of the engines.
         lengths: (prompt, completion) lengths in tokens; `num_generations` consecutive lines are a group.
     """
     n, depths = sizes.num_generations, DEPTHS[1:] if sizes.has_servers else DEPTHS

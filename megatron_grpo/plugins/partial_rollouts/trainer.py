@@ -50,7 +50,6 @@ class PartialRollouts:
     Inside `sampling` it answers from a generation that also samples prompts of later rollouts; elsewhere it is the sampler itself.
 
     Args:
-        sampler: The engine.
         check: Check of the tokens' versions; None without one.
         in_background: Whether the sampler needs nothing of the trainer's ranks, so completions continue until `interrupt`.
     """
@@ -85,8 +84,6 @@ class PartialRollouts:
         Args:
             prompts: (prompt, oldest version that its tokens may have), in the order in which they are needed. Completions with an older
                 token are dropped and sampled anew: prompts that were given back, or a smaller `async_rollout_depth` after a resume.
-            sampling: Sampling settings of training.
-            seed: Seed of the run.
         """
         oldest, default = {prompt.number: version for prompt, version in prompts}, prompts[0][1]  # later rounds may need other prompts too
         usable = [completion for completion in self._kept if completion.versions[0] >= oldest.get(completion.prompt_number, default)]
@@ -168,11 +165,7 @@ class PartialRollouts:
         return self._kept
 
     def restore(self, partial: Sequence[PartialCompletion]) -> None:
-        """Continue with the partial completions of a checkpoint.
-
-        Args:
-            partial: Those that this rank has read. Every one is read by one rank.
-        """
+        """Continue with the partial completions of a checkpoint."""
         self._kept = list(partial)
 
 
@@ -185,7 +178,7 @@ class VersionCheck:
 
     Args:
         count: Completions to score.
-        is_coarse: Whether the trainer or the sampler is not float32.
+        is_low_precision: Whether the trainer or the sampler is not float32.
     """
 
     policy: Policy
@@ -195,11 +188,6 @@ class VersionCheck:
 
     def __call__(self, partial: Sequence[PartialCompletion], prompts: dict[int, Prompt], version: int) -> dict[str, float]:
         """Compare the sampler's and the policy's log-probs of the tokens that the policy's version sampled. Collective.
-
-        Args:
-            partial: Partial completions of this rank.
-            prompts: Prompts by number.
-            version: Version of the policy's weights.
 
         Returns:
             The metrics; none if nothing was sampled by this version.

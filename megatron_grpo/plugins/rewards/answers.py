@@ -23,11 +23,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def needed_columns(config: Config) -> tuple[tuple[str, ...], ...]:
-    """Return the columns that a reward with a correct answer needs, as alternatives.
-
-    Args:
-        config: All settings.
-    """
+    """Return the columns that a reward with a correct answer needs, as alternatives."""
     return ((config.rewards.answer_column,),) if config.rewards.answer_column else (("answer", "solution"),)
 
 
@@ -38,18 +34,13 @@ def right_answers(columns: Mapping[str, Sequence[Any]], needs: Sequence[Sequence
 
     Args:
         columns: Columns of the data set, one value per row.
-        needs: Columns that the reward needs, as alternatives.
     """
     columns_present = [columns[name] for name in needs[0] if name in columns]
     return [next((value for value in row if value is not None), None) for row in zip(*columns_present)]
 
 
 def alternatives(right: Any) -> list[str]:
-    """Return the acceptable answers of a row as strings: one, or several if the column holds a list. Empty if the row has no answer.
-
-    Args:
-        right: Value of the answer column.
-    """
+    """Return the acceptable answers of a row as strings: one, or several if the column holds a list. Empty if the row has no answer."""
     values = right if isinstance(right, (list, tuple)) else [right]
     return [str(value) for value in values if value is not None and str(value).strip()]
 
@@ -60,9 +51,6 @@ def final_answer(text: str) -> str:
     Only text after the last `</think>` counts. In it, the first match in this order: the last `<answer>` tag, the last `\boxed{}`, a
     line `#### x`, the text after the last "answer is" or "answer:" on its line (a number ends where the next sentence begins), or else
     the whole text.
-
-    Args:
-        text: Text of the completion.
     """
     text = text.rpartition("</think>")[2]
     tags = _TAG.findall(text)
@@ -79,11 +67,7 @@ def final_answer(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` of a text, with balanced braces; None if there is none.
-
-    Args:
-        text: Text of the completion.
-    """
+    r"""Return the content of the last `\boxed{...}` of a text, with balanced braces; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -96,12 +80,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def same_answer(answer: str, right: str) -> bool:
-    """Return whether two answers are equal, ignoring case, spacing, `$`, a final full stop, and notations of a decimal number.
-
-    Args:
-        answer: Answer of the model.
-        right: Correct answer.
-    """
+    """Return whether two answers are equal, ignoring case, spacing, `$`, a final full stop, and notations of a decimal number."""
     first, second = normalise(answer), normalise(right)
     if first == second:
         return True
@@ -111,11 +90,7 @@ def same_answer(answer: str, right: str) -> bool:
 
 
 def normalise(answer: str) -> str:
-    """Return an answer in the form that `same_answer` compares.
-
-    Args:
-        answer: Answer of the model, or the correct one.
-    """
+    """Return an answer in the form that `same_answer` compares."""
     text, before = " ".join(answer.split()).casefold().replace("\u2212", "-"), ""
     while text != before:  # **$42$.**
         before, text = text, text.rstrip(".").strip("$ ") or text

@@ -30,7 +30,6 @@ class CodeReward:
     """The reward `code`.
 
     Args:
-        settings: Settings of the rewards.
         landlock: Whether Landlock is required, see `run_program`.
     """
 
@@ -94,11 +93,7 @@ def _called(test: str, entry_point: Any) -> str:
 
 
 def find_program(text: str) -> str:
-    """Return the last fenced block of a text, even if truncated; without a block, the text after the last `</think>`.
-
-    Args:
-        text: Text of the completion.
-    """
+    """Return the last fenced block of a text, even if truncated; without a block, the text after the last `</think>`."""
     text = text.rpartition("</think>")[2]
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text
@@ -141,20 +136,12 @@ def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def split_output(output: str) -> list[str]:
-    """Return output in the form that is compared: lines without trailing space, without empty lines at the end.
-
-    Args:
-        output: Output of a program.
-    """
+    """Return output in the form that is compared: lines without trailing space, without empty lines at the end."""
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
 def build_code(config: Config) -> CodeReward:
-    """Create the reward. Raises ConfigError on a machine that cannot sandbox programs.
-
-    Args:
-        config: All settings.
-    """
+    """Create the reward. Raises ConfigError on a machine that cannot sandbox programs."""
     landlock = "may" if config.rewards.code_without_landlock else "must"
     reason = why_unsafe(landlock=landlock)
     if reason is not None:

@@ -36,11 +36,7 @@ Answer = TypeVar("Answer")
 
 
 class NoResponseError(Exception):
-    """Error raised if no usable response arrived. The message ends the sentence "reward `name` ...".
-
-    Args:
-        reason: End of the sentence.
-    """
+    """Error raised if no usable response arrived. The message ends the sentence "reward `name` ..."."""
 
     def __init__(self, reason: str):
         super().__init__(one_line(reason))
@@ -51,9 +47,7 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
 
     Args:
         ask: Sends one request. The deadline is on the clock of `time.monotonic`.
-        items: The requests.
         concurrency: Number of threads.
-        seconds: Time limit for all requests together.
 
     Returns:
         The responses in the order of `items`; a RowFailure for each call that raised UnansweredError.
@@ -71,11 +65,7 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
 
 
 class ApiKey:
-    """API key of an endpoint. Its repr is a placeholder, so that tracebacks, loggers and dumps do not reveal it.
-
-    Args:
-        secret: The key.
-    """
+    """API key of an endpoint. Its repr is a placeholder, so that tracebacks, loggers and dumps do not reveal it."""
 
     def __init__(self, secret: str):
         self._secret = secret
@@ -96,8 +86,6 @@ def post_json(url: str, payload: Any, deadline: float, *, key: ApiKey | None = N
     """Send JSON with POST and return the JSON response. Retries after lost connections and overload until the deadline.
 
     Args:
-        url: Address of the endpoint.
-        payload: Request body.
         deadline: Deadline on the clock of `time.monotonic`.
         key: API key, if any.
 
@@ -211,11 +199,7 @@ def _opener(url: str, deadline: float) -> urllib.request.OpenerDirector:
 
 
 def is_local(url: str) -> bool:
-    """Return whether the host of a URL is this machine.
-
-    Args:
-        url: Address of the endpoint.
-    """
+    """Return whether the host of a URL is this machine."""
     host = urllib.parse.urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -227,8 +211,6 @@ def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:
     """Log a warning if prompts, completions or the key are sent unencrypted.
 
     Args:
-        url: Address of the endpoint.
-        flag: Setting that holds the address.
         has_key: Whether requests contain a key.
     """
     if url.startswith("http://") and not is_local(url):
@@ -238,11 +220,7 @@ def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:
 
 
 def url_fault(url: str) -> str | None:
-    """Return what is wrong with the address of an endpoint, as the end of a sentence, or None. The sentence repeats no password.
-
-    Args:
-        url: Address of the endpoint.
-    """
+    """Return what is wrong with the address of an endpoint, as the end of a sentence, or None. The sentence repeats no password."""
     try:
         parts = urllib.parse.urlsplit(url)
         port_is_right = parts.port is None or parts.port > 0

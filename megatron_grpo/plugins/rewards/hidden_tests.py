@@ -49,11 +49,7 @@ _OPERATIONS = "call getattr setattr delattr iter next reversed len bool int floa
 
 
 def find_test_problem(test: str) -> str | None:
-    """Return the reason why a test cannot verify anything, as the end of a sentence about it; None if it can.
-
-    Args:
-        test: Source of the test.
-    """
+    """Return the reason why a test cannot verify anything, as the end of a sentence about it; None if it can."""
     try:
         if any(map(_holds, ast.walk(ast.parse(test)))):
             return None
@@ -129,8 +125,6 @@ class RpcConnection:
         """Open one end.
 
         Args:
-            descriptor: File descriptor of the socket.
-            own: Object that the other end can access from the beginning.
             is_tests: Whether this is the end of the tests. It only exposes functions, which can only be called.
         """
         self.descriptor, self.is_tests, self.reader = descriptor, is_tests, os.fdopen(descriptor, "rb", closefd=False)
@@ -142,9 +136,6 @@ class RpcConnection:
 
         Args:
             operation: Name of a special method, such as `__call__`.
-            target: Proxy of the object.
-            *arguments: Positional arguments.
-            **named: Keyword arguments.
         """
         self.calls += 1
         self._send("do", operation, target, arguments, named)
@@ -165,9 +156,6 @@ class RpcConnection:
 
     def register_object(self, value: object) -> int:
         """Register an object of this process, and return the number by which the other end refers to it.
-
-        Args:
-            value: The object.
 
         Raises:
             TypeError: In the process of the tests, if the object is not a function.
@@ -309,12 +297,7 @@ class _Names(dict):
         self.held += 1
 
     def read(self, tree: ast.Module, test: str) -> None:
-        """Decide for a test where the names come from that it does not bind.
-
-        Args:
-            tree: The test.
-            test: Its source.
-        """
+        """Decide for a test where the names come from that it does not bind."""
         bases = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
         self.modules, self.fault = bases & {*sys.stdlib_module_names, *_ALIASES}, ""
         self.tested = match[1] if (match := _PLAIN.fullmatch(test.strip())) else ""
@@ -350,8 +333,6 @@ def run_tests(tests: list[str], descriptor: int, report: int) -> None:
 
     Args:
         tests: Source of each test.
-        descriptor: File descriptor of the socket to the program.
-        report: File descriptor for the results.
     """
     link = RpcConnection(descriptor, is_tests=True)
     names = _Names(link)

@@ -38,9 +38,6 @@ class LlmJudge:
     """The reward `llm_judge`.
 
     Args:
-        settings: Settings of the rewards.
-        url: Base address of the endpoint.
-        prompt: Template of the instruction.
         key: API key, if any.
     """
 
@@ -58,13 +55,7 @@ class LlmJudge:
         return ask_all(self._ask, questions, concurrency=self.settings.reward_concurrency, seconds=self.settings.reward_timeout)
 
     def question(self, prompt: Any, completion: Any, row: Mapping[str, Any]) -> str:
-        """Fill in the placeholders of the instruction: {prompt}, {completion}, {answer}, {max_score}, and any column by its name.
-
-        Args:
-            prompt: A string, or chat messages.
-            completion: A string, or a list of one assistant message.
-            row: Columns of the row.
-        """
+        """Fill in the placeholders of the instruction: {prompt}, {completion}, {answer}, {max_score}, and any column by its name."""
         answer = next((row[name] for name in self.answer_columns if row.get(name) is not None), "")
         max_score = f"{self.settings.llm_judge_max_score:g}"
         texts = {"prompt": text_of_prompt(prompt), "completion": read_text(completion), "answer": answer, "max_score": max_score}
@@ -93,11 +84,7 @@ class LlmJudge:
 
 
 def read_score(verdict: str) -> float | None:
-    """Return the last number after the word "score", or the number that is the whole verdict; None if there is none.
-
-    Args:
-        verdict: Response of the judge.
-    """
+    """Return the last number after the word "score", or the number that is the whole verdict; None if there is none."""
     matches = _SCORE.findall(verdict)
     if matches:
         return float(matches[-1])
@@ -105,11 +92,7 @@ def read_score(verdict: str) -> float | None:
 
 
 def build_llm_judge(config: Config) -> LlmJudge:
-    """Create the reward. Raises ConfigError if its settings are incomplete or invalid.
-
-    Args:
-        config: All settings.
-    """
+    """Create the reward. Raises ConfigError if its settings are incomplete or invalid."""
     settings = config.rewards
     url, model, problems = settings.llm_judge_url, settings.llm_judge_model, []
     fault = url_fault(url or "")

@@ -36,13 +36,7 @@ _SLOW = RowFailure(kind="slow", reason="took longer than its first time limit") 
 
 
 class MathReward:
-    """The reward `math`.
-
-    Args:
-        needs: Columns that the reward needs, as alternatives.
-        row_seconds: Time limit for one row.
-        batch_seconds: Time limit for one batch.
-    """
+    """The reward `math`."""
 
     def __init__(self, *, needs: tuple[tuple[str, ...], ...], row_seconds: float, batch_seconds: float):
         self.needs, self.row_seconds, self.batch_seconds = needs, row_seconds, batch_seconds
@@ -79,11 +73,7 @@ class MathReward:
 
 
 def build_math(config: Config) -> MathReward:
-    """Create the reward. Raises ConfigError if math-verify is not installed.
-
-    Args:
-        config: All settings.
-    """
+    """Create the reward. Raises ConfigError if math-verify is not installed."""
     if find_spec("math_verify") is None:
         message = "Reward `math` needs the extra `math`: pip install 'megatron-grpo[math]'. Reward `accuracy` compares text without it."
         raise config_error("reward_funcs", message)
@@ -151,7 +141,6 @@ class MathVerifyProcess:
         """Return the child's response to a request.
 
         Args:
-            request: Any JSON value.
             seconds: Time limit, without the start of the child.
 
         Raises:

@@ -20,12 +20,7 @@ from megatron_grpo.run.rewards.protocol import RowFailure, Score, read_text, tex
 
 
 class LocalClassifier:
-    """One copy of the classifier in this process, loaded at the first batch. Uses a GPU if there is one.
-
-    Args:
-        path: Directory or Hub name of the classifier.
-        settings: Settings of the rewards.
-    """
+    """One copy of the classifier in this process, loaded at the first batch. Uses a GPU if there is one."""
 
     def __init__(self, path: str, settings: RewardConfig):
         self.path, self.batch_size, self.max_length = path, settings.reward_model_batch_size, settings.reward_model_max_length
@@ -78,13 +73,7 @@ class LocalClassifier:
 
 
 def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
-    """Return the token IDs of prompt and completion in the format of the classifier's training.
-
-    Args:
-        tokenizer: Tokenizer of the classifier.
-        prompt: A string, or chat messages.
-        completion: A string, or a list of one assistant message.
-    """
+    """Return the token IDs of prompt and completion in the format of the classifier's training."""
     if isinstance(prompt, str):
         return encode_text(tokenizer, prompt + read_text(completion), is_open=False)
     encoded = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
@@ -95,19 +84,11 @@ class GenericFormat:
     """Request and response format of a generic endpoint: prompts and completions in, `rewards` out."""
 
     def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
-        """Return the request body for (prompt, completion) rows.
-
-        Args:
-            rows: (prompt, completion) pairs.
-        """
+        """Return the request body for (prompt, completion) rows."""
         return {"prompts": [prompt for prompt, _ in rows], "completions": [completion for _, completion in rows]}
 
     def scores(self, answer: Any) -> list[float]:
-        """Return the scores in a response.
-
-        Args:
-            answer: Parsed JSON of the response.
-        """
+        """Return the scores in a response."""
         return [float(score) for score in (answer["rewards"] if isinstance(answer, Mapping) else answer)]
 
 
@@ -116,8 +97,6 @@ class VllmFormat:
 
     Args:
         model: Model name for the request, or None.
-        field: Field of the response that holds the scores.
-        encode: Maps prompt and completion to the input of the endpoint.
     """
 
     def __init__(self, model: str | None, field: str, encode: Any):
@@ -133,13 +112,7 @@ class VllmFormat:
 
 
 class RemoteClassifier:
-    """A classifier behind an HTTP endpoint.
-
-    Args:
-        url: Address of the endpoint.
-        shape: Request and response format.
-        settings: Settings of the rewards.
-    """
+    """A classifier behind an HTTP endpoint."""
 
     def __init__(self, url: str, shape: GenericFormat | VllmFormat, settings: RewardConfig):
         self.url, self.shape, self.settings = url, shape, settings
@@ -173,11 +146,7 @@ def _last_number(values: Any) -> float:
 
 
 def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
-    """Create the reward. Raises ConfigError if its settings or the classifier's configuration are invalid.
-
-    Args:
-        config: All settings.
-    """
+    """Create the reward. Raises ConfigError if its settings or the classifier's configuration are invalid."""
     settings = config.rewards
     model, url, problems = settings.reward_model, settings.reward_model_url, []
     if not model and not url:

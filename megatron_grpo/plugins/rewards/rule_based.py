@@ -21,7 +21,6 @@ class AccuracyReward:
     """1 if the completion's final answer equals the correct one as text, else 0; None if the row has no correct answer.
 
     Args:
-        needs: Columns that the reward needs, as alternatives.
         exact: Whether the whole completion must equal the answer.
     """
 
@@ -42,11 +41,7 @@ class AccuracyReward:
 
 
 def build_accuracy(config: Config) -> AccuracyReward:
-    """Create the reward `accuracy`.
-
-    Args:
-        config: All settings.
-    """
+    """Create the reward `accuracy`."""
     return AccuracyReward(needs=needed_columns(config), exact=config.rewards.accuracy_exact)
 
 
@@ -54,9 +49,6 @@ class FormatReward(ReadsOpening):
     """1 for a completion made of the given tags, each once and in order, with nothing around them; else 0.
 
     A tag that the end of the prompt has opened (`<think>` in the generation prompt of a chat template) counts as part of the completion.
-
-    Args:
-        tags: Names of the tags.
     """
 
     def __init__(self, tags: Sequence[str]):
@@ -86,9 +78,6 @@ class FormatReward(ReadsOpening):
 def build_format(config: Config) -> FormatReward:
     """Create the reward `format`.
 
-    Args:
-        config: All settings.
-
     Raises:
         ConfigError: If the tags are not distinct names.
     """
@@ -105,9 +94,6 @@ def build_length(config: Config) -> Callable[..., list[float]]:
 
     `-|tokens - target| / max_completion_length`: 0 at the target length, -1 at a distance of max_completion_length.
 
-    Args:
-        config: All settings.
-
     Raises:
         ConfigError: If the target is out of range.
     """
@@ -122,9 +108,6 @@ def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
     """Create the reward `soft_overlong`.
 
     `min(0, -(tokens - (limit - ramp)) / ramp)`: 0 up to the ramp, -1 at the limit. Source: DAPO, equation 13.
-
-    Args:
-        config: All settings.
 
     Raises:
         ConfigError: If limit or ramp is out of range.
@@ -184,11 +167,7 @@ class CosineReward:
 
 
 def build_cosine(config: Config) -> CosineReward:
-    """Create the reward `cosine`.
-
-    Args:
-        config: All settings.
-    """
+    """Create the reward `cosine`."""
     from megatron_grpo.plugins.rewards.math import build_math
 
     settings = config.rewards
@@ -206,9 +185,6 @@ def build_repetition(config: Config) -> Callable[..., list[float]]:
 
     `(1 - distinct / all) * repetition_max_penalty`, 0 for completions shorter than one n-gram. Source: Demystifying Long Chain-of-Thought
     Reasoning (arXiv 2502.03373), appendix C.2; as TRL's `get_repetition_penalty_reward`.
-
-    Args:
-        config: All settings.
     """
     n, max_penalty = config.rewards.repetition_n_grams, config.rewards.repetition_max_penalty
 
@@ -224,9 +200,6 @@ def build_environment(config: Config) -> Callable[..., list[float]]:
     """Create the reward `environment`: the discounted sum of the rewards of an episode's turns.
 
     The environment of the episode gave these rewards. See docs/turns.md.
-
-    Args:
-        config: All settings.
     """
     discount = config.turns.turn_discount
 

@@ -118,7 +118,6 @@ def _started(
 
     Args:
         link: Descriptor of the connection to the other process, or -1.
-        kept_descriptors: Further descriptors to pass on.
     """
     with os.fdopen(os.memfd_create("job"), "w+b") as job_file:
         job_file.write(json.dumps(job).encode())

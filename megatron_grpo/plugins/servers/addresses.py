@@ -63,9 +63,6 @@ def list_addresses(cfg: RolloutConfig) -> list[Address]:
 
     Files are read anew on each call: servers come and go, and may not have written theirs yet.
 
-    Args:
-        cfg: Settings of the rollout.
-
     Raises:
         ValueError: If a file contains anything but addresses.
     """
@@ -122,20 +119,12 @@ def _in_files(path: Path) -> Iterator[Address]:
 
 
 def default_token_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the file in which a server stores the token that it generates if it was given none.
-
-    Args:
-        environment: Environment variables.
-    """
+    """Return the file in which a server stores the token that it generates if it was given none."""
     return Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-grpo" / "token"
 
 
 def read_private(path: Path, flag: str) -> str:
     """Return the content of a file that only its owner may read.
-
-    Args:
-        path: The file.
-        flag: Setting that names it.
 
     Raises:
         ConfigError: If it cannot be read, or if others can read it.
@@ -156,10 +145,6 @@ def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) 
 
     It is read from the file that is configured, else from the environment variable, else from the file where a server stores a generated
     one.
-
-    Args:
-        cfg: Settings of the rollout.
-        environment: Environment variables.
 
     Raises:
         ConfigError: If there is no token, or if others can read its file.

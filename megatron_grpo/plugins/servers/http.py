@@ -37,7 +37,6 @@ class ServerGoneError(Exception):
     """Error raised if a server does not answer, or stops in the middle of a response.
 
     Args:
-        reason: End of a sentence about the server.
         is_silent: True if the connection was not closed: the server's machine or the network hangs, and another call would wait as long.
     """
 
@@ -51,7 +50,6 @@ class ServerRefusedError(Exception):
 
     Args:
         status: HTTP status, or `NOT_HTTP`.
-        sentence: The reason.
     """
 
     def __init__(self, status: int, sentence: str):
@@ -75,9 +73,6 @@ class Server:
     Every call opens a new connection: the server may close an idle connection, and a call on it would look like a lost server.
 
     Args:
-        address: Address of the server.
-        token: The bearer token.
-        incarnation: Name of this process, which proves ownership.
         trust: TLS context that verifies https servers; default: the system's certificates.
     """
 
@@ -108,9 +103,6 @@ class Server:
         """Make a request and return the whole response body.
 
         Args:
-            method: HTTP method.
-            path: Path of the route.
-            body: Message to send.
             timeout: Longest time without a byte in seconds.
             as_owner: Whether to send the incarnation.
 
@@ -125,8 +117,6 @@ class Server:
         """Make a POST request and pass each line of the response to `take` as it arrives. An empty line is a heartbeat.
 
         Args:
-            path: Path of the route.
-            body: Message to send.
             take: Called with each line, including its newline; an incomplete last line has none.
 
         Raises:
@@ -222,9 +212,6 @@ os.register_at_fork(after_in_child=_loop.cache_clear)  # a forked child does not
 def start_coroutine(work: Coroutine[Any, Any, Answered]) -> Future[Answered]:
     """Start a coroutine on the event loop of calls to servers.
 
-    Args:
-        work: The coroutine.
-
     Returns:
         A future that another thread can wait for or cancel.
     """
@@ -233,9 +220,6 @@ def start_coroutine(work: Coroutine[Any, Any, Answered]) -> Future[Answered]:
 
 def gather_results(coroutines: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
     """Execute coroutines concurrently on the event loop, and wait for all results.
-
-    Args:
-        coroutines: The coroutines.
 
     Returns:
         Their results in order. The first exception of any of them is raised.
@@ -250,10 +234,6 @@ def gather_results(coroutines: Iterable[Coroutine[Any, Any, Answered]]) -> list[
 async def with_timeout(seconds: float, work: Awaitable[Answered]) -> Answered:
     """Await `work` with a timeout.
 
-    Args:
-        seconds: The timeout.
-        work: A call to a server.
-
     Raises:
         ServerGoneError: The timeout passed.
     """
@@ -265,10 +245,6 @@ async def with_timeout(seconds: float, work: Awaitable[Answered]) -> Answered:
 
 def wait_for_answer(call: Future[Answered], seconds: float) -> Answered:
     """Wait for a call that `run_in_thread` started, and cancel it after a timeout.
-
-    Args:
-        call: The call.
-        seconds: The timeout, from now.
 
     Raises:
         ServerGoneError: The timeout passed. Exceptions of the call are raised as they are.
@@ -310,11 +286,7 @@ def new_incarnation() -> str:
 
 
 def run_name(output_dir: Path) -> str | None:
-    """Return the name of a run, or None if it has none yet.
-
-    Args:
-        output_dir: Output directory of the run.
-    """
+    """Return the name of a run, or None if it has none yet."""
     try:
         return (output_dir / RUN_FILE).read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
@@ -325,9 +297,6 @@ def read_run_name(output_dir: Path) -> str:
     """Return the name of a run, and create one if it has none.
 
     The name begins with that of the directory, and stays the same when the run is resumed.
-
-    Args:
-        output_dir: Output directory of the run.
     """
     name = run_name(output_dir)
     if name is None:

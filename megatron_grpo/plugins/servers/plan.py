@@ -15,8 +15,6 @@ def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int)
     """Return the prompts of one call: enough to fill the server, at most an equal share of all calls to all servers.
 
     Args:
-        num_prompts: Prompts of the rollout.
-        n: Completions per prompt.
         num_servers: Number of servers.
         max_num_seqs: Sequences that a server processes at once.
     """
@@ -28,10 +26,6 @@ def plan_servers(rollout: RolloutConfig, sizes: BatchSizes) -> dict[str, Any]:
 
     `num_servers` counts the servers named in the settings; address files may add others later. `prompts_per_call` assumes that a server
     decodes `vllm_max_num_seqs` sequences at a time (the server default), because the real value is known only once the server responds.
-
-    Args:
-        rollout: Settings of the rollout.
-        sizes: Batch sizes.
     """
     addresses = [str(address) for address in list_addresses(rollout)]
     prompts, n = sizes.num_rollout_prompts, sizes.num_generations

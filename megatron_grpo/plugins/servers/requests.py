@@ -38,9 +38,6 @@ class RequestRouter(Generic[Key, Answered]):
     A prompt is assigned to one server at a time. If that server is lost, the prompt is queued again, so no prompt is lost. The first answer
     to a prompt counts, so no prompt is answered twice. A prompt that was in flight on three servers when they died is not sent to a fourth.
 
-    Args:
-        keys: The prompts.
-
     Attributes:
         answers: Prompt -> its answer.
         deaths: Prompt -> names of the servers that died while it was in flight.
@@ -74,7 +71,6 @@ class RequestRouter(Generic[Key, Answered]):
         A prompt with which two servers died is sent alone, to a server without other calls: if that server dies too, the cause is clear.
 
         Args:
-            server: Name of the server.
             size: Largest number of prompts.
 
         Returns:
@@ -96,7 +92,6 @@ class RequestRouter(Generic[Key, Answered]):
 
         Args:
             key: The prompt; an unknown one is ignored.
-            answer: Its answer.
         """
         if key in self._keys and key not in self.answers:
             self.answers[key] = answer
@@ -106,7 +101,6 @@ class RequestRouter(Generic[Key, Answered]):
         """Record the end of a call, and queue its unanswered prompts again.
 
         Args:
-            server: Name of the server.
             call: The prompts of the call, as `next_for` returned them.
             is_lost: Whether the server died during the call.
         """
@@ -122,11 +116,7 @@ class RequestRouter(Generic[Key, Answered]):
 
 
 class ServerCallQueue(ABC, Generic[Answered]):
-    """Calls that distribute numbered items over servers with free capacity. A subclass implements one call in `_receive`.
-
-    Args:
-        numbers: Numbers of the items.
-    """
+    """Calls that distribute numbered items over servers with free capacity. A subclass implements one call in `_receive`."""
 
     def __init__(self, numbers: Sequence[int]):
         self._router: RequestRouter[int, Answered] = RequestRouter(numbers)
@@ -137,7 +127,6 @@ class ServerCallQueue(ABC, Generic[Answered]):
         """Begin to send unanswered items to the servers that are used now. Returns at once.
 
         Args:
-            servers: The servers.
             n: Completions per item.
         """
         calls = []
@@ -150,9 +139,6 @@ class ServerCallQueue(ABC, Generic[Answered]):
     def rests(self, seconds: float) -> bool:
         """Wait until all is answered or no call can continue.
 
-        Args:
-            seconds: Longest wait.
-
         Returns:
             Whether this is so; False after the time is up.
         """
@@ -162,9 +148,7 @@ class ServerCallQueue(ABC, Generic[Answered]):
         """Wait until all is answered or no server is left.
 
         Args:
-            phase: Progress display.
             num_done: Returns the number of finished items, for the display.
-            should_cancel: True if the run is to stop.
 
         Raises:
             RunError: An item cannot be answered by any server.
@@ -266,10 +250,6 @@ class ImagesToSend:
     def but(self, known_keys: Collection[str], keys: Iterable[str]) -> tuple[wire.ImageData, ...]:
         """Read the files of images that a server does not have.
 
-        Args:
-            known_keys: Keys of the images that the server has.
-            keys: Keys of the required images.
-
         Raises:
             ConfigError: A file is missing or has changed since the data were read.
         """
@@ -295,10 +275,7 @@ async def generate(
     """Send a body to /generate of a server, and pass each answer to `take` as it arrives.
 
     Args:
-        member: The server.
-        body: The requests.
         take: Called with each request and its answer.
-        noun: Name of the requests in error messages.
         ends: Returns the finish reasons that are valid now.
 
     Raises:
@@ -331,10 +308,8 @@ class GenerationRequest(ServerCallQueue[tuple[wire.SampledCompletion, ...]]):
 
     Args:
         requests: Prompt number -> request.
-        sampling: Sampling parameters.
         version: Version of the weights that must sample. Set it anew after all servers were lost.
         format_name: Prompt number -> name in error messages.
-        to_send: The images of the requests.
     """
 
     def __init__(
@@ -361,9 +336,6 @@ class GenerationRequest(ServerCallQueue[tuple[wire.SampledCompletion, ...]]):
         """Begin to send unanswered prompts to the servers that are used now. Returns at once.
 
         After all servers were lost, set `version` to that of the new weights before calling it again.
-
-        Args:
-            server_group: The servers.
         """
         self._begin(server_group, n=max((request.n for request in self.requests.values()), default=1))
 
@@ -374,9 +346,6 @@ class GenerationRequest(ServerCallQueue[tuple[wire.SampledCompletion, ...]]):
 
     def wait(self, should_cancel: Callable[[], bool] = lambda: False) -> int:
         """Wait until all prompts are answered or no server is left.
-
-        Args:
-            should_cancel: True if the run is to stop.
 
         Returns:
             The number of unanswered prompts.
@@ -430,10 +399,7 @@ def fault_of_answer(completions: Sequence[wire.SampledCompletion], n: int, versi
     """Return why completions do not answer a request.
 
     Args:
-        completions: The received completions.
         n: Number of requested completions.
-        version: Requested version of the weights.
-        valid: Valid finish reasons.
 
     Returns:
         A clause about the server, or None if they are valid.

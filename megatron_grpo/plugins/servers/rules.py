@@ -34,11 +34,7 @@ def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def read_addresses(c: SimpleNamespace) -> tuple[list[Address], str]:
-    """Return (addresses of the rollout servers, what is wrong with them).
-
-    Args:
-        c: From `make_namespace`.
-    """
+    """Return (addresses of the rollout servers, what is wrong with them)."""
     try:
         return list_addresses(c.cfg.rollout), ""
     except ValueError as error:

@@ -37,8 +37,6 @@ class AuthenticationMiddleware:
     """ASGI middleware that answers 401 to every request without the token, whatever its path or method.
 
     Args:
-        app: The ASGI application.
-        token: The bearer token.
         metrics: Counts responses whose status is not 200.
         let_in: Called with the (host, port) of each client that has sent the token.
     """
@@ -71,12 +69,8 @@ class App:
     """State and routes of one server.
 
     Args:
-        engine: The engine.
-        model: Path of the model.
         shape: `weights.shape.flat_values` of the model.
-        metrics: Prometheus metrics.
         serves_metrics: Whether GET /metrics is answered.
-        print_line: Prints a line for the operator.
     """
 
     def __init__(
@@ -109,7 +103,6 @@ class App:
         """Return the ASGI application with all routes behind `AuthenticationMiddleware`.
 
         Args:
-            token: The bearer token.
             let_in: Called with the (host, port) of each client that has sent the token.
         """
         readable = (self.state, self.metrics)
@@ -130,22 +123,14 @@ class App:
     # ---- ownership
 
     async def state(self, request: Request) -> Response:
-        """Answer GET /state with `wire.ServerState`. A request with an incarnation renews the owner's lease.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer GET /state with `wire.ServerState`. A request with an incarnation renews the owner's lease."""
         await self._engine.check()
         if request.headers.get(wire.INCARNATION) is not None:  # an owner keeps its lease this way while it trains
             self._require_owner(request)
         return self._state()
 
     async def claim(self, request: Request) -> Response:
-        """Answer POST /claim: give the server to a run. A new owner ends the requests of the old one, and there are no weights.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer POST /claim: give the server to a run. A new owner ends the requests of the old one, and there are no weights."""
         claim = await decode_body(request, wire.ClaimRequest)
         if self.ownership.claim(claim):
             self._print_line(f"claimed by run {one_line(claim.run, repr)}")
@@ -158,11 +143,7 @@ class App:
         return self._state()
 
     async def release(self, request: Request) -> Response:
-        """Answer POST /release: end the ownership of the caller, with its requests.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer POST /release: end the ownership of the caller, with its requests."""
         await decode_body(request, wire.EmptyBody)
         self.ownership.release(request.headers.get(wire.INCARNATION))
         await self._end_weight_epoch()
@@ -188,11 +169,7 @@ class App:
     # ---- weights
 
     async def join(self, request: Request) -> Response:
-        """Answer POST /join: all workers join a link. Responds when all members have joined.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer POST /join: all workers join a link. Responds when all members have joined."""
         self._require_owner(request)
         join = await decode_body(request, wire.JoinRequest)
         if not (0 < join.seconds <= wire.LONGEST_JOIN and 0 < join.first_rank < join.world <= wire.MOST_MEMBERS):
@@ -206,11 +183,7 @@ class App:
         return _json(wire.EmptyBody())
 
     async def weights(self, request: Request) -> Response:
-        """Answer POST /weights: receive all weights over the link. Ends running requests.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer POST /weights: receive all weights over the link. Ends running requests."""
         self._require_owner(request)
         update = await decode_body(request, wire.WeightUpdateRequest)
         is_base, has_base = update.kind == "weights", self.ownership.has_base
@@ -219,11 +192,7 @@ class App:
         )
 
     async def adapter(self, request: Request) -> Response:
-        """Answer POST /adapter: receive an adapter over the link. Ends running requests; refused without base weights of this owner.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer POST /adapter: receive an adapter over the link. Ends running requests; refused without base weights of this owner."""
         self._require_owner(request)
         update = await decode_body(request, wire.AdapterUpdateRequest)
         return await self._update_weights(request, "adapter", lambda: self._engine.update_adapter(update), update.version, is_base=True)
@@ -256,11 +225,7 @@ class App:
     # ---- sampling
 
     async def generate(self, request: Request) -> Response:
-        """Answer POST /generate: stream one `wire.GenerateLine` per request, in order of completion.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer POST /generate: stream one `wire.GenerateLine` per request, in order of completion."""
         self._require_owner(request)
         body = await decode_body(request, wire.GenerateRequest)
         self._require_owner(request)
@@ -324,11 +289,7 @@ class App:
                 task.cancel()
 
     async def score(self, request: Request) -> Response:
-        """Answer POST /score with `wire.ScoreResponse`.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer POST /score with `wire.ScoreResponse`."""
         self._require_owner(request)
         body = await decode_body(request, wire.ScoreRequest)
         self._require_owner(request)
@@ -342,11 +303,7 @@ class App:
         return _json(wire.ScoreResponse(version=version, logprobs=task.result()))
 
     async def metrics(self, request: Request) -> Response:
-        """Answer GET /metrics with Prometheus text, or with 404 if the server was started with `--metrics false`.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer GET /metrics with Prometheus text, or with 404 if the server was started with `--metrics false`."""
         if not self._serves_metrics:
             raise HTTPException(404, "this server was started with --metrics false")
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -399,11 +356,7 @@ class FrozenApp(App):
         """Accept every caller with the token, since a frozen server has no owner."""
 
     async def prompt_logprobs(self, request: Request) -> Response:
-        """Answer POST /prompt_logprobs: stream one `wire.LogprobsLine` per sequence, in order of completion.
-
-        Args:
-            request: HTTP request, whose token has been checked.
-        """
+        """Answer POST /prompt_logprobs: stream one `wire.LogprobsLine` per sequence, in order of completion."""
         body = await decode_body(request, wire.PromptLogprobsRequest)
         if fault := body.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.MalformedMessageError(fault)
@@ -433,10 +386,6 @@ async def _first(futures: list[asyncio.Future[Any]], seconds: float | None = Non
 
 async def decode_body(request: Request, cls: type[wire.Body]) -> wire.Body:
     """Decode the body of a request.
-
-    Args:
-        request: The request.
-        cls: The expected class.
 
     Raises:
         MalformedMessageError: The body is not a `cls`.

@@ -38,7 +38,6 @@ class ServedEngine:
     Build it in the main thread: the processes that it starts end with the thread that started them.
 
     Args:
-        llm: vLLM's AsyncLLM.
         lora: Adapter capacity; None: no adapters.
         experts: MoE layers, if completions must include the routed experts.
         image_spec: Image processor of a vision-language model; None: text only.
@@ -80,9 +79,6 @@ class ServedEngine:
     def build(cls, serving: ServeSettings) -> ServedEngine:
         """Load the model and start the engine.
 
-        Args:
-            serving: The validated settings.
-
         Raises:
             ConfigError: The machine or the model does not support the settings.
         """
@@ -118,11 +114,7 @@ class ServedEngine:
         """Sample one group.
 
         Args:
-            request: The request.
-            sampling: Sampling parameters.
-            version: Expected version of the weights.
             index: Index of the request in its body; requests are distributed over the engines by it.
-            image_data: Available images by key.
             bounds: Bounds on image sizes; required if the request has images.
 
         Returns:
@@ -181,9 +173,6 @@ class ServedEngine:
     async def score(self, body: wire.ScoreRequest) -> tuple[tuple[float, ...], ...]:
         """Compute log-probs of each token after the first, at temperature 1; the last is read through the prefix cache.
 
-        Args:
-            body: The sequences.
-
         Returns:
             One row of natural logs per sequence.
 
@@ -221,7 +210,6 @@ class ServedEngine:
         """Compute log-probs of each token after the first, at temperature 1.
 
         Args:
-            ids: Token IDs of the sequence.
             index: Index of the sequence in its body, as in `answer`.
         """
         return vllm_requests.sequence_logprobs(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.scoring_params(), index))
@@ -261,9 +249,6 @@ class ServedEngine:
     async def join(self, join: wire.JoinRequest) -> None:
         """Make all workers members of a link.
 
-        Args:
-            join: Address, size and name of the link.
-
         Raises:
             WeightUpdateError: A worker could not join.
         """
@@ -273,7 +258,6 @@ class ServedEngine:
         """Receive all weights on every worker. Earlier adapters are removed.
 
         Args:
-            update: The request.
             has_base: Whether this owner has synced all weights before; then the vision tower may be omitted.
 
         Raises:
@@ -284,9 +268,6 @@ class ServedEngine:
 
     async def update_adapter(self, update: wire.AdapterUpdateRequest) -> None:
         """Receive an adapter on every worker, and use it for all following requests.
-
-        Args:
-            update: The request.
 
         Raises:
             WeightUpdateError: A worker did not receive the adapter, or the server does not support adapters.

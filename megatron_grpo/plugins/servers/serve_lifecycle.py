@@ -43,9 +43,6 @@ class _StoppedBySignal(BaseException):
 def serve(parsed: ParsedConfig) -> int:
     """Run `megatron-grpo serve` until a signal arrives.
 
-    Args:
-        parsed: The parsed command line.
-
     Returns:
         The exit code.
 
@@ -152,9 +149,6 @@ def _http(app: Any, cfg: ServeConfig) -> Any:
 def take_port(cfg: ServeConfig) -> Listener:
     """Bind the port before the model loads, so that a port in use is reported at once. No request is answered before uvicorn listens.
 
-    Args:
-        cfg: The settings of the server.
-
     Raises:
         ConfigError: The address cannot be bound.
     """
@@ -175,7 +169,6 @@ def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
     """Return a socket bound to the port.
 
     Args:
-        cfg: The settings of the server.
         shares: Whether to set SO_REUSEADDR. Then the port may be shared with another socket that has it set and does not listen; a server
             that loads its model does not set it.
     """

@@ -81,9 +81,6 @@ class ServeSettings:
 def check_serving(parsed: ParsedConfig) -> ServeSettings:
     """Validate the settings of a rollout server. Reads the token, and creates one if there is none and the settings are valid.
 
-    Args:
-        parsed: The parsed command line.
-
     Raises:
         ConfigError: Lists all problems.
     """
@@ -202,7 +199,6 @@ def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]
     """Read the token from the environment variable or the token file. Command lines cannot contain it, since all users can read them.
 
     Args:
-        serve: The settings of the server.
         is_wanted: Whether to create a token if there is none.
 
     Returns:

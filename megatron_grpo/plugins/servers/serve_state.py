@@ -54,9 +54,6 @@ class Ownership:
 
         A restarted run takes over from its earlier process at once.
 
-        Args:
-            claim: Run and process of the caller.
-
         Returns:
             Whether the owner is a new process; then the server has no version and no base weights.
 
@@ -109,9 +106,6 @@ class Ownership:
 
     def require_version(self, version: int) -> None:
         """Check the version of the weights.
-
-        Args:
-            version: The expected version.
 
         Raises:
             RequestRefusedError: The server has weights of another version or of none.
@@ -182,9 +176,6 @@ class ImageCache:
     def take(self, image_data: Iterable[wire.ImageData]) -> dict[str, bytes]:
         """Add images to the cache.
 
-        Args:
-            image_data: Images of a request.
-
         Returns:
             All these images by key, for the request itself: some may exceed the capacity and be evicted at once.
         """
@@ -198,10 +189,6 @@ class ImageCache:
 
     def find(self, keys: Iterable[str], new_images: dict[str, bytes]) -> dict[str, bytes]:
         """Look up images.
-
-        Args:
-            keys: Keys of the images.
-            new_images: Images that the request itself has sent.
 
         Returns:
             The available images by key.
@@ -230,11 +217,7 @@ class ServerMetrics:
         self._running = Gauge(PREFIX + "running_requests", "Requests in progress.")
 
     def watch(self, app: App) -> None:
-        """Let the gauges read their values from `app` at every scrape.
-
-        Args:
-            app: The server's application.
-        """
+        """Let the gauges read their values from `app` at every scrape."""
         self._version.set_function(lambda: -1 if app.ownership.version is None else app.ownership.version)
         self._running.set_function(lambda: app.running)
 

@@ -76,7 +76,6 @@ class ServerHandle:
         """Mark the server as unused.
 
         Args:
-            error: The exception that a call to it raised.
             claim: `times_claimed` when that call began; None: unconditional.
 
         Returns:
@@ -113,9 +112,6 @@ class ServerRequirements:
 
     def problem(self, state: wire.ServerState) -> str | None:
         """Return why a server in this state cannot sample for the run.
-
-        Args:
-            state: State that the server reports.
 
         Returns:
             The end of a sentence about the server, or None if it meets all requirements.
@@ -173,7 +169,6 @@ def derive_requirements(
     """Derive the requirements on rollout servers from the settings and the data.
 
     Args:
-        cfg: The settings.
         shape: Shape of the policy.
         longest_prompt: Length of the longest prompt in tokens.
         lora: How adapters are synced; None: full weights.
@@ -195,7 +190,6 @@ def check_servers(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     """Check the servers that answer, before a run claims any. A server that does not answer yet may still start, and is no problem.
 
     Args:
-        cfg: The settings, which name the servers.
         inputs: Inputs read so far: the model's shape, and the sets of prompts.
 
     Raises:
@@ -225,9 +219,6 @@ def check_servers(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
 async def request_state(server: Server) -> tuple[wire.ServerState | None, str | None]:
     """Request the state of a server without claiming it.
 
-    Args:
-        server: The server.
-
     Returns:
         (state, None), or (None, reason) if it refuses the request; the reason is the end of a sentence.
 
@@ -248,7 +239,6 @@ class ServerGroup(ABC):
 
     Args:
         addresses: Returns the addresses of all servers that are known now.
-        server_at: Makes the client of an address.
         timeout: Longest wait for servers in seconds.
         waits_for_all: Whether the first `gather` waits for all servers.
         print_line: Prints a line for the user; default: `print_stderr`.
@@ -312,8 +302,6 @@ class ServerGroup(ABC):
         """Mark a server as unused after a call to it has failed.
 
         Args:
-            member: The server.
-            error: The exception of the call.
             claim: `times_claimed` of the server when the call began. A failure from before the last claim is ignored: the sync after a
                 claim ends all requests on the server.
 
@@ -329,10 +317,6 @@ class ServerGroup(ABC):
 
     async def during(self, member: ServerHandle, work: Awaitable[object]) -> bool:
         """Await one call to a server, and mark the server as unused if the call fails.
-
-        Args:
-            member: The server.
-            work: The call.
 
         Returns:
             Whether the requests in flight may have crashed the server.
@@ -369,9 +353,6 @@ class TrainingServerGroup(ServerGroup):
 
     Args:
         args: As for `ServerGroup`.
-        run: Name of the run that claims.
-        incarnation: Name of this process.
-        requirements: Requirements of the run.
         kwargs: As for `ServerGroup`. A resumed run passes `waits_for_all=False`: it has used its servers before, and begins with any of
             them. Even with True, `gather` waits for missing servers no longer than `timeout`.
     """
@@ -464,9 +445,5 @@ def names_with_reasons(members: Sequence[ServerHandle]) -> str:
 
 
 def print_stderr(text: str) -> None:
-    """Print a line for the user on stderr.
-
-    Args:
-        text: The line.
-    """
+    """Print a line for the user on stderr."""
     print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)

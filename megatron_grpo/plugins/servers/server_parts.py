@@ -148,10 +148,7 @@ class ServerGeneration(PartialGeneration):
     """`PartialGeneration` on rollout servers; every rank holds one, and rank 0 alone has its completions.
 
     Args:
-        engine: The servers.
         make_parts: Returns the servers as an engine that samples parts by the present weights; called on rank 0 alone.
-        sampling: Sampling settings.
-        seed: Seed of the run.
     """
 
     def __init__(self, engine: ServerEngine, make_parts: Callable[[], ServerPartialRollouts], sampling: SamplingSettings, *, seed: int):
@@ -164,10 +161,6 @@ class ServerGeneration(PartialGeneration):
 
     def begin(self, prompts: Sequence[Prompt], partial: Iterable[PartialCompletion]) -> ServerGeneration:
         """Request the completions of the prompts. Returns at once. Collective.
-
-        Args:
-            prompts: Prompts, the same on every rank.
-            partial: Parts of their completions that were sampled, on whichever rank.
 
         Returns:
             This object.

@@ -29,8 +29,6 @@ class ServerTurns:
     """`rollout.turns.TurnSampler` on rollout servers.
 
     Args:
-        server_group: The servers.
-        sampling: Sampling parameters.
         version: Version of the weights that must sample.
         deaths: Episode -> servers that died while its open turn was in flight. Updated here; kept by the caller when all servers are lost.
         format_name: Returns the name of an episode for error messages.

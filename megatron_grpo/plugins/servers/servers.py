@@ -61,9 +61,7 @@ def build_servers(
     """Claim the rollout servers for the run that writes to `output_dir`, waiting until they answer. Collective.
 
     Args:
-        cfg: Settings of the run.
         inputs: Validated inputs: model path, shape, prompts and image processor.
-        parallel: Process groups of this rank.
         bitwise_parity: Unused: servers refuse the setting `bitwise_parity`.
         lora: How adapters are synced; None if merged or full weights are synced.
         runner: Unused: a server chooses its model runner.
@@ -102,7 +100,6 @@ class ServerEngine:
 
     Args:
         broadcaster: Makes the `WeightBroadcaster` with its server group; called on rank 0 alone.
-        tokenizer: Tokenizer of the model, for the probe sequences.
         vocab_size: Number of token IDs of the model.
         returns_experts: Whether completions include the experts that their tokens were routed to.
         image_spec: Image processor of a vision-language model; None: text only.
@@ -205,7 +202,6 @@ class ServerEngine:
 
         Args:
             prompts: The prompts, the same on every rank.
-            sampling: Sampling settings of the run.
             begin: Returns the player of some prompts; called on rank 0 alone, with all prompts.
 
         Returns:
@@ -306,7 +302,6 @@ class ServerEngine:
 
         Args:
             work: Returns the number of items that are unfinished because no server is left, else 0.
-            unfinished: Format string of the log line and of the exception, with one place for that number.
 
         Raises:
             WeightsLostError: Some items are unfinished.
@@ -336,8 +331,6 @@ class ServerGenerationFuture:
     """`GenerationFuture` of one request. Rank 0 holds the request and distributes its answers.
 
     Args:
-        engine: Engine that sent the request.
-        prompts: Prompts of the request.
         question: The request on rank 0; None elsewhere.
     """
 

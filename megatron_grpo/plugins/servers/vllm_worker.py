@@ -57,7 +57,6 @@ class WeightTransferWorker:
         """Receive all weights of the next weight sync and remove all adapters.
 
         Args:
-            link: Name of the link.
             has_tower: Whether the weight sync contains the vision tower.
             is_tower_there: Whether an earlier weight sync contained it; see `WeightLoader.load`.
         """
@@ -76,10 +75,7 @@ class WeightTransferWorker:
         """Receive the adapter of the next weight sync.
 
         Args:
-            link: Name of the link.
             number: ID of the adapter in vLLM, new for each weight sync.
-            config: PEFT's adapter configuration.
-            modules: Hugging Face names of the modules that have an adapter in this run.
         """
         try:
             with closing(self.linked_as(link).receive()) as tensors:
@@ -90,9 +86,6 @@ class WeightTransferWorker:
 
     def linked_as(self: Any, link: str) -> WeightReceiverWorker:
         """Return the joined link.
-
-        Args:
-            link: Expected name of the link.
 
         Raises:
             LinkError: The worker has joined a link of another name or none.

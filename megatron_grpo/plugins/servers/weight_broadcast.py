@@ -30,11 +30,7 @@ class WeightBroadcaster:
     """Sender of the policy's weights to all servers of a group, and of probe sequences that verify them. Exists on rank 0 alone.
 
     Args:
-        server_group: The servers.
-        device: Device from which weights are sent.
         bucket_bytes: Size of one message in bytes.
-        modules: Hugging Face names of the modules that every adapter of this run covers.
-        link_seconds: Timeout for a member of the link.
     """
 
     def __init__(
@@ -87,8 +83,6 @@ class WeightBroadcaster:
         """Score probe sequences on each server, as `WeightReceiver.scores` documents.
 
         Args:
-            sequences: The probe sequences.
-            version: Expected version of the weights.
             image_spec: Image processor of a vision-language model; None: text only.
 
         Returns:

@@ -56,12 +56,8 @@ class _Link:
     """Member of a link. Construction is collective over all members.
 
     Args:
-        store: The store at which the members meet.
-        name: Name of the link.
         rank: Rank of this member; 0 is the sender.
-        world: Number of members.
         local_host: This machine's address on the route to the others (`local_address`).
-        seconds: Timeout for other members, also of every transfer.
         device: Device of the tensors. It is the CPU if two members share a GPU.
 
     Raises:
@@ -121,16 +117,7 @@ class _Link:
 
 
 class WeightSender(_Link):
-    """Rank 0 of a link.
-
-    Args:
-        meeting: Store at which the members meet.
-        name: Name of the link.
-        world: Number of members.
-        local_host: This machine's address on the route to the others.
-        seconds: Timeout for other members.
-        device: Device of the tensors.
-    """
+    """Rank 0 of a link."""
 
     def __init__(self, meeting: Rendezvous, *, name: str, world: int, local_host: str, seconds: float, device: torch.device | str = "cpu"):
         super().__init__(meeting.store, name=name, rank=0, world=world, local_host=local_host, seconds=seconds, device=device)
@@ -179,13 +166,7 @@ class WeightReceiverWorker(_Link):
     """Receiving member of a link.
 
     Args:
-        address: Address of the trainer's store.
-        port: Port of the store.
         rank: Rank of this member, above 0.
-        world: Number of members.
-        name: Name of the link.
-        seconds: Timeout for the store and for other members.
-        device: Device of the received tensors.
     """
 
     def __init__(self, *, address: str, port: int, rank: int, world: int, name: str, seconds: float, device: torch.device | str = "cpu"):
@@ -245,11 +226,7 @@ class WeightReceiverWorker(_Link):
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return the UUID of a GPU.
-
-    Args:
-        device: CUDA device of this process.
-    """
+    """Return the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -263,10 +240,6 @@ def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, own_gpu: s
 
 def local_address(address: str, port: int) -> str:
     """Return this machine's address on the route to another one, which the other machine can reach.
-
-    Args:
-        address: Host name or address of the other machine.
-        port: A port at which it accepts connections.
 
     Raises:
         OSError: The address does not accept a connection within 10 s.

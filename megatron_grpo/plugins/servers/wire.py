@@ -29,11 +29,7 @@ Kind = Literal["weights", "merged"]
 
 
 class MalformedMessageError(ValueError):
-    """Error raised if a received message has an unexpected form. The text of the error is a sentence.
-
-    Args:
-        sentence: Description of the fault.
-    """
+    """Error raised if a received message has an unexpected form. The text of the error is a sentence."""
 
     def __init__(self, sentence: str):
         super().__init__(one_line(sentence))
@@ -66,8 +62,6 @@ class JoinRequest(Message, frozen=True):
         address: Address of the trainer's store, as this server reaches it.
         port: Port number of that store.
         first_rank: Rank of the server's first worker in the link, above 0: rank 0 is the trainer.
-        world: Size of the link.
-        name: Name of the link.
         seconds: Timeout for a member, above 0 and at most LONGEST_JOIN.
     """
 
@@ -84,7 +78,6 @@ class WeightUpdateRequest(Message, frozen=True):
 
     Args:
         version: Version; None: base weights; an adapter follows and sets the version.
-        link: Name of the link.
         kind: Kind of the update; "merged": an adapter is merged into the weights, so no adapter can be added to them.
         moves_tower: True: the update contains the vision tower; False: the server has it already.
     """
@@ -96,13 +89,7 @@ class WeightUpdateRequest(Message, frozen=True):
 
 
 class AdapterUpdateRequest(Message, frozen=True):
-    """Body of POST /adapter: the server receives an adapter for the base weights that this owner has synced.
-
-    Args:
-        link: Name of the link.
-        config: PEFT's adapter configuration.
-        modules: Hugging Face names of the modules that have an adapter in this run.
-    """
+    """Body of POST /adapter: the server receives an adapter for the base weights that this owner has synced."""
 
     version: int
     link: str
@@ -118,7 +105,6 @@ class Sampling(Message, frozen=True):
         top_k: Top-k; 0: off.
         min_p: Min-p; 0: off.
         returns_sampling_mask: True: return the sampling mask, what top_k, top_p, min_p and a grammar left of the vocabulary.
-        more: Further fields of vLLM's SamplingParams.
     """
 
     temperature: float = 1.0
@@ -142,7 +128,6 @@ class PlacedImage(Message, frozen=True):
     """Position of an image in a prompt.
 
     Args:
-        key: Key of the image.
         place: Index of its first token in the prompt with expanded image placeholders.
         tokens: Number of its tokens.
     """
@@ -166,11 +151,9 @@ class Request(Message, frozen=True, omit_defaults=True):
     """Request for one group: n completions of one prompt; or for the rest of a completion that was interrupted.
 
     Args:
-        key: Key that the answer carries too.
         ids: Token IDs of the prompt, and of what was sampled before.
         seed: Seed; completion i is sampled with seed + i.
         n: Number of completions.
-        max_tokens: Limit for one completion.
         num_sampled: The last tokens of `ids` that belong to the completion: its text includes them.
     """
 
@@ -225,7 +208,6 @@ class ScoreResponse(Message, frozen=True):
     """Response to POST /score.
 
     Args:
-        version: Version of the weights.
         logprobs: One row per sequence, natural logs.
     """
 
@@ -237,12 +219,9 @@ class ServerState(Message, frozen=True):
     """Response to GET /state, and to POST /claim, /release, /weights, /adapter and /abort.
 
     Args:
-        boot: Random name that changes with every start of the server.
         version: Version of the weights; None: no weight sync has completed, or the last one failed.
         has_base: Whether this owner has synced base weights for an adapter.
-        owner: The run that owns the server.
         running: Number of requests in the engine.
-        model: Path of the model.
         world_size: Number of workers, each of which is one member of a link.
         max_model_len: Limit for prompt plus completion in tokens.
         max_num_seqs: Number of sequences decoded concurrently, by all engines of the server.
@@ -317,7 +296,6 @@ class GenerateLine(Message, frozen=True, omit_defaults=True, eq=False):
     """One line of the response to /generate.
 
     Args:
-        key: Key of the request.
         error: Why the request is invalid; every other server would reject it too.
         lacks: Keys of images that the server does not have; send the request again with them.
     """
@@ -393,20 +371,12 @@ class _ShapedArray(Message, frozen=True):
 
 
 def encode(body: Struct) -> bytes:
-    """Encode an object of one of the classes above as JSON.
-
-    Args:
-        body: The object.
-    """
+    """Encode an object of one of the classes above as JSON."""
     return msgspec.json.encode(body, enc_hook=_form_of_array)
 
 
 def decode(cls: type[Body], body: bytes | str) -> Body:
     """Decode what `encode` has written.
-
-    Args:
-        cls: The expected class.
-        body: The JSON.
 
     Raises:
         MalformedMessageError: The body is not JSON, or a field is unknown, missing or of another type. The message names its position.
@@ -420,20 +390,12 @@ def decode(cls: type[Body], body: bytes | str) -> Body:
 
 
 def encode_line(line: Struct) -> bytes:
-    """Encode one line of a stream, including its newline.
-
-    Args:
-        line: The object.
-    """
+    """Encode one line of a stream, including its newline."""
     return encode(line) + b"\n"
 
 
 def decode_line(cls: type[Body], line: bytes) -> Body | None:
     """Decode one line of a stream.
-
-    Args:
-        cls: The expected class.
-        line: The line with its newline.
 
     Returns:
         The object, or None for an empty line, which the server sends as a heartbeat.
@@ -479,7 +441,6 @@ def find_request_problem(request: Request, max_model_len: int) -> str | None:
     "length".
 
     Args:
-        request: The request.
         max_model_len: Context length in tokens.
 
     Returns:
@@ -511,11 +472,7 @@ class _Error(Struct):
 
 
 def encode_error(sentence: str) -> bytes:
-    """Encode the body of a response whose status is not 200.
-
-    Args:
-        sentence: Description of the error.
-    """
+    """Encode the body of a response whose status is not 200."""
     return encode(_Error(sentence))
 
 

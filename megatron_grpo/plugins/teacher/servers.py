@@ -53,9 +53,7 @@ class TeacherRequirements:
         """Derive the requirements from the settings and the data.
 
         Args:
-            cfg: The settings.
             shape: Shape of the policy.
-            tokenizer: Tokenizer of the policy.
             longest_prompt: Length of the longest prompt in tokens.
         """
         longest = longest_prompt + cfg.rollout.max_completion_length
@@ -67,9 +65,6 @@ class TeacherRequirements:
 
     def problem(self, state: wire.ServerState) -> str | None:
         """Return why a server in this state cannot be a teacher of the run.
-
-        Args:
-            state: State that the server reports.
 
         Returns:
             The end of a sentence about the server, or None if it meets all requirements.
@@ -99,8 +94,6 @@ class TeacherServerGroup(ServerGroup):
 
     Args:
         args: As for `ServerGroup`.
-        requirements: Requirements of the run.
-        should_cancel: True if the run is to stop.
         kwargs: As for `ServerGroup`.
     """
 
@@ -117,11 +110,6 @@ class TeacherServerGroup(ServerGroup):
     @classmethod
     def build(cls, cfg: Config, requirements: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False) -> TeacherServerGroup:
         """Make the group for the servers that the settings name.
-
-        Args:
-            cfg: The settings.
-            requirements: Requirements of the run.
-            should_cancel: True if the run is to stop.
 
         Raises:
             ConfigError: The token is missing.
@@ -190,9 +178,6 @@ class TeacherServerGroup(ServerGroup):
     def logprobs(self, to_score: Sequence[TokensToScore]) -> list[np.ndarray]:
         """Compute the teacher's log-probs of sequences at temperature 1, on servers with free capacity.
 
-        Args:
-            to_score: The sequences.
-
         Returns:
             float32 [tokens from `first` on] of each sequence.
 
@@ -218,7 +203,6 @@ def check_teacher(cfg: Config, inputs: ValidatedInputs) -> list[Problem]:
     """Return problems with the teacher's servers that already answer. Only rank 0 checks.
 
     Args:
-        cfg: Settings of the run.
         inputs: Inputs read so far: the policy's shape and tokenizer, and the sets of prompts.
     """
     if launcher.read().rank != 0:
@@ -233,7 +217,6 @@ class _ScoringRequest(ServerCallQueue[np.ndarray]):
         """Distribute sequences over the teacher's servers.
 
         Args:
-            to_score: The sequences.
             timeout: Longest time in seconds in which a live server may score nothing.
         """
         super().__init__(range(len(to_score)))

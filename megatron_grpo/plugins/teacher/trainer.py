@@ -84,7 +84,6 @@ class ServedTeacher:
         """Wait for the servers. Collective. An error of `gather` is raised on every rank.
 
         Args:
-            parallel: The parallel layout.
             gather: Waits for the servers and returns the teacher's fingerprint. On rank 0 alone.
             ask: Queries the servers for log-probs. On rank 0 alone.
         """
@@ -93,9 +92,6 @@ class ServedTeacher:
 
     def __call__(self, placed: DistributedRows) -> dict[RowKey, np.ndarray]:
         """Score rows, see `rollouts.Teacher`. The log-probs are of the full softmax at temperature 1. Collective.
-
-        Args:
-            placed: The rows of a rollout.
 
         Raises:
             ConfigError, RunError, NoRolloutServerError, CancelledError: Errors of `ask`, raised on every rank.
@@ -140,9 +136,7 @@ class LocalTeacher:
         """Set up the teacher.
 
         Args:
-            name: Name for error messages.
             scorer: Computes log-probs of the teacher.
-            timers: Measures the time of moving weights.
             leaves: Whether the weights are on the host between scorings.
         """
         self._name, self._scorer = name, scorer
@@ -152,9 +146,6 @@ class LocalTeacher:
 
     def __call__(self, placed: DistributedRows) -> dict[RowKey, np.ndarray]:
         """Score rows, see `rollouts.Teacher`. Collective.
-
-        Args:
-            placed: The rows of a rollout.
 
         Raises:
             RunError: A log-prob is not finite. Raised on every rank.

@@ -63,16 +63,38 @@ class Planner(Protocol):
     """Functions of the command `plan` that rank 0 calls. `cli` provides them, because no rank imports `commands` itself."""
 
     def make_plan(self, run: ScheduledRun, *, rows: PromptDataset | None, image_spec: ImageProcessorSpec | None) -> RunPlan:
-        """As `commands.planning.command.make_plan`."""
+        """Make the plan of a run.
+
+        Args:
+            run: Every rank's part of it: settings, sizes and schedule.
+            rows: Prompts of the run; None if they are streamed.
+            image_spec: The image processor; None for a text model.
+        """
 
     def print_report(self, plan: Any, *, is_short: bool) -> None:
-        """As `commands.planning.report.print_report`."""
+        """Print a plan.
+
+        Args:
+            plan: From `make_plan`.
+            is_short: Whether to print what a run prints before it starts, instead of all that the command `plan` does.
+        """
 
     def choose_offload(self, run: ScheduledRun) -> dict[str, Any]:
-        """As `commands.planning.command.choose_offload`."""
+        """Decide what leaves the device while the sampler works, by the estimate of memory.
+
+        Args:
+            run: Every rank's part of the plan.
+
+        Returns:
+            The `offload` object of the plan's memory.
+        """
 
     def describe_offload(self, offload: dict[str, Any]) -> str:
-        """As `commands.planning.report.describe_offload`."""
+        """Return a sentence that says what is offloaded, and why.
+
+        Args:
+            offload: From `choose_offload`.
+        """
 
 
 # (optimizer step, metrics by name) -> whether the run is to save and stop.

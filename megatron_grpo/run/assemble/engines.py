@@ -37,10 +37,7 @@ def build_colocated(
     """Build a vLLM engine inside the training ranks. Collective.
 
     Args:
-        cfg: Settings of the run.
         inputs: Validated inputs: model path, shape, prompts and image processor.
-        parallel: Process groups of this rank.
-        bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
         lora: How adapters are synced; None if merged or full weights are synced.
         runner: vLLM's model runner in the checkpoint that the run continues; None if it has none.
     """
@@ -66,13 +63,7 @@ def build_colocated(
 
 
 def choose_engine_factory(cfg: Config, checkpoints: Checkpoints, **parts: Any) -> MakeEngine:
-    """Return the factory of the engine of `vllm_mode`. One in the ranks keeps the model runner of the checkpoint.
-
-    Args:
-        cfg: Settings of the run.
-        checkpoints: Checkpoints of the run, one of which may have been chosen.
-        **parts: Further arguments of the factory.
-    """
+    """Return the factory of the engine of `vllm_mode`. One in the ranks keeps the model runner of the checkpoint."""
     return partial(plug_ins.ENGINES[cfg.rollout.vllm_mode].load(), runner=checkpoints.recorded(MODEL_RUNNER), **parts)
 
 
@@ -83,14 +74,6 @@ def start_engine(
 
     If the policy offloads memory for the engine, the engine is put to sleep until it is first used: reading a checkpoint may come first,
     and that needs the policy on the device.
-
-    Args:
-        make: Factory of the engine.
-        cfg: Settings of the run.
-        inputs: Validated inputs.
-        parallel: Process groups of this rank.
-        policy: The policy that shares the device with the engine.
-        checkpoints: Checkpoints of the run.
 
     Raises:
         ConfigError: If `async_rollout_depth` is set and the engine cannot sample in the background.
@@ -111,7 +94,6 @@ def with_cancellation(sampler: Engine, stop: train.StopRequest) -> Engine:
 
     Args:
         sampler: The engine. It supports cancelling if it has the attribute `should_cancel`.
-        stop: Tells whether the run is to stop.
 
     Returns:
         The same engine.
@@ -125,10 +107,6 @@ def check_async_sampler(cfg: Config, sampler: Sampler) -> None:
     """Raise ConfigError if `async_rollout_depth` is set and the sampler has not the methods for it.
 
     They are `begin` (`rollout.engine.BackgroundSampler`); with partial rollouts `resume` (`rollout.engine.InterruptibleSampler`).
-
-    Args:
-        cfg: Settings of the run.
-        sampler: Sampler of the run.
     """
     if cfg.rollout.partial_rollouts and not hasattr(sampler, "resume"):
         message = (
@@ -148,9 +126,7 @@ def sampler_of_run(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sam
     """Return the sampler of the run: the engine itself, or the episodes or rollout function that use it.
 
     Args:
-        cfg: Settings of the run.
         inputs: Validated inputs: environment, rollout function and prompts.
-        sampler: The engine.
 
     Raises:
         ConfigError: If episodes or a rollout function are configured and the engine has no `play` (`rollout.turns.TurnEngine`).
@@ -170,9 +146,7 @@ def adapter_sync_mode(
     """Decide whether adapters are synced alone or merged into the weights.
 
     Args:
-        cfg: Settings of the run.
         inputs: Validated inputs: the model's shape.
-        parallel: Process groups of this rank.
         logger: Logger for the notes that the plan could not know, because it sees neither machine nor sampler.
         sampler_is_known: Whether the sampler is built in. A custom sampler receives merged weights unless `vllm_enable_lora` is true.
 
@@ -201,12 +175,7 @@ def adapter_sync_mode(
 
 
 def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
-    """Return the expert layers whose routing the sampler reports, or None unless `router_replay_mode` is R3.
-
-    Args:
-        cfg: Settings of the run.
-        shape: The model's shape.
-    """
+    """Return the expert layers whose routing the sampler reports, or None unless `router_replay_mode` is R3."""
     if cfg.grpo.router_replay_mode != "R3":
         return None
     from megatron_grpo.core.rollout.experts import ExpertLayers
@@ -219,9 +188,6 @@ def build_teacher(flag: str, cfg: Config, inputs: ValidatedInputs, parallel: Par
 
     Args:
         flag: A setting that may name the teacher.
-        cfg: Settings of the run.
-        inputs: Validated inputs.
-        parallel: Process groups of this rank.
         **parts: Further arguments of `run.plug_ins.BuildTeacher`.
     """
     return plug_ins.TEACHERS[flag].load()(cfg, inputs, parallel, **parts) if cfg.grpo.teacher_flag == flag else None

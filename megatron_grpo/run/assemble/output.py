@@ -59,10 +59,6 @@ class OutputLock:
 
     The file contains the owner's host, pid and start time. On a network file system with locks, runs on other hosts are detected too. The
     file stays after the lock is released: a lock on a file that another process may delete and recreate protects nothing.
-
-    Args:
-        path: The lock file.
-        handle: Its open file descriptor.
     """
 
     def __init__(self, path: Path, handle: int):
@@ -73,9 +69,6 @@ class OutputLock:
     @classmethod
     def take(cls, output_dir: str | Path) -> OutputLock:
         """Lock a directory, creating it if needed.
-
-        Args:
-            output_dir: Output directory of the run.
 
         Raises:
             ConfigError: If another run holds the lock, or if the directory cannot be written.
@@ -173,10 +166,7 @@ def start_parallel(
     """Join the job on the grid that the plan describes. Collective.
 
     Args:
-        cfg: Settings of the run.
-        layout: Parallel layout.
         typed_cfg: The settings without derived values; `cfg` if omitted. The ranks compare these.
-        content: Fingerprints of the files that settings name, by setting. The ranks compare these too.
 
     Raises:
         ConfigError: On all ranks, if settings, versions or files differ between ranks.
@@ -194,11 +184,8 @@ def open_output(
     The main rank clears the previous run's files if the run starts afresh, and writes config.yaml and plan.json.
 
     Args:
-        cfg: Settings of the run.
         plan: Plan of the run; None on ranks above 0.
         inputs: Validated inputs: how the run begins.
-        parallel: Process groups of this rank.
-        print_line: Prints messages about checkpoints on the main rank.
     """
     out = Path(cfg.run.output_dir)
     checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group, print_line=print_line)
@@ -217,11 +204,7 @@ def open_output(
 
 
 def versions_on(device: torch.device) -> dict[str, str]:
-    """Return the versions of the program, its libraries and the GPU driver, and the name of the device, by name.
-
-    Args:
-        device: Device of this rank.
-    """
+    """Return the versions of the program, its libraries and the GPU driver, and the name of the device, by name."""
     if device.type != "cuda":
         return {**model_card.versions(), "device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
     versions = {**model_card.versions(), "device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
@@ -230,11 +213,7 @@ def versions_on(device: torch.device) -> dict[str, str]:
 
 
 def read_if_exists(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read.
-
-    Args:
-        path: The file.
-    """
+    """Return the text of a file; empty if it cannot be read."""
     with suppress(OSError):
         return path.read_text()
     return ""
@@ -251,10 +230,7 @@ def build_metrics_logger(
     """Build the logger of metrics and completions.
 
     Args:
-        run: Validated settings and schedule of the run.
         reward_manager: Reward manager: names and weights of the rewards.
-        parallel: Process groups of this rank.
-        timers: Timers of the run.
         on_metrics: Also called with each record: (optimizer step, metrics).
     """
     cfg, out, run_cfg = run.checked.config, Path(run.checked.config.run.output_dir), run.checked.config.run
@@ -294,10 +270,6 @@ def version_check(cfg: Config, shape: ModelShape | None = None) -> Callable[[Map
     noise of the training forward pass. No default bound applies then, and the check warns only if `logprob_diff_warn` is set. With partial
     rollouts it looks at tokens that the current weights sampled (`trainer.partial_rollouts.VersionCheck`), scored without dropout.
 
-    Args:
-        cfg: Settings of the run.
-        shape: The model's shape, if known.
-
     Returns:
         A function from metrics to a warning, or to None if the difference is within bounds.
     """
@@ -311,12 +283,7 @@ def version_check(cfg: Config, shape: ModelShape | None = None) -> Callable[[Map
 
 
 def mismatch_hint(cfg: Config, shape: ModelShape | None = None) -> str:
-    """Return the hint that names the `mismatch` command, for warnings about differing log-probs.
-
-    Args:
-        cfg: Settings of the run.
-        shape: The model's shape, if known.
-    """
+    """Return the hint that names the `mismatch` command, for warnings about differing log-probs."""
     if shape is not None and shape.vision is not None:
         return "megatron-grpo mismatch, which finds the operation where text models diverge, does not support models with images."
     return f"To find the operation where they diverge: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"

@@ -53,8 +53,6 @@ def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Ref
     """Build a reference that keeps the initial weights.
 
     Args:
-        cfg: Settings of GRPO.
-        initial: Scorer of the initial model.
         tensors: Returns the tensors of the initial model; unused here.
     """
     from megatron_grpo.core.policy.reference import FrozenReference
@@ -66,8 +64,6 @@ def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> 
     """Build a reference that mixes in the policy's weights every `ref_model_sync_steps` steps (`sync_ref_model`).
 
     Args:
-        cfg: Settings of GRPO.
-        initial: Scorer of the initial model.
         tensors: Returns the tensors of the initial model, which the mixing updates.
     """
     from megatron_grpo.core.policy.reference import SyncedReference
@@ -96,11 +92,6 @@ def sharing_on_this_machine(cfg: Config, shape: ModelShape, parallel: ParallelSt
 
     The main rank logs the decision if it differs from the plan's, which does not know the machine.
 
-    Args:
-        cfg: Settings of the run.
-        shape: The model's shape.
-        parallel: Process groups of this rank.
-
     Raises:
         ConfigError: With everything that the settings require and this machine lacks.
     """
@@ -117,13 +108,7 @@ def sharing_on_this_machine(cfg: Config, shape: ModelShape, parallel: ParallelSt
 
 
 def decide_sharing(cfg: Config, shape: ModelShape, parallel: ParallelState) -> PrefixSharing:
-    """Decide whether to share prompts for a model on this machine, which is assumed to meet all requirements.
-
-    Args:
-        cfg: Settings of the run.
-        shape: The model's shape.
-        parallel: Process groups of this rank.
-    """
+    """Decide whether to share prompts for a model on this machine, which is assumed to meet all requirements."""
     has_gpu = parallel.device.type == "cuda"
     obstacle = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
     return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=obstacle)
@@ -135,9 +120,6 @@ def choose_tuner(
     """Set which parameters train: weights of `chunks`, or LoRA adapters that are added to them.
 
     Args:
-        cfg: Settings of the run.
-        chunks: Model chunks of this rank.
-        exchange: Exporter of the model's weights.
         adapter_sync: How adapters reach the sampler; default "adapter".
 
     Returns:
@@ -170,12 +152,6 @@ def prepare_model(
 
     The function loads the checkpoint's weights, or those of another checkpoint of the same shape if a path is given. What the settings
     require of the machine must have been checked before (`sharing_on_this_machine`).
-
-    Args:
-        cfg: Settings of the run.
-        shape: The model's shape.
-        parallel: Process groups of this rank.
-        model_path: The Hugging Face checkpoint.
 
     Raises:
         ConfigError: If the checkpoint does not contain this model.
@@ -215,12 +191,7 @@ def build_loaded(
     """Build a frozen model that is scored with or synced to a sampler. Collective.
 
     Args:
-        cfg: Settings of the run.
-        shape: The model's shape.
-        parallel: Process groups of this rank.
-        model_path: The Hugging Face checkpoint.
         checkpoint: Training checkpoint of any layout whose weights replace those of `model_path`.
-        micro_batch_size: Rows of a micro-batch.
     """
     sharing_on_this_machine(cfg, shape, parallel)
     exchange, loaded_chunks = prepare_model(cfg, shape, parallel, model_path=model_path)
@@ -237,11 +208,7 @@ def build_loaded(
 
 
 def frozen(chunks: list[PolicyModel]) -> list[PolicyModel]:
-    """Put the chunks into eval mode without gradients, and return them.
-
-    Args:
-        chunks: Model chunks of this rank.
-    """
+    """Put the chunks into eval mode without gradients, and return them."""
     return [chunk.eval().requires_grad_(False) for chunk in chunks]
 
 
@@ -260,14 +227,7 @@ def build_policy(
     """Build the policy with its initial weights, ready to train, and its reference if `beta` is above 0. Collective.
 
     Args:
-        cfg: Settings of the run.
-        parallel: Process groups of this rank.
-        model_path: The Hugging Face checkpoint.
-        num_steps: Optimizer steps of the run.
-        timers: Timers of the run.
-        parts: Custom reference and gradient check.
         adapter_sync: How adapters reach the sampler; None if weights train, or if the policy is not sampled from.
-        offload: Roles that leave the device while the sampler works.
         ref_model_path: Checkpoint of the reference, if it is not the model that the run begins with.
     """
     shape, parts = ModelShape.from_pretrained(model_path), parts or PolicyParts()

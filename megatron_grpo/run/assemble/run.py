@@ -67,12 +67,7 @@ def build_run(
     """Build everything that `train.train` needs. Collective.
 
     Args:
-        run: Validated settings and schedule of the run.
         plan: Plan of the run; None on ranks above 0.
-        inputs: Validated inputs.
-        parallel: Process groups of this rank.
-        stop: Tells whether the run is to stop.
-        parts: Custom parts, and the hooks into `analysis`.
 
     Raises:
         ConfigError: If vLLM cannot sample the model on this machine, or if a part refuses the settings.
@@ -133,18 +128,7 @@ def assemble_run(
     logger: MetricsLogger,
     parts: RunParts,
 ) -> train.Run:
-    """Build the parts that load models, once the output is open. Collective.
-
-    Args:
-        run: Validated settings and schedule of the run.
-        inputs: Validated inputs.
-        parallel: Process groups of this rank.
-        stop: Tells whether the run is to stop.
-        checkpoints: Checkpoints of the run.
-        reward_manager: Reward manager.
-        logger: Logger of the run, already open.
-        parts: Custom parts, and the hooks into `analysis`.
-    """
+    """Build the parts that load models, once the output is open. Collective."""
     cfg, schedule, timers = run.checked.config, run.schedule, logger.timers
     assert schedule.num_steps is not None
     for_teacher = {"stop": stop, "checkpoints": checkpoints, "timers": timers}
@@ -204,11 +188,7 @@ def build_generator(
     """Build the generator that samples and scores completions.
 
     Args:
-        cfg: Settings of the run.
         inputs: Validated inputs: the model's shape.
-        sampler: Sampler of the run.
-        reward_manager: Reward manager.
-        timers: Timers that record sampling and scoring.
         sync_again: Gives the sampler the policy's weights after it has lost them. Collective.
         before_sampling: Called each time before the sampler wakes, to offload the policy. Collective.
     """
@@ -236,12 +216,7 @@ def build_monitor(
     """Build the monitor that checks steps as they are trained, and dumps those that fail.
 
     Args:
-        cfg: Settings of the run.
         inputs: Validated inputs: the model's path.
-        policy: The policy.
-        checkpoints: Checkpoints of the run.
-        analysis: Factories of step dumps and of the replica check.
-        print_line: Logs a message on the main rank.
     """
     step_dumps = partial(
         analysis.step_dumps, folder=Path(cfg.run.output_dir) / "debug_dump", cfg=cfg, model_path=inputs.model_path,
@@ -262,11 +237,7 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, rewa
     """Build the evaluator of the held-out sets.
 
     Args:
-        cfg: Settings of the run.
         inputs: Validated inputs: the held-out sets.
-        sampler: Sampler of the training prompts, or one that stands in for it.
-        reward_manager: Reward manager.
-        last_step: Optimizer step of the last evaluation.
     """
     from megatron_grpo.run.evaluate import EvaluationSpec, Evaluator, make_eval_sampling
 
@@ -285,7 +256,6 @@ def held_out_prompts(stream: PromptStream, max_prompts: int | None) -> list[Prom
     """Return the prompts of a held-out set that evaluations use, the same in each evaluation.
 
     Args:
-        stream: Prompts of the set.
         max_prompts: Maximum number of prompts; None for all.
     """
     return stream.take(min(len(stream), max_prompts or len(stream)))
@@ -297,8 +267,6 @@ def offloaded_roles(run: ScheduledRun, parallel: ParallelState, planner: Planner
     On a CPU these are the ones that the settings ask for; on a GPU the plan decides, by the smallest GPU of the job.
 
     Args:
-        run: Validated settings and schedule of the run.
-        parallel: Process groups of this rank.
         planner: Estimates memory, on rank 0.
     """
     cfg = run.checked.config
@@ -323,15 +291,7 @@ def build_weight_sync(
     cfg: Config, policy: Policy, receiver: WeightReceiver, *, print_line: Callable[[str], None] | None = None,
     shape: ModelShape | None = None,
 ) -> WeightSyncManager:  # fmt: skip
-    """Build the manager that syncs the policy's weights to the sampler.
-
-    Args:
-        cfg: Settings of the run.
-        policy: Source of the weights.
-        receiver: Receiver of the weights.
-        print_line: Logs a message on the main rank.
-        shape: The model's shape, if known.
-    """
+    """Build the manager that syncs the policy's weights to the sampler."""
     return WeightSyncManager(
         policy,
         receiver,
@@ -347,8 +307,6 @@ def sync_weights_again(policy: Policy, weight_sync: WeightSyncManager, timers: T
     """Sync weights as `train.sync_weights` does, after the sampler has lost them during a request.
 
     Args:
-        policy: Source of the weights.
-        weight_sync: Manager of the weight sync.
         timers: Timers that record it as `weight_sync`.
     """
     with timers("weight_sync"):
@@ -356,12 +314,7 @@ def sync_weights_again(policy: Policy, weight_sync: WeightSyncManager, timers: T
 
 
 def build_kl_penalty(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
-    """Return the KL penalty that is subtracted from rewards; None if the KL is in the loss, or without a reference.
-
-    Args:
-        cfg: Settings of GRPO.
-        policy: The policy with its reference.
-    """
+    """Return the KL penalty that is subtracted from rewards; None if the KL is in the loss, or without a reference."""
     if not cfg.kl_in_reward or policy.reference is None:
         return None
     return KlPenalty(policy=policy, reference=policy.reference, beta=cfg.beta)

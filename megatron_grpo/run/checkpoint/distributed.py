@@ -64,9 +64,6 @@ def errors_on_all_ranks(action: str) -> Iterator[None]:
 
     Without it, the other ranks would wait in a collective. Inside the block no rank may wait for another, unless the called function
     propagates errors to all ranks.
-
-    Args:
-        action: Description of the operation, the beginning of the error message.
     """
     problem, cause = None, None
     try:
@@ -114,10 +111,6 @@ class ShardedWriter:
         """Capture the current state, and return a function that writes it into a directory without communication. Collective.
 
         With `staged` the model may change before the function runs.
-
-        Args:
-            state: Sharded state dict.
-            other_files: Contents of further files of this rank, by name.
         """
         with errors_on_all_ranks("describing the model and optimizer"):
             sharded, common = save_preprocess(state, validate_access_integrity=False)  # `serialize_metadata` checks integrity, on one rank
@@ -136,9 +129,6 @@ class ShardedWriter:
 
     def gather_files(self, written: WrittenFiles) -> Callable[[Path], dict[str, Entry]] | None:
         """Gather the files of all ranks on rank 0. Collective.
-
-        Args:
-            written: Files of this rank.
 
         Returns:
             On rank 0, a function that writes `.metadata` and returns the files of all ranks; None elsewhere.
@@ -167,8 +157,6 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     """Load a checkpoint into the tensors of `state`, under any parallel layout. Collective.
 
     Args:
-        state: Sharded state dict.
-        directory: Directory of the checkpoint.
         partly: Whether the checkpoint may contain more than `state`, for example the optimizer.
 
     Returns:
@@ -244,9 +232,6 @@ class HashedFile(io.BufferedWriter):
     """A new file that is hashed while it is written.
 
     At the end of the `with` block the file is on disk, and `entry` has its size and SHA-256; nothing is read back.
-
-    Args:
-        path: Path of the file.
     """
 
     def __init__(self, path: Path):
@@ -274,10 +259,6 @@ class HashedFile(io.BufferedWriter):
 def write_file(path: Path, contents: bytes) -> Entry:
     """Write a file, creating its directory if necessary.
 
-    Args:
-        path: Path of the file.
-        contents: Its contents.
-
     Returns:
         Size and digest of the file.
     """
@@ -289,10 +270,6 @@ def write_file(path: Path, contents: bytes) -> Entry:
 
 def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[Entry, list[PlacedShard]]:
     """Write one rank's file of a sharded state dict: its pieces one after another, in the format of torch's writer.
-
-    Args:
-        path: Path of the file.
-        pieces: Pieces and their contents.
 
     Returns:
         Size and digest of the file, and the position of each piece.
@@ -328,9 +305,6 @@ class Staging:
         """Copy pieces to host memory, bit for bit. The copies are complete on return and independent of the model.
 
         They are valid until the next call.
-
-        Args:
-            pieces: Pieces and their contents.
         """
         sizes = [-(-contents.nbytes // ALIGNMENT) * ALIGNMENT if isinstance(contents, torch.Tensor) else 0 for _, contents in pieces]
         remaining, chunk, offset, copied = sum(sizes), 0, 0, []
@@ -383,7 +357,6 @@ def list_pieces(state: dict[str, Any], assigned_names: frozenset[int]) -> list[t
     """Return the pieces that this rank writes, with their contents.
 
     Args:
-        state: Sharded state dict.
         assigned_names: Names of the shared tensors that this rank writes, from `assigned_tensors`.
     """
     pieces: list[tuple[Shard, Contents]] = []
@@ -410,7 +383,6 @@ def assigned_tensors(state: dict[str, Any], group: Any) -> frozenset[int]:
     is in another group, that group writes.
 
     Args:
-        state: Sharded state dict.
         group: Process group of the ranks that may hold the same tensors; None for all ranks.
     """
     tensors = [
@@ -449,11 +421,7 @@ def divide_tensors(tensors_of_ranks: Sequence[Sequence[tuple[int, int, bool]]]) 
 
 
 def compute_shard_name(tensor: ShardedTensor) -> int:
-    """Return a 64-bit name of a box, equal on every rank that holds it.
-
-    Args:
-        tensor: Shard of a parameter or of optimizer state.
-    """
+    """Return a 64-bit name of a box, equal on every rank that holds it."""
     return int.from_bytes(hashlib.blake2b(repr((tensor.key, tuple(tensor.global_offset))).encode(), digest_size=8).digest())
 
 
@@ -500,7 +468,6 @@ def check_coverage(key: str, global_shape: tuple[int, ...], boxes: Sequence[Box]
     torch's own check compares every box of a layer with all others, which takes hours at 16,384 ranks.
 
     Args:
-        key: Name of the tensor.
         global_shape: Shape of the tensor.
         boxes: Offset and shape of each box.
 
@@ -518,11 +485,7 @@ def check_coverage(key: str, global_shape: tuple[int, ...], boxes: Sequence[Box]
 
 
 def _overlap(boxes: list[Box], axes: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Find two boxes that share an element.
-
-    Args:
-        axes: Axes along which boxes may still be disjoint.
-    """
+    """Find two boxes that share an element."""
     if len(boxes) < 2:
         return None
     if not axes:

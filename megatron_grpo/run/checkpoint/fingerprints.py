@@ -44,11 +44,7 @@ _NAMED_BY = {**FLAGS, TEACHER: "teacher_model", "text of llm_judge_prompt": "llm
 
 
 def list_settings(cfg: Config) -> dict[str, Any]:
-    """Return the values of all settings by name.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return the values of all settings by name."""
     return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
 
 
@@ -56,9 +52,7 @@ def values_equal_on_ranks(cfg: Config, content: Mapping[str, str], environ: Mapp
     """Return values that must be equal on all ranks, by name. No setting contains a secret (`config.write`).
 
     Args:
-        cfg: Settings of the run.
         content: Fingerprints, from `compute_fingerprints`.
-        environ: Environment variables.
     """
     elsewhere = {_NAMED_BY.get(name) for name in content}
     settings = {name: json.dumps(value, sort_keys=True) for name, value in list_settings(cfg).items() if name not in elsewhere}
@@ -73,7 +67,6 @@ def compute_fingerprints(
     """Return the fingerprints of everything available, by name.
 
     Args:
-        cfg: Settings of the run.
         model_path: Directory of the Hugging Face model, if known.
         rows: `PromptDataset` of the training set, if read.
         teacher_path: Directory of `teacher_model`, if known.
@@ -110,11 +103,7 @@ def compute_fingerprints(
 
 
 def vocabulary_fingerprint(directory: Path) -> str | None:
-    """Return the fingerprint of the tokenizer files in a directory; None if there are none, because a checkpoint may hold only weights.
-
-    Args:
-        directory: Directory of a Hugging Face model.
-    """
+    """Return the fingerprint of the tokenizer files in a directory; None if there are none, because a checkpoint may hold only weights."""
     files = [path for pattern in _VOCABULARY for path in sorted(directory.glob(pattern))]
     return _digest_files(files) if files else None
 
@@ -123,9 +112,6 @@ def model_fingerprint(directory: Path) -> str:
     """Return the fingerprint of a model, independent of file names.
 
     It consists of the model type and a digest of config.json and of samples of each weight file.
-
-    Args:
-        directory: Directory of a Hugging Face model.
     """
     config = parse_json((directory / "config.json").read_text(encoding="utf-8"))
     # Fields that differ between copies of a model, or that transformers adds when it saves one.
@@ -137,13 +123,7 @@ def model_fingerprint(directory: Path) -> str:
 
 
 def base_problems(adapter: str | Path, model: Path, *, flag: str = "adapters") -> list[Problem]:
-    """Check that an adapter was trained on this base model. PEFT's own files do not record the base's fingerprint; ours do.
-
-    Args:
-        adapter: Directory of the adapter.
-        model: Directory of the base model.
-        flag: Setting that names the adapter.
-    """
+    """Check that an adapter was trained on this base model. PEFT's own files do not record the base's fingerprint; ours do."""
     try:
         trained = parse_json((Path(adapter) / BASE).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):

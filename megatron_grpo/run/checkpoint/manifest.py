@@ -93,13 +93,7 @@ _OWN = "sha256"
 
 
 def manifest_content(origin: RunFingerprint, progress: Progress, **extra: Any) -> dict[str, Any]:
-    """Return the contents of a new manifest besides step, number and files.
-
-    Args:
-        origin: Settings and contents of the run.
-        progress: Counters of the run.
-        **extra: Further fields.
-    """
+    """Return the contents of a new manifest besides step, number and files."""
     return {
         "format": FORMAT,
         "written_by": f"megatron_grpo {__version__}",
@@ -129,9 +123,6 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def read_manifest(directory: Path) -> Manifest | str:
     """Read the manifest of a checkpoint.
-
-    Args:
-        directory: Directory of the checkpoint.
 
     Returns:
         The manifest, or a sentence that says why it cannot be used.
@@ -200,11 +191,7 @@ class CheckpointDirectory:
         self.path = path
 
     def directory(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint.
-
-        Args:
-            step: Number of optimizer steps.
-        """
+        """Return the directory of a step's checkpoint."""
         return self.path / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
@@ -249,11 +236,7 @@ class CheckpointDirectory:
         return int(text) if text.strip().isdecimal() else f"{path} contains {text[:20]!r}, expected a step number"
 
     def begin(self, step: int) -> Path:
-        """Create an empty directory to write a checkpoint into, and remove what dead processes left.
-
-        Args:
-            step: Number of optimizer steps.
-        """
+        """Create an empty directory to write a checkpoint into, and remove what dead processes left."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.sweep()
         writing = self.being_written(step)
@@ -266,18 +249,13 @@ class CheckpointDirectory:
             shutil.rmtree(entry, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
-        """Remove the directory of an unfinished checkpoint.
-
-        Args:
-            step: Number of optimizer steps.
-        """
+        """Remove the directory of an unfinished checkpoint."""
         shutil.rmtree(self.being_written(step), ignore_errors=True)
 
     def commit(self, step: int, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
         """Write the manifest, rename the directory, then write the pointer, with each on disk before the next.
 
         Args:
-            step: Step of the checkpoint.
             facts: Contents of the manifest, from the function `manifest_content`.
             files: {"bytes": size, "sha256": digest} of every file written, by name.
         """
@@ -296,10 +274,6 @@ class CheckpointDirectory:
     def mark_good(self, step: int, *, trained: int) -> bool:
         """Record that the weights of a checkpoint have trained.
 
-        Args:
-            step: Step of the checkpoint.
-            trained: Step that was trained on their samples.
-
         Returns:
             False if the checkpoint does not exist (yet).
         """
@@ -310,11 +284,7 @@ class CheckpointDirectory:
         return True
 
     def last_good(self, step: int) -> Path | None:
-        """Return the directory of the good checkpoint up to `step` that was written last; None if there is none.
-
-        Args:
-            step: Number of optimizer steps.
-        """
+        """Return the directory of the good checkpoint up to `step` that was written last; None if there is none."""
         return next((manifest.directory for manifest in self.complete_checkpoints() if manifest.is_good and manifest.step <= step), None)
 
     def retain(self, limit: int | None, newest: int, *, best: int | None = None) -> None:
@@ -325,7 +295,6 @@ class CheckpointDirectory:
 
         Args:
             limit: Number of checkpoints to keep; None or 0 keeps all.
-            newest: Step just saved.
             best: Step of the best checkpoint, if known.
         """
         if not limit:
@@ -341,11 +310,7 @@ class CheckpointDirectory:
         self.sweep()
 
     def being_written(self, step: int) -> Path:
-        """Return the directory into which a step's checkpoint is written before it is renamed.
-
-        Args:
-            step: Number of optimizer steps.
-        """
+        """Return the directory into which a step's checkpoint is written before it is renamed."""
         return self.path / f"{WRITING}{self.directory(step).name}"
 
 
@@ -353,7 +318,6 @@ def find_damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read
     """Compare files of a checkpoint with their recorded sizes and digests.
 
     Args:
-        directory: Directory of the checkpoint.
         files: {"bytes": size, "sha256": digest} by name.
         read_bytes: False compares only the sizes, without reading the files.
 

@@ -50,11 +50,7 @@ def holds_run(output_dir: str | Path) -> bool:
 
 
 def remove_run(output_dir: str | Path) -> None:
-    """Remove what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built.
-
-    Args:
-        output_dir: Directory of the earlier run.
-    """
+    """Remove what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built."""
     for path in list(_written(Path(output_dir))):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -84,11 +80,6 @@ def overwrite_obstacle(out: Path, command: str = RUN, names: Collection[str] = _
     """Return the reason why a command must not write files of these names; None if it may.
 
     Existing files are only replaced in a directory where the same command wrote before.
-
-    Args:
-        out: The output directory.
-        command: The command that is about to write.
-        names: Names of the files and directories it writes.
     """
     for name in names:
         path, is_folder = out / name, bool(WRITTEN_BY_A_RUN[name])
@@ -111,9 +102,6 @@ def claim(out: Path) -> None:
     """Mark `out` as the directory of a training run, with the step it saved last.
 
     For one rank, before the run writes anything else there.
-
-    Args:
-        out: `output_dir` of the run.
     """
     out.mkdir(parents=True, exist_ok=True)
     if not read_mark(out):
@@ -126,9 +114,6 @@ def restart_obstacle(out: Path) -> str | None:
     """Return the reason why the records in `out` must not be replaced, or None.
 
     The reason is that their run saved checkpoints, and none of them exists any more.
-
-    Args:
-        out: `output_dir` of the run.
     """
     saved = read_mark(out).get("saved")
     if not saved or CheckpointDirectory(out / "checkpoints").steps():
@@ -140,11 +125,7 @@ def restart_obstacle(out: Path) -> str | None:
 
 
 def check_output_dir(out: Path) -> None:
-    """Check that `out` has not been removed or emptied since `claim`. Raises RunError.
-
-    Args:
-        out: `output_dir` of the run.
-    """
+    """Check that `out` has not been removed or emptied since `claim`. Raises RunError."""
     if not (out / MARK).exists():
         raise RunError(
             f"output_dir ({out}) was removed or emptied while the run wrote to it ({MARK} is missing), with all its earlier contents. "
@@ -162,7 +143,6 @@ class BestCheckpoint:
 
     Args:
         folder: The `checkpoints` directory.
-        metric: Name of a metric in metrics.jsonl, or eval/..., as services receive it.
         greater: Whether larger values are better.
         print_line: Called with each message. Default: print.
     """
@@ -182,12 +162,7 @@ class BestCheckpoint:
         return max(self.values, key=lambda step: (sign * self.values[step], -step), default=None)
 
     def record(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Record the metrics of a step or an evaluation.
-
-        Args:
-            step: Number of optimizer steps done.
-            numbers: Metrics by name.
-        """
+        """Record the metrics of a step or an evaluation."""
         value = numbers.get(self.metric)
         if value is not None and math.isfinite(value):
             with self._lock:
@@ -195,11 +170,7 @@ class BestCheckpoint:
                 self._update()
 
     def record_saved(self, step: int) -> None:
-        """Record that the checkpoint for `step` has been written.
-
-        Args:
-            step: Number of optimizer steps.
-        """
+        """Record that the checkpoint for `step` has been written."""
         with self._lock:
             self._saved = step
             self.values.pop(step, None)  # a value for the weights of this step before the run was rolled back
@@ -209,7 +180,6 @@ class BestCheckpoint:
         """Restore the record at the beginning of a run. Values of later steps are dropped.
 
         Args:
-            step: Number of optimizer steps done.
             is_saved: Whether the run continues from a checkpoint of this folder.
         """
         self._saved = step if is_saved else None

@@ -79,11 +79,7 @@ class ResumePlan:
     without: tuple[str, ...] = ()
 
     def lines(self, chosen: ResumeCandidate) -> list[str]:
-        """Return the messages about the checkpoint that the run continues, one line each.
-
-        Args:
-            chosen: Checkpoint that the run continues.
-        """
+        """Return the messages about the checkpoint that the run continues, one line each."""
         manifest, total = chosen.manifest, self.num_steps
         pending = f", {manifest.num_pending} sampled completions pending" if manifest.num_pending else ""
         lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
@@ -119,11 +115,8 @@ def plan_resume(
     """Decide how a run with these settings begins. Writes nothing.
 
     Args:
-        cfg: Settings of the run.
-        schedule: Training schedule of the run.
         content: Fingerprints of this run, from `fingerprints.compute_fingerprints`.
         prompts: Stream of prompts, if the data set has been read.
-        environ: Environment variables.
 
     Raises:
         ConfigError: With all reasons why the run cannot begin.
@@ -166,11 +159,7 @@ def find_checkpoints(
     With `overwrites` or "never" none are returned, except at a restart, when a job continues from its own checkpoints.
 
     Args:
-        output_dir: Output directory of the run.
         resume: Value of --resume: "auto", "never" or a path.
-        overwrites: Value of --overwrite_output_dir.
-        origin: Settings and fingerprints of this run.
-        environ: Environment variables.
 
     Raises:
         ConfigError: If a requested checkpoint does not exist, or the settings conflict with the contents of `output_dir`.
@@ -233,12 +222,7 @@ def _start_new_run(resume: ResumePlan, restart: str, *, overwrites: bool) -> Res
 
 
 def find_recorded(name: str, cfg: Config) -> str | None:
-    """Return a fingerprint of the run that `cfg` continues; None if it continues none, or one that has not recorded it.
-
-    Args:
-        name: Name of the content.
-        cfg: Settings of the run.
-    """
+    """Return a fingerprint of the run that `cfg` continues; None if it continues none, or one that has not recorded it."""
     with suppress(ConfigError):  # reported where the run is planned
         candidates = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir).candidates
         return candidates[0].manifest.origin.content.get(name) if candidates else None
@@ -329,11 +313,7 @@ def unusable(refusals: list[str]) -> ConfigError:
 
 
 def join_faults(faults: list[str]) -> str:
-    """Join fault messages, naming the first three and counting the rest.
-
-    Args:
-        faults: Fault messages.
-    """
+    """Join fault messages, naming the first three and counting the rest."""
     return f"{'; '.join(faults[:3])}{f' and {len(faults) - 3} more files' if len(faults) > 3 else ''}"
 
 
@@ -346,9 +326,6 @@ def _newest(out: Path) -> Manifest | None:
 
 def read_initial_weights(path: str | Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`, checked by names and sizes.
-
-    Args:
-        path: A directory iter_*, a checkpoints/ directory, or the output_dir of a run.
 
     Raises:
         ConfigError: If there is no usable checkpoint.
@@ -397,7 +374,6 @@ def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Probl
     """Return the reasons why a run cannot start from the weights of `mcore_model`.
 
     Args:
-        cfg: Settings of the run.
         model_path: Directory of the run's Hugging Face model, if known.
 
     Raises:
@@ -427,7 +403,6 @@ def compare_vocabulary(manifest: Manifest, model_path: Path | None) -> str | Non
     """Compare the vocabulary of a model with that of a checkpoint. Return the end of a sentence about a mismatch, or None.
 
     Args:
-        manifest: Manifest of the checkpoint.
         model_path: Directory of the Hugging Face model, if known.
     """
     stored = manifest.origin.content.get("vocabulary")

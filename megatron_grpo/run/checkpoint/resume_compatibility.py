@@ -67,12 +67,7 @@ class ResumeDifference:
 
 
 def changes_since(old: RunFingerprint, new: RunFingerprint) -> list[ResumeDifference]:
-    """Return all differences between two runs whose verdict is not "free". Values unknown to either side are not compared.
-
-    Args:
-        old: Origin of the checkpoint.
-        new: Origin of this run.
-    """
+    """Return all differences between two runs whose verdict is not "free". Values unknown to either side are not compared."""
     return [*_settings(old, new), *_contents(old, new)]
 
 
@@ -124,9 +119,7 @@ def list_problems(
 
     Args:
         changes: Differences, from `changes_since`.
-        manifest: Manifest of the checkpoint.
         is_between_rollouts: Whether the checkpoint lies between two rollouts with the sizes of this run.
-        typed_names: Names under which the user gave settings, by setting.
     """
     problems = [_refusal(change, manifest, typed_names) for change in changes if change.verdict == "refused"]
     sizes = [change for change in changes if change.verdict == "between" and change.name in manifest.origin.sizes]

@@ -55,9 +55,6 @@ def restore(path: Path) -> None:
     """Restore the generators of this rank, if the file is from a run with the same number of ranks.
 
     With another number of ranks nothing is restored. This is acceptable because these generators do not determine which rows are trained.
-
-    Args:
-        path: The file.
     """
     with np.load(path, allow_pickle=False) as file:
         names = [name.removesuffix("/of_rank") for name in file.files if name.endswith("/of_rank")]

@@ -72,9 +72,6 @@ def _member(kind: Any, name: Any) -> Enum:
 def without_code_execution(directory: Path) -> Iterator[None]:
     """Make torch and Megatron-Core read the checkpoint in `directory` without executing its contents, inside the `with` block.
 
-    Args:
-        directory: Directory of the checkpoint.
-
     Raises:
         UnsafePickleError: If a file requests more than data, or refers to files outside of the directory.
     """
@@ -122,9 +119,6 @@ def _check_format(directory: Path) -> None:
 
 def refuse_extra_state(state: Mapping[str, Any]) -> None:
     """Reject extra state of Transformer Engine's layers, which would be unpickled. Without FP8 it is empty.
-
-    Args:
-        state: Loaded state dict, possibly nested.
 
     Raises:
         UnsafePickleError: If some extra state is not empty.

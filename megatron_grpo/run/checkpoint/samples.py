@@ -37,9 +37,6 @@ def serialize_samples(samples: Sequence[Any]) -> bytes:
     """Serialize samples to the contents of an .npz file.
 
     The file has the columns of each sample class in the order of the list; `kinds` holds the class of each sample.
-
-    Args:
-        samples: Instances of one or several dataclasses.
     """
     arrays: dict[str, np.ndarray] = {"kinds": np.array([type(sample).__name__ for sample in samples], dtype=np.str_)}
     types: dict[str, dict[str, str]] = {}
@@ -61,10 +58,6 @@ def serialize_samples(samples: Sequence[Any]) -> bytes:
 def read_samples(path: Path, kind: type = Sample) -> list[Any]:
     """Read the samples that `serialize_samples` wrote, in the same order.
 
-    Args:
-        path: The .npz file.
-        kind: Base class of the samples.
-
     Raises:
         UnknownSamplesError: If the file has an unknown format, class or field.
     """
@@ -75,12 +68,7 @@ def read_samples(path: Path, kind: type = Sample) -> list[Any]:
 
 
 def unreadable_reason(path: Path, kind: type = Sample) -> str | None:
-    """Return the reason why this version cannot read a file of samples, from its header alone; None if it can.
-
-    Args:
-        path: The .npz file.
-        kind: Base class of the samples.
-    """
+    """Return the reason why this version cannot read a file of samples, from its header alone; None if it can."""
     try:
         with np.load(path, allow_pickle=False) as file:
             _known_kinds(path, file[HEADER], kind)
@@ -93,7 +81,6 @@ def sample_files(folder: Path, kind: type) -> list[Path]:
     """Return all files of pending rows or partial completions in a checkpoint: one per rank that held some, or one for all ranks.
 
     Args:
-        folder: The directory for files of this package in a checkpoint.
         kind: Base class of the samples, one of `FOLDERS`.
     """
     return [*folder.glob(f"{FOLDERS[kind]}.npz"), *sorted((folder / FOLDERS[kind]).glob("rank_*.npz"))]
@@ -101,9 +88,6 @@ def sample_files(folder: Path, kind: type) -> list[Path]:
 
 def column_types(kind: type) -> dict[str, str]:
     """Return the column type of each saved field: "array", "integers", "int", "float", "bool" or "str", with "?" if None is allowed.
-
-    Args:
-        kind: Dataclass.
 
     Raises:
         TypeError: If a field has another type, which could not be saved.

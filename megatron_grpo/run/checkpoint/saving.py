@@ -71,7 +71,6 @@ class Checkpoints:
 
     Args:
         resume: How the run begins, as `resume.plan_resume` returned it.
-        cfg: When and how to save.
         replicas: Process group of the ranks that may hold the same state as this rank, and share the writing of it; None for all ranks.
         print_line: Called on rank 0 with each message. Default: print.
     """
@@ -92,11 +91,7 @@ class Checkpoints:
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
     def are_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after `step` optimizer steps: every `save_steps`.
-
-        Args:
-            step: Number of optimizer steps.
-        """
+        """Return whether a checkpoint is due after `step` optimizer steps: every `save_steps`."""
         return self.cfg.save_steps > 0 and step % self.cfg.save_steps == 0
 
     def is_time(self) -> bool:
@@ -104,12 +99,7 @@ class Checkpoints:
         return 0 < self.cfg.save_interval_seconds <= time.monotonic() - self._saved_at
 
     def has_trained(self, version: int, step: int) -> None:
-        """Mark checkpoints as good after a training step.
-
-        Args:
-            version: Version of the weights that sampled the step's rows. Checkpoints up to it are good.
-            step: The optimizer step, the last one.
-        """
+        """Mark checkpoints as good after a training step."""
         if collectives.rank() > 0:
             return
         try:
@@ -122,10 +112,6 @@ class Checkpoints:
 
         Called before the step. Does nothing if there is no checkpoint of these weights; the checkpoint is complete without the rows.
         Collective if `record_rows` is set.
-
-        Args:
-            step: The scheduled step.
-            buffer: Rows waiting to be trained.
         """
         if not self.cfg.record_rows or step.index != (self._underway.step if self._underway else self._saved_step):
             return
@@ -146,23 +132,13 @@ class Checkpoints:
                 return
 
     def last_good(self, step: int) -> Path | None:
-        """Return the directory of the last checkpoint up to `step` whose weights have trained, as found by rank 0. Collective.
-
-        Args:
-            step: Number of optimizer steps.
-        """
+        """Return the directory of the last checkpoint up to `step` whose weights have trained, as found by rank 0. Collective."""
         return collectives.broadcast_object(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
     def save(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> bool:
         """Save one checkpoint, unless this step has just been saved. Collective.
 
         Waits for the previous save. With `async_save` the checkpoint is complete after `finish`, or after some calls of `advance`.
-
-        Args:
-            progress: Counters of the run.
-            buffer: Rows waiting to be trained.
-            policy: Model and optimizer.
-            prompts: Stream of prompts.
 
         Returns:
             False if a checkpoint of this step exists already.
@@ -320,21 +296,13 @@ class Checkpoints:
         return None
 
     def recorded(self, name: str) -> str | None:
-        """Return the fingerprint of a content in the checkpoint that the run continues; None if there is none.
-
-        Args:
-            name: Name of the content.
-        """
+        """Return the fingerprint of a content in the checkpoint that the run continues; None if there is none."""
         return self._chosen.manifest.origin.content.get(name) if self._chosen else None
 
     def record_fingerprint(self, name: str, fingerprint: str) -> None:
         """Record a fingerprint that was not known when the run began, for the manifests of its checkpoints.
 
         Prints a message if the checkpoint that the run continues has another fingerprint. Must be the same on every rank.
-
-        Args:
-            name: Name of the content.
-            fingerprint: Its fingerprint.
         """
         origin = self.resume.origin
         self.resume = replace(self.resume, origin=replace(origin, content={**origin.content, name: fingerprint}))
@@ -350,8 +318,6 @@ class Checkpoints:
         """Restore the state of the chosen checkpoint. A new run starts at step 0 with nothing pending. Collective.
 
         Args:
-            policy: Model and optimizer, restored in place.
-            prompts: Stream of prompts, restored in place.
             empty: An empty buffer, returned for a new run.
 
         Returns:

@@ -44,12 +44,7 @@ class Options:
     fields: Mapping[str, str]
 
     def wrong(self, name: str, value: Any) -> str | None:
-        """Return why an option is rejected, as the end of a sentence; None if it is allowed.
-
-        Args:
-            name: Name of the option.
-            value: Its value.
-        """
+        """Return why an option is rejected, as the end of a sentence; None if it is allowed."""
         if (self.fields and name not in self.fields) or name.startswith("_"):
             close = close_to(name, [field for field in self.fields if not field.startswith("_")], limit=1)
             return f"unknown field of {self.what}{f'. Did you mean {close[0]}?' if close else '.'}"
@@ -63,11 +58,7 @@ class Options:
 
 @cache
 def options(flag: str) -> Options:
-    """Return the facts about a setting of `FLAGS`.
-
-    Args:
-        flag: Name of the setting.
-    """
+    """Return the facts about a setting of `FLAGS`."""
     import yaml
 
     entry = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[flag]
@@ -83,13 +74,7 @@ def options(flag: str) -> Options:
 
 @cache
 def read_class_fields(package: str, file: str, name: str) -> Mapping[str, str]:
-    """Return {field: annotation} of a class from the source of an installed package; {} if it is not installed.
-
-    Args:
-        package: Name of the package.
-        file: Path of a file inside it.
-        name: Name of the class.
-    """
+    """Return {field: annotation} of a class from the source of an installed package; {} if it is not installed."""
     tree = ast.parse(read_source(package, file) or "")
     body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
     return {ast.unparse(line.target): ast.unparse(line.annotation) for line in body if isinstance(line, ast.AnnAssign)}
@@ -103,7 +88,6 @@ def expected_type(annotation: str, value: Any) -> str | None:
 
     Args:
         annotation: Source text of a type annotation, such as "int | None".
-        value: The value.
     """
     inner = annotation.removeprefix("Optional[").removesuffix("]") + " | None" if annotation.startswith("Optional[") else annotation
     kinds = [kind.strip() for kind in inner.split("|")]

@@ -56,22 +56,13 @@ class EvalSampling:
 
 
 def list_sets(cfg: Config) -> dict[str, str]:
-    """Return {name: path or Hub name} of the held-out sets, the one of `eval_dataset` first.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return {name: path or Hub name} of the held-out sets, the one of `eval_dataset` first."""
     single_set = cfg.eval.eval_dataset or (cfg.data.dataset if cfg.data.split_dataset_ratio else "")
     return ({ALONE: single_set} if single_set else {}) | dict(cfg.eval.eval_datasets)
 
 
 def find_set_flag(name: str, cfg: Config) -> str:
-    """Return the setting that names a set.
-
-    Args:
-        name: Name of the set.
-        cfg: Settings of the run.
-    """
+    """Return the setting that names a set."""
     if name != ALONE or not (cfg.eval.eval_dataset or cfg.data.split_dataset_ratio):
         return "eval_datasets"
     return "eval_dataset" if cfg.eval.eval_dataset else SPLIT
@@ -81,7 +72,6 @@ def choose_data_config(cfg: Config, flag: str) -> DataConfig:
     """Return the data settings of a held-out set; those of the training set where it is a part of it.
 
     Args:
-        cfg: Settings of the run.
         flag: The setting that names the set, from `find_set_flag`.
     """
     strategy = cfg.eval.eval_truncation_strategy or cfg.data.truncation_strategy
@@ -92,20 +82,12 @@ def choose_data_config(cfg: Config, flag: str) -> DataConfig:
 
 
 def name_curve(name: str) -> str:
-    """Return the name under which a set's scores are plotted and logged to tracking services.
-
-    Args:
-        name: Name of the set.
-    """
+    """Return the name under which a set's scores are plotted and logged to tracking services."""
     return ALONE if name == ALONE else f"{ALONE}/{name}"
 
 
 def ks(n: int) -> list[int]:
-    """Return the values of k for which pass@k is reported: powers of two up to n, and n.
-
-    Args:
-        n: Completions per prompt.
-    """
+    """Return the values of k for which pass@k is reported: powers of two up to n, and n."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
@@ -114,9 +96,6 @@ def eval_sampling(cfg: Config) -> EvalSampling:
 
     With `eval_dataset` alone and one completion per prompt they are greedy. Everything else, episodes included, is sampled at the training
     temperature.
-
-    Args:
-        cfg: Settings of the run.
     """
     cfg_eval = cfg.eval
     is_plain = (
@@ -140,11 +119,7 @@ def eval_sampling(cfg: Config) -> EvalSampling:
 
 
 def longest_completion(cfg: Config) -> int:
-    """Return the maximum completion length of training and evaluations in tokens, which the sampler must support.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return the maximum completion length of training and evaluations in tokens, which the sampler must support."""
     limit = cfg.eval.eval_max_completion_length if list_sets(cfg) else None
     return max(cfg.rollout.max_completion_length, limit or 0)
 
@@ -153,21 +128,13 @@ def longest_context(cfg: Config, prompt: int) -> int:
     """Return the maximum length of prompt and completion together in tokens.
 
     With agents it is `vllm_max_model_len`, since they write prompts of their own and an episode may have several contexts.
-
-    Args:
-        cfg: Settings of the run.
-        prompt: Length of the longest prompt of the data.
     """
     configured = cfg.rollout.vllm_max_model_len if cfg.turns.has_agent else None
     return configured or prompt + longest_completion(cfg)
 
 
 def list_reward_maxima(cfg: Config) -> list[float]:
-    """Return the maximum that each reward contributes to the sum of a correct completion: its weight if positive, 0 for penalties.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return the maximum that each reward contributes to the sum of a correct completion: its weight if positive, 0 for penalties."""
     weights = cfg.rewards.reward_weights or [1.0] * len(cfg.rewards.reward_funcs)
     return [max(0.0, weight) * (spec not in PENALTIES) for spec, weight in zip(cfg.rewards.reward_funcs, weights)]
 
@@ -176,7 +143,6 @@ def find_score(cfg: Config, names: Sequence[str]) -> str:
     """Return the reward that evaluations report as their score.
 
     Args:
-        cfg: Settings of the run.
         names: Names of the reward functions, in the order of `reward_funcs`.
 
     Returns:
@@ -192,7 +158,6 @@ def find_pass_reward(cfg: Config, names: Sequence[str]) -> str:
     """Return the reward by which pass@k counts completions as right where the score is a sum.
 
     Args:
-        cfg: Settings of the run.
         names: Names of the reward functions, in the order of `reward_funcs`.
 
     Returns:
@@ -207,9 +172,6 @@ def describe_rules(cfg: Config) -> str:
     """Return a description of how completions are generated, if not by a single answer; "" otherwise.
 
     Scores under different descriptions are not comparable.
-
-    Args:
-        cfg: Settings of the run.
     """
     turns = cfg.turns
     if not turns.plays:
@@ -222,21 +184,13 @@ def describe_rules(cfg: Config) -> str:
 
 
 def find_best_metric(cfg: Config) -> str | None:
-    """Return the full name of `metric_for_best_model`: `eval` and `eval/NAME` stand for the score of a set.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return the full name of `metric_for_best_model`: `eval` and `eval/NAME` stand for the score of a set."""
     metric = cfg.run.metric_for_best_model
     return f"{metric}/mean@{eval_sampling(cfg).n}" if metric in [name_curve(name) for name in list_sets(cfg)] else metric
 
 
 def is_greater_better(cfg: Config) -> bool:
-    """Return whether a larger metric is better. As in transformers, this is false by default for names that end in "loss".
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return whether a larger metric is better. As in transformers, this is false by default for names that end in "loss"."""
     setting, metric = cfg.run.greater_is_better, cfg.run.metric_for_best_model or ""
     return not metric.endswith("loss") if setting is None else setting
 

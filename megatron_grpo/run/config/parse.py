@@ -119,7 +119,6 @@ def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dial
     """Return the configuration of a command line, its `--config` files and the defaults; the command line wins.
 
     Args:
-        argv: Arguments of the command line.
         launcher_world_size: Number of ranks that the launcher started; None without a launcher.
         dialects: Returns the knowledge of other systems' names.
 
@@ -136,7 +135,6 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     """Parse as `resolve` does, but return the problems, so that a caller can add those that it finds later.
 
     Args:
-        argv: Arguments of the command line.
         launcher_world_size: Number of ranks that the launcher started; None without a launcher.
         dialects: Returns the knowledge of other systems' names.
     """

@@ -47,8 +47,6 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
     Words `a.b=c` without dashes are read too if the name has a dot (Hydra's overrides).
 
     Args:
-        words: The command line.
-        source: Where they come from.
         lenient: Whether words that belong to no flag are skipped (such as the program's name in a shell script) instead of reported.
     """
     entries: list[RawSetting] = []
@@ -82,10 +80,6 @@ Read = tuple[list[RawSetting], list[Problem]]
 def read_file(path: str, read_program: Callable[[str, str], Read] | None = None) -> Read:
     """Read a configuration file: YAML, or a program.
 
-    Args:
-        path: The file.
-        read_program: Reads a shell script whose last command has the flags, or a Python file, given text and path.
-
     Returns:
         (typed settings, problems).
     """
@@ -108,10 +102,6 @@ def read_yaml(text: str, *, source: str) -> tuple[list[RawSetting], list[Problem
 
     Sections named after a group of settings are dropped from the names; others remain as `section.key`.
 
-    Args:
-        text: The YAML text.
-        source: Name of the file.
-
     Returns:
         (typed settings, problems).
     """
@@ -131,9 +121,7 @@ def read_yaml(text: str, *, source: str) -> tuple[list[RawSetting], list[Problem
         """Collect the entries of a mapping.
 
         Args:
-            mapping: The mapping.
             prefix: Prefix of the names; a group of settings adds none.
-            section: Path of the enclosing sections, of any kind.
         """
         for key, value in mapping.items():
             name = prefix + canonical(str(key))
@@ -192,31 +180,19 @@ def _repeated(root: Any) -> list[str]:
 
 
 def is_from_script(entries: Sequence[RawSetting]) -> bool:
-    """Return whether settings come from a launch script: its launcher's words (`$...`), or values that only running it would tell.
-
-    Args:
-        entries: Settings as typed.
-    """
+    """Return whether settings come from a launch script: its launcher's words (`$...`), or values that only running it would tell."""
     return any(entry.name.startswith("$") or any(UNKNOWN in word for word in split_words(entry.raw)) for entry in entries)
 
 
 def split_words(raw: Any) -> list[str]:
-    """Return what was typed after a flag or a YAML key as words; a mapping becomes `name=value` words.
-
-    Args:
-        raw: Value as parsed.
-    """
+    """Return what was typed after a flag or a YAML key as words; a mapping becomes `name=value` words."""
     if isinstance(raw, dict):
         return [f"{name}={format_value(value)}" for name, value in raw.items()]
     return [_one_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_one_word(raw)]
 
 
 def format_value(value: Any) -> str:
-    """Return a value as a user would type it.
-
-    Args:
-        value: Value of a setting.
-    """
+    """Return a value as a user would type it."""
     return " ".join(split_words(value))
 
 
@@ -232,7 +208,6 @@ def split_flags(words: Sequence[str], own_flags: Collection[str]) -> tuple[dict[
 
     Args:
         words: Command line; `--row 1` and `--row=1` are equivalent.
-        own_flags: Flags of the command.
 
     Returns:
         (typed values of each flag, remaining words).

@@ -30,20 +30,12 @@ _RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w-]+)\s+import|import\s+\.([\w-]+)\s
 
 
 def files_named(folder: Path) -> list[str]:
-    """Return the names of all code files that the model refers to, including those that never run here. Copies of the model need them.
-
-    Args:
-        folder: Directory of the model.
-    """
+    """Return the names of all code files that the model refers to, including those that never run here. Copies of the model need them."""
     return _with_imported(folder, [name for file in _RUN for name in _auto_map(folder, file).values()])
 
 
 def files_that_run(folder: Path) -> list[str]:
-    """Return the names of a model's files whose code runs with `trust_remote_code true`, including those that they import.
-
-    Args:
-        folder: Directory of the model.
-    """
+    """Return the names of a model's files whose code runs with `trust_remote_code true`, including those that they import."""
     return _with_imported(folder, [name for file in _RUN for name in _classes(folder, file).values()])
 
 
@@ -51,19 +43,13 @@ def find_code_problem(folder: Path, *, is_trusted: bool, flag: str = "model") ->
     """Return the problem with a model's own code: it is needed but not trusted, or trusted but missing.
 
     Args:
-        folder: The model's directory.
         is_trusted: Value of `trust_remote_code`.
-        flag: Setting that names the model.
     """
     return _not_here(folder, flag) if is_trusted else _not_trusted(folder, flag)
 
 
 def make_code_warning(folder: Path) -> str | None:
-    """Return a warning that names the files that will run; None without any.
-
-    Args:
-        folder: Directory of the model.
-    """
+    """Return a warning that names the files that will run; None without any."""
     files = files_that_run(folder)
     if not files:
         return None
@@ -122,12 +108,7 @@ def _is_named(word: str, package: str, file: str) -> bool:
 
 @cache
 def read_source(package: str, file: str) -> str | None:
-    """Return the text of a file of an installed package, which is not imported; None if it is not there.
-
-    Args:
-        package: Name of the package.
-        file: Path of the file inside it.
-    """
+    """Return the text of a file of an installed package, which is not imported; None if it is not there."""
     spec = find_spec(package)
     paths = [Path(folder) / file for folder in (spec.submodule_search_locations or ())] if spec else []
     return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), None)

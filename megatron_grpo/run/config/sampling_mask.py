@@ -40,11 +40,7 @@ USUAL = 64  # suggested instead of a top_k of 1
 
 
 def structured_outputs_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
-    """Yield (setting, structured outputs) for training and for evaluation.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Yield (setting, structured outputs) for training and for evaluation."""
     if (bound := training_structured_outputs(cfg.rollout)) is not None:
         yield find_mask_flag(cfg.rollout), bound
     if (bound := cfg.eval.eval_generation_kwargs.get(FIELD)) is not None:
@@ -74,11 +70,7 @@ def structured_outputs_fault(bound: Any) -> str | None:
 
 
 def describe(rollout: RolloutConfig) -> str:
-    """Return the restrictions in words, such as `top_k 5 and top_p 0.9`.
-
-    Args:
-        rollout: Rollout settings.
-    """
+    """Return the restrictions in words, such as `top_k 5 and top_p 0.9`."""
     cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
     parts = [f"{name} {value:g}" for name, (value, disabled_value) in cuts.items() if value != disabled_value]
     return " and ".join([*parts, *(["structured outputs"] if training_structured_outputs(rollout) is not None else [])])
@@ -138,9 +130,6 @@ def structured_outputs_problems(cfg: Config) -> list[Problem]:
     """Return problems with structured outputs of training and evaluation that vLLM's parsers reject.
 
     Empty where the parsers are not installed: servers may have them.
-
-    Args:
-        cfg: The configuration.
     """
     problems = []
     for flag, bound in structured_outputs_settings(cfg):
@@ -152,11 +141,7 @@ def structured_outputs_problems(cfg: Config) -> list[Problem]:
 
 
 def parser_error(bound: Mapping[str, Any]) -> str | None:
-    """Return the first parser's error in one line if no parser accepts the structured output; None if one does.
-
-    Args:
-        bound: Structured-output settings of valid form.
-    """
+    """Return the first parser's error in one line if no parser accepts the structured output; None if one does."""
     messages = []
     for reading in _readings(bound):
         try:

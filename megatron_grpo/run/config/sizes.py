@@ -64,11 +64,7 @@ class Size:
         return Size(self.value / other.value, (*self.flags, *other.flags), (f"{self.product} / {other.product}",))
 
     def with_text(self, text: str) -> Size:
-        """Return the size with another text.
-
-        Args:
-            text: The text.
-        """
+        """Return the size with another text."""
         return replace(self, factors=(text,))
 
     def __str__(self) -> str:
@@ -86,11 +82,7 @@ class Size:
 
 
 def format_size(value: Fraction) -> str:
-    """Return a number as text, with two decimals if it is no integer.
-
-    Args:
-        value: The number.
-    """
+    """Return a number as text, with two decimals if it is no integer."""
     return str(value) if value.denominator == 1 else f"{float(value):.2f}"
 
 
@@ -118,12 +110,7 @@ class BatchSizeInputs:
 
     @classmethod
     def from_config(cls, cfg: Config, model: ModelDivisors | None = None) -> BatchSizeInputs:
-        """Return the sizes that a configuration sets, with defaults.
-
-        Args:
-            cfg: The configuration.
-            model: Known properties of the model.
-        """
+        """Return the sizes that a configuration sets, with defaults."""
         values: dict[str, int | None] = {name: getattr(cfg.parallel, name) for name in PARALLEL}
         values[WORLD] = values[WORLD] if values[WORLD] is not None else 1
         values[VLLM_TP] = cfg.rollout.vllm_tensor_parallel_size
@@ -153,35 +140,22 @@ class BatchSizeInputs:
         """Return a copy in which the user has set a flag.
 
         Args:
-            flag: The flag.
             value: Its value, in the unit in which it was typed.
         """
         return replace(self, values={**self.values, flag: value}, typed=self.typed | {flag})
 
     def counts(self, flag: str, unit: str) -> bool:
-        """Return whether a size is set, and in the given unit.
-
-        Args:
-            flag: Flag of the size.
-            unit: "completions", "prompts" or "micro-steps".
-        """
+        """Return whether a size is set, and in the given unit."""
         return flag in self.values and flag in self.origins and self.origins[flag].unit == unit
 
     def name(self, flag: str) -> str:
-        """Return the user's name of a flag.
-
-        Args:
-            flag: Name of the setting.
-        """
+        """Return the user's name of a flag."""
         return self.names.get(flag, flag)
 
     def describe(self, flag: str) -> str:
         """Return a flag with its value: `global_batch_size (96)`.
 
         A flag that was typed under another system's name shows its origin: `global_batch_size 96 (ppo_mini_batch_size 12 x rollout.n 8)`.
-
-        Args:
-            flag: Name of the setting.
         """
         origin = self.origins.get(flag)
         if origin and origin.text and (origin.name != flag or origin.unit != "completions"):
@@ -191,19 +165,11 @@ class BatchSizeInputs:
         return f"{self.name(flag)} ({self.values[flag]}{mark})"
 
     def count(self, flag: str) -> int:
-        """Return a size in completions, or in its native unit.
-
-        Args:
-            flag: Flag of the size, which is set.
-        """
+        """Return a size in completions, or in its native unit."""
         return self.values[flag] * (self.values[GROUP] if self.counts(flag, "prompts") else 1)
 
     def size(self, flag: str) -> Size:
-        """Return the size that a flag sets.
-
-        Args:
-            flag: Flag of the size, which is set.
-        """
+        """Return the size that a flag sets."""
         flags = (flag, GROUP) if self.counts(flag, "prompts") else (flag,)
         return Size(Fraction(self.count(flag)), flags, (self.describe(flag),))
 
@@ -243,11 +209,7 @@ class DerivedSizes:
 
     @classmethod
     def from_inputs(cls, inputs: BatchSizeInputs) -> DerivedSizes:
-        """Compute the sizes by the definitions of docs/batching.md. Where two settings determine one size, the rules compare them.
-
-        Args:
-            inputs: The typed sizes.
-        """
+        """Compute the sizes by the definitions of docs/batching.md. Where two settings determine one size, the rules compare them."""
         v, size, dp = inputs.values, inputs.size, inputs.dp_size()
         # Without a micro-batch size there are the global batch and its accumulation.
         unit = size(MICRO) * dp if MICRO in v else size(GLOBAL) / size(ACCUMULATION)

@@ -49,11 +49,7 @@ TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("n
 
 
 def canonical(name: str) -> str:
-    """Return the name with underscores and without leading dashes: `--micro-batch-size` becomes `micro_batch_size`.
-
-    Args:
-        name: Name as typed.
-    """
+    """Return the name with underscores and without leading dashes: `--micro-batch-size` becomes `micro_batch_size`."""
     return name.lstrip("-").replace("-", "_")
 
 
@@ -96,7 +92,6 @@ class InvalidValueError(ValueError):
 
     Args:
         message: Phrase that completes "<name> ...".
-        suggestions: Values that work.
     """
 
     def __init__(self, message: str, suggestions: Sequence[Any] = ()):
@@ -108,7 +103,6 @@ def read_value(setting: Setting, raw: Any) -> Any:
     """Return the value of a setting from what was typed.
 
     Args:
-        setting: The setting.
         raw: Words after a flag (a list), or the value of a YAML key. An empty list after a flag means true for a boolean; () is an empty
             list.
 
@@ -258,8 +252,6 @@ def close_to(word: str, known: Sequence[str], *, limit: int = 3, cutoff: float =
     """Return the known names most similar to a word, best first.
 
     Args:
-        word: The word.
-        known: Known names.
         limit: Maximum number of names.
         cutoff: Minimum similarity, 0 to 1.
     """

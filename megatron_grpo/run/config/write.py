@@ -35,9 +35,6 @@ def as_yaml(cfg: Config) -> str:
     """Return every setting by section as YAML.
 
     Values derived from other settings or from the launcher are omitted, so that the file can be used with another layout.
-
-    Args:
-        cfg: Settings of the run.
     """
     import yaml
 
@@ -68,11 +65,7 @@ _FORMS = {  # settings that name files or folders -> their form, with the path a
 
 
 def absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, with absolute paths, the settings that name existing files and folders: a run's records are read in other folders too.
-
-    Args:
-        values: Values of settings, by name.
-    """
+    """Return, with absolute paths, the settings that name existing files and folders: a run's records are read in other folders too."""
     forms = {name: form for form, names in _FORMS.items() for name in names.split()}
     changed = {name: _absolute(values.get(name), form) for name, form in forms.items()}
     with suppress(ValueError):  # an open quote, which is reported elsewhere
@@ -93,12 +86,7 @@ def _absolute(value: Any, form: str) -> Any:
 
 
 def write_config(cfg: Config, path: str | Path) -> None:
-    """Write the configuration to a file, completely or not at all.
-
-    Args:
-        cfg: The configuration.
-        path: The YAML file.
-    """
+    """Write the configuration to a file, completely or not at all."""
     atomic_write_text(path, as_yaml(cfg))
 
 
@@ -106,12 +94,7 @@ def write_config(cfg: Config, path: str | Path) -> None:
 
 
 def find_secrets(cfg: Config, environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """Yield (setting, what it seems to contain) for each setting that would disclose a secret.
-
-    Args:
-        cfg: The configuration.
-        environ: Environment variables.
-    """
+    """Yield (setting, what it seems to contain) for each setting that would disclose a secret."""
     for section in cfg.groups().values():
         for name, value in vars(section).items():
             secrets = _secret_in(name, value, environ)

@@ -123,11 +123,7 @@ def find_clock(tokenizer: Any) -> TemplateClock | None:
 
 
 def clock_options(tokenizer: Any) -> dict[str, Any]:
-    """Return the options of a chat template that make it read the tokenizer's clock; none if it prints no time.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-    """
+    """Return the options of a chat template that make it read the tokenizer's clock; none if it prints no time."""
     clock = find_clock(tokenizer)
     return {} if clock is None else {"strftime_now": clock}
 
@@ -136,21 +132,13 @@ def fingerprint_vocabulary(tokenizer: Any) -> str:
     """Return a fingerprint of the mapping from token IDs to tokens.
 
     Two models with equal fingerprints interpret the same token IDs alike, whatever their files.
-
-    Args:
-        tokenizer: Hugging Face tokenizer.
     """
     words = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
 def unread_names(tokenizer: Any, names: Iterable[str]) -> list[str]:
-    """Return the variables that the chat template never names, so that they would have no effect.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        names: Names of variables.
-    """
+    """Return the variables that the chat template never names, so that they would have no effect."""
     template = getattr(tokenizer, "chat_template", None) or ""
     text = " ".join(template.values()) if isinstance(template, dict) else template
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
@@ -180,11 +168,7 @@ READ_TAGS = ("think", "answer")  # tags that built-in rewards read, besides `for
 
 
 def find_opened_tag(prompt: str) -> str | None:
-    """Return the name of the tag with which a prompt ends, as `think` of a template that opens `<think>`; None if there is none.
-
-    Args:
-        prompt: Text of the prompt, or of its end.
-    """
+    """Return the name of the tag with which a prompt ends, as `think` of a template that opens `<think>`; None if there is none."""
     match = _OPENED.search(prompt)
     return match[1] if match else None
 
@@ -204,9 +188,6 @@ def end_of_prompt(prompt: Any, opening: str) -> str:
 class SpecialTokens:
     """The special tokens of a tokenizer, and what they mean where text meets tokens: in prompts, stop strings and completions.
 
-    Args:
-        tokenizer: Hugging Face tokenizer.
-
     Attributes:
         ids: Token ID of each special token, by its text.
     """
@@ -222,18 +203,11 @@ class SpecialTokens:
         """Return (stop strings that text may contain, token IDs of the others).
 
         Sampled text is searched without special tokens, so a stop string that is one never occurs in it.
-
-        Args:
-            stop: Stop strings.
         """
         return [text for text in stop if text not in self.ids], [self.ids[text] for text in stop if text in self.ids]
 
     def stop_problems(self, stop: Sequence[str]) -> Iterator[Problem]:
-        """Yield a problem for each stop string that never occurs, because a special token is a part of it.
-
-        Args:
-            stop: Stop strings.
-        """
+        """Yield a problem for each stop string that never occurs, because a special token is a part of it."""
         for text in self.split_stop(stop)[0]:
             if token := next((token for token in sorted(self.ids, key=len, reverse=True) if token and token in text), None):
                 message = (
@@ -243,26 +217,17 @@ class SpecialTokens:
                 yield Problem(flags=("stop", "generation_kwargs"), message=message)
 
     def hides_tags(self, tags: Sequence[str]) -> bool:
-        """Return whether one of these tags, or of `READ_TAGS`, is a special token, which the text of a completion would not contain.
-
-        Args:
-            tags: Names of tags.
-        """
+        """Return whether one of these tags, or of `READ_TAGS`, is a special token, which the text of a completion would not contain."""
         return any(mark in self.ids for tag in (*READ_TAGS, *tags) for mark in (f"<{tag}>", f"</{tag}>"))
 
     def render_opening(self, options: Mapping[str, Any]) -> str:
-        """Return a short chat as the chat template renders it before an answer; "" without a template, or if it refuses the chat.
-
-        Args:
-            options: Further arguments of the chat template.
-        """
+        """Return a short chat as the chat template renders it before an answer; "" without a template, or if it refuses the chat."""
         return self._render([{"role": "user", "content": _QUESTION}], options, add_generation_prompt=True)
 
     def find_unended(self, options: Mapping[str, Any], end_ids: Collection[int]) -> str | None:
         """Return a note if the chat template ends an answer with a special token at which sampling does not stop; None if not.
 
         Args:
-            options: Further arguments of the chat template.
             end_ids: Token IDs at which sampling stops.
         """
         chat = [{"role": role, "content": text} for role, text in (("user", _QUESTION), ("assistant", _REPLY), ("user", _QUESTION))]
@@ -294,7 +259,6 @@ def encode_text(tokenizer: Any, text: str, *, is_open: bool = True) -> list[int]
     """Encode a text with the special tokens that the tokenizer adds, except those at the beginning that the text has already.
 
     Args:
-        tokenizer: Hugging Face tokenizer.
         text: The text. A chat that was rendered before begins with the BOS token.
         is_open: Whether the model is to continue the text; then nothing is added at its end, such as an EOS token (`add_eos_token`).
     """
@@ -310,7 +274,6 @@ def decode_completion(tokenizer: Any, token_ids: Sequence[int], *, skip_special_
     """Decode a completion as vLLM does.
 
     Args:
-        tokenizer: Hugging Face tokenizer.
         token_ids: Token IDs of the completion.
         skip_special_tokens: Whether special tokens are left out (`generation_kwargs`).
         end_ids: Token IDs that end a completion. Where special tokens stay, the last token is left out if it is one of these.
@@ -330,12 +293,7 @@ def _added(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
-    """Report entries of `chat_template_kwargs` that the chat template never names.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        options: The entries.
-    """
+    """Report entries of `chat_template_kwargs` that the chat template never names."""
     return [
         Problem(flags=("chat_template_kwargs",), message=f"chat_template_kwargs: the model's chat template has no variable {name}.")
         for name in unread_names(tokenizer, options)
@@ -348,7 +306,6 @@ def template_messages(
     """Return chat messages in the form that the chat template expects.
 
     Args:
-        raw: Chat messages of a row.
         system: System message to prepend if the messages do not begin with one.
         image_spec: Image processor of the model; None converts content given in parts to plain text.
     """
@@ -374,9 +331,6 @@ def with_parts(content: Any) -> Any:
     """Convert message content to the parts that chat templates of vision-language models expect.
 
     Each `<image>` tag in a text becomes a part of type image. A string without tags is returned unchanged.
-
-    Args:
-        content: Content of a chat message.
     """
     if isinstance(content, str) and TAG not in content:
         return content
@@ -420,8 +374,6 @@ class PromptEncoder:
         """Create the encoder that the settings of a run describe.
 
         Args:
-            cfg: Data settings.
-            tokenizer: Tokenizer of the model.
             image_spec: Image processor of the model, or None.
             tools: JSON schemas; None is equivalent to an empty list.
         """
@@ -440,9 +392,6 @@ class PromptEncoder:
         """Return the token IDs of a prompt without truncation and with one token per image.
 
         Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's prefill).
-
-        Args:
-            raw: A string, or chat messages.
         """
         if isinstance(raw, str):
             if self.image_spec is None:
@@ -470,7 +419,6 @@ def as_completion(raw: Raw, text: str) -> str | list[dict[str, str]]:
 
     Args:
         raw: Prompt of the completion: a string, or chat messages.
-        text: Text of the completion.
 
     Returns:
         The text for a string prompt, a list of one assistant message for a chat.

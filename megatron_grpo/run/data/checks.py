@@ -90,27 +90,15 @@ class PromptDataset:
         return self.rows[int(self.keep[index])]
 
     def raw(self, index: int) -> Raw:
-        """Return the prompt at `index`: a string or chat messages.
-
-        Args:
-            index: Index of the row, from 0.
-        """
+        """Return the prompt at `index`: a string or chat messages."""
         return raw_prompt(self.row(index))
 
     def images(self, index: int) -> tuple[Image, ...]:
-        """Return the images of the prompt at `index`. Raises ConfigError if one is no longer usable.
-
-        Args:
-            index: Index of the row, from 0.
-        """
+        """Return the images of the prompt at `index`. Raises ConfigError if one is no longer usable."""
         return self.image_store.images(int(self.keep[index])) if self.image_store is not None else ()
 
     def shown(self, index: int) -> list[str]:
-        """Return identifiers that distinguish the images of a prompt from others, without opening them.
-
-        Args:
-            index: Index of the row, from 0.
-        """
+        """Return identifiers that distinguish the images of a prompt from others, without opening them."""
         return self.image_store.identity(int(self.keep[index])) if self.image_store is not None else []
 
     @property
@@ -119,29 +107,17 @@ class PromptDataset:
         return int(self.image_store.counts[self.keep].max()) if self.image_store is not None and len(self.keep) else 0
 
     def columns(self, index: int) -> dict[str, Any]:
-        """Return the columns that are passed to the rewards, by name.
-
-        Args:
-            index: Index of the row, from 0.
-        """
+        """Return the columns that are passed to the rewards, by name."""
         return {name: None if _is_nan(value) else value for name, value in self.row(index).items() if name not in _NOT_COLUMNS}
 
     def template_columns(self, index: int) -> dict[str, Any]:
-        """Return the values of a row that its chat template receives besides those of the settings: `tools`, `chat_template_kwargs`.
-
-        Args:
-            index: Index of the row, from 0.
-        """
+        """Return the values of a row that its chat template receives besides those of the settings: `tools`, `chat_template_kwargs`."""
         row = self.row(index)
         own = {name: row[name] for name in TEMPLATE_COLUMNS if isinstance(row.get(name), (list, dict)) and row[name]}
         return {} if isinstance(raw_prompt(row), str) else own
 
     def prompt_key(self, index: int) -> str:
-        """Return a text that is equal for prompts that are equal, with their images.
-
-        Args:
-            index: Index of the row, from 0.
-        """
+        """Return a text that is equal for prompts that are equal, with their images."""
         return json.dumps([self.raw(index), self.shown(index)], sort_keys=True, default=str)
 
     def uses(self) -> dict[str, str]:
@@ -180,9 +156,6 @@ class PromptDataset:
     def without(self, names: Sequence[str]) -> str:
         """Describe the rows that have none of the given columns, like `20 of 40 rows (data.jsonl line 2, ...)`.
 
-        Args:
-            names: Alternative column names.
-
         Returns:
             The description; "" if every row has one of the columns, even if its value is null.
         """
@@ -193,11 +166,7 @@ class PromptDataset:
 
 
 def serialize_row(row: Mapping[str, Any]) -> bytes:
-    """Serialize all columns of a row to bytes. Equal rows give equal bytes in every process.
-
-    Args:
-        row: Row of the data set.
-    """
+    """Serialize all columns of a row to bytes. Equal rows give equal bytes in every process."""
     return json.dumps(row, sort_keys=True, default=_described).encode() + b"\n"
 
 
@@ -223,10 +192,6 @@ def check_rows(
     """Check that every row holds a prompt. Needs no tokenizer and opens no image.
 
     Args:
-        rows: Rows of the data sets.
-        cfg: Data settings.
-        names: Names of the data sets.
-        flag: Setting that names the data sets, for error messages.
         image_spec: Image processor of the model, if it is a vision-language model.
         is_blind: Whether the model takes text only. False without `image_spec` means that the model is unknown.
 
@@ -281,7 +246,6 @@ def check_images(prompts: PromptDataset, *, at_most: int | None = None) -> None:
     """Open and decode the images of the rows.
 
     Args:
-        prompts: Checked rows.
         at_most: If given, check only this many evenly spaced rows.
 
     Raises:
@@ -300,9 +264,6 @@ def raw_prompt(row: Mapping[str, Any]) -> Raw:
     """Return `prompt`, or else `messages` without a final assistant message. A chat begins with the row's `system`, if it has one.
 
     So a chat data set for supervised training can be used unchanged.
-
-    Args:
-        row: Row of the data set.
     """
     raw = row.get("prompt")
     if raw is None:
@@ -325,10 +286,6 @@ def check_lengths(
     """Apply max_prompt_length and truncation_strategy.
 
     Args:
-        prompts: Checked rows.
-        encode: Maps a prompt to token IDs.
-        cfg: Data settings.
-        flag: Setting that names the data set, for error messages.
         tokens: Token IDs of every row, if available; otherwise every prompt is encoded once.
         may_be_none: Whether it is acceptable that all prompts are too long.
 
@@ -374,12 +331,6 @@ def tokenised(prompts: PromptDataset, encode: Encode, flag: str, *, seconds: flo
 
     A chat template is a program from the author of the model. It runs in a thread, so that an endless loop can be left behind there.
 
-    Args:
-        prompts: Checked rows.
-        encode: Maps a prompt to token IDs.
-        flag: Setting that names the data set, for error messages.
-        seconds: Time limit for one prompt.
-
     Raises:
         ConfigError: If the chat template rejects prompts, or does not finish a prompt within the time limit.
     """
@@ -416,8 +367,6 @@ def encoded(prompts: PromptDataset, encode: Encode, index: int) -> Sequence[int]
     """Return the token IDs of the prompt at `index`.
 
     Args:
-        prompts: Checked rows.
-        encode: Maps a prompt to token IDs.
         index: Index of the prompt.
     """
     raw, images = prompts.raw(index), prompts.images(index)
@@ -494,11 +443,7 @@ def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
 
 
 def num_places(raw: Any) -> int:
-    """Return the number of image placeholders in a prompt: parts of type image, and `<image>` tags in its texts.
-
-    Args:
-        raw: Text or chat messages.
-    """
+    """Return the number of image placeholders in a prompt: parts of type image, and `<image>` tags in its texts."""
     if isinstance(raw, str):
         return raw.count(TAG)
     return sum(_places_in(message.get("content")) for message in raw)
@@ -543,10 +488,6 @@ def _places(rows: ConcatRows, indices: Sequence[int] | np.ndarray) -> str:
 def check_for_episodes(rows: PromptDataset, flag: str) -> None:
     """Check that all prompts are chats without images, as environments and tools require.
 
-    Args:
-        rows: Checked rows.
-        flag: Setting that names the data set.
-
     Raises:
         ConfigError: If a prompt is a string or has images.
     """
@@ -566,11 +507,6 @@ def _refuse(rows: PromptDataset, flag: str, fault: str, has_fault: Callable[[int
 def check_without_images(rows: PromptDataset, flag: str, reason: str) -> None:
     """Check that no row has images.
 
-    Args:
-        rows: Checked rows.
-        flag: Setting that names the data set.
-        reason: Reason, as a clause that ends the error message.
-
     Raises:
         ConfigError: If a row has images.
     """
@@ -580,11 +516,6 @@ def check_without_images(rows: PromptDataset, flag: str, reason: str) -> None:
 
 def check_template(rows: PromptDataset, tokenizer: Any, flag: str) -> None:
     """Check that the tokenizer has a chat template if any prompt is a chat, and that it reads what rows have for it.
-
-    Args:
-        rows: Checked rows.
-        tokenizer: Tokenizer of the model.
-        flag: Setting that names the data set.
 
     Raises:
         ConfigError: If the chat template is missing, or has no variable of such a name.
@@ -603,13 +534,7 @@ def check_template(rows: PromptDataset, tokenizer: Any, flag: str) -> None:
 
 
 def find_notes(rows: PromptDataset, cfg: DataConfig, flag: str) -> Iterator[str]:
-    """Yield sentences about columns and settings that do not change prompts as someone may expect, and about rows that are left out.
-
-    Args:
-        rows: Checked rows.
-        cfg: Data settings of the set.
-        flag: Setting that names the set.
-    """
+    """Yield sentences about columns and settings that do not change prompts as someone may expect, and about rows that are left out."""
     num_rows = len(rows.rows)
     for name, count in rows.nan.items():
         yield f"{flag}: NaN in `{name}` is read as null ({count} of {num_rows} rows)."
@@ -630,13 +555,7 @@ def find_notes(rows: PromptDataset, cfg: DataConfig, flag: str) -> Iterator[str]
 
 
 def find_shared(rows: PromptDataset, held_out: PromptDataset, flag: str) -> Iterator[str]:
-    """Yield a sentence if prompts of a held-out set are in the training set too.
-
-    Args:
-        rows: Rows of the training set.
-        held_out: Rows of the held-out set.
-        flag: Setting that names the held-out set.
-    """
+    """Yield a sentence if prompts of a held-out set are in the training set too."""
     keys = [hash(held_out.prompt_key(index)) for index in range(len(held_out))]
     shared = set(keys).intersection(hash(rows.prompt_key(index)) for index in range(len(rows)))
     if count := sum(key in shared for key in keys):

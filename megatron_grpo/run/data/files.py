@@ -85,7 +85,6 @@ class ConcatRows(Sequence[Row]):
         Args:
             parts: (rows, function that maps a row's number in the part to its location) of each part.
             numbers: Numbers of the rows to use, counted over all parts, in this order. Default: all.
-            convert: Maps a row of the parts to a row of the sequence.
         """
         self._parts, self._ends = parts, list(accumulate(len(rows) for rows, _ in parts))
         self._numbers, self._convert = numbers, convert
@@ -107,11 +106,7 @@ class ConcatRows(Sequence[Row]):
         return row if self._convert is None else self._convert(row)
 
     def place(self, index: int) -> str:
-        """Return the location of a row for error messages.
-
-        Args:
-            index: Index of the row, from 0.
-        """
+        """Return the location of a row for error messages."""
         part, number = self._locate(index)
         return self._parts[part][1](number)
 
@@ -124,11 +119,7 @@ class ConcatRows(Sequence[Row]):
         return ConcatRows([(self, self.place)], numbers)
 
     def convert(self, convert: Callable[[Row], Row]) -> ConcatRows:
-        """Return the rows, each converted when it is asked for.
-
-        Args:
-            convert: Maps a row to a new one.
-        """
+        """Return the rows, each converted when it is asked for."""
         return ConcatRows([(self, self.place)], convert=convert)
 
     def __call__(self, position: Any) -> Iterator[RawRow]:
@@ -137,12 +128,7 @@ class ConcatRows(Sequence[Row]):
 
 
 def nested_value(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or of a key inside one (`reward_model.ground_truth`); ABSENT if the row has none.
-
-    Args:
-        row: Row of a data set.
-        name: Name of the column, or names of column and keys with dots between them.
-    """
+    """Return the value of a column, or of a key inside one (`reward_model.ground_truth`); ABSENT if the row has none."""
     if name in row:
         return row[name]
     value: Any = row
@@ -153,11 +139,7 @@ def nested_value(row: Mapping[str, Any], name: str) -> Any:
 
 
 def images_of_row(row: Mapping[str, Any]) -> list[Any]:
-    """Return the contents of a row's image column; an empty list if it has no images.
-
-    Args:
-        row: Row of the data set.
-    """
+    """Return the contents of a row's image column; an empty list if it has no images."""
     for name in IMAGE_COLUMNS:
         value = row.get(name)
         if isinstance(value, (list, tuple)):
@@ -171,10 +153,6 @@ def convert_row(row: Row, columns: Mapping[str, str]) -> Row:
     """Return a row with its columns and chats in this package's form.
 
     Chats may be JSON text, have null keys (Parquet writes them) or ShareGPT's names (`conversations`, `from`, `value`, human, gpt).
-
-    Args:
-        row: Row of a data set.
-        columns: New column names by old names, of those that the data set has.
     """
     new_row = {columns.get(name, name): value for name, value in row.items()}
     nested = {new: nested_value(row, name) for name, new in columns.items() if name not in row}
@@ -219,11 +197,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def by_row(name: str) -> Callable[[int], str]:
-    """Return a function that gives the location of a row in a file without lines.
-
-    Args:
-        name: Name of the file.
-    """
+    """Return a function that gives the location of a row in a file without lines."""
     return lambda index: f"{name} row {index}"
 
 
@@ -246,7 +220,6 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> C
     Args:
         dataset: A .jsonl, .json or .parquet file, a directory of them, a Hub name (`name` or `name:subset`), or `python:name`.
         split: Split of a data set with several. "": test, or the only one.
-        flag: Setting that names the data set, for error messages.
 
     Raises:
         ConfigError: If the path does not exist, a file is unreadable, lines are not JSON objects (up to five are listed), or there are no
@@ -272,8 +245,6 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
 
     Args:
         dataset: A path or Hub name, as for `read_rows`.
-        split: Split to read.
-        flag: Setting that names the data set, for error messages.
 
     Raises:
         ConfigError: If the path does not exist, or a file cannot be streamed.
@@ -347,7 +318,6 @@ def has_splits(dataset: str, flag: str) -> bool:
 
     Args:
         dataset: A path or Hub name, as for `read_rows`.
-        flag: Setting that names the data set, for error messages.
 
     Raises:
         ConfigError: If the path does not exist.
@@ -396,10 +366,7 @@ def choose_split(splits: Sequence[str], split: str, dataset: str, flag: str) -> 
     """Return the split of a data set that is read.
 
     Args:
-        splits: Splits that the data set has.
         split: Requested split. "", the default of held-out sets: test, or the only one.
-        dataset: Name of the data set.
-        flag: Setting that names it, for error messages.
 
     Raises:
         ConfigError: If the data set does not have the split.

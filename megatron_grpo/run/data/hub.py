@@ -24,9 +24,7 @@ def saved_by_datasets(directory: str, split: str, flag: str) -> Any:
     """Load a data set, or one split of several, saved by `datasets.save_to_disk`, mapped into memory.
 
     Args:
-        directory: The directory.
         split: Split to load if there are several, as for `choose_split`.
-        flag: Setting that names the data set, for error messages.
 
     Raises:
         ConfigError: If the split does not exist, files are missing or damaged, or the package `datasets` is not installed.
@@ -49,7 +47,6 @@ def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) ->
     Args:
         dataset: Hub name, `name` or `name:subset`.
         split: Split to load, as for `choose_split`.
-        flag: Setting that names the data set, for error messages.
         streaming: Whether `datasets` reads rows on demand instead of downloading the data set first.
 
     Raises:
@@ -72,8 +69,6 @@ def stream_hub(dataset: str, split: str, flag: str) -> Source:
 
     Args:
         dataset: Hub name, as for `from_hub`.
-        split: Split to load.
-        flag: Setting that names the data set, for error messages.
     """
 
     def begin(position: Any) -> Iterator[RawRow]:

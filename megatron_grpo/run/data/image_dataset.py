@@ -44,11 +44,8 @@ class ImageFile:
     """An `Image` of a data set. All users of the image share one object.
 
     Args:
-        image_store: Images of the data set.
-        row: Row of the data set.
         index: Index of the image in the row.
         source: Where the bytes are.
-        grid: Frames, rows and columns of patches.
     """
 
     __slots__ = ("__weakref__", "_key", "image_store", "grid", "index", "merge", "row", "source")
@@ -123,10 +120,7 @@ class ImageStore:
         """Register the images of a data set in this process. No file is opened.
 
         Args:
-            rows: Rows of the data set.
-            image_spec: Image processor of the model.
             root: Directory that must contain all image paths.
-            flag: Setting that names the data set, for error messages.
         """
         self.rows, self.image_spec, self.root, self.flag = rows, image_spec, Path(root), flag
         self.cache = PatchCache()
@@ -143,9 +137,6 @@ class ImageStore:
 
     def images(self, row: int) -> tuple[ImageFile, ...]:
         """Return the images of a row in the order of their placeholders. Reads their headers.
-
-        Args:
-            row: Index of the row, from 0.
 
         Raises:
             ConfigError: If an image cannot be used.
@@ -165,25 +156,14 @@ class ImageStore:
 
     @contextmanager
     def as_config_error(self, row: int, source: ImageSource) -> Iterator[None]:
-        """Convert ImageError in the `with` block to a ConfigError that names row and file.
-
-        Args:
-            row: Row of the data set.
-            source: The image.
-        """
+        """Convert ImageError in the `with` block to a ConfigError that names row and file."""
         try:
             yield
         except ImageError as fault:
             raise ConfigError([Problem(flags=(self.flag,), message=self.sentence(row, source, fault))]) from fault
 
     def sentence(self, row: int, source: ImageSource, fault: object) -> str:
-        """Return an error message about an image.
-
-        Args:
-            row: Row of the data set.
-            source: The image.
-            fault: End of the sentence whose subject is the image.
-        """
+        """Return an error message about an image."""
         return f"{self.rows.place(row)}: image {source.name} {fault}."
 
     def stamp(self) -> str:
@@ -199,20 +179,12 @@ class ImageStore:
         return digest.hexdigest()
 
     def identity(self, row: int) -> list[str]:
-        """Return an identifier per image of a row: the path of its file, or a digest of the bytes in the row. Raises ImageError.
-
-        Args:
-            row: Index of the row, from 0.
-        """
+        """Return an identifier per image of a row: the path of its file, or a digest of the bytes in the row. Raises ImageError."""
         sources = [make_image_source(value, self.root) for value in images_of_row(self.rows[row])]
         return [str(source.path) if source.held is None else hashlib.sha256(source.held).hexdigest() for source in sources]
 
     def num_bytes(self, row: int) -> list[int]:
-        """Return the file size of each image of a row in bytes. Detects a changed data set without reading the files.
-
-        Args:
-            row: Index of the row, from 0.
-        """
+        """Return the file size of each image of a row in bytes. Detects a changed data set without reading the files."""
         sizes = []
         for value in images_of_row(self.rows[row]):
             with suppress(ImageError, OSError):
@@ -226,9 +198,6 @@ class ImageStore:
         """Check the images of rows: first all headers, and if those are valid, the image data.
 
         At most `MOST_DECODED` pixels are decoded, in the order of the rows.
-
-        Args:
-            rows: Rows of the data set to check.
 
         Returns:
             One problem that describes all faults, or an empty list.

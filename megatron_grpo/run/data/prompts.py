@@ -40,10 +40,7 @@ def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int) ->
     """Read the rows of several data sets: all, or with `split_dataset_ratio` those that are trained or held out.
 
     Args:
-        cfg: Data settings.
         names: Data sets, each optionally with a `#count` suffix.
-        flag: Setting that names them.
-        seed: Seed for sampling rows and for the held-out split.
 
     Raises:
         ConfigError: If a data set cannot be read, a setting has no effect on it, or a count or ratio leaves no rows.
@@ -81,8 +78,6 @@ def conversion(first: Row, cfg: DataConfig, flag: str) -> Callable[[Row], Row]:
 
     Args:
         first: First row of the data set. A renamed column (`columns`) with dots in its name is a value inside a column.
-        cfg: Data settings.
-        flag: Setting that names the data set, for error messages.
 
     Raises:
         ConfigError: If a column to rename does not exist, or a new name is already in use.
@@ -125,7 +120,6 @@ def find_shares(cfg: DataConfig, num_sets: int) -> list[float]:
     """Return the share of each data set in the mixture; [] if they follow one another, also where the weights are rejected elsewhere.
 
     Args:
-        cfg: Data settings.
         num_sets: Number of data sets.
     """
     weights = cfg.interleave_prob
@@ -138,7 +132,6 @@ def rows_per_epoch(sizes: Sequence[int | None], shares: Sequence[float], cfg: Da
     Args:
         sizes: Rows of each set; None where unknown.
         shares: Share of each set in the mixture.
-        cfg: Data settings.
     """
     rounds = [size / share for size, share in zip(sizes, shares, strict=True) if size is not None]
     ends_with_first = cfg.stopping_strategy == "first_exhausted"
@@ -167,7 +160,6 @@ def permutation(size: int, seed: int, epoch: int, block: int = 0) -> np.ndarray:
 
     Args:
         size: Number of elements.
-        seed: Seed of the run.
         epoch: Number of the epoch.
         block: Number of the block in the epoch, for streamed data sets.
     """
@@ -190,12 +182,9 @@ def load_rows(
     With `streaming` only the first block of the training set is read.
 
     Args:
-        cfg: Data settings.
         dataset: Data set to read instead of `cfg.dataset`, for the held-out set.
-        flag: Setting that names the data set, for error messages.
         image_spec: Image processor of the model; None for a text model or an unknown model.
         is_blind: Whether the model is known to take text only. Ignored if `image_spec` is given.
-        seed: Seed of the run, used to sample rows.
 
     Raises:
         ConfigError: If the data set cannot be read or a row holds no usable prompt.
@@ -219,12 +208,7 @@ def _check_rows(
 
 
 def is_streamed(cfg: DataConfig, flag: str) -> bool:
-    """Return whether the rows that a setting names are read during the run. Evaluations use every row, so held-out sets are read before it.
-
-    Args:
-        cfg: Data settings.
-        flag: The setting.
-    """
+    """Return whether rows are read during the run. Evaluations use every row, so held-out sets are read before it."""
     return cfg.streaming and flag == "dataset"
 
 
@@ -232,9 +216,7 @@ def list_dataset_names(cfg: DataConfig, dataset: str | None, flag: str) -> list[
     """Return the names of the data sets that a setting refers to.
 
     Args:
-        cfg: Data settings.
         dataset: Name that replaces `cfg.dataset`, or None.
-        flag: The setting.
     """
     name = cfg.dataset if dataset is None else dataset
     return [name, *cfg.further_datasets] if flag in ("dataset", SPLIT) else [name]
@@ -242,11 +224,6 @@ def list_dataset_names(cfg: DataConfig, dataset: str | None, flag: str) -> list[
 
 def _check_split(cfg: DataConfig, names: Sequence[str], flag: str) -> None:
     """Check that a split that is not the default has an effect on some data set.
-
-    Args:
-        cfg: Data settings.
-        names: Names of the data sets.
-        flag: Setting that names them.
 
     Raises:
         ConfigError: If all data sets are single files or rows of a program.
@@ -322,8 +299,6 @@ class PromptStream:
     """An endless stream of prompts in a seeded order. `number` counts prompts over the whole run; row and epoch follow from it.
 
     Args:
-        rows: Checked rows of the data set.
-        encode: Maps a prompt to token IDs.
         seed: Seed of the order.
         shuffle: Whether each epoch is a permutation; False keeps the order of the data set.
     """
@@ -367,29 +342,18 @@ class PromptStream:
     def agree_by(self, gather: Ask) -> None:
         """Verify from here on that all ranks read the same rows. Rows that were read before the run have been compared by then.
 
-        Args:
-            gather: All-gather of (problem, checksum) over the ranks.
-
         Raises:
             RowsError: On every rank, if the rows read so far differ.
         """
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts, continuing into the next epoch if necessary.
-
-        Args:
-            count: Number of prompts.
-        """
+        """Return the next `count` prompts, continuing into the next epoch if necessary."""
         prompts = [self._prompt(number) for number in range(self.taken, self.taken + count)]
         self.taken += count
         return prompts
 
     def give_back(self, count: int) -> None:
-        """Return the last `count` prompts to the stream; the next `take` yields them again.
-
-        Args:
-            count: Number of prompts.
-        """
+        """Return the last `count` prompts to the stream; the next `take` yields them again."""
         self.taken -= count
 
     def state(self) -> dict[str, Any]:
@@ -406,9 +370,6 @@ class PromptStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
-        Args:
-            state: State from `state()`.
-
         Raises:
             ConfigError: If seed, order or data set differ from those of the saved state.
         """
@@ -418,11 +379,7 @@ class PromptStream:
         self.taken = int(state["taken"])
 
     def problems_with(self, state: Mapping[str, Any]) -> list[Problem]:
-        """Return the reasons why this stream cannot continue from a saved state; empty if it can.
-
-        Args:
-            state: State from `state()`.
-        """
+        """Return the reasons why this stream cannot continue from a saved state; empty if it can."""
         current, problems = self.state(), list[Problem]()
         # A streamed data set has another order and other entries in its state, so nothing else can be compared then.
         compared = (

@@ -75,9 +75,7 @@ def open_sets(cfg: DataConfig, names: Sequence[str], flag: str) -> Source:
     """Open several data sets: their rows in the order of `read_sets`, one at a time and without sampling.
 
     Args:
-        cfg: Data settings.
         names: Data sets, each optionally with a `#count` suffix.
-        flag: Setting that names them, for error messages.
 
     Raises:
         ConfigError: If a data set cannot be opened.
@@ -177,9 +175,7 @@ def read_beginning(source: Source, check: Callable[[ConcatRows], PromptDataset],
     """Return the first block of a data set.
 
     Args:
-        source: Rows of the data set from any position.
         check: Checks the rows of a block; raises ConfigError.
-        cfg: Data settings.
 
     Raises:
         ConfigError: If the rows cannot be read, or fail a check.
@@ -209,10 +205,7 @@ class StreamedPrompts(PromptStream):
         """Read blocks until one has a prompt.
 
         Args:
-            source: Rows of the data set from any position.
             check: Checks the rows of a block; raises ConfigError.
-            encode: Maps a prompt to token IDs.
-            cfg: Data settings.
             seed: Seed of the order.
             shuffle: Whether the order in each block is a permutation.
         """
@@ -237,9 +230,6 @@ class StreamedPrompts(PromptStream):
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts. Collective after `agree_by`.
-
-        Args:
-            count: Number of prompts.
 
         Raises:
             RowsError: On every rank, if rows cannot be read or fail a check on any rank.

@@ -75,7 +75,6 @@ def cached_table(key: str, make: Callable[[], TokenLists]) -> TokenLists:
 
     Args:
         key: Name of the table in the cache, from `compute_cache_key`.
-        make: Creates the table.
     """
     folder = cache_directory()
     path = folder / f"{key}.tokens"
@@ -111,7 +110,6 @@ def compute_cache_key(fingerprint: str, encode: PromptEncoder) -> str:
     """Return the cache key of a tokenized data set.
 
     Args:
-        fingerprint: Fingerprint of the rows.
         encode: Encoder that produces the token IDs.
     """
     tokenizer = encode.tokenizer
@@ -128,11 +126,7 @@ def compute_cache_key(fingerprint: str, encode: PromptEncoder) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a digest of the loaded tokenizer and of the files it may have been loaded from.
-
-    Args:
-        tokenizer: Hugging Face tokenizer.
-    """
+    """Return a digest of the loaded tokenizer and of the files it may have been loaded from."""
     digest = hashlib.sha256()
 
     def add(parts: Iterable[bytes]) -> None:
@@ -155,10 +149,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def write(path: Path, table: TokenLists) -> None:
     """Write a table to a file atomically, with a checksum that detects later changes.
-
-    Args:
-        path: Path of the file.
-        table: The table.
 
     Raises:
         OSError: If the file cannot be written.

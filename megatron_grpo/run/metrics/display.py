@@ -50,7 +50,6 @@ class Display:
 
         Args:
             console: Console to print to. Default: standard output.
-            total: Optimizer steps of the run.
             folder: Folder of now.json, which other programs read; None for none.
         """
         self.console, self.total = console or _Terminal(highlight=False), total
@@ -91,21 +90,12 @@ class Display:
         self._marks.append((step, time.monotonic()))
 
     def show(self, **values: float) -> None:
-        """Set values that the line shows, by name, until they are replaced.
-
-        Args:
-            values: Value by name.
-        """
+        """Set values that the line shows, by name, until they are replaced."""
         self._shown |= values
         self._draw()
 
     def step(self, step: int, *, seconds: float) -> None:
-        """Show that an optimizer step took `seconds`.
-
-        Args:
-            step: Number of optimizer steps.
-            seconds: Wall time of the step.
-        """
+        """Show that an optimizer step took `seconds`."""
         self._step, self._seconds, time_now = step, seconds, time.monotonic()
         self._marks.append((step, time_now))
         self._draw()
@@ -155,11 +145,7 @@ class Display:
         return [*speed, *([f"{describe_duration(seconds_left)} left"] if seconds_left is not None else [])]
 
     def print_line(self, text: str) -> None:
-        """Print a permanent line above the live one.
-
-        Args:
-            text: The line.
-        """
+        """Print a permanent line above the live one."""
         with self._lock:
             self._last_line = time.monotonic()
             self.console.print(escape(text), soft_wrap=True, highlight=False)
@@ -186,9 +172,7 @@ class Display:
         """Print a table.
 
         Args:
-            title: Line above the table.
             heads: Headings of the columns after the first.
-            rows: Cells by row.
         """
         self.console.print(title, style="bold", markup=False)  # a title of the table would be broken at the table's width
         table = Table()
@@ -203,8 +187,6 @@ class Display:
         """Print a before/after table.
 
         Args:
-            title: Line above the table.
-            heads: Headings of the two value columns.
             rows: (name, before, after).
         """
         texts = [(name, _number(first), _number(last), f"{last - first:+.4g}") for name, first, last in rows]
@@ -223,9 +205,7 @@ def progress_row(head: Text, completed: int, total: int | None, text: str) -> Ta
 
     Args:
         head: Beginning of the line; may be empty.
-        completed: Amount that is done.
         total: Amount to do; None leaves the bar out.
-        text: The rest of the line.
     """
     row = Table.grid(padding=(0, 1))
     bar = [ProgressBar(total=total, completed=completed, width=12)] if total else []
@@ -267,11 +247,7 @@ def _number(value: float) -> str:
 
 
 def describe_duration(seconds: float) -> str:
-    """Format seconds: 9 s, 4:05, 2:07:30.
-
-    Args:
-        seconds: Duration.
-    """
+    """Format seconds: 9 s, 4:05, 2:07:30."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, seconds_over = divmod(round(seconds), 60)

@@ -86,7 +86,6 @@ def pass_at_k(num_right: np.ndarray, num_sampled: np.ndarray, k: int) -> np.ndar
     Args:
         num_right: c, int [P].
         num_sampled: n, int [P].
-        k: Size of the subsets.
     """
     right, sampled = np.asarray(num_right)[:, None], np.asarray(num_sampled)[:, None]
     index = np.arange(k)[None, :]
@@ -163,9 +162,6 @@ def score_of_record(record: Numbers) -> tuple[str, float | None]:
     """Return (name of the set, score) of a line of evaluations.jsonl.
 
     An older version wrote only rewards, with the score first.
-
-    Args:
-        record: Line of evaluations.jsonl.
     """
     key = f"mean@{record['n']}" if "n" in record and "name" in record else next((name for name in record if name != "step"), "")
     value = record.get(key)
@@ -173,11 +169,7 @@ def score_of_record(record: Numbers) -> tuple[str, float | None]:
 
 
 def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
-    """Return the points (step, score) of each curve, for plots.
-
-    Args:
-        records: Lines of evaluations.jsonl.
-    """
+    """Return the points (step, score) of each curve, for plots."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         name, score = score_of_record(record)
@@ -190,7 +182,6 @@ def compare_evaluations(first: Numbers, last: Numbers) -> list[tuple[str, float,
     """Return (name, before, after) for each number worth comparing: means, but no counts and no errors.
 
     Args:
-        first: A line of evaluations.jsonl.
         last: A later line of the same set.
     """
     rows = [name for name in first if name not in ("step", "n", "num_prompts", "temperature", "unscored") and "change" not in name]
@@ -205,7 +196,6 @@ class Evaluations:
     """All evaluations in one folder.
 
     Args:
-        folder: Directory of evaluations.jsonl.
         replaces: Whether an evaluation replaces an earlier one at the same step, as in a resumed run. The eval command keeps all.
         writes_completions: Whether to write tables of completions.
     """
@@ -243,8 +233,6 @@ class Evaluations:
         """Write one evaluation.
 
         Args:
-            step: Optimizer steps done.
-            evaluation: Result of the evaluation.
             extra: Further entries of the record, such as `model` where steps alone do not identify the weights.
 
         Returns:
@@ -296,9 +284,6 @@ class Evaluations:
 
 def describe(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:
     """Return a table of evaluations for the terminal, with one column per set.
-
-    Args:
-        records: Lines of evaluations.jsonl.
 
     Returns:
         (how completions were sampled, headings after the first column, rows).

@@ -39,13 +39,9 @@ class MetricsLogger:
 
     Args:
         completions: Writer of the completions tables. Its `output_dir` and `rank` are also the logger's.
-        display: Terminal output of the run.
-        timers: Timers of the phases.
-        config: Resolved settings, flat.
         services: The services of `report_to`; None without any.
         selection_weights: Weight of each reward function if rollouts select among the sampled groups (dynamic sampling), else None.
         watches: Further warnings, evaluated after every step.
-        on_metrics: Callback (step, numbers by name) for every optimizer step and evaluation, as soon as the numbers are known.
     """
 
     def __init__(
@@ -86,11 +82,7 @@ class MetricsLogger:
             self._events.open()
 
     def start(self, progress: Progress) -> None:
-        """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped.
-
-        Args:
-            progress: Position of the run.
-        """
+        """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped."""
         activity.report_step(progress.step)
         if self.is_logging:
             self._start_records(progress)
@@ -113,11 +105,7 @@ class MetricsLogger:
         self._schedule.begin(progress.step)
 
     def rollout(self, rollout: ScoredRollout) -> None:
-        """Record a finished rollout. Collective.
-
-        Args:
-            rollout: Scored groups of this rank, and metadata of all.
-        """
+        """Record a finished rollout. Collective."""
         self._rollouts.append(rollout)
         self.completions.write(rollout)
 
@@ -125,9 +113,6 @@ class MetricsLogger:
         """Record an optimizer step.
 
         Args:
-            progress: Progress that includes this step.
-            batch: The global batch that it trained.
-            metrics: Metrics of the step, by name.
             skipped: Reason why the step was skipped, if it was.
         """
         activity.report_step(progress.step)
@@ -155,7 +140,6 @@ class MetricsLogger:
         """Log an optimizer step as a line of metrics.jsonl, with step, num_tokens and tokens_per_second. For rank 0.
 
         Args:
-            progress: Progress that includes this step.
             stats: Metrics by name, including `time/step` (seconds).
         """
         step, seconds = progress.step, stats["time/step"]
@@ -185,9 +169,7 @@ class MetricsLogger:
         """Record that the gradient check refused the step just taken.
 
         Args:
-            progress: Progress of the run.
             record: Line of skipped.jsonl: metrics of the step, and the reason.
-            lines: Sentences about the rows that produced the gradient.
         """
         if self.is_logging:
             for line in lines:
@@ -195,11 +177,7 @@ class MetricsLogger:
             self._skipped.append({"step": progress.step, **record})
 
     def keep(self, progress: Progress) -> None:
-        """Save the metrics of rollouts that no step has reported yet, when the run ends. The resumed run reports them.
-
-        Args:
-            progress: Position of the run.
-        """
+        """Save the metrics of rollouts that no step has reported yet, when the run ends. The resumed run reports them."""
         if self._rollouts and self.is_logging:
             pending = {"step": progress.step, "stats": self._rollout_stats(self._rollouts)}
             atomic_write_text(self._pending_file, json.dumps(pending, default=float) + "\n")
@@ -219,7 +197,6 @@ class MetricsLogger:
         """Log an evaluation of every set, one line of evaluations.jsonl each. The scores are displayed, plotted and compared.
 
         Args:
-            progress: Position of the run.
             evaluated: Results, one for each set.
         """
         if not self.is_logging:
@@ -252,31 +229,18 @@ class MetricsLogger:
         return []
 
     def print_line(self, text: str) -> None:
-        """Print a line above the live one. Lines that begin with `WARNING: ` are recorded.
-
-        Args:
-            text: The line.
-        """
+        """Print a line above the live one. Lines that begin with `WARNING: ` are recorded."""
         if self.is_logging:
             self._display.print_line(text)
             self.record_warning(text)
 
     def record_warning(self, line: str) -> None:
-        """Record a line that is printed elsewhere, if it begins with `WARNING: `.
-
-        Args:
-            line: The line.
-        """
+        """Record a line that is printed elsewhere, if it begins with `WARNING: `."""
         if line.startswith(WARNING):
             self.record_event("warning", line.removeprefix(WARNING))
 
     def record_event(self, kind: str, text: str) -> None:
-        """Record an event in events.jsonl, as `EventsWriter.add` does.
-
-        Args:
-            kind: Kind of the event.
-            text: Description of the event.
-        """
+        """Record an event in events.jsonl, as `EventsWriter.add` does."""
         if self.is_logging:
             self._events.add(kind, text)
 

@@ -55,12 +55,7 @@ class ModelCard:
 
 
 def write_card(folder: Path, card: ModelCard) -> None:
-    """Write README.md, and the training curves if matplotlib is installed.
-
-    Args:
-        folder: Directory of the export.
-        card: Its subject.
-    """
+    """Write README.md, and the training curves if matplotlib is installed."""
     records = list(_records(card, "metrics.jsonl"))
     has_curves = _draw(folder, records, list(_records(card, "evaluations.jsonl")))
     atomic_write_text(folder / CARD, render_card(card, records, name=folder.absolute().name, has_curves=has_curves))
@@ -70,9 +65,6 @@ def render_card(card: ModelCard, records: list[dict[str, Any]], *, name: str, ha
     """Return the text of the card.
 
     Args:
-        card: Its subject.
-        records: Lines of metrics.jsonl.
-        name: Name of the folder, for the commands that load it.
         has_curves: Whether the image of the curves was drawn.
     """
     cfg, base, data = card.cfg, base_name(card.cfg.model.model, card.source), without_local_paths(card.cfg.data.dataset)
@@ -115,11 +107,7 @@ def render_card(card: ModelCard, records: list[dict[str, Any]], *, name: str, ha
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings that differ from the defaults and may be public, by name.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return the settings that differ from the defaults and may be public, by name."""
     defaults, held_back = Config().groups(), {name for name, _ in find_secrets(cfg)}
     result = {}
     for group, section in cfg.groups().items():
@@ -130,11 +118,7 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 
 def without_local_paths(value: Any) -> Any:
-    """Return a value without local directories: a path is reduced to its last component.
-
-    Args:
-        value: Value of a setting.
-    """
+    """Return a value without local directories: a path is reduced to its last component."""
     if isinstance(value, str):
         path, colon, function = value.rpartition(":")
         if colon and path.endswith(".py"):
@@ -153,18 +137,13 @@ def base_name(model: str, source: Path) -> str:
 
     Args:
         model: Setting `model`.
-        source: Directory of the model.
     """
     cached = _CACHED.search(f"{source.absolute()}/") or _CACHED.search(f"{model}/")
     return "/".join(cached.groups()) if cached else without_local_paths(model).rstrip("/")
 
 
 def read_license(source: Path) -> str | None:
-    """Return the license in the base model's own card, if it has one.
-
-    Args:
-        source: Directory of the base model.
-    """
+    """Return the license in the base model's own card, if it has one."""
     try:
         text = (source / CARD).read_text(encoding="utf-8")
         front = parse_yaml(text.split("---", 2)[1])[0] if text.startswith("---") else None

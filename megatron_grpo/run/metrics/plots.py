@@ -28,11 +28,7 @@ def write_panels(
     It is written completely or not at all. The directory is created if needed.
 
     Args:
-        path: File to write.
         panels: Functions that fill matplotlib's axes, in rows of `columns`.
-        width: Inches.
-        height: Inches.
-        columns: Panels in a row.
         dpi: Pixels per inch.
 
     Returns:
@@ -62,8 +58,6 @@ def write_figure(path: Path, panels: Sequence[Callable[[Any], object]], **settin
     """Write a PNG as `write_panels` does, and return a line with its path, or the reason why there is none.
 
     Args:
-        path: File to write.
-        panels: Functions that fill matplotlib's axes.
         settings: Further arguments of `write_panels`.
     """
     is_drawn = write_panels(path, panels, **settings)
@@ -108,7 +102,6 @@ def refresh(output_dir: Path, history: History) -> list[Path]:
     """Draw every plot that has data.
 
     Args:
-        output_dir: Directory of the run.
         history: Points of each metric.
 
     Returns:
@@ -122,10 +115,8 @@ def draw_together(path: Path, files: Sequence[str], history: History, *, width: 
     """Draw several plots side by side in one image, omitting those without data.
 
     Args:
-        path: Image file.
         files: `Plot.file` of the plots.
         history: Points of each metric.
-        width: Inches of a plot.
 
     Returns:
         Whether the image was drawn: there must be data and matplotlib.

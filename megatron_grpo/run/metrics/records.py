@@ -41,9 +41,6 @@ class JsonlWriter:
         """Apply `cut` to a file that has a line for every step, and warn if steps that this run has done are missing.
 
         A run that began in another output_dir has its earlier lines there, and none here from before its first.
-
-        Args:
-            step: Optimizer steps done.
         """
         steps = self.cut(step)
         is_own = any((self.path.parent / "checkpoints").glob("iter_*"))
@@ -73,9 +70,6 @@ class JsonlWriter:
         """Drop records of steps beyond `step`, an incomplete last line (from a kill), and unreadable lines (with a warning).
 
         Holds one line in memory at a time.
-
-        Args:
-            step: Last step to keep.
 
         Returns:
             The steps of the remaining records, in file order.
@@ -111,9 +105,6 @@ class JsonlWriter:
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record. NaN and infinity become null, because JSON cannot represent them.
 
-        Args:
-            record: JSON object.
-
         Raises:
             OSError: The file cannot be written; its path is included.
         """
@@ -143,7 +134,6 @@ def remember(history: History, record: Mapping[str, Any]) -> None:
 
     Args:
         history: Points of each metric; changed in place.
-        record: Line of metrics.jsonl.
     """
     for name, value in record.items():
         if _PLOTTED.fullmatch(name) and (number := to_python_number(value)) is not None:
@@ -158,7 +148,6 @@ def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 
     Args:
         path: The file. Its directory is created if needed.
-        columns: Values by column.
     """
     import pyarrow
     import pyarrow.parquet
@@ -170,11 +159,7 @@ def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def to_python_number(value: Any) -> Any:
-    """Convert a numpy or torch scalar to a Python number; NaN and infinity become None.
-
-    Args:
-        value: Value of a record.
-    """
+    """Convert a numpy or torch scalar to a Python number; NaN and infinity become None."""
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -203,9 +188,6 @@ class EventsWriter(logging.Handler):
     """Writer of events.jsonl, with one object of step, time, kind and text per event of the run.
 
     As a handler it records warnings of this program's loggers. Earlier events are kept when a run is resumed.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path):
@@ -225,12 +207,7 @@ class EventsWriter(logging.Handler):
         super().close()
 
     def add(self, kind: str, text: str) -> None:
-        """Record an event. A failure to write it is a warning.
-
-        Args:
-            kind: "warning", "resumed", "skipped", "stopped" or "failed".
-            text: Message.
-        """
+        """Record an event. A failure to write it is a warning."""
         time_text = datetime.now(UTC).isoformat(timespec="seconds")
         with self._best_effort(self._file.path.name):
             self._file.append({"step": activity.step, "time": time_text, "kind": kind, "text": text})

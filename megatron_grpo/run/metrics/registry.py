@@ -24,11 +24,7 @@ class Metric:
     is_total: bool = False
 
     def matches(self, name: str) -> bool:
-        """Return whether the metric has this name, or its pattern matches.
-
-        Args:
-            name: Name of a metric.
-        """
+        """Return whether the metric has this name, or its pattern matches."""
         return _pattern(self.name).fullmatch(name) is not None
 
 
@@ -53,19 +49,11 @@ def metrics() -> list[Metric]:
 
 @cache
 def find(name: str) -> Metric | None:
-    """Return the metric with this name in metrics.jsonl; None if no row of the table has it.
-
-    Args:
-        name: Name of a metric.
-    """
+    """Return the metric with this name in metrics.jsonl; None if no row of the table has it."""
     return next((metric for metric in metrics() if metric.matches(name)), None)
 
 
 def is_total(name: str) -> bool:
-    """Return whether a metric counts since the run began. A metric that the table does not have, such as one of a custom part, does not.
-
-    Args:
-        name: Name of a metric.
-    """
+    """Return whether a metric counts since the run began. A metric that the table does not have, such as one of a custom part, does not."""
     metric = find(name)
     return metric is not None and metric.is_total

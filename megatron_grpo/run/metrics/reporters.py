@@ -45,19 +45,11 @@ class ReporterInit:
     first_step: int = 1
 
     def name_or(self, variable: str = "") -> str:
-        """Return the run's name: from the settings, else from the service's environment variable, else the name of the output directory.
-
-        Args:
-            variable: Environment variable of the service.
-        """
+        """Return the run's name: from the settings, else from the service's environment variable, else the name of the output directory."""
         return self.config.get("run_name") or os.environ.get(variable) or self.output_dir.absolute().name
 
     def project_or(self, variable: str) -> str:
-        """Return the project: from the settings, else from the service's environment variable, else `PROJECT`.
-
-        Args:
-            variable: Environment variable of the service.
-        """
+        """Return the project: from the settings, else from the service's environment variable, else `PROJECT`."""
         return self.config.get("project") or os.environ.get(variable) or PROJECT
 
 
@@ -68,7 +60,6 @@ class Reporter:
         """Log the metrics of an optimizer step.
 
         Args:
-            step: Optimizer step.
             values: Finite numbers only, by name.
         """
 
@@ -76,7 +67,6 @@ class Reporter:
         """Log rows of a rollout that this step trained. Does nothing if the service has no tables.
 
         Args:
-            step: Optimizer step.
             table: Values per completion, by column.
         """
 
@@ -85,11 +75,7 @@ class Reporter:
 
 
 class Tensorboard(Reporter):
-    """Writer of event files under output_dir/tensorboard. Steps after the one resumed from are hidden.
-
-    Args:
-        begin: Names, settings and directory of the run.
-    """
+    """Writer of event files under output_dir/tensorboard. Steps after the one resumed from are hidden."""
 
     def __init__(self, begin: ReporterInit):
         from torch.utils.tensorboard import SummaryWriter
@@ -110,8 +96,6 @@ class WandbReporter(Reporter):
     The service's environment variables (WANDB_MODE, ...) apply.
 
     Args:
-        begin: Data of the run.
-        module: Python module of the service.
         as_table: Function (module, rows by column) -> the service's table object; None if it has no tables.
         kwargs: Further arguments of `init`.
     """
@@ -132,11 +116,7 @@ class WandbReporter(Reporter):
 
 
 def wandb(begin: ReporterInit) -> WandbReporter:
-    """Start Weights & Biases, with its files in output_dir.
-
-    Args:
-        begin: Names, settings and directory of the run.
-    """
+    """Start Weights & Biases, with its files in output_dir."""
 
     def as_table(service: Any, table: Table) -> Any:
         return service.Table(columns=list(table), data=[list(row) for row in zip(*table.values(), strict=True)])
@@ -146,20 +126,12 @@ def wandb(begin: ReporterInit) -> WandbReporter:
 
 
 def swanlab(begin: ReporterInit) -> WandbReporter:
-    """Start SwanLab, with its log directory in output_dir/swanlab.
-
-    Args:
-        begin: Names, settings and directory of the run.
-    """
+    """Start SwanLab, with its log directory in output_dir/swanlab."""
     return WandbReporter(begin, "swanlab", experiment_name=begin.name_or("SWANLAB_EXP_NAME"), logdir=str(begin.output_dir / "swanlab"))
 
 
 def trackio(begin: ReporterInit) -> WandbReporter:
-    """Start Trackio, with its database in output_dir/trackio (or TRACKIO_DIR), or in a Space of the Hub (TRACKIO_SPACE_ID).
-
-    Args:
-        begin: Names, settings and directory of the run.
-    """
+    """Start Trackio, with its database in output_dir/trackio (or TRACKIO_DIR), or in a Space of the Hub (TRACKIO_SPACE_ID)."""
     folder = str((begin.output_dir / "trackio").absolute())
     os.environ.setdefault("TRACKIO_DIR", folder)  # read once, when trackio is imported; its default is a folder in the user's cache
     if is_installed("matplotlib"):
@@ -176,11 +148,7 @@ def trackio(begin: ReporterInit) -> WandbReporter:
 
 
 class Mlflow(Reporter):
-    """Reporter to MLflow, whose environment variables (MLFLOW_TRACKING_URI, ...) apply. A project is an MLflow experiment.
-
-    Args:
-        begin: Names, settings and directory of the run.
-    """
+    """Reporter to MLflow, whose environment variables (MLFLOW_TRACKING_URI, ...) apply. A project is an MLflow experiment."""
 
     def __init__(self, begin: ReporterInit):
         import mlflow
@@ -216,7 +184,6 @@ class BackgroundReporter:
     The first exception of the service is logged as a warning, and the service is switched off.
 
     Args:
-        name: Name of the service, for messages.
         make: Function that starts the service, called in the thread.
     """
 
@@ -228,21 +195,11 @@ class BackgroundReporter:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the metrics of an optimizer step.
-
-        Args:
-            step: Number of optimizer steps.
-            values: Value by metric.
-        """
+        """Queue the metrics of an optimizer step."""
         self._notify(lambda reporter: reporter.log(step, values))
 
     def completions(self, step: int, table: Table) -> None:
-        """Queue a table of completions, cut to `MOST_ROWS` rows.
-
-        Args:
-            step: Number of optimizer steps.
-            table: Values by column.
-        """
+        """Queue a table of completions, cut to `MOST_ROWS` rows."""
         rows = {name: column[:MOST_ROWS] for name, column in table.items()}
         self._notify(lambda reporter: reporter.completions(step, rows))
 
@@ -281,10 +238,6 @@ class BackgroundReporter:
 class TrackingServices:
     """The services of `--report_to`, which receive the steps, evaluations and completions of a run. Rank 0 alone starts them.
 
-    Args:
-        output_dir: Directory of the run.
-        config: Resolved settings, flat.
-
     Raises:
         ConfigError: A service is unknown or not installed.
     """
@@ -298,11 +251,7 @@ class TrackingServices:
         self._unsent: list[Mapping[str, Any]] = []  # steps not yet sent
 
     def start(self, step: int) -> None:
-        """Start the services.
-
-        Args:
-            step: Optimizer steps done.
-        """
+        """Start the services."""
         begin = ReporterInit(output_dir=self.output_dir, config=self.config, first_step=step + 1)
         self._reporters = [BackgroundReporter(name, partial(REPORTERS[name], begin)) for name in services(self.config["report_to"])]
 
@@ -310,7 +259,6 @@ class TrackingServices:
         """Keep rows of a rollout, which the services receive with the next step.
 
         Args:
-            version: Version of the weights that sampled the rollout.
             table: Values per completion, by column.
         """
         self._completions = table
@@ -319,7 +267,6 @@ class TrackingServices:
         """Send an optimizer step, or keep it until `logging_steps` of them are sent together.
 
         Args:
-            record: Line of metrics.jsonl.
             is_last: Whether it is the last step of the run.
         """
         self._unsent.append(record)
@@ -339,12 +286,7 @@ class TrackingServices:
         self.log(records[-1]["step"], means)
 
     def log(self, step: int, record: Mapping[str, Any]) -> None:
-        """Send the finite numbers of a record, and the completions that were kept.
-
-        Args:
-            step: Number of optimizer steps.
-            record: Values by name.
-        """
+        """Send the finite numbers of a record, and the completions that were kept."""
         values = {name: to_python_number(value) for name, value in record.items() if name != "step"}
         finite = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         for reporter in self._reporters:
@@ -376,11 +318,7 @@ def services(report_to: Sequence[str]) -> list[str]:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the package of a service is installed, without importing it.
-
-    Args:
-        name: Name of the service.
-    """
+    """Return whether the package of a service is installed, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 

@@ -25,7 +25,6 @@ def rollout_stats(
     """Return the metrics of the rollouts of one optimizer step, named and defined as in TRL, over all their completions.
 
     Args:
-        rollouts: Rollouts since the last step.
         reward_names: Name of each reward function.
         selection_weights: Weight of each reward function if rollouts select among the sampled groups, else None.
     """
@@ -92,7 +91,6 @@ def selection_stats(rollouts: Sequence[ScoredRollout], reward_weights: Sequence[
     The kept groups are not a fair sample of the policy's completions; `dynamic_sample/reward` is over everything that was sampled.
 
     Args:
-        rollouts: Rollouts since the last step.
         reward_weights: Weight of each reward function.
     """
     results = [rollout.result for rollout in rollouts]
@@ -118,11 +116,8 @@ class Completions:
     the completions that the ranks of the node scored.
 
     Args:
-        output_dir: Directory of the run.
         reward_names: Name of each reward function.
         interval: Write every `interval`-th rollout; 0 for never.
-        rank: Global rank.
-        node: Node of this rank.
         most_nodes: Number of nodes that write a rollout. If there are more nodes, they take turns.
         write_table: Callback (version, table), called on rank 0 with the rows of its node for every rollout that is due.
     """
@@ -147,11 +142,7 @@ class Completions:
         self._best_effort = BestEffort()
 
     def start(self, progress: Progress) -> None:
-        """Delete the tables of rollouts that a resumed run has not sampled yet.
-
-        Args:
-            progress: Position of the run.
-        """
+        """Delete the tables of rollouts that a resumed run has not sampled yet."""
         if self.rank == 0:
             for path in self.directory.glob("step_*"):
                 match = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # leave other files alone
@@ -162,9 +153,6 @@ class Completions:
         """Write a rollout if it is due. Collective: each rank provides the groups it scored.
 
         A table that cannot be written causes a warning, because the run does not need it.
-
-        Args:
-            rollout: Scored groups of this rank, and metadata of all.
 
         Returns:
             The file, on the rank that wrote it; None elsewhere.
@@ -248,11 +236,7 @@ def join_columns(groups: Sequence[Table]) -> Table:
 
 
 def text_columns(group: Group) -> dict[str, list[Any]]:
-    """Return the columns with a group's prompt and completions.
-
-    Args:
-        group: Prompt with its completions.
-    """
+    """Return the columns with a group's prompt and completions."""
     completions = group.completions
     return {
         "dataset_row": [group.prompt.row] * len(completions),
@@ -264,11 +248,7 @@ def text_columns(group: Group) -> dict[str, list[Any]]:
 
 
 def count_columns(group: Group) -> dict[str, list[Any]]:
-    """Return the columns with lengths, finish reasons and episodes of a group.
-
-    Args:
-        group: Prompt with its completions.
-    """
+    """Return the columns with lengths, finish reasons and episodes of a group."""
     completions = group.completions
     return {
         "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
@@ -285,9 +265,6 @@ def token_columns(group: Group) -> dict[str, list[Any]]:
     """Return the columns that `megatron-grpo mismatch` compares with the trainer: token IDs and the sampler's log-probs.
 
     Log-probs are NaN at tokens that were not sampled. Both are None for a completion with several contexts or with images.
-
-    Args:
-        group: Prompt with its completions.
     """
     plain = [
         completion if len(completion.sequence.starts) == 1 and not completion.sequence.images else None for completion in group.completions

@@ -21,18 +21,12 @@ class LogpDifferenceMonitor:
         Args:
             bound: Limit in nats. None: the usual limit of the dtype.
             dtype: "float32" or "bfloat16".
-            hint: Sentence with a remedy, appended to the warning.
-            metric: Name of the metric.
         """
         self.hint, self.metric = hint, metric
         self.bound = USUAL[dtype] if bound is None else bound
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
-        """Return the warning for a step's metrics; None if the difference is within the bound.
-
-        Args:
-            metrics: Metrics of the step, by name.
-        """
+        """Return the warning for a step's metrics; None if the difference is within the bound."""
         largest = metrics.get(self.metric, 0.0)
         if not largest > self.bound:
             return None
@@ -57,11 +51,7 @@ class GradientSummary:
         self.num_steps = self.num_gradients = self.num_refused = self.num_scored = self.num_alike = 0
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Add an optimizer step.
-
-        Args:
-            record: Line of metrics.jsonl.
-        """
+        """Add an optimizer step."""
         self.num_steps += 1
         self.num_gradients += record.get("grad_norm", 0.0) != 0.0
         self.num_refused = record.get("skipped_iterations", 0)
@@ -78,9 +68,6 @@ class GradientSummary:
         """Return a sentence saying that nothing was trained; empty if a gradient of the run changed its weights.
 
         One step alone shows nothing, because its rewards may be equal by chance.
-
-        Args:
-            step: Optimizer steps that the run has taken.
         """
         if step < 2 or self.num_steps != step or self.num_gradients > self.num_refused:
             return ""
@@ -107,7 +94,6 @@ class TimeSummary:
 
         Args:
             seconds: Seconds of loading and restoring.
-            step: Optimizer steps done at that time.
         """
         self._seconds[BEFORE], self.resumed_from = seconds, step
 

@@ -49,7 +49,6 @@ def load_rewards(config: Config, *, left_out: Collection[str] = (), opening: str
     """Load the reward functions of a run, in the order of `--reward_funcs`.
 
     Args:
-        config: Settings of the run.
         left_out: Entries of `--reward_funcs` to skip. They are not checked.
         opening: A chat as the model's chat template renders it before an answer.
 
@@ -94,11 +93,7 @@ def may_exist(spec: str) -> bool:
 
 
 def close_rewards(functions: Sequence[RewardFunction]) -> None:
-    """Stop the processes that reward functions keep.
-
-    Args:
-        functions: Reward functions of the run.
-    """
+    """Stop the processes that reward functions keep."""
     for function in functions:
         function.close()
 
@@ -114,9 +109,6 @@ def check_columns(
     """Check that the data set has the columns that the reward functions need.
 
     Args:
-        functions: Reward functions of the run.
-        columns: Columns that at least one row has.
-        flag: Setting that names the data set.
         nested: Values inside columns, such as `reward_model.ground_truth`, that `columns` can name.
         without: Maps alternative column names to a description of the rows that have none of them; "" if every row has one.
 
@@ -202,7 +194,6 @@ def user_object(spec: str, *, flag: str) -> Any:
 
     Args:
         spec: `path/to/file.py:name` or `package.module:name`.
-        flag: Name of the setting, for error messages.
 
     Raises:
         ConfigError: If the callable cannot be loaded.
@@ -299,11 +290,7 @@ def _no_such_function(module_name: str, module: Any, attribute: str) -> str:
 
 
 def parsed(path: Path) -> ast.Module:
-    """Parse a Python file. Return an empty module if it is not valid Python; importing it then reports the error.
-
-    Args:
-        path: The Python file.
-    """
+    """Parse a Python file. Return an empty module if it is not valid Python; importing it then reports the error."""
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -315,9 +302,6 @@ def trains_at_import(program: ast.Module) -> int | None:
 
     Such a line creates a GRPOTrainer or calls `.train()`, directly or through a function of the file, and is not inside an
     `if __name__ == "__main__":` block.
-
-    Args:
-        program: Parsed Python file.
     """
     defined = {line.name: _names_used(line) for line in program.body if isinstance(line, _DEFINES)}
     trains, num_before = {"GRPOTrainer", ".train"}, 0
@@ -340,9 +324,6 @@ def with_swift(program: ast.Module) -> Iterator[None]:
     """Stub the package `swift` while a plugin of ms-swift is loaded on a machine without ms-swift.
 
     The registries that the plugin imports become dicts, which accept its entries; other imported classes become classes that do nothing.
-
-    Args:
-        program: Syntax tree of the plugin.
     """
     lines = [line for line in ast.walk(program) if isinstance(line, ast.ImportFrom) and (line.module or "").split(".")[0] == "swift"]
     modules: dict[str, ModuleType] = {}
@@ -367,9 +348,6 @@ def adapt_swift_reward(cls: type) -> type:
 
     Reward classes of ms-swift expect text, but completions of a chat are messages here. The adapted class converts each completion to
     text.
-
-    Args:
-        cls: Reward class.
     """
     if not any(base.__module__.partition(".")[0] == "swift" for base in cls.__mro__):
         return cls

@@ -160,7 +160,6 @@ def call_before(seconds: float, function: Callable[[], Any], should_cancel: Call
     """Call `function()` with a deadline and return its result. Exceptions of the function propagate.
 
     Args:
-        seconds: Time limit.
         function: Called without arguments.
         should_cancel: Polled during the call; True cancels it.
 
@@ -249,7 +248,6 @@ class EventLoop:
         """Start a coroutine immediately. The returned callable waits for its result.
 
         Args:
-            coroutine: The coroutine to run.
             seconds: Time limit, counted from the start.
             should_cancel: Polled while waiting; True cancels the coroutine.
 

@@ -167,9 +167,6 @@ class RewardFunction:
         `completion_ids` is a list of lists if the signature names it: as Python integers, token IDs take ten times the memory. Among
         `**kwargs` it is a sequence that makes the list of a completion when it is read. The user's functions get copies, one per
         completion and call: the rows of a data set serve all completions of a group, all functions and all epochs.
-
-        Args:
-            batch: Completions to score.
         """
         available = {**batch.columns, "prompts": list(batch.prompts), "completions": list(batch.completions)}
         accepted = accepted_names(self.function)
@@ -197,11 +194,7 @@ class RewardFunction:
 
 
 def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the keyword arguments that a function accepts, or None if it accepts all.
-
-    Args:
-        function: Reward function.
-    """
+    """Return the keyword arguments that a function accepts, or None if it accepts all."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -209,22 +202,14 @@ def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def required_names(function: Callable[..., Any]) -> list[str]:
-    """Return the keyword arguments without a default.
-
-    Args:
-        function: Reward function.
-    """
+    """Return the keyword arguments without a default."""
     named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in named_kinds and parameter.default is inspect.Parameter.empty]
 
 
 def positional_names(function: Callable[..., Any]) -> list[str]:
-    """Return the positional-only arguments, which cannot be passed by name.
-
-    Args:
-        function: Reward function.
-    """
+    """Return the positional-only arguments, which cannot be passed by name."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
 
@@ -244,11 +229,7 @@ def read_text(completion: Any) -> str:
 
 
 def text_of_prompt(prompt: Any) -> str:
-    """Return a prompt as a model reads it that has no chat template: a string unchanged, messages with their roles.
-
-    Args:
-        prompt: String or chat messages.
-    """
+    """Return a prompt as a model reads it that has no chat template: a string unchanged, messages with their roles."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
@@ -276,11 +257,7 @@ def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailur
 
 
 def as_score(value: Any) -> Score | RowFailure:
-    """Convert one returned value to a float, None, or a RowFailure.
-
-    Args:
-        value: Value that a reward function returned for a completion.
-    """
+    """Convert one returned value to a float, None, or a RowFailure."""
     if value is None or isinstance(value, RowFailure):
         return value
     if hasattr(value, "item") and not isinstance(value, numbers.Real):  # a tensor, or an array of one element

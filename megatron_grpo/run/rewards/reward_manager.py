@@ -30,10 +30,8 @@ class RewardManager:
         """Set up the reward functions.
 
         Args:
-            functions: The reward functions.
             reward_weights: One weight per function, or empty for 1 each.
             should_cancel: Returns whether the run has no time left to score.
-            most_failed_episodes: Largest share of a rollout's episodes whose environment may fail.
         """
         self.functions, self.reward_weights = list(functions), list(reward_weights) or [1.0] * len(functions)
         self._should_cancel, self.most_failed_episodes = should_cancel, most_failed_episodes
@@ -47,9 +45,7 @@ class RewardManager:
         """Score every completion of this rank's groups with every function. Collective.
 
         Args:
-            groups: This rank's groups.
             positions: Index of each group among all that were sampled together (default: its index here); errors name rows by it.
-            trainer_state: Passed to the functions that ask for it.
 
         Raises:
             RewardError: A reward function failed. Raised on every rank, with the same message.
@@ -101,11 +97,7 @@ class RewardManager:
 
 
 class CompletionIds(Sequence[list[int]]):
-    """Token IDs of completions. The list of a completion is made when it is read.
-
-    Args:
-        completions: The completions.
-    """
+    """Token IDs of completions. The list of a completion is made when it is read."""
 
     def __init__(self, completions: Sequence[Completion]):
         self._completions = completions
@@ -128,9 +120,7 @@ def as_batch(groups: Sequence[Group], *, positions: Sequence[int] | None = None,
     `episode_columns` are added.
 
     Args:
-        groups: The groups.
         positions: See `RewardManager.__call__`.
-        trainer_state: Passed to the functions that ask for it.
     """
     names = list(dict.fromkeys(name for group in groups for name in group.prompt.columns))
     positions = range(len(groups)) if positions is None else positions

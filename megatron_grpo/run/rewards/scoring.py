@@ -108,10 +108,6 @@ def _start(
 ) -> Callable[[], list[Score | RowFailure] | RowFailure]:
     """Start a call of a function on a batch if the function is asynchronous; others are called when the result is asked for.
 
-    Args:
-        side_effects: Receives descriptions of side effects.
-        seconds: Timeout of this call.
-
     Returns:
         A callable that returns the scores, or the failure of the whole call.
     """
@@ -189,11 +185,7 @@ def _search(
 
 
 def _merge_row_failure(failure: RowFailure, failure_alone: RowFailure, seconds: float) -> RowFailure:
-    """Combine the failure of a row called alone with that of the whole batch, if the two differ.
-
-    Args:
-        seconds: Timeout that the call on the row had.
-    """
+    """Combine the failure of a row called alone with that of the whole batch, if the two differ."""
     if failure_alone.reason == failure.reason:
         return failure_alone
     if failure_alone.kind == failure.kind == "timeout":

@@ -70,7 +70,6 @@ def make_namespace(cfg: Config, **extra: Any) -> SimpleNamespace:
     """Return all settings by name, regardless of their group, with `cfg` and what else the rules of a package need.
 
     Args:
-        cfg: The configuration.
         **extra: Further names for the rules. Always added are `plays`; `player`, the setting that names the environment, tools or agent;
             `players`, the word for them; and `teacher`, the setting that names a teacher, or None.
     """
@@ -89,12 +88,7 @@ def _defaults() -> SimpleNamespace:
 
 
 def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
-    """Return the message fields of a problem for each setting that is not at its default: `name`, `value`, and `off` (the default).
-
-    Args:
-        c: From `make_namespace`.
-        *names: Settings to look at.
-    """
+    """Return the message fields of a problem for each setting that is not at its default: `name`, `value`, and `off` (the default)."""
     changed_names = [name for name in names if getattr(c, name) != getattr(_defaults(), name)]
     return [{"name": name, "value": getattr(c, name), "off": getattr(_defaults(), name)} for name in changed_names]
 
@@ -103,21 +97,12 @@ def typed_fields(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
     """Return the message fields of a problem for each of these settings that was typed on the command line: `name` and `value`.
 
     Configuration files do not count, because a file that a run has written contains every setting.
-
-    Args:
-        c: From `make_namespace`.
-        *names: Settings to look at.
     """
     return [{"name": name, "value": getattr(c, name)} for name in names if c.cfg.sources.get(name) == COMMAND_LINE]
 
 
 def in_typed_names(cfg: Config, problem: Problem) -> Problem:
-    """Return the problem with the names that the user typed.
-
-    Args:
-        cfg: The configuration.
-        problem: A problem with the settings' own names.
-    """
+    """Return the problem with the names that the user typed."""
     typed = {flag: cfg.typed.get(flag, flag) for flag in problem.flags}
     unnamed = {flag: name for flag, name in typed.items() if not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", problem.message)}
     return Problem(
@@ -132,7 +117,6 @@ def broken_rules(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
 
     Args:
         rules: Rules; of a tuple of rules only the first one that applies is reported.
-        c: From `make_namespace`.
     """
     for rule in rules:
         if isinstance(rule, PlugInRules):

@@ -36,7 +36,6 @@ def checked_sizes(
     """Derive the sizes of a configuration.
 
     Args:
-        cfg: The configuration.
         num_layers: Number of layers of the model, if known.
         num_experts: Number of experts of the model, if known; 0 is a dense model.
         model: All that is known of the model; takes precedence over `num_layers` and `num_experts`.
@@ -65,12 +64,7 @@ def checked_sizes(
 
 
 def with_derived_sizes(cfg: Config, sizes: BatchSizes) -> Config:
-    """Return the configuration with the derived sizes filled in, so that what a run records is complete and in native names.
-
-    Args:
-        cfg: The configuration.
-        sizes: The sizes derived from it.
-    """
+    """Return the configuration with the derived sizes filled in, so that what a run records is complete and in native names."""
     values = {name: getattr(sizes, name) for name in SIZES}
     if not isinstance(sizes.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
         del values[STEPS]
@@ -96,8 +90,6 @@ def size_problems(
     """Return all problems with the sizes, with the user's names of the settings to change.
 
     Args:
-        cfg: The configuration.
-        model: Known properties of the model.
         others_pass: Whether the rest of the configuration is valid, so that a change of one size can make all of it pass. Otherwise no
             nearest values are offered.
         unreadable: Settings whose values could not be parsed; rules about them are skipped.
@@ -143,9 +135,6 @@ def broken_rules(inputs: BatchSizeInputs) -> list[BatchSizeRule]:
     """Return the rules that the sizes violate, without those that only follow from another violated rule.
 
     A size that is too small hides only the rules that it takes part in: the others are checked with its minimum in its place.
-
-    Args:
-        inputs: The typed sizes.
     """
     violated = [rule for rule in lower_bounds(inputs) if rule.broken]
     too_small = {flag for rule in violated for flag in rule.flags}
@@ -163,7 +152,6 @@ def nearest(inputs: BatchSizeInputs, flag: str) -> list[int]:
 
     Args:
         inputs: The typed sizes; `flag` is among them.
-        flag: The flag to change.
     """
     present = inputs.values[flag]
     least = minimum(inputs, flag)

@@ -29,7 +29,6 @@ def problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
     """Return the settings that conflict with `bitwise_parity`, which is on.
 
     Args:
-        cfg: The settings of the run.
         shape: The model's dimensions; None if unknown.
     """
     return list(broken_rules(RULES, make_namespace(cfg, shape=shape)))

@@ -34,11 +34,7 @@ ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entro
 
 
 def problems(config: Config) -> list[Problem]:
-    """Return every combination of settings that has no meaning, each with its reason.
-
-    Args:
-        config: All settings.
-    """
+    """Return every combination of settings that has no meaning, each with its reason."""
     return list(broken_rules((*RULES, *SAMPLING_MASK), _settings(config)))
 
 
@@ -46,22 +42,14 @@ def group_problems(cfg: GrpoConfig, *, generation: int, global_batch: int, group
     """Return problems of batch sizes that do not suit the loss.
 
     Args:
-        cfg: The GRPO settings.
-        generation: Rollout size, in completions.
-        global_batch: Global batch size, in completions.
         group: Completions per prompt.
-        passes: Passes over a rollout.
     """
     c = SimpleNamespace(loss_type=cfg.loss_type, generation=generation, global_batch=global_batch, group=group, passes=passes)
     return list(broken_rules([GROUP_RULES], c))
 
 
 def warnings(config: Config) -> list[str]:
-    """Return warnings about settings that are legal but probably not intended.
-
-    Args:
-        config: All settings.
-    """
+    """Return warnings about settings that are legal but probably not intended."""
     return [problem.message for problem in broken_rules((NOTE, *WARNINGS), _settings(config))]
 
 

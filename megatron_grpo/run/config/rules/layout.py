@@ -18,10 +18,6 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
     """Return the problems of a model's sizes with these parallel sizes, each with the nearest sizes that work.
 
     Args:
-        shape: Sizes of the model.
-        tp: Tensor-parallel ranks.
-        ep: Expert-parallel ranks.
-        etp: Expert tensor-parallel ranks.
         whole_down_projections: Whether the down projections of multi-latent attention are replicated, as with Transformer Engine; the local
             spec cuts them.
     """
@@ -39,8 +35,6 @@ def engine_problems(shape: ModelShape, ranks: int, *, world_size: int | None = N
     """Return the problems of one vLLM engine on `ranks` ranks. vLLM cuts heads as Megatron does, but fails only at start-up.
 
     Args:
-        shape: Sizes of the model.
-        ranks: Tensor-parallel ranks of one engine.
         world_size: Ranks of a job that divides its ranks between engines. None: any number of ranks is available.
     """
     sizes = [size for size in range(1, (world_size or _LARGEST) + 1) if world_size is None or world_size % size == 0]
@@ -51,9 +45,7 @@ def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] =
     """Return the problems of sequences of up to `longest` tokens with the model's position limits.
 
     Args:
-        shape: Sizes of the model.
         longest: Tokens of prompt and completion together.
-        flags: Settings to name in the problem.
     """
     problems = []
     if shape.max_position_embeddings and longest > shape.max_position_embeddings:

@@ -29,21 +29,12 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """Return every conflict between this configuration and this model.
 
     Divisibility (`weights.layout_validation`) and batch sizes are checked elsewhere.
-
-    Args:
-        cfg: The settings of the run.
-        shape: The model's dimensions.
     """
     return [*broken_rules(RULES, _settings(cfg, shape)), *sharing_problems(cfg, shape)]
 
 
 def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
-    """Return the problem if `share_prefix` is true and prompts cannot be shared.
-
-    Args:
-        cfg: The settings of the run.
-        shape: The model's dimensions.
-    """
+    """Return the problem if `share_prefix` is true and prompts cannot be shared."""
     return list(broken_rules([SHARING], make_namespace(cfg, shape=shape)))
 
 
@@ -55,7 +46,6 @@ def machine_problems(
     `train` knows the machine; `plan` may be for another one.
 
     Args:
-        cfg: The settings of the run.
         has_gpu: Whether the machine has a GPU.
         has_transformer_engine: Whether Transformer Engine is installed.
         capability: Compute capability of the GPU; None if unknown.
@@ -68,9 +58,7 @@ def sampler_problems(shape: ModelShape, *, on_cpu: bool = False, ranks: int = 1)
     """Return what vLLM 0.32 cannot sample, or would sample differently from the model, whatever config.json says.
 
     Args:
-        shape: The model's dimensions.
         on_cpu: Whether vLLM is known to run on a CPU.
-        ranks: Tensor-parallel ranks of one engine.
     """
     lacks = "multi-latent attention" if shape.mla else "the router" if shape.architecture == "MiniMaxM2ForCausalLM" else None
     c = SimpleNamespace(shape=shape, reason=lacks if on_cpu else None, has_sizes=on_cpu and not lacks, ranks=max(ranks, 1))
@@ -96,7 +84,6 @@ def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
     """Return why prompts cannot be computed once per group, as a phrase; None if they can.
 
     Args:
-        cfg: The settings of the run.
         shape: The model's dimensions; None if unknown.
     """
     tuner = cfg.tuner
@@ -111,20 +98,12 @@ def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
 
 
 def attention_channels(shape: ModelShape) -> int:
-    """Return the channels of one head as the attention kernels take it: the same for queries, keys and values.
-
-    Args:
-        shape: Shape of the model.
-    """
+    """Return the channels of one head as the attention kernels take it: the same for queries, keys and values."""
     return max(shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim, shape.mla.v_head_dim) if shape.mla else shape.head_dim
 
 
 def needs_local_layers(shape: ModelShape) -> str | None:
-    """Return the model's feature that only local layers compute, also with Transformer Engine installed, as a phrase; or None.
-
-    Args:
-        shape: Shape of the model.
-    """
+    """Return the model's feature that only local layers compute, also with Transformer Engine installed, as a phrase; or None."""
     reasons = {
         "multi-latent attention": shape.mla,
         "the gated delta rule": shape.delta_net,
@@ -141,12 +120,7 @@ def needs_local_layers(shape: ModelShape) -> str | None:
 
 
 def first_chunk_layers(cfg: Config, num_layers: int) -> int:
-    """Return the number of layers of the first stage's first model chunk.
-
-    Args:
-        cfg: The settings of the run.
-        num_layers: Layers of the model.
-    """
+    """Return the number of layers of the first stage's first model chunk."""
     return layer_counts(cfg.parallel, num_layers)[0][0]
 
 

@@ -30,7 +30,6 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
     """Return every problem that can be found from the settings alone, except those of sizes and mathematics.
 
     Args:
-        cfg: The configuration.
         unreadable: Settings whose values could not be read. Problems about them are omitted.
     """
     sampling_rules = (PLUG_INS["a teacher"], PLUG_INS["servers"], *SAMPLING, *PASSED_ON, *GRAMMAR)

@@ -69,12 +69,8 @@ class BatchSizeRule:
         """Return the rule that a size is a multiple of another one.
 
         Args:
-            key: Name of the rule.
-            size: The multiple.
-            divisor: The divisor.
             after: As in `BatchSizeRule`.
             reason: End of the sentence. Default: the division with its remainder, `96 = 1 x 64 + 32`.
-            remark: Added to the sentence.
         """
         top, bottom = int(size.value), max(1, int(divisor.value))  # below 1 if another rule is broken, whose sentence is said instead
         division = reason or f"{top} = {top // bottom} x {bottom} + {top % bottom}"
@@ -86,9 +82,6 @@ class BatchSizeRule:
         """Return the rule that two sizes, which both determine one, are equal.
 
         Args:
-            key: Name of the rule.
-            size: The one.
-            other: The other.
             after: As in `BatchSizeRule`.
         """
         text = f"{size} must equal {other}. Leave one of the two out, or make them equal"
@@ -96,12 +89,7 @@ class BatchSizeRule:
 
 
 def minimum(inputs: BatchSizeInputs, flag: str) -> int:
-    """Return the minimum of a flag. A group of one has nothing to compare with; one chunk per stage is not interleaved.
-
-    Args:
-        inputs: The typed sizes.
-        flag: The flag.
-    """
+    """Return the minimum of a flag. A group of one has nothing to compare with; one chunk per stage is not interleaved."""
     if flag == VPP:
         return 2
     return 2 if flag == GROUP and inputs.needs_group else 1
@@ -111,9 +99,6 @@ def lower_bounds(inputs: BatchSizeInputs) -> Iterator[BatchSizeRule]:
     """Yield the rules that every size is at least its minimum.
 
     They come first, and no other rule is checked while one is violated, because Python's -32 % 8 is 0.
-
-    Args:
-        inputs: The typed sizes.
     """
     for flag, value in inputs.values.items():
         yield _lower_bound(flag, value, minimum(inputs, flag), inputs.origins.get(flag))
@@ -132,11 +117,7 @@ def _lower_bound(flag: str, value: int, least: int, origin: BatchSizeOrigin | No
 
 
 def rules(inputs: BatchSizeInputs) -> Iterator[BatchSizeRule]:
-    """Yield every rule between sizes; assumes that `lower_bounds` hold.
-
-    Args:
-        inputs: The typed sizes.
-    """
+    """Yield every rule between sizes; assumes that `lower_bounds` hold."""
     v, sizes, world = inputs.values, DerivedSizes.from_inputs(inputs), inputs.size(WORLD)
     yield BatchSizeRule.require_multiple("ranks", world, inputs.product(TP, PP, CP))
     if v[ETP] * v[EP] > 1:  # otherwise "ranks" has said it
@@ -253,11 +234,7 @@ def _layer_rules(inputs: BatchSizeInputs) -> Iterator[BatchSizeRule]:
 
 
 def _even_layers(inputs: BatchSizeInputs, key: str, layers: int, noun: str) -> BatchSizeRule:
-    """Return the rule that each chunk of each stage has the same number of layers.
-
-    Args:
-        noun: The owner of the layers and their number, for the message.
-    """
+    """Return the rule that each chunk of each stage has the same number of layers."""
     return BatchSizeRule.require_multiple(key, Size(Fraction(layers), (), (noun,)), inputs.product(PP, VPP))
 
 

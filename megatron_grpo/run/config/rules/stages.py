@@ -20,10 +20,6 @@ def counted_layers(parallel: ParallelConfig, num_layers: int) -> int:
     """Return the number of layers to distribute over stages.
 
     The embedding and the loss count as one layer each, where the settings account for them.
-
-    Args:
-        parallel: Parallelism settings.
-        num_layers: Layers of the model.
     """
     return num_layers + sum(getattr(parallel, name) for name in ACCOUNTS)
 
@@ -32,10 +28,6 @@ def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
     """Return the layers of each model chunk of each stage, [chunk, stage].
 
     Where they do not divide evenly, which validation rejects, the counts are lower bounds.
-
-    Args:
-        parallel: Parallelism settings.
-        num_layers: Layers of the model.
     """
     pp, chunks = max(1, parallel.pipeline_model_parallel_size), max(1, parallel.virtual_pipeline_model_parallel_size or 1)
     if parallel.pipeline_model_parallel_layout:
@@ -58,9 +50,6 @@ def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
 def expand_layout(layout: str) -> list[str]:
     """Expand a layout in Megatron-Core's notation (`E`, `t`, `L`) into its stages: `Et*2|(t|)*2L` is Ett, t, t, L.
 
-    Args:
-        layout: The layout.
-
     Raises:
         ValueError: The expanded layout is too long.
     """
@@ -76,7 +65,6 @@ def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
     """Yield problems with the pipeline layout, besides divisions (`batching.rules`).
 
     Args:
-        cfg: The configuration.
         num_layers: Layers of the model, if known.
     """
     parallel = cfg.parallel

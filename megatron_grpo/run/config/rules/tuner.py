@@ -30,11 +30,7 @@ NO_ADAPTER: Mapping[str, str] = {
 
 
 def are_names_readable(cfg: Config) -> bool:
-    """Return whether typed names and regular expressions are valid, so that they can be compared with a model's names.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return whether typed names and regular expressions are valid, so that they can be compared with a model's names."""
     return not any(broken_rules((*PATTERNS, *TARGETS), make_namespace(cfg)))
 
 
@@ -149,11 +145,7 @@ _LORA = (
 
 
 def tuner_rules(cfg: Config) -> tuple[Rule, ...]:
-    """Return the rules that apply to this tuner.
-
-    Args:
-        cfg: Settings of the run.
-    """
+    """Return the rules that apply to this tuner."""
     rate_rules = (*_make_rate_rules("vit_lr", "freeze_vit"), *_make_rate_rules("aligner_lr", "freeze_aligner"))
     return (*PATTERNS, *rate_rules, *(_LORA if cfg.tuner.tuner_type == "lora" else _FULL))
 
@@ -163,10 +155,6 @@ def freezing_problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
 
     Names that match nothing, that freeze everything, or that match only part of one Megatron parameter are problems. Regular expressions
     must be valid.
-
-    Args:
-        cfg: Settings of the adapter and of frozen parts.
-        shape: Shape of the model.
     """
     if cfg.tuner_type != "full":
         return []
